@@ -47,7 +47,7 @@ def _rotate(x, amount, modulus):
 
 
 def _permute_grid(x, rows, columns, keys):
-    """Permute 0..rows*columns-1 (a Feistel network): see x as (row, column), rotate each by a hash of the other in turns.
+    """Permute 0..rows*columns-1 (a Feistel network): see x as (row, column), rotate each by the hash of the other.
 
     Whoever knows the keys can undo each turn, so no two x ever meet: a permutation, whatever the hash is like.
     """
@@ -75,7 +75,8 @@ def permute(positions, n, seed, epoch):
         return x.clone()
     if x.min() < 0 or x.max() >= n:
         raise ValueError(f"positions {int(x.min())}..{int(x.max())} are not all within 0..{n - 1}")
-    keys = [hash_seed("order", seed, epoch, turn) for turn in range(ROUNDS)]
+    rounds = ROUNDS if n > 1000 else 4 * ROUNDS  # a tiny grid has so few cells that each turn can move little
+    keys = [hash_seed("order", seed, epoch, turn) for turn in range(rounds)]
     rows = math.isqrt(n - 1) + 1  # any number gives a permutation; near the square root both halves are mixed well
     columns = -(-n // rows)
     x = _permute_grid(x, rows, columns, keys)
@@ -116,7 +117,8 @@ class ElasticSampler(Sampler):
     Global batches do not depend on the world; the world only cuts them into shares. No sample is padded or dropped:
     the last global batch may be short, and a list is empty where a batch has fewer samples than there are ranks.
     Iterating never moves `position`: what was fetched ahead has not been trained on. Whoever updates the model keeps
-    count, and says so through set_epoch.
+    count, and says so through set_epoch. (torch's default collate_fn cannot make a batch of an empty list: give the
+    DataLoader one that can where lists may be empty, as common/data.py does.)
     """
 
     def __init__(self, length_or_dataset, global_batch_size, rank=0, world=1, seed=0, shuffle=True):

@@ -1,0 +1,239 @@
+"""The order: a permutation, random enough, cheap at any position, cut into shares that lose and repeat nothing."""
+import itertools
+import random
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from common import UserError, sampler
+from common.sampler import ElasticSampler, hash_seed, permute, share, uniforms
+
+POWERS = [2**k + d for k in range(2, 18) for d in (-1, 0, 1)]
+
+
+# --- a permutation ----------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("n", sorted({1, 2, 3, 7, 100, 59_999, 60_000, 60_001, *POWERS}))
+def test_every_sample_has_exactly_one_position(n):
+    for seed, epoch in ((0, 0), (2**63 - 1, 10**6)):
+        assert torch.equal(permute(range(n), n, seed, epoch).sort().values, torch.arange(n))
+
+
+def test_every_small_size_is_a_permutation():
+    for n in range(1, 400):
+        assert sorted(permute(range(n), n, seed=n, epoch=1).tolist()) == list(range(n))
+
+
+@pytest.mark.parametrize("n", [10**9, 2**31 + 1, 2**32 - 1, 2**40, 2**62])
+def test_huge_sizes_stay_in_range_and_never_collide(n):
+    edges = torch.cat([torch.arange(50_000), torch.arange(n // 2, n // 2 + 50_000), torch.arange(n - 50_000, n)])
+    ids = permute(edges, n, 0, 0)
+    assert 0 <= ids.min() and ids.max() < n
+    assert len(ids.unique()) == len(ids)
+    assert abs(float((ids.double() / n).mean()) - 0.5) < 0.005  # spread over the whole range, not only part of it
+
+
+def test_a_position_alone_gives_the_same_sample_as_the_whole_epoch():
+    whole = permute(range(1000), 1000, 5, 2)
+    for order in (range(999, -1, -1), [3], torch.tensor([[7, 7], [0, 999]]), []):
+        asked = torch.as_tensor(list(order) if isinstance(order, range) else order, dtype=torch.int64)
+        assert torch.equal(permute(order, 1000, 5, 2), whole[asked])
+
+
+def test_the_order_never_changes_between_releases_or_machines():
+    """A run resumed after an upgrade must meet the order it began with: these numbers are a file format."""
+    assert hash_seed("order", 0, 0, 0) == 1891122891
+    assert permute(range(12), 12, 0, 0).tolist() == [7, 8, 5, 3, 10, 4, 2, 9, 11, 1, 0, 6]
+    assert permute(range(5), 10**9, 7, 3).tolist() == [896347593, 723544756, 153454740, 104443561, 213890358]
+    bits = (uniforms([0, 1, 2**40], 7, 3, 2) * 2**24).flatten().tolist()
+    assert bits == [7612863, 9934503, 6007389, 5309242, 5608119, 15785192]
+
+
+def test_positions_and_sizes_that_do_not_exist_are_refused():
+    for positions, n in (([0], 0), ([10], 10), ([-1], 10), ([0], 2**62 + 1)):
+        with pytest.raises(ValueError):
+            permute(positions, n, 0, 0)
+
+
+# --- randomness that no rank owns --------------------------------------------------------------------------------------
+
+def test_uniforms_belong_to_the_sample_and_to_nothing_else():
+    whole = uniforms(range(1000), 1, 2, 3)
+    assert torch.equal(uniforms([999, 5], 1, 2, 3), whole[[999, 5]])
+    assert torch.equal(uniforms(range(1000), 1, 2, 1), whole[:, :1])
+    assert uniforms([], 1, 2, 3).shape == (0, 3)
+    for ids, seed, epoch in ((range(1000), 1, 3), (range(1000), 2, 2), (range(2**40, 2**40 + 1000), 1, 2)):
+        assert (uniforms(ids, seed, epoch, 3) == whole).float().mean() < 0.01
+
+
+def test_hash_seed_tells_keys_apart_but_not_kinds_of_integers():
+    assert hash_seed(1, 2) == hash_seed(torch.tensor(1), 2) != hash_seed(2, 1)
+    assert hash_seed("a", 1) != hash_seed("a1") and hash_seed(11) != hash_seed(1, 1)
+    assert len({hash_seed("x", k) for k in range(2000)}) == 2000
+    assert 0 <= hash_seed() < 2**32
+
+
+# --- cheap ------------------------------------------------------------------------------------------------------------
+
+def peak_memory_of(work):
+    """Return by how many bytes this process grew at most while it did `work` (Linux)."""
+    def read(field):
+        with open("/proc/self/status") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")  # start the peak anew
+    except OSError:
+        pytest.skip("this system does not let a process reset its peak memory")
+    before = read("VmRSS")
+    work()
+    return read("VmHWM") - before
+
+
+def test_the_first_batch_in_mid_epoch_of_a_billion_costs_under_10_ms_and_2_mib():
+    order = ElasticSampler(10**9, 256, rank=1, world=4)
+    order.set_epoch(0, 256)
+    next(iter(order))  # torch loads some code on the first call
+
+    def first_batch():
+        order.set_epoch(3, 512_000_000)
+        next(iter(order))
+
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        first_batch()
+        times.append(time.perf_counter() - begin)
+    assert min(times) < 0.010
+    assert peak_memory_of(lambda: torch.ones(10**6)) > 2**20  # the yardstick sees 4 MB
+    assert peak_memory_of(first_batch) < 2 * 2**20
+
+
+def test_no_window_is_larger_than_needed(monkeypatch):
+    windows = []
+
+    def counting(positions, *rest):
+        windows.append(len(positions))
+        return permute(positions, *rest)
+
+    monkeypatch.setattr(sampler, "permute", counting)
+    order = ElasticSampler(10**9, 256, rank=1, world=4)
+    batches = iter(order)
+    next(batches)
+    assert windows == [64]
+    for _ in range(1000):
+        next(batches)
+    assert max(windows) == sampler.WINDOW and len(windows) < 16
+    monkeypatch.undo()
+
+
+# --- every sample once ------------------------------------------------------------------------------------------------
+
+def epoch_by_step(n, batch, world, seed=0, epoch=0, position=0):
+    """Return for every remaining global batch the ids of all ranks, joined in the order of ranks."""
+    orders = [ElasticSampler(n, batch, rank, world, seed) for rank in range(world)]
+    for order in orders:
+        order.set_epoch(epoch, position)
+    assert len({len(order) for order in orders}) == 1
+    steps = list(zip(*orders, strict=True))  # strict: every rank takes part in every step
+    sizes = list(orders[0].batch_sizes())
+    assert [sum(map(len, parts)) for parts in steps] == sizes and len(steps) == len(orders[0])
+    for parts in steps:
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    return [list(itertools.chain(*parts)) for parts in steps]
+
+
+@pytest.mark.parametrize("batch", [1, 4, 7, 64])
+def test_every_sample_comes_once_per_epoch_at_any_world_size(batch):
+    for n in {1, 2, 3, batch - 1, batch, batch + 1, 2 * batch - 1, 2 * batch, 2 * batch + 1, 5 * batch + 2, 100} - {0}:
+        alone = epoch_by_step(n, batch, 1)
+        assert sorted(itertools.chain(*alone)) == list(range(n))
+        assert all(len(step) == batch for step in alone[:-1]) and len(alone) == -(-n // batch)
+        for world in (2, 3, 4, batch - 1, batch, batch + 1):
+            if world > 1:
+                assert epoch_by_step(n, batch, world) == alone
+
+
+def test_shares_are_contiguous_and_complete():
+    for n, world in itertools.product((0, 1, 2, 3, 7, 8, 9, 64), (1, 2, 3, 7, 8, 9, 65)):
+        shares = [share(n, rank, world) for rank in range(world)]
+        assert list(itertools.chain(*shares)) == list(range(n))
+        assert {len(part) for part in shares} <= {n // world, -(-n // world)}
+
+
+@pytest.mark.parametrize("batch", [4096, 5000, 100])
+def test_1024_ranks_see_every_sample_once(batch):
+    n, world = (20_003, 1024) if batch > 100 else (1_003, 1024)
+    assert epoch_by_step(n, batch, world) == epoch_by_step(n, batch, 1)
+    assert sorted(itertools.chain(*epoch_by_step(n, batch, world))) == list(range(n))
+
+
+def test_a_training_resized_at_random_places_sees_the_epoch_of_an_unbroken_one():
+    dice = random.Random(0)
+    for _ in range(30):
+        n, batch = dice.randint(1, 300), dice.randint(1, 40)
+        position, steps = 0, []
+        while position < n:
+            world = dice.randint(1, 9)
+            rest = epoch_by_step(n, batch, world, seed=1, epoch=4, position=position)
+            done = rest[:dice.randint(0, len(rest))]
+            steps += done
+            position += sum(map(len, done))
+        assert steps == epoch_by_step(n, batch, 1, seed=1, epoch=4)
+
+
+def test_any_position_is_a_good_place_to_resume():
+    n, whole = 101, permute(range(101), 101, 0, 2).tolist()
+    for position in range(n + 1):  # also in the middle of what used to be a batch, as after a change of plan
+        rest = epoch_by_step(n, 8, 3, epoch=2, position=position)
+        assert list(itertools.chain(*rest)) == whole[position:]
+
+
+def test_set_epoch_changes_the_order_and_brings_it_back():
+    order = ElasticSampler(1000, 10, seed=3)
+    first = list(order)
+    assert list(order) == first
+    order.set_epoch(1)
+    assert list(order) != first
+    order.set_epoch(0)
+    assert list(order) == first != list(ElasticSampler(1000, 10, seed=4))
+    assert sum(ElasticSampler(10, 4, shuffle=False), []) == list(range(10))
+
+
+def test_fetching_ahead_does_not_move_the_position():
+    order = ElasticSampler(100, 10)
+    order.set_epoch(1, 20)
+    list(order)
+    assert (order.epoch, order.position, len(order)) == (1, 20, 8)
+
+
+def test_nonsense_is_refused_in_words():
+    for wrong in (dict(length_or_dataset=0), dict(length_or_dataset=[]), dict(global_batch_size=0), dict(rank=2),
+                  dict(rank=-1), dict(world=0)):
+        with pytest.raises(UserError):
+            ElasticSampler(**{"length_or_dataset": 10, "global_batch_size": 2, "rank": 0, "world": 2, **wrong})
+    for position in (-1, 11):
+        with pytest.raises(ValueError):
+            ElasticSampler(10, 2).set_epoch(0, position)
+
+
+class Ids(Dataset):
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_plain_dataloader_takes_it_as_batch_sampler(workers):
+    orders = [ElasticSampler(Ids(), 8, rank, 2, seed=1) for rank in range(2)]
+    loaders = [DataLoader(Ids(), batch_sampler=order, num_workers=workers) for order in orders]
+    for epoch, position in ((0, 0), (1, 16)):
+        for order in orders:
+            order.set_epoch(epoch, position)
+        steps = [torch.cat(parts).tolist() for parts in zip(*loaders, strict=True)]
+        assert steps == epoch_by_step(50, 8, 1, seed=1, epoch=epoch, position=position)
+        assert len(loaders[0]) == len(steps)
