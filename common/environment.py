@@ -1,0 +1,119 @@
+"""What torchrun, Slurm or a person put into the environment, checked without torch; and who speaks of errors.
+
+torch answers most of these mistakes with a traceback, or with half an hour of waiting for a rank that cannot come.
+"""
+import ipaddress
+import os
+import re
+import socket
+import sys
+import threading
+
+from common import UserError
+from common.log import say
+
+NUMBERS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}  # name: smallest value
+DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")              # the last is Slurm's word for none
+RESOLVING = 3                            # seconds; without a network a resolver may take minutes
+
+
+def world_size(environ=os.environ):
+    return int(environ.get("WORLD_SIZE", 1))
+
+
+def check_environment(environ):
+    """Raises UserError for an environment in which the processes could not meet; call before anything else."""
+    numbers = {name: _number(environ, name, low) for name, low in NUMBERS.items() if name in environ}
+    size, rank = numbers.get("WORLD_SIZE"), numbers.get("RANK")
+    if rank is not None and size is None:
+        raise UserError(f"RANK={rank} is set, but WORLD_SIZE is not\nset both, or neither for a single process")
+    size = size or 1
+    if size > 1 and rank is None:
+        raise UserError(f"WORLD_SIZE={size} is set, but RANK is not\n"
+                        "start with torchrun, or give each process its own RANK")
+    if (rank or 0) >= size:
+        raise UserError(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to {size - 1}\n"
+                        "lower RANK, or raise WORLD_SIZE")
+    local_size = numbers.get("LOCAL_WORLD_SIZE", size)
+    if local_size > size:
+        raise UserError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}\n"
+                        "it counts this machine's processes only")
+    if numbers.get("LOCAL_RANK", 0) >= local_size:
+        raise UserError(f"LOCAL_RANK={numbers['LOCAL_RANK']} with {local_size} processes on this machine\n"
+                        f"local ranks go from 0 to {local_size - 1}; set LOCAL_WORLD_SIZE as well if that is too few")
+    if size > 1:                         # alone nobody is met, and Kubernetes may set MASTER_PORT=tcp://... by itself
+        _check_meeting_point(environ, size)
+    threads = environ.get("OMP_NUM_THREADS", "1")
+    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
+        raise UserError(f"OMP_NUM_THREADS={threads!r} is not a whole number from 1\n"
+                        "unset it, or set how many cores one process may use")
+    devices = environ.get("CUDA_VISIBLE_DEVICES", "")
+    if devices.strip() and not all(DEVICE.fullmatch(name.strip()) for name in devices.split(",")):
+        raise UserError(f"CUDA_VISIBLE_DEVICES={devices!r} is not a list of GPUs\n"
+                        "numbers like 0,2 or names like GPU-8f2c...; empty hides all GPUs")
+
+
+def _number(environ, name, low):
+    text = environ[name]
+    if not re.fullmatch(r"-?[0-9]{1,9}", text) or int(text) < low:
+        raise UserError(f"{name}={text!r} is not a whole number from {low}\n"
+                        "unset it, or start with torchrun, which sets it")
+    return int(text)
+
+
+def _check_meeting_point(environ, size):
+    host, port = environ.get("MASTER_ADDR", ""), environ.get("MASTER_PORT", "")
+    for name, value in (("MASTER_ADDR", host), ("MASTER_PORT", port)):
+        if not value:
+            raise UserError(f"WORLD_SIZE={size} is set, but {name} is not\n"
+                            "start with torchrun, or set MASTER_ADDR and MASTER_PORT to where rank 0 listens")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise UserError(f"MASTER_PORT={port!r} is not a port\n"
+                        "take a free one from 1024 to 65535, the same for every rank")
+    # Two jobs under torchrun's default id at one endpoint are silently merged into one.
+    if environ.get("TORCHELASTIC_RUN_ID") == "none" and environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise UserError("torchrun on several machines without a run id: two jobs at one endpoint would be merged\n"
+                        "add --rdzv_id=NAME to every torchrun, a name no other job uses")
+    _resolve(host)
+
+
+def _resolve(host):
+    if host in ("localhost", socket.gethostname()):
+        return
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+        return
+    except ValueError:
+        pass
+    answer = []
+
+    def look_up():
+        try:
+            socket.getaddrinfo(host, None)
+            answer.append("")
+        except (OSError, UnicodeError) as error:
+            answer.append(f" ({getattr(error, 'strerror', None) or error})")
+
+    resolver = threading.Thread(target=look_up, daemon=True)             # getaddrinfo itself has no time-out
+    resolver.start()
+    resolver.join(RESOLVING)
+    problem = answer[0] if answer else f" within {RESOLVING} s"
+    if problem:
+        raise UserError(f"MASTER_ADDR={host!r} cannot be resolved{problem}\n"
+                        "set it to a name or an address of rank 0's machine")
+
+
+def speaks(environ=os.environ):
+    """Whether this process is its machine's voice: the first there, or one whose rank makes no sense."""
+    try:
+        rank, size = int(environ.get("RANK", 0)), world_size(environ)
+        return int(environ.get("LOCAL_RANK", rank)) == 0 or not 0 <= rank < size
+    except ValueError:
+        return True
+
+
+def fail(message, code=2, everyone=False):
+    """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a UserError."""
+    if everyone or speaks():
+        say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
+    sys.exit(code)

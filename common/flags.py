@@ -1,0 +1,131 @@
+"""A flag: what its text may be, who may use it, and the parser that answers mistakes in three lines."""
+import argparse
+import difflib
+import math
+import re
+from dataclasses import field
+
+from common import UserError
+from common.environment import speaks
+from common.log import say
+
+SWITCH = None                                                # the kind of a flag without a value
+
+
+def free(default, kind, text, group="", scripts="ddp dp mp", decides=False):
+    """A field of Options that is also a flag, and may change between restarts; `group` opens a group of --help."""
+    return field(default=default, metadata={"kind": kind, "help": text, "group": group, "scripts": scripts.split(),
+                                            "decides": decides})
+
+
+def decides(*args, **kwargs):
+    """The same for what decides the result: a restart may not change it."""
+    return free(*args, **kwargs, decides=True)
+
+
+def flag_of(name):
+    return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
+
+
+def did_you_mean(text, names):
+    close = difflib.get_close_matches(text, names, 1)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+# ---- what a flag's text may be: each gives a function from text to value --------------------------------------------
+def _kind(shape, convert):
+    def kind(text):
+        try:
+            return convert(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
+    kind.shape = shape
+    return kind
+
+
+def whole(low, high=10**9):
+    def convert(text):
+        if not re.fullmatch(r"[+-]?[0-9]{1,30}", text) or not low <= int(text) <= high:
+            raise ValueError(f"is not a whole number from {low} to {high}")
+        return int(text)
+    return _kind("N", convert)
+
+
+def real(low=0.0, below=math.inf, above=False):
+    def convert(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value < below or (above and value == low):             # nan fails every comparison
+            bound = "" if below == math.inf else f" and < {below:g}"
+            raise ValueError(f"is not a finite number {'>' if above else '>='} {low:g}{bound}")
+        return value
+    return _kind("X", convert)
+
+
+def one_of(*names):
+    def convert(text):
+        if text not in names:
+            raise ValueError(f"is none of {', '.join(names)}{did_you_mean(text, names)}")
+        return text
+    return _kind("{" + ",".join(names) + "}", convert)
+
+
+def _plain(text):
+    """Names end up in paths, log lines and JSON: what those cannot hold is refused here."""
+    if not text or any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in text):
+        raise ValueError("is empty, holds a control character or is not UTF-8; use another name")
+    return text
+
+
+def _devices(text):
+    if not re.fullmatch(r"(cpu|cuda(:\d{1,4})?)(,(cpu|cuda(:\d{1,4})?))*", text):
+        raise ValueError("is not a list of devices like cuda:0,cuda:1 or cpu,cpu")
+    return tuple(text.split(","))
+
+
+NAME, PATH, DEVICES = _kind("NAME", _plain), _kind("PATH", _plain), _kind("D,D", _devices)
+
+
+# ---- the parser ------------------------------------------------------------------------------------------------------
+class Parser(argparse.ArgumentParser):
+    """Opens --help with the script's own commands; every mistake is a UserError."""
+
+    def __init__(self, doc, script, options):
+        super().__init__(prog=f"train_{script}.py", description=doc, usage=argparse.SUPPRESS, allow_abbrev=False,
+                         argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
+                         argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
+        self.script, self.owners = script, {flag_of(f.name): f.metadata["scripts"] for f in options}
+        for f in options:
+            kind, text = f.metadata["kind"], f.metadata["help"]
+            if f.metadata["group"]:
+                group = self.add_argument_group(f.metadata["group"])
+            if script not in f.metadata["scripts"]:
+                continue
+            if kind is SWITCH:
+                how = {"action": "store_false" if f.default else "store_true", "help": text}
+            else:
+                shown = "" if f.default in (None, "", ()) else f" (default: {f.default})"
+                how = {"type": kind, "metavar": kind.shape, "help": text + shown}
+            group.add_argument(flag_of(f.name), dest=f.name, **how)
+
+    def read(self, argv):
+        """{field: value} of the flags in argv; --a_b counts as --a-b."""
+        argv = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), text) for text in argv]
+        given, unknown = self.parse_known_args(argv)
+        if not unknown:
+            return vars(given)
+        flag = unknown[0].partition("=")[0]
+        if flag in self.owners:
+            owners = " and ".join(f"train_{script}.py" for script in self.owners[flag])
+            raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
+        mine = [name for name, scripts in self.owners.items() if self.script in scripts]
+        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, mine)}")
+
+    def error(self, message):
+        raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
+
+    def print_help(self, file=None):
+        if speaks():
+            say(self.format_help())

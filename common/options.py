@@ -1,0 +1,191 @@
+"""Flags -> one frozen dataclass; validation; the run's identity.
+
+A flag is one field of Options: `decides` marks those that decide the result (a restart may not change them), `free` the
+others. Nothing here imports torch, so `--help` and a wrong flag answer at once.
+"""
+import os
+import re
+import sys
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from common import UserError
+from common.environment import check_environment, fail, world_size
+from common.flags import DEVICES, NAME, PATH, SWITCH, Parser, decides, did_you_mean, flag_of, free, one_of, real, whole
+
+LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
+FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
+USES = {  # which of the flags that depend on the dataset can take effect with it
+    "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
+    "imagefolder": ("data_dir", "workers", *IMAGES), "sentiment": (), "sentiment-large": (), "random": ("mixup",)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says, whole: values left open follow from the others (lr from the optimizer, ...)."""
+
+    script: str = "ddp"                                                      # ddp, dp or mp: not a flag
+
+    run_dir: Path = free(None, PATH, "folder and identity of the run (default: runs/MODEL-DATASET)", "the run")
+    resume: str = free("auto", PATH, "auto: from the newest checkpoint that verifies; none: afresh; or a checkpoint")
+    init_from: str = decides("", PATH, "a foreign .pt file: its weights only, where there is no checkpoint yet")
+    seed: int = decides(0, whole(0, 2**63 - 1), "every random number follows from it")
+    epochs: int = free(3, whole(1), "how often each sample is seen; may be raised to go further")
+    max_steps: int = free(0, whole(0), "stop after so many steps in all; 0: no limit")
+    eval_only: bool = free(False, SWITCH, "evaluate the checkpoint and leave")
+
+    model: str = decides("net", NAME, "net, mlp, lstm, a torchvision name, or path/to/file.py:function", "model, data")
+    dataset: str = decides("digits", NAME, f"{', '.join(USES)}[:100x5], or path/to/file.py:function")
+    data_dir: str = free("data", PATH, "where the dataset's files are")
+    download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
+    workers: int = free(None, whole(0, 256), "loading processes per rank, if samples are files (default: up to 4)")
+    augment: str = decides("auto", one_of("auto", "none"), "random crops and flips that suit the dataset")
+
+    global_batch_size: int = decides(64, whole(1), "samples per step, at any number of processes", "optimization")
+    micro_batch_size: int = decides(0, whole(0), "at most so many samples per forward; 0: a rank's whole share")
+    optimizer: str = decides("adam", one_of(*LR), "update rule")
+    lr: float = decides(None, real(above=True), "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)")
+    momentum: float = decides(None, real(below=1), "for sgd (default: 0.9)")
+    weight_decay: float = decides(0.0, real(), "pull of the weights towards zero")
+    lr_schedule: str = decides("constant", one_of("constant", "step", "cosine"), "how lr falls until the last epoch")
+    warmup_epochs: float = decides(0.0, real(), "lr rises linearly for so long")
+    label_smoothing: float = decides(0.0, real(below=1), "share of the target spread over all classes")
+    mixup: float = decides(0.0, real(), "mix pairs of samples: Beta(X, X); 0: off")
+    cutmix: float = decides(0.0, real(), "paste a box of another sample: Beta(X, X); 0: off")
+    clip_grad_norm: float = decides(0.0, real(), "longest gradient; 0: off")
+    ema_decay: float = decides(0.0, real(below=1), "averaged weights, as 0.999; 0: off")
+
+    device: str = free("auto", one_of("auto", "cpu", "cuda"), "auto: the GPU where there is one", "devices and speed")
+    devices: tuple = free((), DEVICES, "the devices this process drives (default: all GPUs)", scripts="dp mp")
+    amp: str = decides("off", one_of("off", "bf16", "fp16"), "mixed precision")
+    compile: bool = decides(False, SWITCH, "torch.compile")
+    channels_last: bool = decides(False, SWITCH, "memory layout for convolutions")
+    sync_bn: bool = decides(False, SWITCH, "batch norm statistics over all ranks (GPUs only)", scripts="ddp")
+    threads: int = free(0, whole(0, 4096), "CPU threads per process; 0: leave it to torch")
+
+    save_every: int = free(500, whole(0), "steps between checkpoints; 0: off", "saving and watching")
+    save_seconds: int = free(300, whole(0), "seconds between checkpoints; 0: off")
+    keep: int = free(3, whole(2), "checkpoints to keep")
+    eval_every: int = free(1, whole(0), "epochs between evaluations; 0: only at the end")
+    log_every: int = free(10, whole(1), "steps between log lines")
+    progress: str = free("auto", one_of("auto", "on", "off"), "a bar instead of lines; auto: on a terminal")
+    tensorboard: bool = free(True, SWITCH, "no curves for TensorBoard in RUN/tb")
+    hang_timeout: int = free(0, whole(0), "seconds until a silent peer counts as dead; 0: automatic", scripts="ddp mp")
+    check_every: int = free(500, whole(0), "steps between comparisons of the replicas; 0: never", scripts="ddp mp")
+    audit: bool = free(False, SWITCH, "note the samples each rank trained on, for python -m common.ledger RUN --audit")
+    profile: bool = free(False, SWITCH, "a trace of a few steps in RUN")
+    debug: bool = free(False, SWITCH, "tracebacks and torch's own debug checks")
+    show_scatter: bool = free(False, SWITCH, "print batch sizes inside and outside the model", scripts="dp")
+
+    def __post_init__(self):
+        cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        name = re.sub(r"[^\w.-]+", "-", f"{Path(self.model).name}-{Path(self.dataset).name}")
+        left_open = {"run_dir": Path("runs", name), "lr": LR[self.optimizer],
+                     "momentum": 0.9 if self.optimizer == "sgd" else None,
+                     "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0}
+        for name, value in left_open.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+
+    def identity(self):
+        """What decides the result; the same on every restart of a run."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("decides")}
+
+    def compare(self, old):
+        """[(field, old, new)] where these options contradict the identity `old`; what it lacks had its default then."""
+        was = Options().identity() | old
+        return [(name, was[name], new) for name, new in self.identity().items() if was[name] != new]
+
+    def to_json(self):
+        """Every field, as json.dumps can write it."""
+        return asdict(self) | {"run_dir": str(self.run_dir), "devices": list(self.devices)}
+
+
+def uses(dataset):
+    """The flags of USES that can take effect with this dataset; a user's own function may use them all."""
+    if ":" in dataset and ".py:" not in dataset and not dataset.startswith("random:"):
+        return ()
+    return FILES + IMAGES + ("workers",) if ".py:" in dataset else USES.get(dataset.partition(":")[0], ())
+
+
+def parse_options(doc, argv=None, script=None):
+    """The checked options of this process; a mistake ends it with exit code 2, said once per machine."""
+    try:
+        check_environment(os.environ)
+    except UserError as error:                                   # by hand, each process has a terminal of its own
+        fail(error, everyone="TORCHELASTIC_RUN_ID" not in os.environ)
+    named = re.fullmatch(r"train_(ddp|dp|mp)(\.py)?", os.path.basename(sys.argv[0]))
+    script = script or (named[1] if named else "ddp")
+    try:
+        given = Parser(doc, script, fields(Options)[1:]).read(sys.argv[1:] if argv is None else argv)
+        if "run_dir" in given:
+            given["run_dir"] = Path(given["run_dir"])
+        opts = Options(script=script, **given)
+        _check_together(opts, world_size())
+        _check_places(opts)
+        return opts
+    except UserError as error:
+        fail(error)
+
+
+def _check_together(opts, world):
+    """Flags that contradict each other or cannot take effect together: an error, never silence."""
+    name, known = opts.dataset, uses(opts.dataset)
+    idle = [f for f in FILES + IMAGES + ("workers",)
+            if f not in known and getattr(opts, f) != getattr(Options(dataset=name), f)]
+    kinds = {device.partition(":")[0] for device in opts.devices}
+    checkpoint = opts.resume not in ("auto", "none")
+    for wrong, message in (
+        (opts.script == "dp" and world > 1,
+         f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
+         "use train_ddp.py with torchrun, or start train_dp.py with python"),
+        (name not in USES and not known,
+         f"--dataset: {name!r} is no dataset{did_you_mean(name, USES)}\n"
+         f"there are {', '.join(USES)}, and path/to/file.py:function"),
+        (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --dataset {name}\nleave it out"),
+        (opts.momentum is not None and opts.optimizer != "sgd",
+         f"--momentum cannot take effect with --optimizer {opts.optimizer}\nleave it out, or use --optimizer sgd"),
+        (opts.init_from and checkpoint,
+         "--init-from and --resume PATH both say where the weights come from\nleave out one of them"),
+        (opts.eval_only and opts.resume == "none" and not opts.init_from,
+         "--eval-only with --resume none: there is nothing to evaluate\nleave out --resume none, or give --init-from"),
+        (opts.sync_bn and opts.device == "cpu",
+         "--sync-bn works on GPUs only, but --device is cpu\nleave out one of them"),
+        (opts.amp == "fp16" and opts.device == "cpu",
+         "--amp fp16 works on GPUs only, but --device is cpu\nuse --amp bf16, or leave out --device cpu"),
+        (opts.device in ("cpu", "cuda") and kinds - {opts.device},
+         f"--devices {','.join(opts.devices)} contradicts --device {opts.device}\nleave out one of them"),
+        (opts.script == "dp" and len(kinds) > 1,
+         f"--devices {','.join(opts.devices)}: train_dp.py splits a batch over devices of one kind\nname one kind"),
+        (opts.script == "mp" and world == 1 and len(opts.devices) == 1,
+         f"--devices {opts.devices[:1]}: a model is split over two devices or more\nfor example --devices cpu,cpu"),
+    ):
+        if wrong:
+            raise UserError(message)
+
+
+def _check_places(opts):
+    """What the flags name on this machine's disks; needs no torch, so a typo does not cost a rendezvous."""
+    run = opts.run_dir
+    try:
+        if opts.resume not in ("auto", "none") and not os.path.isdir(opts.resume):
+            raise UserError(f"--resume: {opts.resume!r} is no folder\ngive a checkpoint's folder, or auto, or none")
+        if opts.init_from and not os.path.isfile(opts.init_from):
+            raise UserError(f"--init-from: {opts.init_from!r} is no file\ngive a file of weights that torch.save wrote")
+        whole_path = run.resolve()
+        if whole_path == Path(whole_path.anchor):
+            raise UserError(f"--run-dir: {str(run)!r} is the root of the file system\ngive the run a folder of its own")
+        if whole_path == Path(opts.data_dir).resolve():
+            raise UserError(f"--run-dir: {str(run)!r} is the data folder too\ngive the run a folder of its own")
+        there = next(place for place in (run, *run.parents) if os.path.lexists(place))
+        if not there.is_dir():
+            raise UserError(f"--run-dir: {str(there)!r} is not a folder\ngive the run a folder of its own")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"--run-dir: {str(there)!r} is not writable\n"
+                            "choose another place, or change its permissions")
+        os.stat(run)
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError) as error:                     # too long a name, a circle of links, no permission
+        raise UserError(f"--run-dir: {str(run)!r} cannot be used ({getattr(error, 'strerror', None) or error})\n"
+                        "choose another place") from None
