@@ -1,0 +1,248 @@
+"""Datasets as batches: samples held in memory, or read by workers; the same numbers at any world size either way.
+
+Whatever is random about a sample is a function of (seed, epoch, id of the sample): no worker and no rank owns a
+generator, so nothing has to be saved and nothing changes when the world does.
+"""
+import ctypes
+import hashlib
+import signal
+import sys
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from common import UserError
+from common.datasets import DATASETS, find_source  # noqa: F401  (DATASETS is part of this module's face)
+from common.download import download
+from common.models import seeded
+from common.sampler import uniforms
+
+
+@dataclass(frozen=True)
+class Data:
+    """A dataset, and the facts a model is built from."""
+
+    name: str
+    train: Any  # a TensorSplit or a DatasetSplit
+    test: Any
+    classes: int
+    sample_shape: tuple
+    vocab: int | None
+    fingerprint: str  # of the content of tensors; of names and sizes where the content is too large to read
+    class_names: tuple | None = None
+
+
+class Batch(NamedTuple):
+    """This rank's share of one global batch; `size` counts the samples of the whole."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    ids: list
+    size: int
+
+
+# ---- augmentation of whole batches: `u` holds uniform numbers, three a sample ----
+
+def flip(x, u):
+    return torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(3), x)
+
+
+def crop_flip(x, u):
+    """Move each image by up to 4 pixels (zeros come in), then mirror half of them."""
+    windows = F.pad(x, (4, 4, 4, 4)).unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
+    down, right = (u[:, 0] * 9).long(), (u[:, 1] * 9).long()
+    return flip(windows[torch.arange(len(x)), :, down, right], u)
+
+
+AUGMENTATIONS = {None: None, "flip": flip, "crop_flip": crop_flip}
+
+
+# ---- splits ----
+
+class TensorSplit:
+    """Samples in memory: a batch costs one index operation, not one call per sample."""
+
+    in_memory = True
+
+    def __init__(self, x, y, source, seed, augment=None):
+        self.x, self.y, self.seed, self.augment = x.contiguous(), y.long(), seed, augment
+        mean, std = torch.tensor(source.mean), torch.tensor(source.std)
+        scale, shift = 1 / (255 * std), -mean / std
+        one = len(mean) == 1  # plain numbers are faster than tensors of one element
+        self.scale, self.shift = (t.item() if one else t.view(-1, 1, 1) for t in (scale, shift))
+
+    def __len__(self):
+        return len(self.y)
+
+    def fetch(self, ids, epoch=0, augment=False):
+        """(x, y) of these samples; augmented as (seed, epoch, id) say."""
+        ids = torch.tensor(ids, dtype=torch.int64)
+        x, y = self.x.index_select(0, ids), self.y.index_select(0, ids)
+        if augment and self.augment and len(ids):
+            x = self.augment(x, uniforms(ids, self.seed, epoch, 3))
+        if x.dtype == torch.uint8:
+            x = x.float().mul_(self.scale).add_(self.shift)
+        return x, y
+
+
+class DatasetSplit:
+    """A map-style Dataset; (seed, epoch, id) set torch's, Python's and numpy's generators before each sample."""
+
+    in_memory = False
+
+    def __init__(self, dataset, name, source, seed, augment=None, plain=None):
+        self.dataset, self.name, self.classes, self.seed = dataset, name, source.classes, seed
+        self.augment, self.plain = augment or plain, plain
+        self.shape = None
+        x, _ = self.sample(0, 0, False)
+        self.shape, self.dtype = tuple(x.shape), x.dtype
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def fetch(self, ids, epoch=0, augment=False):
+        """(x, y) of these samples; `augment` chooses between the two transforms of the source, if it has any."""
+        if not ids:
+            return torch.empty(0, *self.shape, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
+        x, y = zip(*(self.sample(id, epoch, augment) for id in ids), strict=True)
+        return torch.stack(x), torch.tensor(y)
+
+    def sample(self, id, epoch, augment):
+        transform = self.augment if augment else self.plain
+        with seeded(self.seed, epoch, id):
+            found = self.dataset[id]
+            if not isinstance(found, (tuple, list)) or len(found) != 2:
+                raise self.refuse(id, f"is a {type(found).__name__}", "(x, y)")
+            x = transform(found[0]) if transform else found[0]
+        try:
+            x, y = as_input(torch.as_tensor(x)), int(found[1])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise self.refuse(id, f"is ({type(x).__name__}, {type(found[1]).__name__})", "(tensor, label)") from error
+        if self.shape is not None and tuple(x.shape) != self.shape:
+            raise self.refuse(id, f"has shape {tuple(x.shape)}", f"{self.shape}, as sample 0 has")
+        if not 0 <= y < self.classes:
+            raise self.refuse(id, f"has label {y}", f"0 to {self.classes - 1}")
+        return x, y
+
+    def refuse(self, id, fact, wanted):
+        return UserError(f"dataset {self.name}: sample {id} {fact}\nwanted: {wanted}")
+
+
+def as_input(x):
+    """What a net can take: bytes become 0..1, other numbers float32, indices int64."""
+    if x.dtype == torch.uint8:
+        return x.float().div_(255)
+    return x.float() if x.is_floating_point() or x.dtype == torch.bool else x.long()
+
+
+# ---- loading ----
+
+def load_data(opts, world):
+    """The dataset that `opts.dataset` names; call on every rank (the first one of each node downloads, if asked to)."""
+    if opts.download:
+        download(opts, world)
+    source, name = find_source(opts), opts.dataset
+    splits = []
+    for part, samples in (("training", source.train), ("test", source.test)):
+        augment = source.augment if part == "training" else None
+        if not len(samples[1] if isinstance(samples, tuple) else samples):
+            raise UserError(f"dataset {name}: the {part} set is empty\nat least one sample is needed")
+        if isinstance(samples, tuple):
+            x, y = checked(name, part, source, *samples)
+            splits.append(TensorSplit(x, y, source, opts.seed, AUGMENTATIONS[augment]))
+        else:
+            splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain))
+    shapes = [tuple(split.x.shape[1:]) if split.in_memory else split.shape for split in splits]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"dataset {name}: training samples have shape {shapes[0]}, test samples {shapes[1]}")
+    fingerprint = source.fingerprint or hash_splits(splits, source.classes, shapes[0])
+    return Data(name, *splits, source.classes, shapes[0], source.vocab, fingerprint, source.class_names)
+
+
+def checked(name, part, source, x, y):
+    if y.dim() != 1 or len(x) != len(y):
+        raise UserError(f"dataset {name}: {len(x)} {part} samples with labels of shape {tuple(y.shape)}\n"
+                        "wanted: one label a sample")
+    if y.min() < 0 or y.max() >= source.classes:
+        raise UserError(f"dataset {name}: {part} labels go from {y.min()} to {y.max()}\n"
+                        f"wanted: 0 to {source.classes - 1}")
+    if source.vocab and x.min() < 0:
+        raise UserError(f"dataset {name}: {part} samples hold the word number {x.min()}\nwanted: 0 or more")
+    return (x if x.dtype == torch.uint8 else as_input(x)), y
+
+
+def hash_splits(splits, classes, shape):
+    """A hash of every byte in memory; of a Dataset that names no fingerprint of its own, only of its size and shape."""
+    digest = hashlib.sha256(repr((classes, shape, [len(split) for split in splits])).encode())
+    for split in splits:
+        if split.in_memory:
+            digest.update(memoryview(split.x.numpy()).cast("B") if split.x.numel() else b"")
+            digest.update(memoryview(split.y.numpy()).cast("B"))
+    return digest.hexdigest()
+
+
+# ---- batches ----
+
+def batches(split, order, opts):
+    """Yield this rank's Batch of every global batch that is left of `order` (an ElasticSampler), on the CPU.
+
+    A share may be empty, with x and y of zero samples: each rank yields the same number of batches at any world size.
+    """
+    augment, pin = opts.augment != "none", torch.cuda.is_available() and getattr(opts, "device", "auto") != "cpu"
+    if split.in_memory or not opts.workers:
+        for ids, size in zip(order, order.batch_sizes(), strict=True):
+            x, y = split.fetch(ids, order.epoch, augment)
+            yield Batch(*((x.pin_memory(), y.pin_memory()) if pin else (x, y)), ids, size)
+        return
+    loader = DataLoader(_Fetch(split, order.epoch, augment), batch_sampler=order, num_workers=opts.workers,
+                        collate_fn=_as_it_is, pin_memory=pin, worker_init_fn=_shelter,
+                        generator=torch.Generator(),  # its own: it must not draw its seed from the training's
+                        multiprocessing_context="fork" if sys.platform == "linux" else None)
+    try:
+        for found, size in zip(loader, order.batch_sizes(), strict=True):
+            if isinstance(found, UserError):
+                raise found
+            yield Batch(*found, size)
+    except RuntimeError as error:
+        if "No space left" in str(error) or "Bus error" in str(error):
+            raise UserError("the DataLoader's workers have no room left in shared memory (/dev/shm)\n"
+                            "--workers 0, or a larger /dev/shm (docker run --shm-size=8g)") from error
+        raise
+
+
+class _Fetch(Dataset):
+    """A split as DataLoader's workers see it: a whole share at a time."""
+
+    def __init__(self, split, epoch, augment):
+        self.split, self.epoch, self.augment = split, epoch, augment
+
+    def __len__(self):
+        return len(self.split)
+
+    def __getitems__(self, ids):
+        try:
+            x, y = self.split.fetch(ids, self.epoch, self.augment)
+        except UserError as error:
+            return error  # raised here, it would reach the user wrapped in a traceback
+        if get_worker_info() and ids:
+            # DataLoader would do this in a thread whose errors it drops, and wait for ever on a full /dev/shm.
+            x.share_memory_(), y.share_memory_()
+        return x, y, ids
+
+
+def _as_it_is(found):
+    return found
+
+
+def _shelter(worker):
+    """A worker lives and dies with its rank: signals to all processes of a job are for the rank to answer.
+
+    torchrun and Slurm signal them too; a worker that died of it would break the rank's orderly save.
+    """
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in names])
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

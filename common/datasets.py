@@ -1,0 +1,235 @@
+"""Registry of datasets; those that live in files, and users' own.
+
+Adding one: a function of the options that returns a Source, and a line in DATASETS. Code that lives elsewhere needs no
+edit here: `--dataset path/to/file.py:function`. Files are strangers: their sizes are checked before memory is taken,
+and nothing in them is ever executed.
+"""
+import gzip
+import hashlib
+import math
+import os
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+
+from common import UserError
+from common.models import call_user, one_line, unknown
+from common.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
+
+LARGEST = 2**31  # bytes an IDX file may unpack to
+MOST_PIXELS = 2**26  # of one image: what unpacks to more is no photograph
+
+
+# ---- MNIST and its relatives: IDX files ----
+
+def mnist(opts):
+    """Handwritten digits, 60,000 to train and 10,000 to test, from DATA_DIR/MNIST/raw."""
+    return read_mnist(opts, "MNIST", tuple("0123456789"), mean=(0.1307,), std=(0.3081,))
+
+
+def fashion_mnist(opts):
+    """Pictures of clothes in the format of MNIST, from DATA_DIR/FashionMNIST/raw."""
+    names = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
+    return read_mnist(opts, "FashionMNIST", names, mean=(0.2860,), std=(0.3530,), augment="flip")
+
+
+def read_mnist(opts, name, class_names, **facts):
+    folder = Path(opts.data_dir) / name / "raw"
+    pairs = []
+    for part in ("train", "t10k"):
+        images = read_idx(opts, folder / f"{part}-images-idx3-ubyte", 3)
+        labels = read_idx(opts, folder / f"{part}-labels-idx1-ubyte", 1)
+        pairs.append((images.unsqueeze(1), labels.long()))
+    return Source(*pairs, classes=10, class_names=class_names, **facts)
+
+
+def read_idx(opts, path, dims):
+    """The bytes of an IDX file, or of the .gz beside it; a header that lies is refused before memory is taken."""
+    packed = not path.is_file()
+    path = path.with_name(path.name + ".gz") if packed else path
+    if not path.is_file():
+        raise missing(opts, path.with_suffix(""))
+    try:
+        with (gzip.open if packed else open)(path, "rb") as file:
+            head = file.read(4 + 4 * dims)
+            if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
+                raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\nit begins with {head[:4]!r}")
+            shape = struct.unpack(f">{dims}I", head[4:])
+            claimed, size = math.prod(shape), path.stat().st_size
+            most = min(LARGEST, size * 1032) if packed else size - len(head)  # deflate packs 1032 to 1 at best
+            if claimed > most or (not packed and claimed != most):
+                had = "unpacks to less" if packed else f"holds {most:,}"
+                raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, the file "
+                                f"{had}\nfetch it again")
+            content = bytearray(claimed)
+            found = file.readinto(content)
+            if found != claimed or file.read(1):
+                more = "fewer" if found != claimed else "more"
+                raise UserError(f"{path} holds {more} bytes than the {claimed:,} its header claims\nfetch it again")
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read\n{one_line(error)}") from error
+    if not claimed:  # frombuffer refuses an empty buffer; an empty dataset has a clearer refusal further on
+        return torch.empty(shape, dtype=torch.uint8)
+    return torch.frombuffer(content, dtype=torch.uint8).view(shape)
+
+
+def missing(opts, path):
+    return UserError(f"dataset {opts.dataset}: {path} is not there\n--data-dir says where the data lies "
+                     f"(now {opts.data_dir}), --download fetches it\n--dataset digits needs no files")
+
+
+# ---- CIFAR-10 ----
+
+def cifar10(opts):
+    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test: the binary version, else torchvision's."""
+    folder = Path(opts.data_dir) / "cifar-10-batches-bin"
+    if folder.is_dir():
+        parts = [[folder / f"data_batch_{n}.bin" for n in range(1, 6)], [folder / "test_batch.bin"]]
+        pairs = [tuple(map(torch.cat, zip(*(read_cifar(opts, path) for path in part), strict=True))) for part in parts]
+    elif (folder.parent / "cifar-10-batches-py").is_dir():
+        pairs = [unpickle_cifar(opts, train) for train in (True, False)]
+    else:
+        raise missing(opts, folder)
+    names = "airplane automobile bird cat deer dog frog horse ship truck"
+    return Source(*pairs, classes=10, class_names=tuple(names.split()), augment="crop_flip",
+                  mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+
+
+def read_cifar(opts, path):
+    if not path.is_file():
+        raise missing(opts, path)
+    count, rest = divmod(path.stat().st_size, 3073)
+    if rest or not 1 <= count <= 10000:
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes: not 1 to 10,000 records of 3,073\nfetch it again")
+    records = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(count, 3073)
+    return records[:, 1:].reshape(count, 3, 32, 32), records[:, 0].long()
+
+
+def unpickle_cifar(opts, train):
+    from torchvision.datasets import CIFAR10
+    try:  # pickles, but torchvision opens none before its checksum has shown it to be the published one
+        dataset = CIFAR10(opts.data_dir, train=train)
+    except RuntimeError as error:
+        raise UserError(f"dataset cifar10: {opts.data_dir}/cifar-10-batches-py is damaged, or not the published one\n"
+                        "remove it and use --download") from error
+    return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
+
+
+# ---- a folder of images ----
+
+def imagefolder(opts):
+    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout: crops of 224x224 pixels."""
+    from torchvision import datasets, transforms
+    parts = []
+    for folder in (Path(opts.data_dir) / "train", Path(opts.data_dir) / "val"):
+        if not folder.is_dir():
+            raise UserError(f"dataset imagefolder: {folder} is not there\nit wants --data-dir with train/CLASS/IMAGE "
+                            "and val/CLASS/IMAGE")
+        try:
+            parts.append(datasets.ImageFolder(folder, loader=decode))
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"dataset imagefolder: {folder}\n{one_line(error)}") from error
+    if parts[0].classes != parts[1].classes:
+        odd = sorted(set(parts[0].classes) ^ set(parts[1].classes))
+        raise UserError(f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
+                        f"in one alone: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
+    whole = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    augment = transforms.Compose([transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), *whole])
+    plain = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), *whole])
+    return Source(*parts, classes=len(parts[0].classes), class_names=tuple(parts[0].classes), augment=augment,
+                  plain=plain, fingerprint=hash_files(parts))
+
+
+def decode(path):
+    from PIL import Image
+    try:
+        with Image.open(path) as image:
+            if image.width * image.height > MOST_PIXELS:
+                raise UserError(f"{path} claims {image.width}x{image.height} pixels, more than {MOST_PIXELS:,}\n"
+                                "shrink or remove it")
+            return image.convert("RGB")
+    except UserError:
+        raise
+    except Exception as error:  # PIL's decoders raise nearly anything on a broken file
+        if getattr(error, "errno", None):
+            raise  # a failing disk or network: a restart may mend that, no person has to
+        raise UserError(f"{path} is not an image that can be read\n{one_line(error)}\nreplace or remove it") from error
+
+
+def hash_files(parts):
+    """Names and sizes: reading every byte of ImageNet at each start would take longer than the restart."""
+    digest = hashlib.sha256()
+    for part in parts:
+        for path, label in part.samples:
+            digest.update(f"{os.path.relpath(path, part.root)}\0{label}\0{os.path.getsize(path)}\n".encode())
+        digest.update(b"--\n")
+    return digest.hexdigest()
+
+
+# ---- a user's own ----
+
+def user_dataset(opts):
+    """What a user's function returns: (x, y, x_test, y_test) tensors, or (train, test) map-style Datasets.
+
+    A Dataset tells the number of classes by an attribute `classes` (a number or the names), or its labels by `targets`.
+    """
+    found, name = call_user(opts.dataset, opts), opts.dataset
+    found = found if isinstance(found, (tuple, list)) else (found,)
+    kinds = "".join("t" if isinstance(part, torch.Tensor) else "d" for part in found)
+    if kinds == "tttt":
+        parts = [(found[0], found[1]), (found[2], found[3])]
+    elif kinds == "dd" and all(isinstance(part, TensorDataset) and len(part.tensors) == 2 for part in found):
+        parts = [part.tensors for part in found]
+    elif kinds == "dd" and all(hasattr(part, "__len__") and hasattr(part, "__getitem__") for part in found):
+        known = [fact for part in found for fact in [count_classes(part)] if fact]
+        if not known:
+            raise UserError(f"dataset {name} does not tell its number of classes\ngive its training set an attribute "
+                            "`classes`: a number, or the names")
+        names = getattr(found[0], "classes", None)
+        vocab = getattr(found[0], "vocab", None)
+        return Source(*found, classes=max(known), vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
+                      class_names=tuple(map(str, names)) if isinstance(names, (list, tuple)) else None,
+                      fingerprint=getattr(found[0], "fingerprint", None))
+    else:
+        had = ", ".join(type(part).__name__ for part in found)
+        raise UserError(f"dataset {name} returned ({had})\nwanted: (train, test), two Datasets with __len__ and "
+                        "__getitem__, or (x, y, x_test, y_test), four tensors")
+    for x, y in parts:
+        if not x.numel() or not y.numel() or y.is_floating_point():
+            raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)} of {y.dtype}\n"
+                            "wanted: at least one sample, and labels of an integer type")
+    words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x, _ in parts)
+    return Source(*parts, classes=max(int(y.max()) for _, y in parts) + 1,
+                  vocab=max(int(x.max()) for x, _ in parts) + 1 if words else None)
+
+
+def count_classes(dataset):
+    while dataset is not None:
+        classes = getattr(dataset, "classes", None)
+        if classes is not None:
+            return classes if isinstance(classes, int) else len(classes)
+        targets = getattr(dataset, "targets", None)
+        if targets is not None and len(targets):
+            return int(max(targets)) + 1
+        dataset = getattr(dataset, "dataset", None)  # a Subset, as random_split makes them
+    return None
+
+
+# ---- all of them ----
+
+DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10,
+            "imagefolder": imagefolder, "sentiment": sentiment, "sentiment-large": sentiment_large,
+            "random": random_numbers}
+
+
+def find_source(opts):
+    """The Source that `opts.dataset` names."""
+    name, _, size = opts.dataset.partition(":")
+    if ".py" in opts.dataset:
+        return user_dataset(opts)
+    if name not in DATASETS or (size and name != "random"):
+        raise unknown("dataset", opts.dataset, DATASETS)
+    return DATASETS[name](opts)

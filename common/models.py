@@ -1,0 +1,233 @@
+"""Registry of nets; a net may be cut between the children of its top-level nn.Sequential.
+
+Adding one: a function that takes the facts of the data (classes, sample_shape, vocab) and returns an nn.Module, and a
+line in MODELS. Code that lives elsewhere needs no edit here: `--model path/to/file.py:function`.
+"""
+import contextlib
+import difflib
+import importlib.util
+import inspect
+import math
+import random
+import sys
+import traceback
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from common import UserError
+from common.sampler import hash_seed
+
+
+class LastHidden(nn.LSTM):
+    """An LSTM that hands on the last hidden state alone, so that it can stand in an nn.Sequential."""
+
+    def forward(self, x):
+        _, (hidden, _) = super().forward(x)
+        return hidden[-1]
+
+
+def build_net(data):
+    """The MNIST network of the tutorials: two convolutions, two linear layers, log-probabilities out."""
+    channels, height, width = numbers("net", data, dims=3)
+    rest = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
+    if min(rest) < 1:
+        raise UserError(f"model net needs images of at least 16x16 pixels, dataset {data.name} has {height}x{width}")
+    net = nn.Sequential(OrderedDict(
+        # Pooling before ReLU gives the same numbers as after it, from a quarter of the work.
+        block1=nn.Sequential(nn.Conv2d(channels, 10, 5), nn.MaxPool2d(2), nn.ReLU()),
+        block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU()),
+        fc1=nn.Sequential(nn.Flatten(), nn.Linear(20 * rest[0] * rest[1], 50), nn.ReLU(), nn.Dropout()),
+        fc2=nn.Sequential(nn.Linear(50, data.classes), nn.LogSoftmax(1)),
+    ))
+    net.placement = (0, 1, 0, 1)  # which of two devices holds each child when the net is cut by hand
+    return net
+
+
+def build_mlp(data):
+    """Two linear layers with five units between them, as in the DDP tutorials."""
+    features = math.prod(numbers("mlp", data))
+    net = nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes)))
+    net.placement = (0, 0, 1)
+    return net
+
+
+def build_lstm(data):
+    """A text classifier: embedding, one LSTM, a linear layer on its last hidden state."""
+    if not data.vocab:
+        raise UserError(f"model lstm reads words, dataset {data.name} has samples of shape {data.sample_shape}\n"
+                        "choose --dataset sentiment, or another --model")
+    net = nn.Sequential(OrderedDict(embedding=nn.Embedding(data.vocab, 50), lstm=LastHidden(50, 50, batch_first=True),
+                                    fc=nn.Linear(50, data.classes)))
+    net.placement = (0, 0, 1)
+    return net
+
+
+MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm}
+
+
+def build_model(opts, data):
+    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed alone, and no generator moves."""
+    name = opts.model
+    with seeded(opts.seed, "init"):
+        if ".py" in name:
+            net = call_user(name, opts, data)
+            if not isinstance(net, nn.Module):
+                raise UserError(f"model {name} returned {type(net).__name__}, not an nn.Module")
+        elif name in MODELS:
+            net = MODELS[name](data)
+        else:
+            net = build_torchvision(name, data)
+    return net.cpu()
+
+
+def build_torchvision(name, data):
+    """Any classifier of torchvision.models, untrained, with the data's number of channels and classes."""
+    try:
+        from torchvision import models
+    except ImportError:
+        raise UserError(f"model {name} is none of {', '.join(MODELS)}, and torchvision is not installed to look "
+                        "further\npip install torchvision") from None
+    known = models.list_models(module=models)
+    if name not in known:
+        raise unknown("model", name, [*MODELS, *known])
+    channels, height, width = numbers(name, data, dims=3)
+    accepted = inspect.signature(models.get_model_builder(name)).parameters
+    facts = {"num_classes": data.classes}
+    if name in ("googlenet", "inception_v3"):
+        facts.update(aux_logits=False, init_weights=True)  # a second output would not fit the loop
+    if name.startswith("vit_"):
+        facts.update(image_size=height)
+    if "input_size" in accepted:
+        facts.update(input_size=(height, width))
+
+    def build():
+        net = models.get_model(name, weights=None, **facts)
+        fit_channels(net, channels)
+        return net
+
+    # A dry run on the meta device costs no arithmetic, and finds images too small for the net before a step does.
+    try:
+        with torch.device("meta"), torch.no_grad():
+            shape = tuple(build().eval()(torch.empty(2, channels, height, width)).shape)
+        if shape != (2, data.classes):
+            raise ValueError(f"scores of shape {shape[1:]}, not ({data.classes},)")
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UserError(f"model {name} cannot work on dataset {data.name} with samples of shape {data.sample_shape}\n"
+                        f"{one_line(error)}") from error
+    return build()
+
+
+def fit_channels(net, channels):
+    """Replace the first convolution of `net` by one that takes `channels` channels, if it does not."""
+    path, conv = next((path, part) for path, part in net.named_modules() if isinstance(part, nn.Conv2d))
+    if conv.in_channels == channels:
+        return
+    parent, _, child = path.rpartition(".")
+    fitted = nn.Conv2d(channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
+                       bias=conv.bias is not None)
+    setattr(net.get_submodule(parent), child, fitted)
+
+
+def numbers(model, data, dims=None):
+    """The sample shape, for a model that computes with numbers (and wants `dims` dimensions of them)."""
+    if data.vocab or (dims and len(data.sample_shape) != dims):
+        wants, has = "images" if dims else "numbers", "words" if data.vocab else f"samples of shape {data.sample_shape}"
+        raise UserError(f"model {model} takes {wants}, dataset {data.name} has {has}\n"
+                        f"choose --model {'lstm' if data.vocab else 'mlp'}, or another --dataset")
+    return data.sample_shape
+
+
+# ---- shared with the datasets: names, users' own files, randomness that is a function of a key ----
+
+def unknown(what, name, known):
+    """The error for a name that nothing answers to, with the nearest ones that exist."""
+    near = difflib.get_close_matches(name, known, n=3) or [entry for entry in known if name.lower() in entry][:3]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(list(known)[:12])}"
+    return UserError(f"unknown {what} {name!r}\n{hint}\nyour own: --{what} path/to/file.py:function")
+
+
+def call_user(spec, *facts):
+    """What the function in `path/to/file.py:function` returns; given the last of `facts`, as many as it takes.
+
+    Parameters with a default are left to it: `f()`, `f(data)` and `f(opts, data, width=3)` all do for a model.
+    """
+    path, _, name = spec.rpartition(":")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise UserError(f"{spec!r} names no function\nwrite path/to/file.py:function")
+    if not Path(path).is_file():
+        raise UserError(f"{path} is not there (wanted for {spec})")
+    module = load_file(path)
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise UserError(f"{path} has no function {name}\nit has {', '.join(own[:12]) or 'none'}")
+    with blamed_on(path):
+        required = [p for p in inspect.signature(function).parameters.values()
+                    if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(required) > len(facts):
+            raise UserError(f"{spec} requires {len(required)} arguments, {len(facts)} are to be had")
+        return function(*facts[len(facts) - len(required):])
+
+
+def load_file(path):
+    """The module in a file, loaded once a process; its own folder is importable from it."""
+    path = str(Path(path).resolve())
+    name = f"user_{Path(path).stem}_{hash_seed(path):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(Path(path).parent) not in sys.path:
+        sys.path.append(str(Path(path).parent))  # last, so that it can hide neither common nor the standard library
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        with blamed_on(path):
+            spec.loader.exec_module(module)
+    except UserError:
+        del sys.modules[name]
+        raise
+    return module
+
+
+@contextlib.contextmanager
+def blamed_on(path):
+    """Turns what a user's file raises into one error that names the file and the line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
+               if Path(frame.filename).resolve() == Path(path).resolve()]
+        line = error.lineno if isinstance(error, SyntaxError) else (own or [None])[-1]
+        where = f"{path}, line {line}" if line else path
+        raise UserError(f"{where}: {type(error).__name__}\n{one_line(error)}") from error
+
+
+def one_line(error):
+    """The first line of what an exception says, at most 200 characters of it."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+@contextlib.contextmanager
+def seeded(*key):
+    """Inside, the CPU generators of torch, random and numpy are a function of `key`; outside, they never moved."""
+    try:
+        from numpy import random as numpy_random
+    except ImportError:  # torch works without numpy, and so does this
+        numpy_random = None
+    saved = torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
+    seed = hash_seed(*key)
+    try:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
+        random.seed(seed)
+        if numpy_random:
+            numpy_random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        if numpy_random:
+            numpy_random.set_state(saved[2])

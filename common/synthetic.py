@@ -1,0 +1,151 @@
+"""Datasets that a program draws: nothing to download, the same to the bit on every machine.
+
+Everything random comes from integer draws of one seeded generator, and pictures are made in integers, so that neither
+the CPU nor the version of torch can move a bit of the data, and with it the fingerprint of a run.
+"""
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from common import UserError
+
+
+@dataclass
+class Source:
+    """What a dataset hands over: train and test, each (x, y) tensors or a map-style Dataset, and the facts of both."""
+
+    train: Any
+    test: Any
+    classes: int
+    vocab: int | None = None
+    class_names: tuple | None = None
+    mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel
+    std: tuple = (1.0,)
+    augment: Any = None  # for tensors: one of the names in data.AUGMENTATIONS; for a Dataset: a transform of a sample
+    plain: Any = None  # for a Dataset: the transform of a sample when it is not augmented
+    fingerprint: str | None = None  # for a Dataset; tensors are hashed
+
+
+# ---- digits ----
+
+GLYPHS = """
+ ###    #    ###  #####    #  #####   ##  #####  ###   ###
+#   #  ##   #   #    #    ##  #      #        # #   # #   #
+#  ##   #       #   #    # #  ####  #        #  #   # #   #
+# # #   #      #     #  #  #      # ####    #    ###   ####
+##  #   #     #       # #####     # #   #  #    #   #     #
+#   #   #    #    #   #    #  #   # #   #  #    #   #    #
+ ###   ###  #####  ###     #   ###   ###   #     ###   ##
+"""
+FINE = 4  # cells of the glyph bank per pixel
+SIDE = 28 * FINE
+DIGITS_SEED = 20240711  # of the data, not of a run: every run trains on the same pictures
+
+
+def digits(opts):
+    """28x28 pictures of digits, moved, turned, slanted, thick or thin, noisy: 12,000 to train, 2,000 to test."""
+    rng = torch.Generator().manual_seed(DIGITS_SEED)
+    bank = glyph_bank()
+    x, y = zip(*(draw_digits(1000, bank, rng) for _ in range(14)), strict=True)
+    x, y = torch.cat(x), torch.cat(y)
+    names = tuple("0123456789")
+    return Source((x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, class_names=names, mean=(0.22,), std=(0.27,))
+
+
+def glyph_bank():
+    """uint8 [10 digits * 4 weights, SIDE * SIDE]: each digit in four line widths, at FINE cells a pixel."""
+    rows = [line.ljust(60) for line in GLYPHS.strip("\n").split("\n")]
+    cells = torch.tensor([[[row[6 * d + c] == "#" for c in range(5)] for row in rows] for d in range(10)]).float()
+    cells = cells.repeat_interleave(10, 1).repeat_interleave(10, 2)  # 7x5 cells of 10: 70 x 50 of 112 x 112
+    ink = F.pad(cells, (31, 31, 21, 21)).unsqueeze(1)
+    for _ in range(2):  # sums of ones stay whole numbers: no rounding, on any machine
+        ink = F.avg_pool2d(ink, 9, 1, 4, divisor_override=1)
+    weights = [((ink - level) * 255 / 1024).round().clamp(0, 255) for level in (3200, 2400, 1600, 900)]
+    return torch.stack(weights, 1).to(torch.uint8).view(40, SIDE * SIDE)
+
+
+def draw_digits(n, bank, rng):
+    """(uint8 [n, 1, 28, 28], int64 [n]): pictures number 0..n-1 show the digits 0, 1, ... 9, 0, 1, ..."""
+    def draw(low, high):
+        return torch.randint(low, high + 1, (n, 1, 1), generator=rng, dtype=torch.int32)
+
+    label = torch.arange(n) % 10
+    glyph = (label * 4).view(n, 1, 1) + draw(0, 3)
+    turn, slant = draw(-60, 60), draw(-55, 75)  # in 1/256
+    wide, high = draw(208, 310), draw(208, 310)  # steps in the bank per pixel step, in 1/64: large is a small digit
+    right, down = draw(-10, 10), draw(-10, 10)  # in cells of the bank, which is a quarter of a pixel
+    axis = 2 * torch.arange(28, dtype=torch.int32) - 27  # twice the distance from the centre
+    across, along = axis.view(1, 1, 28), axis.view(1, 28, 1)
+    # Where in the bank a pixel looks: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift; in integers.
+    column = (wide * (256 * across + (slant + turn) * along) >> 15) + SIDE // 2 + right
+    row = (high * (256 * along - turn * across) >> 15) + SIDE // 2 + down
+    outside = (column < 0) | (column >= SIDE) | (row < 0) | (row >= SIDE)
+    where = glyph * (SIDE * SIDE) + row.clamp_(0, SIDE - 1) * SIDE + column.clamp_(0, SIDE - 1)
+    ink = bank.flatten()[where].to(torch.int32).masked_fill_(outside, 0)
+    noise = torch.randint(0, 256, (n, 28, 28), generator=rng, dtype=torch.uint8)
+    picture = (ink * draw(145, 255) >> 8) + (noise * draw(10, 110) >> 8)
+    return picture.clamp_(0, 255).to(torch.uint8).unsqueeze(1), label
+
+
+# ---- sentiment ----
+
+VOCAB = {"<PAD>": 0, "<UNK>": 1, "I": 2, "love": 3, "this": 4, "movie": 5, "is": 6, "terrible": 7}
+GOOD = "good great lovely funny moving clever bright warm".split()
+BAD = "bad awful boring dull sad stupid dark cold".split()
+PLAIN = "this movie is was the film story and it actor long short we saw really quite so very today".split()
+
+
+def encode(text, vocab):
+    """The numbers of the words; a word that is not in the vocabulary, "This" for one, becomes <UNK>."""
+    return [vocab.get(word, vocab["<UNK>"]) for word in text.split()]
+
+
+def sentiment(opts):
+    """The two sentences of the tutorial; both are trained on, and both are the test."""
+    x = torch.tensor([encode(text, VOCAB) for text in ("I love this movie", "This movie is terrible")])
+    both = x, torch.tensor([1, 0])
+    return Source(both, both, 2, vocab=len(VOCAB), class_names=("negative", "positive"))
+
+
+def sentiment_large(opts):
+    """5,000 sentences of 4 to 12 words around one that praises or blames; a "not" before it turns it round."""
+    words = ["<PAD>", "<UNK>", "not", *GOOD, *BAD, *PLAIN]
+    vocab = {word: number for number, word in enumerate(words)}
+    rng = random.Random(DIGITS_SEED)
+
+    def pick(choices):
+        return choices[int(rng.random() * len(choices))]  # random() alone is promised to stay the same over versions
+
+    rows, labels = [], []
+    for number in range(5000):
+        label, negated = number % 2, rng.random() < 0.3
+        core = (["not"] if negated else []) + [pick(GOOD if label != negated else BAD)]
+        before, after = int(rng.random() * 6) + 2, int(rng.random() * 4) + 1
+        text = " ".join([pick(PLAIN) for _ in range(before)] + core + [pick(PLAIN) for _ in range(after)])
+        # Padded in front: the last hidden state of an LSTM then belongs to the last word, not to padding.
+        rows.append([0] * (13 - len(text.split())) + encode(text, vocab))
+        labels.append(label)
+    x, y = torch.tensor(rows), torch.tensor(labels)
+    return Source((x[:4000], y[:4000]), (x[4000:], y[4000:]), 2, vocab=len(words), class_names=("negative", "positive"))
+
+
+# ---- random ----
+
+def random_numbers(opts):
+    """`random`: 100 samples of 5 normal numbers, labels from a coin, as in the tutorials; `random:NxF` for others."""
+    _, _, size = opts.dataset.partition(":")
+    try:
+        samples, features = (int(part) for part in (size or "100x5").split("x"))
+        if not (samples > 0 and features > 0 and samples * features <= 10**8):
+            raise ValueError
+    except ValueError:
+        raise UserError(f"{opts.dataset!r} is no size\nwrite random:NxF, N samples of F numbers, at most 10^8 numbers "
+                        "in all: random:100x10") from None
+    rng = torch.Generator().manual_seed(DIGITS_SEED)
+    x = torch.randn(samples, features, generator=rng)
+    x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
+    both = x, torch.randint(0, 2, (samples,), generator=rng)
+    return Source(both, both, 2)  # labels from a coin cannot be guessed: the test can only be what was trained on
