@@ -57,7 +57,7 @@ def test_positions_and_sizes_that_do_not_exist_are_refused():
             permute(positions, n, 0, 0)
 
 
-# --- randomness that no rank owns --------------------------------------------------------------------------------------
+# --- randomness that no rank owns -------------------------------------------------------------------------------------
 
 def test_uniforms_belong_to_the_sample_and_to_nothing_else():
     whole = uniforms(range(1000), 1, 2, 3)

@@ -1,0 +1,251 @@
+"""Where the time and the samples of a run went: append-only JSON lines, a report, and an audit that can fail.
+
+    python -m common.ledger RUN             lives, restarts, saves, rescues, goodput
+    python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0   (samples, samples, steps, steps)
+
+Nobody waits for the ledger and nobody dies of it: a full disk costs a warning and lines, never a training step.
+No torch here: the report must come at once, also on a login node.
+"""
+import argparse
+import json
+import os
+import sys
+import time
+from array import array
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+from common import UserError
+
+
+class Lines:
+    """A file of JSON objects, one a line; append() survives a failing disk and never glues two lines together."""
+
+    def __init__(self, path):
+        self.path, self.fd, self.warned = Path(path), None, False
+
+    def append(self, record):
+        line = (json.dumps(record, default=_plain) + "\n").encode()
+        try:
+            if self.fd is None:
+                self._open()
+            # One write: with O_APPEND the kernel puts it at the end as a whole, whoever else is writing, and a process
+            # killed before or after it leaves whole lines.
+            if os.write(self.fd, line) < len(line):
+                raise OSError("the disk took only part of a line")
+        except OSError as error:
+            self.close()
+            if not self.warned:
+                self.warned = True
+                with suppress(OSError, ValueError):  # stderr may be as full, or as closed, as the disk
+                    print(f"warning: {self.path}: {error}; training goes on, lines will be missing", file=sys.stderr)
+
+    def _open(self):
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        size = os.fstat(self.fd).st_size
+        if size and os.pread(self.fd, 1, size - 1) != b"\n":
+            os.write(self.fd, b"\n")  # a full disk or a power cut tore the last line: it must not swallow ours
+
+    def close(self):
+        fd, self.fd = self.fd, None
+        if fd is not None:
+            with suppress(OSError):  # network disks may say only here that they are full
+                os.close(fd)
+
+
+def _plain(value):
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+class Ledger:
+    """RUN/ledger.jsonl. Events named "life", "save" and "rescue" mean something to the report and carry `step`.
+
+    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time in which steps were made.
+    """
+
+    def __init__(self, run_dir):
+        self.lines = Lines(Path(run_dir) / "ledger.jsonl")
+
+    def event(self, name, /, **fields):
+        self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
+
+
+class Audit:
+    """What one rank trained on in one life: begin() before gradients are exchanged, done() after the update.
+
+    A step that anybody has finished was begun by all, so what the dead had contributed is on disk too.
+    """
+
+    def __init__(self, run_dir, life, rank):
+        self.lines = Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
+
+    def begin(self, step, epoch, position, ids):
+        self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position, "ids": ids})
+
+    def done(self, step):
+        self.lines.append({"event": "done", "step": step})
+
+
+def _read(path):
+    """Yield the objects of a file of JSON lines; a torn line is no line."""
+    with open(path, "rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and "event" in record:
+                    yield record
+
+
+def _lives(run_dir):
+    """Return the lives in order, each a list of its events; the first of them is the one named "life"."""
+    path = Path(run_dir) / "ledger.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist\nname the folder of a run (--run-dir) that has begun training")
+    lives = []
+    for event in _read(path):
+        if event["event"] == "life":
+            match event:
+                case {"life": str(), "world": int(), "step": int(), "t": int() | float()}:
+                    lives.append([])
+                case _:
+                    raise UserError(f"{path}: the event of a life lacks life, world, step or t\n{event}")
+        if lives:
+            lives[-1].append(event)
+    if not lives:
+        raise UserError(f"{path} tells of no life\nthe run was stopped before it began training")
+    return lives
+
+
+def _saved(events):
+    """Return the last step that a checkpoint of this life is known to hold."""
+    steps = [event.get("step") for event in events if event["event"] in ("life", "save", "rescue")]
+    return max(step for step in steps if isinstance(step, int))
+
+
+def summarize(run_dir):
+    """Return what the ledger tells: lives, events and seconds by name, and goodput (None where no step was timed)."""
+    lives = _lives(run_dir)
+    everything = [event for events in lives for event in events]
+    wall, seconds = max(event.get("t", 0) for event in everything) - everything[0]["t"], _seconds(everything)
+    return {
+        "lives": [{**events[0], "saved": _saved(events), "seconds": _seconds(events)} for events in lives],
+        "step": max(_saved(events) for events in lives),
+        "events": dict(Counter(event["event"] for event in everything)),
+        "seconds": seconds,
+        "wall_s": wall,
+        "goodput": seconds["steps_s"] / wall if wall > 0 and "steps_s" in seconds else None,
+    }
+
+
+def _seconds(events):
+    total = Counter()
+    for event in events:
+        total.update({k: v for k, v in event.items() if k.endswith("_s") and isinstance(v, int | float)})
+    return dict(total)
+
+
+def report(run_dir):
+    """Yield the lines of the goodput report."""
+    def spell(seconds):
+        return ", ".join(f"{name[:-2].replace('_', ' ')} {value:.2f} s" for name, value in seconds.items())
+
+    facts = summarize(run_dir)
+    events, goodput = facts["events"], facts["goodput"]
+    yield f"{run_dir}: lives {events['life']}, last saved step {facts['step']}"
+    for life in facts["lives"]:
+        yield (f"  life {life['life']}  world {life['world']}  restart {life.get('restart', '?')}  "
+               f"resumed at step {life['step']}, saved up to {life['saved']}  {spell(life['seconds'])}".rstrip())
+    yield f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}"
+    yield f"wall {facts['wall_s']:.1f} s: {spell(facts['seconds']) or 'no times were recorded'}"
+    yield f"goodput {'unknown' if goodput is None else f'{goodput:.1%}'} (time in steps / wall)"
+
+
+def audit(run_dir, explain=lambda line: None):
+    """Return missed and repeated samples, lost and redone steps, along the chain of lives that leads to the last step.
+
+    Lost: done by somebody, and the next life resumed before it. Redone: each time a step was made beyond its first.
+    What cannot be proven counts as missed: a file that is gone, a life without --audit, steps made in another folder.
+    The expectation comes from (n, seed, global batch size) and the step's number alone, never from the log itself.
+    """
+    from common.sampler import permute  # here, because it imports torch
+
+    folder = Path(run_dir) / "audit"
+    lives = _lives(run_dir)
+    if not any(folder.glob("life-*.jsonl")):
+        raise UserError(f"{folder} holds no audit\ntrain with --audit to have one written")
+    chain = {}  # step -> the ids it was trained on, in the lineage of the newest life
+    executions, reached, lost = Counter(), 0, 0
+    for events, following in zip(lives, [*lives[1:], None], strict=True):
+        resumed = events[0]["step"]
+        lost += max(0, reached - resumed)
+        chain = {step: ids for step, ids in chain.items() if step <= resumed}
+        begun, done = _read_life(folder, events[0]["life"])
+        for step, ids in begun.items():
+            chain.setdefault(step, array("q")).extend(ids)
+        # A process can die after its update and before its done-line, and a survivor save that very update: what the
+        # next life resumed past was made too. Any other step begun and not done has left no trace in the model.
+        kept = following[0]["step"] if following else 0
+        executions.update(done)
+        executions.update(step for step in begun if resumed < step <= kept and step not in done)
+        reached = max([_saved(events), *done])
+    if reached == 0:
+        raise UserError(f"{folder} tells of no finished step\nthere is nothing to audit yet")
+
+    first = lives[0][0]
+    try:
+        n, batch, seed = first["n"], first["global_batch_size"], first["seed"]
+    except KeyError as error:
+        raise UserError(f"{run_dir}: the first life does not tell {error}\nthe order cannot be computed") from None
+    found = {"missed": 0, "repeated": 0, "lost": lost, "redone": executions.total() - len(executions)}
+    for step in range(1, reached + 1):
+        epoch, number = divmod(step - 1, -(-n // batch))
+        position = number * batch
+        expected = Counter(permute(range(position, min(position + batch, n)), n, seed, epoch).tolist())
+        trained = Counter(chain.get(step, ()))
+        missed, repeated = (expected - trained).total(), (trained - expected).total()
+        if missed or repeated:
+            explain(f"step {step} (epoch {epoch}, position {position}): missed {missed}, repeated {repeated}")
+        found["missed"] += missed
+        found["repeated"] += repeated
+    return found
+
+
+def _read_life(folder, life):
+    """Return {step: ids that any rank began to train on} and {step: how often the busiest rank has done it}."""
+    begun, done = {}, Counter()
+    for path in sorted(folder.glob(f"life-{life}-rank*.jsonl")):
+        own = Counter()
+        for record in _read(path):
+            match record:
+                case {"event": "begin", "step": int(step), "ids": list(ids)}:
+                    begun.setdefault(step, array("q")).extend(ids)  # 8 bytes a sample: an audit may hold a great many
+                case {"event": "done", "step": int(step)}:
+                    own[step] += 1
+        done |= own  # the larger of both counts
+    return begun, done
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("--audit", action="store_true", help="compare what was trained on with what should have been")
+    args = parser.parse_args(argv)
+    try:
+        if not args.audit:
+            print("\n".join(report(args.run)))
+            return 0
+        wrong = []
+        found = audit(args.run, wrong.append)
+        print(" ".join(f"{name} {count}" for name, count in found.items()))
+        for line in wrong[:5]:
+            print(line, file=sys.stderr)
+        return 1 if found["missed"] or found["repeated"] else 0
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
