@@ -44,17 +44,25 @@ class Batch(NamedTuple):
     size: int
 
 
-# ---- augmentation of whole batches: `u` holds uniform numbers, three a sample ----
+# ---- augmentation: x is a copy of whole images, u one uniform number in [0, 1) for each of them ----
 
 def flip(x, u):
-    return torch.where((u[:, 2] < 0.5).view(-1, 1, 1, 1), x.flip(3), x)
+    """Mirror half of the images."""
+    chosen = (u < 0.5).nonzero().squeeze(1)
+    x[chosen] = x.index_select(0, chosen).flip(3)
+    return x
 
 
 def crop_flip(x, u):
-    """Move each image by up to 4 pixels (zeros come in), then mirror half of them."""
-    windows = F.pad(x, (4, 4, 4, 4)).unfold(2, x.shape[2], 1).unfold(3, x.shape[3], 1)
-    down, right = (u[:, 0] * 9).long(), (u[:, 1] * 9).long()
-    return flip(windows[torch.arange(len(x)), :, down, right], u)
+    """Move each image by up to 4 pixels in both directions (zeros come in), and mirror half of them."""
+    n, channels, height, width = x.shape
+    choice = (u * (9 * 9 * 2)).long().view(n, 1)
+    mirrored, down, right = choice % 2, choice // 2 % 9, choice // 18
+    rows, columns = torch.arange(height), torch.arange(width)
+    rows = (rows + down) * (width + 8)
+    columns = right + torch.where(mirrored == 1, width - 1 - columns, columns)
+    where = (rows.unsqueeze(2) + columns.unsqueeze(1)).view(n, 1, -1).expand(n, channels, -1)
+    return F.pad(x, (4, 4, 4, 4)).view(n, channels, -1).gather(2, where).view(x.shape)
 
 
 AUGMENTATIONS = {None: None, "flip": flip, "crop_flip": crop_flip}
@@ -71,18 +79,18 @@ class TensorSplit:
         self.x, self.y, self.seed, self.augment = x.contiguous(), y.long(), seed, augment
         mean, std = torch.tensor(source.mean), torch.tensor(source.std)
         scale, shift = 1 / (255 * std), -mean / std
-        one = len(mean) == 1  # plain numbers are faster than tensors of one element
-        self.scale, self.shift = (t.item() if one else t.view(-1, 1, 1) for t in (scale, shift))
+        # For one channel plain numbers: they are faster than tensors of one element.
+        self.scale, self.shift = (t.item() if len(t) == 1 else t.view(-1, 1, 1) for t in (scale, shift))
 
     def __len__(self):
         return len(self.y)
 
     def fetch(self, ids, epoch=0, augment=False):
         """(x, y) of these samples; augmented as (seed, epoch, id) say."""
-        ids = torch.tensor(ids, dtype=torch.int64)
+        ids = torch.as_tensor(ids, dtype=torch.int64)
         x, y = self.x.index_select(0, ids), self.y.index_select(0, ids)
         if augment and self.augment and len(ids):
-            x = self.augment(x, uniforms(ids, self.seed, epoch, 3))
+            x = self.augment(x, uniforms(ids, self.seed, epoch, 1).squeeze(1))
         if x.dtype == torch.uint8:
             x = x.float().mul_(self.scale).add_(self.shift)
         return x, y
@@ -95,9 +103,8 @@ class DatasetSplit:
 
     def __init__(self, dataset, name, source, seed, augment=None, plain=None):
         self.dataset, self.name, self.classes, self.seed = dataset, name, source.classes, seed
-        self.augment, self.plain = augment or plain, plain
-        self.shape = None
-        x, _ = self.sample(0, 0, False)
+        self.augment, self.plain, self.shape = augment or plain, plain, None
+        x, _ = self.sample(0, 0, False)  # what an empty share has to look like
         self.shape, self.dtype = tuple(x.shape), x.dtype
 
     def __len__(self):
@@ -191,13 +198,14 @@ def batches(split, order, opts):
 
     A share may be empty, with x and y of zero samples: each rank yields the same number of batches at any world size.
     """
-    augment, pin = opts.augment != "none", torch.cuda.is_available() and getattr(opts, "device", "auto") != "cpu"
+    epoch, augment = order.epoch, opts.augment != "none"
+    pin = torch.cuda.is_available() and opts.device != "cpu"
     if split.in_memory or not opts.workers:
         for ids, size in zip(order, order.batch_sizes(), strict=True):
-            x, y = split.fetch(ids, order.epoch, augment)
+            x, y = split.fetch(ids, epoch, augment)
             yield Batch(*((x.pin_memory(), y.pin_memory()) if pin else (x, y)), ids, size)
         return
-    loader = DataLoader(_Fetch(split, order.epoch, augment), batch_sampler=order, num_workers=opts.workers,
+    loader = DataLoader(_Fetch(split, epoch, augment), batch_sampler=order, num_workers=opts.workers,
                         collate_fn=_as_it_is, pin_memory=pin, worker_init_fn=_shelter,
                         generator=torch.Generator(),  # its own: it must not draw its seed from the training's
                         multiprocessing_context="fork" if sys.platform == "linux" else None)

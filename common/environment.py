@@ -104,12 +104,13 @@ def _resolve(host):
 
 
 def speaks(environ=os.environ):
-    """Whether this process is its machine's voice: the first there, or one whose rank makes no sense."""
+    """Whether this process is its machine's voice: the first there, or one whose place makes no sense."""
     try:
         rank, size = int(environ.get("RANK", 0)), world_size(environ)
-        return int(environ.get("LOCAL_RANK", rank)) == 0 or not 0 <= rank < size
+        local_rank, local_size = int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", size))
     except ValueError:
         return True
+    return local_rank == 0 or not (0 <= rank < size and 0 <= local_rank < local_size)
 
 
 def fail(message, code=2, everyone=False):

@@ -75,17 +75,19 @@ class Ledger:
 class Audit:
     """What one rank trained on in one life: begin() before gradients are exchanged, done() after the update.
 
-    A step that anybody has finished was begun by all, so what the dead had contributed is on disk too.
+    A step that anybody has finished was begun by all: what the dead had contributed is on disk too.
     """
 
-    def __init__(self, run_dir, life, rank):
-        self.lines = Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
+    def __init__(self, run_dir, life, rank, on=True):
+        self.on, self.lines = on, Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
 
     def begin(self, step, epoch, position, ids):
-        self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position, "ids": ids})
+        if self.on:
+            self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position, "ids": ids})
 
     def done(self, step):
-        self.lines.append({"event": "done", "step": step})
+        if self.on:
+            self.lines.append({"event": "done", "step": step})
 
 
 def _read(path):
@@ -102,15 +104,14 @@ def _lives(run_dir):
     """Return the lives in order, each a list of its events; the first of them is the one named "life"."""
     path = Path(run_dir) / "ledger.jsonl"
     if not path.is_file():
-        raise UserError(f"{path} does not exist\nname the folder of a run (--run-dir) that has begun training")
+        raise UserError(f"{path} does not exist\nname the folder of a run that has begun training")
     lives = []
     for event in _read(path):
-        if event["event"] == "life":
-            match event:
-                case {"life": str(), "world": int(), "step": int(), "t": int() | float()}:
-                    lives.append([])
-                case _:
-                    raise UserError(f"{path}: the event of a life lacks life, world, step or t\n{event}")
+        match event:
+            case {"event": "life", "life": str(), "world": int(), "step": int(), "t": int() | float()}:
+                lives.append([])
+            case {"event": "life"}:
+                raise UserError(f"{path}: the event of a life lacks life, world, step or t\n{event}")
         if lives:
             lives[-1].append(event)
     if not lives:
@@ -238,9 +239,8 @@ def main(argv=None):
             return 0
         wrong = []
         found = audit(args.run, wrong.append)
-        print(" ".join(f"{name} {count}" for name, count in found.items()))
-        for line in wrong[:5]:
-            print(line, file=sys.stderr)
+        print(*(f"{name} {count}" for name, count in found.items()))
+        print("".join(f"{line}\n" for line in wrong[:5]), end="", file=sys.stderr)
         return 1 if found["missed"] or found["repeated"] else 0
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,221 @@
-"""stub"""
+"""What a person sees of a run: console lines or a bar, and TensorBoard; quiet on other ranks.
+
+A log never stops a training: a closed pipe or a full disk costs lines, not steps.
+"""
+import os
+import queue
 import sys
+import threading
+import time
+from datetime import timedelta
+
+from common import UserError
+from common.metrics import Metrics
+
+FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
+
+
+class Outlet:
+    """A text stream whose reader may leave (`| head`) or whose disk may fill up: then it falls silent."""
+
+    def __init__(self, stream):
+        self.stream = stream                                         # None where the process began with a closed stdout
+
+    def write(self, text):
+        self._try(lambda: self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding)))
+
+    def flush(self):
+        self._try(lambda: self.stream.flush())
+
+    @property
+    def encoding(self):
+        return getattr(self.stream, "encoding", None) or "utf-8"
+
+    def isatty(self):
+        return self.stream is not None and not self.stream.closed and self.stream.isatty()
+
+    def fileno(self):
+        return self.stream.fileno()
+
+    def _try(self, act):
+        try:
+            if self.stream is not None:
+                act()
+        except (OSError, ValueError):
+            # What is still in its buffer would raise again in every later print, and at exit: exit code 120.
+            try:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, self.stream.fileno())
+                os.close(nowhere)
+            except (OSError, ValueError):
+                pass
+            self.stream = None
 
 
 def say(text, stream=None):
-    print(text, file=stream or sys.stdout, flush=True)
+    """print, for streams that may be gone."""
+    outlet = Outlet(stream or sys.stdout)
+    outlet.write(text + "\n")
+    outlet.flush()
+
+
+class Log:
+    """Where rank 0 tells how the run goes; call it on every rank, the others stay silent.
+
+    `state_step` is the step this life resumed at, `total_steps` where the run ends; `record` is what a checkpoint kept
+    of the last logged step (with its "step"): written now if the process that should have written it died.
+    """
+
+    def __init__(self, opts, world, state_step=0, total_steps=0, record=None):
+        self.opts, self.total, self.first = opts, total_steps, state_step
+        self.speaks = world.rank == 0
+        if not self.speaks:
+            return
+        self.console = Console(opts, state_step, total_steps)
+        self.metrics = Metrics(opts.run_dir, state_step, self.note)
+        self.board = Board(opts.run_dir, state_step, self.note) if opts.tensorboard else None
+        if record and record.get("step", state_step + 1) <= state_step:
+            self._keep(record)
+        self.began = time.monotonic()
+        self.mark = (self.began, state_step, None, 0)                # when, step, epoch, position of the line before
+
+    def start(self, lines):
+        """What this life is, once; the clock of samples/s starts here."""
+        if self.speaks:
+            for text in lines:
+                self.note(text)
+            self.began = time.monotonic()
+            self.mark = (self.began, *self.mark[1:])
+
+    def step(self, state, record):
+        """One logged step: `record` holds numbers by name (loss, lr, acc, ...); tensors are read here."""
+        if not self.speaks:
+            return
+        values = {name: _number(value) for name, value in record.items()}
+        self._keep({"step": state.step, "epoch": state.epoch} | values)
+        now, position = time.monotonic(), state.position
+        before, step, epoch, start = self.mark
+        samples = position - start if epoch == state.epoch else (state.step - step) * self.opts.global_batch_size
+        self.mark = (now, state.step, state.epoch, position)
+        parts = [f"{name} {values[name]:{FORMATS.get(name, '.4g')}}"
+                 for name in dict.fromkeys((*FORMATS, *values)) if name in values and name not in ("step", "epoch")]
+        if now > before and samples > 0:
+            parts.append(f"{samples / (now - before):,.0f} samples/s")
+        where = f"step {state.step}"
+        if self.total:
+            left = (self.total - state.step) * (now - self.began) / max(1, state.step - self.first)
+            where += f"/{self.total}  eta {timedelta(seconds=round(max(0, left)))}"
+        self.console.step(state.step, "  ".join([f"epoch {state.epoch + 1}/{self.opts.epochs}", where, *parts]))
+
+    def evaluation(self, state, metrics):
+        """The result of one evaluation, as {"val_acc", "val_loss"}."""
+        if not self.speaks:
+            return
+        values = {name: _number(value) for name, value in metrics.items()}
+        self._keep({"step": state.step} | values)
+        self.note("  ".join([f"step {state.step}", *(f"{name} {value:.4f}" for name, value in values.items()
+                                                     if isinstance(value, float))]))
+        self.mark = (time.monotonic(), state.step, state.epoch, state.position)   # its time does not slow the steps
+
+    def note(self, text):
+        if self.speaks:
+            self.console.line(text)
+
+    def close(self):
+        """Writes out what is left; may be called twice."""
+        if self.speaks:
+            if self.board:
+                self.board.close()
+            self.metrics.close()
+            self.console.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _keep(self, line):
+        if self.metrics.write(line) and self.board:
+            self.board.put(line)
+
+
+def _number(value):
+    return value.item() if hasattr(value, "item") else value
+
+
+class Console:
+    """Lines, or a bar below them on a terminal."""
+
+    def __init__(self, opts, step, total):
+        self.out, self.bar = Outlet(sys.stdout), None
+        if opts.progress == "on" or opts.progress == "auto" and self.out.isatty() and os.environ.get("TERM") != "dumb":
+            try:
+                from tqdm import tqdm
+                self.bar = tqdm(total=total or None, initial=step, file=self.out, dynamic_ncols=True,
+                                bar_format="{percentage:3.0f}%|{bar:10}| {desc}")
+            except ImportError:
+                self.line("tqdm is not installed: lines instead of a bar (pip install tqdm)")
+
+    def step(self, step, text):
+        if self.bar is None:
+            self.line(text)
+        else:
+            self.bar.n = step
+            self.bar.set_description_str(text)
+
+    def line(self, text):
+        if self.bar is not None:
+            self.bar.clear()
+        self.out.write(text + "\n")
+        self.out.flush()
+        if self.bar is not None:
+            self.bar.refresh()
+
+    def close(self):
+        if self.bar is not None:
+            self.bar.close()
+
+
+class Board:
+    """RUN/tb for TensorBoard, written by a thread: its import takes seconds that no training step should wait for."""
+
+    def __init__(self, run_dir, step, note):
+        self.folder, self.step, self.note = os.path.join(run_dir, "tb"), step, note
+        self.queue, self.thread = queue.SimpleQueue(), None
+        if os.path.islink(self.folder):
+            raise UserError(f"{self.folder} is a link; it is not followed\nremove it")
+
+    def put(self, line):
+        if self.thread is None:                                     # a finished run with nothing to add imports nothing
+            self.thread = threading.Thread(target=self._work, daemon=True, name="tensorboard")
+            self.thread.start()
+        if self.thread.is_alive():
+            self.queue.put((time.time(), line))
+
+    def close(self):
+        if self.thread is not None:
+            self.queue.put(None)
+            self.thread.join(30)
+
+    def _work(self):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+            os.makedirs(self.folder, mode=0o700, exist_ok=True)
+            # A reader of the folder drops everything from purge_step on that an earlier life wrote.
+            with SummaryWriter(self.folder, purge_step=self.step + 1) as writer:
+                for entry in os.scandir(self.folder):
+                    if entry.is_file(follow_symlinks=False):
+                        os.chmod(entry.path, 0o600)
+                while item := self.queue.get():
+                    when, line = item
+                    for name, value in line.items():
+                        if name not in ("step", "epoch") and isinstance(value, (int, float)):
+                            tag = name.replace("_", "/", 1) if name.startswith("val_") else f"train/{name}"
+                            writer.add_scalar(tag, value, line["step"], when)
+                    if self.queue.empty():
+                        writer.flush()                               # a kill costs no curve more than its last line
+        except ImportError:
+            self.note("tensorboard is not installed: no curves (pip install tensorboard, or --no-tensorboard)")
+        except Exception as error:                                   # a full disk, say; metrics.jsonl has it all
+            self.note(f"{self.folder} cannot be written ({error}); training goes on without curves")

@@ -7,6 +7,7 @@ import contextlib
 import difflib
 import importlib.util
 import inspect
+import itertools
 import math
 import random
 import sys
@@ -102,22 +103,18 @@ def build_torchvision(name, data):
         facts.update(image_size=height)
     if "input_size" in accepted:
         facts.update(input_size=(height, width))
-
-    def build():
+    try:
         net = models.get_model(name, weights=None, **facts)
         fit_channels(net, channels)
-        return net
-
-    # A dry run on the meta device costs no arithmetic, and finds images too small for the net before a step does.
-    try:
-        with torch.device("meta"), torch.no_grad():
-            shape = tuple(build().eval()(torch.empty(2, channels, height, width)).shape)
-        if shape != (2, data.classes):
-            raise ValueError(f"scores of shape {shape[1:]}, not ({data.classes},)")
+        # A dry run on the meta device does no arithmetic; it finds images too small for the net before a step does.
+        on_meta = {key: t.to("meta") for key, t in itertools.chain(net.named_parameters(), net.named_buffers())}
+        with torch.no_grad():
+            x = torch.empty(2, channels, height, width, device="meta")
+            torch.func.functional_call(net.eval(), on_meta, (x,))
     except (RuntimeError, ValueError, AssertionError) as error:
         raise UserError(f"model {name} cannot work on dataset {data.name} with samples of shape {data.sample_shape}\n"
                         f"{one_line(error)}") from error
-    return build()
+    return net.train()
 
 
 def fit_channels(net, channels):

@@ -103,9 +103,9 @@ class Options:
 
 def uses(dataset):
     """The flags of USES that can take effect with this dataset; a user's own function may use them all."""
-    if ":" in dataset and ".py:" not in dataset and not dataset.startswith("random:"):
-        return ()
-    return FILES + IMAGES + ("workers",) if ".py:" in dataset else USES.get(dataset.partition(":")[0], ())
+    if ".py" in dataset:
+        return ("data_dir", "workers", *IMAGES)
+    return USES.get("random" if dataset.startswith("random:") else dataset, ())
 
 
 def parse_options(doc, argv=None, script=None):

@@ -1,0 +1,53 @@
+"""Exact metrics: each sample counted once, at any world size; the numbers are the same to the last bit."""
+import contextlib
+
+import torch
+from torch.nn import functional as F
+
+from common.reduce import autocast
+from common.sampler import share
+
+BLOCK = 256                                      # samples per forward: the same blocks at every world size
+FIXED = 2.0 ** 24                                # losses are summed as integers: no order of addition can show
+
+
+@torch.no_grad()
+def evaluate(model, split, state, world):
+    """{"val_loss", "val_acc"} of the averaged weights where there are some; `predictions` too when there are few samples."""
+    state.net.eval()
+    blocks = -(-len(split) // BLOCK)
+    sums = torch.zeros(4, dtype=torch.int64)     # loss in fixed point, hits, samples, samples without a finite loss
+    predictions = []
+    with averaged_weights(state):
+        for block in share(blocks, world.rank, world.size):
+            ids = range(block * BLOCK, min((block + 1) * BLOCK, len(split)))
+            x, y = split.fetch(list(ids), 0, False)
+            x, y = x.to(world.device), y.to(world.device)
+            with autocast(state.opts, world):
+                out = model(x)
+            losses = F.cross_entropy(out.double(), y, reduction="none")
+            finite = losses.isfinite()
+            found = out.argmax(1)
+            sums += torch.stack([(losses[finite] * FIXED).round().long().sum(), (found == y).sum(),
+                                 torch.tensor(len(y), device=y.device), (~finite).sum()]).cpu()
+            predictions += found.tolist() if len(split) <= 16 else []
+    world.all_sum(sums)
+    loss, hits, samples, broken = sums.tolist()
+    metrics = {"val_loss": float("nan") if broken else loss / FIXED / samples, "val_acc": hits / samples}
+    return metrics | ({"predictions": predictions} if predictions and len(split) <= BLOCK else {})
+
+
+@contextlib.contextmanager
+def averaged_weights(state):
+    """Inside, the net has the averaged weights (--ema-decay); outside, its own."""
+    if not state.ema:
+        yield
+        return
+    own = {name: p.detach().clone() for name, p in state.net.named_parameters()}
+    try:
+        for name, p in state.net.named_parameters():
+            p.copy_(state.ema[name])
+        yield
+    finally:
+        for name, p in state.net.named_parameters():
+            p.copy_(own[name])

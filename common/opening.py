@@ -1,0 +1,68 @@
+"""How a script begins and how it ends badly: what a person reads first, and errors said once."""
+import functools
+import os
+import sys
+import time
+
+import torch
+
+from common import UserError
+from common.environment import fail, speaks
+
+OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
+
+
+def open_life(log, ledger, opts, world, data, state, source):
+    """Say what this life is, in at most six lines, and enter it in the ledger; call on every rank."""
+    pids = [int(p) for p in world.all_gather(torch.tensor([os.getpid()]))]
+    parameters = sum(p.numel() for p in state.net.parameters())
+    share = -(-opts.global_batch_size // world.size)
+    micro = min(opts.micro_batch_size or share, share)
+    log.start([
+        f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
+        devices_line(world),
+        f"model {opts.model}: {parameters:,} parameters   data {opts.dataset}: {len(data.train):,} to train on, "
+        f"{len(data.test):,} to test on",
+        f"global batch {opts.global_batch_size} = {world.size} x {share} or less, {micro} a forward   "
+        f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
+        f"{'complete: nothing left to train' if state.finished else 'going on' if state.step else 'starting'} at step {state.step}, "
+        f"epoch {state.epoch + 1}, position {state.position:,}" + (f", from {source}" if source else ""),
+    ])
+    if world.rank == 0:
+        ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
+                     position=state.position, pids=pids, n=len(data.train), seed=opts.seed,
+                     global_batch_size=opts.global_batch_size)
+
+
+def devices_line(world):
+    """Which physical devices these are: torch counts only those that CUDA_VISIBLE_DEVICES leaves."""
+    if world.device.type != "cuda":
+        return f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process"
+    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
+    return "devices " + ", ".join(
+        f"{d} (physical {visible[d.index or 0].strip() if visible else d.index or 0}, {torch.cuda.get_device_name(d)})"
+        for d in world.devices)
+
+
+def memory(world):
+    """MiB in use on each GPU of this process, under names for the log: the first one's surplus is nn.DataParallel's price."""
+    return {f"MiB_{d.index}": torch.cuda.memory_allocated(d) >> 20 for d in world.devices if d.type == "cuda"}
+
+
+def speaking_errors(main):
+    """What a person can mend is said once, without a traceback, and the process leaves with the error's code."""
+    @functools.wraps(main)
+    def run(opts):
+        try:
+            return main(opts)
+        except UserError as error:
+            if opts.debug:
+                raise
+            if not speaks():
+                time.sleep(OTHERS)
+            try:
+                fail(error, error.code, everyone=True)
+            finally:
+                sys.stdout.flush()
+                os._exit(error.code)                                # no destructors: they may wait for a dead peer
+    return run

@@ -1,0 +1,150 @@
+"""How a global batch becomes one gradient: the exact mean over its real samples, at any number of ranks and micro batches."""
+import contextlib
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from common.sampler import hash_seed
+
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(net, opts, world):
+    """The net on its device, with the layers and the memory layout the options ask for; names stay as they are."""
+    if opts.sync_bn and world.size > 1:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    if opts.channels_last:
+        net = net.to(memory_format=torch.channels_last)
+    return net.to(world.device)
+
+
+def distribute(net, opts, world):
+    """What train_ddp.py calls: a replica on every rank, gradients averaged while backward still runs."""
+    net = torch.compile(net) if opts.compile else net
+    if world.size == 1:
+        return net
+    # Buffers are averaged below, once a step: DDP would instead copy rank 0's, which sees only its own share.
+    return DistributedDataParallel(Replica(net), broadcast_buffers=False, gradient_as_bucket_view=True)
+
+
+def replicate(net, opts, world):
+    """What train_dp.py calls: one process, the batch scattered over its devices."""
+    net = torch.compile(net) if opts.compile else net
+    if len(world.devices) == 1:
+        return net
+    if world.device.type == "cuda":
+        return DataParallel(net, device_ids=[d.index for d in world.devices])
+    return CpuReplicas(net, len(world.devices))
+
+
+class Replica(nn.Module):
+    """The net, except that an empty share of a short last batch yields zero gradients: the rank still takes part."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        if len(x):
+            return self.net(x)
+        return sum(p.flatten()[:0].sum() for p in self.net.parameters() if p.requires_grad) + x.new_zeros(0, 1)
+
+
+class CpuReplicas(nn.Module):
+    """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices", so that the path can be seen without a GPU."""
+
+    def __init__(self, net, count):
+        super().__init__()
+        self.module, self.count = net, count
+
+    def forward(self, x):
+        first, *rest = x.chunk(self.count)                          # the sizes nn.DataParallel would send to GPUs
+        outputs = [self.module(first)]                              # as there, the first replica is the net itself
+        for chunk in rest:
+            copies = {n: t.clone() for n, t in [*self.module.named_parameters(), *self.module.named_buffers()]}
+            outputs.append(torch.func.functional_call(self.module, copies, (chunk,)))
+        return torch.cat(outputs)
+
+
+def show_scatter(model, net):
+    """Print the sizes inside each replica, and outside, where the batch is whole (seeds of every DataParallel tutorial)."""
+    def sizes(x, output):
+        return f"input size {tuple(x.shape)} output size {tuple(output.shape)}"
+
+    if model is not net:
+        model.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))
+    net.register_forward_hook(lambda _, inputs, output: print("In Model: ", sizes(inputs[0], output)))
+    if model is net:
+        net.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))
+
+
+def backward(model, batch, state, world):
+    """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits].
+
+    Every rank calls it for every global batch, with an empty share too: exactly one synchronising backward each.
+    """
+    opts = state.opts
+    torch.manual_seed(hash_seed(opts.seed, "step", state.step, world.rank))       # dropout: derived, never stored
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    x, y = batch.x.to(world.device, non_blocking=True), batch.y.to(world.device, non_blocking=True)
+    if opts.channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    size = opts.micro_batch_size or max(1, len(x))
+    parts = list(zip(x.split(size), y.split(size), strict=True))
+    for i, (xs, ys) in enumerate(parts):
+        last = i == len(parts) - 1
+        with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
+            xs, targets = mix(xs, ys, state)
+            with autocast(opts, world):
+                out = model(xs)
+            # Summed here and divided by the whole batch's size: uneven shares still give the exact mean. DDP divides by
+            # the number of ranks, which is taken back.
+            loss = sum(w * F.cross_entropy(out.float() if opts.amp != "off" else out, t, reduction="sum",
+                                           label_smoothing=opts.label_smoothing) for w, t in targets)
+            scaled = loss * (world.size / batch.size)
+            (state.scaler.scale(scaled) if state.scaler else scaled).backward()
+        totals[0] += loss.detach()
+        totals[1] += (out.detach().argmax(1) == ys).sum() if len(ys) else 0
+    if world.size > 1 and state.buffers:
+        average_buffers(state, world, len(batch.x) / batch.size)
+    return totals
+
+
+def autocast(opts, world):
+    return torch.autocast(world.device.type, AMP[opts.amp]) if opts.amp != "off" else contextlib.nullcontext()
+
+
+def mix(x, y, state):
+    """Mixup or cutmix with the neighbour in the micro batch: (inputs, [(weight, targets)]); strength drawn from the step."""
+    opts = state.opts
+    if not (opts.mixup or opts.cutmix) or len(x) < 2:
+        return x, [(1.0, y)]
+    draws = torch.Generator().manual_seed(hash_seed(opts.seed, "mix", state.step))
+    boxes = bool(opts.cutmix) and (not opts.mixup or torch.rand((), generator=draws) < 0.5)
+    alpha = opts.cutmix if boxes else opts.mixup
+    gammas = torch._standard_gamma(torch.full((2,), float(alpha)), generator=draws)
+    keep = float(gammas[0] / gammas.sum().clamp_min(1e-12))
+    other = x.roll(1, 0)
+    if not boxes:
+        return x * keep + other * (1 - keep), [(keep, y), (1 - keep, y.roll(1))]
+    height, width = x.shape[-2:]
+    h, w = int(height * (1 - keep) ** 0.5), int(width * (1 - keep) ** 0.5)
+    top, left = (int(torch.randint(side, (), generator=draws)) for side in (height - h + 1, width - w + 1))
+    x = x.clone()
+    x[..., top:top + h, left:left + w] = other[..., top:top + h, left:left + w]
+    keep = 1 - h * w / (height * width)
+    return x, [(keep, y), (1 - keep, y.roll(1))]
+
+
+@torch.no_grad()
+def average_buffers(state, world, weight):
+    """Every rank's buffers move by the mean of what the ranks saw (weighted by samples); counters by what rank 0 counted."""
+    moved, live = [], dict(state.net.named_buffers())
+    for name, base in state.buffers.items():
+        delta = live[name].double() - base.double()
+        moved.append((delta * (weight if base.is_floating_point() else float(world.rank == 0))).flatten())
+    flat = world.all_sum(torch.cat(moved))
+    for (name, base), delta in zip(state.buffers.items(), flat.split([m.numel() for m in moved]), strict=True):
+        live[name].copy_(base.double() + delta.view_as(base))

@@ -1,0 +1,169 @@
+"""Everything a checkpoint holds, as named parts; the only place where counters move.
+
+What can be derived from (options, step) is not here: order, learning rate, dropout and augmentation randomness.
+"""
+import math
+import threading
+
+import torch
+
+from common import UserError
+
+OPTIMIZERS = {
+    "sgd": lambda parameters, opts: torch.optim.SGD(
+        parameters, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay, fused=True),
+    "adam": lambda parameters, opts: torch.optim.Adam(parameters, opts.lr, weight_decay=opts.weight_decay, fused=True),
+    "adamw": lambda parameters, opts: torch.optim.AdamW(parameters, opts.lr, weight_decay=opts.weight_decay, fused=True),
+}
+
+
+def build_optimizer(net, opts):
+    """The optimizer with its state already there, so that a checkpoint has the same names at step 0 as at step 1000."""
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    optimizer = OPTIMIZERS[opts.optimizer](parameters, opts)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()                                                # allocates; at rate 0 and gradient 0 no weight moves
+    optimizer.zero_grad(set_to_none=True)
+    for values in optimizer.state.values():
+        for value in values.values():
+            if torch.is_tensor(value):
+                value.zero_()
+    return optimizer
+
+
+def learning_rate(step, opts, steps_per_epoch):
+    """A pure function of the step: nothing to store, nothing to forget on a dead node."""
+    warmup, total = opts.warmup_epochs * steps_per_epoch, max(1, opts.epochs * steps_per_epoch)
+    if step < warmup:
+        return opts.lr * (step + 1) / (warmup + 1)
+    if opts.lr_schedule == "cosine":
+        return opts.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+    if opts.lr_schedule == "step":                                  # a tenth after each third of the run
+        return opts.lr * 0.1 ** min(2, 3 * step // total)
+    return opts.lr
+
+
+class TrainState:
+    """Net, optimizer, averages and counters between two steps; `lock` is held while they move from one step to the next."""
+
+    def __init__(self, net, optimizer, opts, samples):
+        self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
+        self.steps_per_epoch = -(-samples // opts.global_batch_size)
+        self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
+        self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
+        self.best = {"val_acc": -1.0, "step": 0}
+        self.record = {}                                            # the last logged one: its writer may have died before writing it
+        self.lock, self.torn = threading.RLock(), False
+        self.names = {p: name for name, p in net.named_parameters()}
+        self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
+        # Forward moves the running statistics in mid-step; a checkpoint takes these copies, as the last whole step left them.
+        self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
+
+    @property
+    def lr(self):
+        return learning_rate(self.step, self.opts, self.steps_per_epoch)
+
+    def update(self, size):
+        """One optimizer step of a global batch of `size` samples: all of it or, for whoever saves meanwhile, nothing."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
+        if self.opts.clip_grad_norm:
+            if self.scaler:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.names, self.opts.clip_grad_norm)
+        if self.net_is_on_gpu():
+            torch.cuda.synchronize()                                # no update may be queued behind a collective that can hang
+        with self.lock:
+            self.torn = True                                        # stays True if the body raises: half a step is no state
+            if self.scaler:
+                self.scaler.step(self.optimizer)
+                self.scaler.update()
+            else:
+                self.optimizer.step()
+            if self.ema:
+                torch._foreach_lerp_(list(self.ema.values()), [p.detach() for p in self.names], 1 - self.opts.ema_decay)
+            self.take_buffers()
+            self.step += 1
+            self.position += size
+            self.torn = False
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def note(self, totals, size):
+        """The record of the step just made, from [summed loss, hits] of its global batch; kept, as its writer may die."""
+        loss, hits = totals.tolist()
+        self.record = {"step": self.step, "epoch": self.epoch, "loss": loss / size, "acc": hits / size,
+                       "lr": learning_rate(self.step - 1, self.opts, self.steps_per_epoch)}
+        if not math.isfinite(loss):
+            self.torn = True                                        # never saved: a restart goes back to before it
+            raise UserError(f"step {self.step}: the loss is {loss} (every rank saw the same), nothing after the last checkpoint "
+                            "is kept\nlower --lr, clip with --clip-grad-norm, or look at the samples with --audit", code=5)
+        return self.record
+
+    def judge(self, metrics):
+        """Remember the best evaluation; returns what it was given."""
+        with self.lock:
+            if metrics["val_acc"] > self.best["val_acc"]:
+                self.best = {"val_acc": metrics["val_acc"], "step": self.step}
+        return metrics
+
+    def end_epoch(self):
+        """On to the next epoch, if this one's samples have all been trained on (--max-steps may have ended it earlier)."""
+        if self.epoch_over:
+            with self.lock:
+                self.epoch, self.position = self.epoch + 1, 0
+
+    # ---- how far the run is -------------------------------------------------------------------------------------
+    @property
+    def total_steps(self):
+        whole = self.opts.epochs * self.steps_per_epoch
+        return min(whole, self.opts.max_steps or whole)
+
+    @property
+    def finished(self):
+        return self.opts.eval_only or self.epoch >= self.opts.epochs or self.step >= self.total_steps and not self.epoch_over
+
+    @property
+    def epoch_over(self):
+        return self.position >= self.samples
+
+    @property
+    def evaluation_due(self):
+        every = self.opts.eval_every
+        return self.step >= self.total_steps or self.epoch_over and every and (self.epoch + 1) % every == 0
+
+    def net_is_on_gpu(self):
+        return next(iter(self.names)).is_cuda
+
+    @torch.no_grad()
+    def take_buffers(self):
+        for name, buffer in self.net.named_buffers():
+            self.buffers[name].copy_(buffer)
+
+    # ---- what a checkpoint sees: two sets of named tensors and one dict of facts ---------------------------------
+    def tensors(self):
+        """{"model": ..., "optimizer": ...}: live tensors under bare names, without `module.` or `_orig_mod.`."""
+        model = {n: self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
+        optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
+                     for key, value in values.items() if torch.is_tensor(value)}
+        return {"model": model, "optimizer": optimizer | {f"{n}/ema": t for n, t in self.ema.items()}}
+
+    def facts(self):
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return {"step": self.step, "epoch": self.epoch, "position": self.position, "best": self.best,
+                "record": self.record, "scaler": scaler}
+
+    @torch.no_grad()
+    def load(self, tensors, facts):
+        """apply(capture()) is the identity: `tensors` and `facts` as the two methods above gave them."""
+        for part, live in self.tensors().items():
+            for name, tensor in live.items():
+                tensor.copy_(tensors[part][name])
+        for name, buffer in self.net.named_buffers():
+            buffer.copy_(self.buffers[name])
+        self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
+        self.best, self.record = facts["best"], facts["record"]
+        if self.scaler and facts["scaler"]:
+            self.scaler.load_state_dict(facts["scaler"])

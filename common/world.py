@@ -1,0 +1,217 @@
+"""torchrun's environment, the device, the process group and the few collectives.
+
+Everything that differs between ranks lives in `World`; the scripts hold no rank of their own.
+"""
+import ctypes
+import os
+import signal
+import socket
+import sys
+import time
+import uuid
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from common import UserError
+
+JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
+PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
+
+
+@dataclass(frozen=True)
+class World:
+    """The processes of this life; frozen, because a changed world is a new life."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    node: int
+    devices: tuple
+    life: str            # drawn by rank 0: names this life in the ledger, in the audit and in the fence
+    restart: int
+    store: object = None
+
+    @property
+    def device(self):
+        return self.devices[0]
+
+    @property
+    def backend(self):
+        return "none" if self.size == 1 else "nccl" if self.device.type == "cuda" else "gloo"
+
+    def all_sum(self, tensor):
+        """Sum over ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def all_gather(self, tensor):
+        """Every rank's tensor (of one shape), in rank order."""
+        if self.size == 1:
+            return [tensor]
+        out = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(out, tensor)
+        return out
+
+    def broadcast(self, tensor, source):
+        """The source's bytes everywhere, in place; a flat tensor of any length."""
+        if self.size > 1:
+            for piece in tensor.view(-1).split(PIECE // tensor.element_size()):
+                dist.broadcast(piece, source)
+        return tensor
+
+    def meet(self, name):
+        """All ranks have come here: a wait of minutes, where a collective would give up after the short time-out."""
+        if self.size > 1:
+            _meet(self.store, f"meet/{name}", self.size)
+
+    def local_barrier(self, name="node"):
+        """All ranks of this node have come here; each name is good for one meeting."""
+        if self.local_size > 1:
+            _meet(self.store, f"{name}/{self.node}", self.local_size)
+
+
+def _meet(store, key, count):
+    if store.add(key, 1) == count:
+        store.set(f"{key}/open", "1")
+    store.wait([f"{key}/open"], JOINING)
+
+
+def join(opts):
+    """The world torchrun (or the hand-set environment, or nothing at all) asks for; call once, on every rank."""
+    env = os.environ
+    under_torchrun = "TORCHELASTIC_RUN_ID" in env
+    if under_torchrun:
+        _die_with_the_agent()
+    rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+    local_rank = int(env.get("LOCAL_RANK", rank))
+    local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+    devices = _devices(opts, local_rank, local_size)
+    if opts.threads:
+        torch.set_num_threads(opts.threads)
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+    store = None
+    if size > 1:
+        _keep_to_loopback_on_one_machine(env, size, local_size)
+        store = _fresh_store(rank, size)
+        _init_process_group(opts, store, rank, size, devices[0])
+    life = uuid.uuid4().hex[:12]
+    if size > 1:
+        if rank == 0:
+            store.set("life", life)
+        life = store.get("life").decode()
+    return World(rank, size, local_rank, local_size, int(env.get("GROUP_RANK", rank // local_size)), devices, life,
+                 int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), store)
+
+
+def leave(world):
+    """The clean end: everybody is done, so nobody mistakes a closed connection for a death."""
+    world.meet("leave")
+    if world.size > 1:
+        dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+def _die_with_the_agent():
+    """A SIGKILLed agent would leave its workers training on as orphans, two rank 0 in one run after the next start."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)             # PR_SET_PDEATHSIG
+    if os.getppid() == 1:                                           # it may have died before this line: then init adopted us,
+        with open("/proc/1/cmdline", "rb") as f:                    # unless the agent itself is a container's process 1
+            if not os.path.basename(f.read().split(b"\0")[0]).startswith((b"python", b"torchrun")):
+                os._exit(1)
+
+
+def _devices(opts, local_rank, local_size):
+    """The devices of this process: one per rank, or the list of a script that drives many."""
+    count = torch.cuda.device_count() if opts.device != "cpu" else 0
+    if opts.device == "cuda" and not count:
+        raise UserError("--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES="
+                        f"{os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')})\nuse --device cpu, or make a GPU visible")
+    if opts.devices:
+        devices = tuple(torch.device(name) for name in opts.devices)
+        for device in devices:
+            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+                raise UserError(f"--devices {','.join(opts.devices)}: torch sees {torch.cuda.device_count()} GPUs, "
+                                f"so {device} does not exist")
+        return devices
+    if not count:
+        return (torch.device("cpu"),)
+    if opts.script == "dp":
+        return tuple(torch.device("cuda", i) for i in range(count))
+    if local_size > count:
+        raise UserError(f"{local_size} processes on this machine but {count} GPUs are visible\n"
+                        f"start at most {count} (--nproc_per_node={count}), or use --device cpu")
+    return (torch.device("cuda", local_rank),)
+
+
+def _keep_to_loopback_on_one_machine(env, size, local_size):
+    if size == local_size and env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
+        name = "lo" if sys.platform == "linux" else "lo0"
+        env.setdefault("GLOO_SOCKET_IFNAME", name)
+        env.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def _init_process_group(opts, store, rank, size, device):
+    """A short time-out: for a cut link or a stopped peer it is the only detector (gloo waits 30 minutes by itself)."""
+    timeout = timedelta(seconds=opts.hang_timeout or 60)
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"                              # control traffic never touches the device stream
+        # torchrun exports 1: on a dead peer the stuck collective would then "succeed" and a queued optimizer step run on garbage
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout,
+                            device_id=device if device.type == "cuda" else None)
+
+
+def _fresh_store(rank, size):
+    """A key-value store that belongs to this life only.
+
+    torchrun keeps ONE store for all restarts and gives it to every life without a prefix, so a new life can read the
+    addresses its dead predecessor left there: connection refused, or a hang. Here rank 0 opens a store of its own and
+    hands its port to each rank under a nonce that this very process drew: nothing stale can be read.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _open_store(host, port) if rank == 0 else _find_store(host, port)
+    agent = dist.PrefixStore("life", _find_store(host, port))
+    if rank:
+        nonce = uuid.uuid4().hex
+        agent.set(f"hello/{rank}", nonce)
+        store = _find_store(host, int(agent.get(f"port/{nonce}")))
+        store.add("joined", 1)
+        return store
+    store = _open_store(host, 0)
+    deadline, answered = time.monotonic() + JOINING.total_seconds(), {}
+    while store.add("joined", 0) < size - 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only {store.add('joined', 0) + 1} of {size} processes arrived within {JOINING}")
+        for other in range(1, size):
+            if agent.check([f"hello/{other}"]) and answered.get(other) != (nonce := agent.get(f"hello/{other}")):
+                agent.set(f"port/{nonce.decode()}", str(store.port))
+                answered[other] = nonce
+        time.sleep(0.01)
+    return store
+
+
+def _find_store(host, port):
+    return dist.TCPStore(host, port, is_master=False, timeout=JOINING)
+
+
+def _open_store(host, port):
+    """Bound to MASTER_ADDR alone: TCPStore by itself listens on every interface, without a password."""
+    families = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda info: info[0] != socket.AF_INET)
+    try:
+        listener = socket.create_server(families[0][4][:2], family=families[0][0], backlog=1024)
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR={host} MASTER_PORT={port}: rank 0 cannot listen there ({error.strerror})\n"
+                        "choose a free port, and an address of rank 0's own machine") from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=JOINING,
+                         master_listen_fd=listener.detach())

@@ -1,0 +1,309 @@
+"""Flags and environment: what is accepted, what is refused, and in which words."""
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from common import UserError, environment
+from common.flags import flag_of
+from common.options import USES, Options, parse_options
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+
+
+@pytest.fixture(autouse=True)
+def alone_in_an_empty_folder(monkeypatch, tmp_path):
+    for name in (*TORCHRUN, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def parse(*argv, script=None):
+    return parse_options("Train.\n\n    python train_ddp.py", list(argv), script)
+
+
+def refused(capsys, *argv, script=None):
+    """What stderr says, after checking what every refusal owes: exit 2, at most three lines, nothing on stdout."""
+    with pytest.raises(SystemExit) as end:
+        parse(*argv, script=script)
+    said = capsys.readouterr()
+    assert end.value.code == 2 and said.out == "" and said.err.startswith("error: ")
+    assert 2 <= said.err.count("\n") <= 3
+    return said.err
+
+
+@pytest.mark.parametrize("argv, word", [
+    (["--epochs", "-1"], "'-1' is not a whole number from 1"),
+    (["--epochs", "0"], "--epochs"),
+    (["--epochs", "1.5"], "--epochs"),
+    (["--epochs"], "expected one argument"),
+    (["--global-batch-size", "0"], "--global-batch-size: '0'"),
+    (["--global-batch-size", "9" * 5000], "--global-batch-size"),
+    (["--lr", "nan"], "--lr: 'nan' is not a finite number > 0"),
+    (["--lr", "inf"], "--lr"),
+    (["--lr", "1e999"], "--lr"),
+    (["--lr", "0"], "--lr"),
+    (["--lr=-1e-3"], "--lr"),
+    (["--label-smoothing", "1"], "< 1"),
+    (["--mixup=-0.1"], "--mixup"),
+    (["--seed", str(2**63)], str(2**63 - 1)),
+    (["--seed", "-1"], "--seed"),
+    (["--keep", "1"], "--keep"),
+    (["--optimizer", "adan"], "did you mean adam?"),
+    (["--lerning-rate", "1"], "unknown argument '--lerning-rate'"),
+    (["--global_batchsize", "8"], "did you mean --global-batch-size?"),
+    (["--glob", "8"], "--glob"),                                            # no abbreviations
+    (["stray"], "unknown argument 'stray'"),
+    (["--virtual-ranks", "4"], "--virtual-ranks"),
+    (["--dataset", "digit"], "did you mean digits?"),
+    (["--dataset", "digits:5"], "--dataset"),
+    (["--run-dir", "a\nb"], "control character"),
+    (["--run-dir", ""], "empty"),
+    (["--run-dir", os.fsdecode(b"caf\xe9")], "not UTF-8"),
+    (["--data-dir", "a\x1b[2J"], "control character"),
+    (["--run-dir", "/"], "root of the file system"),
+    (["--run-dir", "/tmp/.."], "root of the file system"),
+    (["--run-dir", "data"], "data folder"),
+    (["--run-dir", "x/../pictures/", "--dataset", "imagefolder", "--data-dir", "pictures"], "data folder"),
+    (["--run-dir", "a" * 300], "cannot be used"),
+    (["--resume", "nowhere"], "--resume: 'nowhere' is no folder"),
+    (["--init-from", "nowhere.pt"], "--init-from"),
+    (["--devices", "cpu,cpu"], "train_dp.py and train_mp.py"),
+    (["--show-scatter"], "train_dp.py"),
+    (["--momentum", "0.9"], "--optimizer adam"),
+    (["--workers", "2"], "--dataset digits"),
+    (["--download"], "--dataset digits"),
+    (["--data-dir", "elsewhere"], "--dataset digits"),
+    (["--dataset", "random", "--cutmix", "1"], "--cutmix"),
+    (["--dataset", "sentiment", "--mixup", "1"], "--mixup"),
+    (["--sync-bn", "--device", "cpu"], "--sync-bn"),
+    (["--amp", "fp16", "--device", "cpu"], "--amp bf16"),
+    (["--eval-only", "--resume", "none"], "nothing to evaluate"),
+])
+def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, argv, word):
+    assert word in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize("script, argv, word", [
+    ("dp", ["--sync-bn"], "train_ddp.py"),
+    ("dp", ["--devices", "cuda:0,gpu"], "not a list of devices"),
+    ("dp", ["--devices", "cpu,cuda"], "one kind"),
+    ("dp", ["--devices", "cuda:0,cuda:1", "--device", "cpu"], "contradicts"),
+    ("mp", ["--show-scatter"], "train_dp.py"),
+    ("mp", ["--devices", "cpu"], "two devices"),
+])
+def test_flags_of_another_script_and_devices_that_cannot_be_are_refused(capsys, script, argv, word):
+    assert word in refused(capsys, *argv, script=script)
+
+
+def test_a_run_dir_that_is_a_file_or_lies_below_one_or_circles_is_refused(capsys, tmp_path):
+    Path("file").touch()
+    Path("circle").symlink_to("circle")
+    Path("dangling").symlink_to("nowhere")
+    for name in ("file", "file/run", "dangling"):
+        assert "is not a folder" in refused(capsys, "--run-dir", name)
+    assert "--run-dir" in refused(capsys, "--run-dir", "circle")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_a_run_dir_without_permission_is_refused(capsys):
+    Path("closed").mkdir(mode=0o500)
+    assert "not writable" in refused(capsys, "--run-dir", "closed/run")
+
+
+def test_paths_with_spaces_and_any_language_are_fine(tmp_path):
+    assert parse("--run-dir", "mein lauf/Größe 1").run_dir == Path("mein lauf/Größe 1")
+
+
+def test_resume_takes_a_folder_that_exists():
+    Path("other/checkpoints/step-00000010").mkdir(parents=True)
+    assert parse("--resume", "other/checkpoints/step-00000010").resume == "other/checkpoints/step-00000010"
+
+
+# ---- what was left open ----------------------------------------------------------------------------------------------
+def test_the_defaults_are_those_of_the_readme():
+    opts = parse()
+    assert (opts.model, opts.dataset, opts.optimizer, opts.lr, opts.momentum) == ("net", "digits", "adam", 1e-3, None)
+    assert (opts.epochs, opts.global_batch_size, opts.seed, opts.keep, opts.data_dir) == (3, 64, 0, 3, "data")
+    assert opts.run_dir == Path("runs/net-digits") and opts == Options()
+
+
+def test_values_left_open_follow_from_the_others():
+    sgd = parse("--optimizer", "sgd")
+    assert (sgd.lr, sgd.momentum) == (0.05, 0.9) and parse("--optimizer", "adamw").lr == 1e-3
+    assert parse("--optimizer", "sgd", "--momentum", "0").momentum == 0
+    assert parse().workers == 0 and 1 <= parse("--dataset", "imagefolder").workers <= 4
+    assert parse("--dataset", "random:100x10", "--model", "mlp").run_dir == Path("runs/mlp-random-100x10")
+    assert parse("--model", "my/nets.py:tiny").run_dir == Path("runs/nets.py-tiny-digits")
+
+
+def test_both_spellings_of_a_flag_count_and_values_keep_their_underscores():
+    for argv in (["--run-dir", "a_b", "--lr-schedule", "cosine"], ["--run_dir=a_b", "--lr_schedule=cosine"]):
+        opts = parse(*argv)
+        assert opts.run_dir == Path("a_b") and opts.lr_schedule == "cosine"
+
+
+def test_the_script_is_known_by_its_file_name(monkeypatch):
+    for name, script in (("train_dp.py", "dp"), ("/x/train_mp.py", "mp"), ("train_ddp.py", "ddp"), ("pytest", "ddp")):
+        monkeypatch.setattr(sys, "argv", [name])
+        assert parse_options("", []).script == script
+    assert parse("--devices", "cpu,cpu", script="dp").devices == ("cpu", "cpu")
+
+
+# ---- identity --------------------------------------------------------------------------------------------------------
+FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device", "devices",
+        "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every", "progress", "tensorboard",
+        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter"}
+
+
+def another(value):
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, (int, float)) else "other"
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Options)])
+def test_a_restart_may_change_exactly_the_free_flags(name):
+    """One row per flag, so that a new one must be put on one side or the other."""
+    old = json.loads(json.dumps(Options().identity()))
+    value = "adamw" if name == "optimizer" else another(getattr(Options(), name))
+    new = replace(Options(), **{name: value})
+    changed = new.compare(old)
+    assert changed == ([] if name in FREE | {"script"} else [(name, old[name], value)])
+
+
+def test_an_identity_from_before_a_flag_existed_had_its_default():
+    old = Options().identity()
+    del old["ema_decay"]
+    assert Options().compare(old) == []
+    assert Options(ema_decay=0.9).compare(old) == [("ema_decay", 0.0, 0.9)]
+
+
+def test_options_survive_json():
+    opts = parse("--devices", "cpu,cpu", "--run-dir", "a b", script="dp")
+    facts = json.loads(json.dumps(opts.to_json()))
+    assert facts["run_dir"] == "a b" and facts["devices"] == ["cpu", "cpu"]
+    assert set(facts) == {f.name for f in fields(opts)}
+
+
+# ---- the environment -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("change, word", [
+    ({"RANK": "abc"}, "RANK='abc'"),
+    ({"RANK": "-1"}, "RANK='-1'"),
+    ({"RANK": ""}, "RANK=''"),
+    ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"),
+    ({"RANK": "3"}, "RANK=3"),
+    ({"RANK": None}, "RANK is not"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+    ({"WORLD_SIZE": "9" * 50}, "WORLD_SIZE"),
+    ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None}, "WORLD_SIZE is not"),
+    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+    ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
+    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1"),
+    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
+    ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
+    ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
+    ({"MASTER_PORT": None}, "MASTER_PORT is not"),
+    ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
+    ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
+    ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
+    ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b' cannot be resolved"),      # not even DNS could
+    ({"GROUP_WORLD_SIZE": "2"}, "--rdzv_id=NAME"),
+    ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS='abc'"),
+    ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS"),
+    ({"CUDA_VISIBLE_DEVICES": "abc"}, "CUDA_VISIBLE_DEVICES='abc'"),
+    ({"CUDA_VISIBLE_DEVICES": "0,,1"}, "CUDA_VISIBLE_DEVICES"),
+])
+def test_an_environment_in_which_nobody_could_meet_is_refused_and_its_secrets_untold(capsys, monkeypatch, change, word):
+    for name, value in (TORCHRUN | change).items():
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HF_TOKEN", "canary")
+    err = refused(capsys)
+    assert word in err and "canary" not in err
+
+
+@pytest.mark.parametrize("environ", [
+    {},
+    {"WORLD_SIZE": "1"},
+    {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:80"},    # Kubernetes, for a service named master
+    {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+    TORCHRUN, TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, TORCHRUN | {"MASTER_ADDR": "::1"},
+    TORCHRUN | {"MASTER_ADDR": socket.gethostname()},
+    TORCHRUN | {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7"},
+    *({"CUDA_VISIBLE_DEVICES": v} for v in ("", "0", "0,2", "-1", "GPU-8f2c1a3b-0000", "MIG-GPU-8f/1/0", "NoDevFiles")),
+    {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4,2"},
+])
+def test_what_torchrun_slurm_and_people_rightly_set_is_accepted_without_dns(monkeypatch, environ):
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("no name server is needed here"))
+    environment.check_environment(environ)
+
+
+def test_a_resolver_that_never_answers_costs_seconds_not_minutes(monkeypatch):
+    monkeypatch.setattr(environment, "RESOLVING", 0.05)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(1))
+    began = time.monotonic()
+    with pytest.raises(UserError, match="cannot be resolved within"):
+        environment.check_environment(TORCHRUN | {"MASTER_ADDR": "node7"})
+    assert time.monotonic() - began < 0.9
+
+
+def test_train_dp_under_torchrun_is_sent_to_train_ddp(capsys, monkeypatch):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert "use train_ddp.py" in refused(capsys, script="dp")
+
+
+@pytest.mark.parametrize("environ, voices", [
+    ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
+    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),                # another machine has a log of its own
+])
+def test_a_wrong_flag_is_said_once_per_machine(capsys, monkeypatch, environ, voices):
+    for name, value in (TORCHRUN | environ).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as end:
+        parse("--lr", "nan")
+    assert end.value.code == 2 and capsys.readouterr().err.count("error:") == voices
+
+
+# ---- as a command ----------------------------------------------------------------------------------------------------
+def run(*argv, **kwargs):
+    code = ("import sys; from common.options import parse_options\n"
+            "try: parse_options('Train.\\n\\n    python train_ddp.py\\n')\n"
+            "finally: assert not {'torch', 'numpy', 'tensorboard', 'tqdm'} & set(sys.modules)")
+    return subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, text=True, timeout=60,
+                          **{"capture_output": True, **kwargs})
+
+
+def test_help_opens_with_the_commands_and_names_every_flag_of_the_script_without_torch():
+    began = time.monotonic()
+    done = run("--help")
+    assert time.monotonic() - began < 1 and done.returncode == 0 and done.stderr == ""
+    assert done.stdout.startswith("Train.\n\n    python train_ddp.py")
+    for f in fields(Options)[1:]:
+        assert (f"  {flag_of(f.name)} " in done.stdout) == ("ddp" in f.metadata["scripts"])
+
+
+def test_a_wrong_flag_answers_without_torch_and_without_a_traceback():
+    done = run("--epochs", "x")
+    assert done.returncode == 2 and "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
+    with open("/dev/full", "w") as full:
+        done = run("--help", capture_output=False, stdout=full, stderr=subprocess.PIPE)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert run("--lr", "nan", capture_output=False, stdout=subprocess.PIPE, stderr=full).returncode == 2
+
+
+def test_the_datasets_known_to_options_are_those_of_data():
+    assert set(USES) == set(pytest.importorskip("common.datasets").DATASETS)

@@ -1,0 +1,78 @@
+"""Train with one process per device (DistributedDataParallel); kill it, change the number of processes, run it again.
+
+    python train_ddp.py                                             # a world of one
+    torchrun --nproc_per_node=2 train_ddp.py                        # two processes on this machine
+    torchrun --nproc_per_node=2 --max_restarts=100 train_ddp.py     # and a crash restarts them
+    torchrun --nnodes=1:4 --nproc_per_node=8 --max_restarts=1000000 --rdzv_backend=c10d --rdzv_id=JOB \\
+        --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run    # one to four machines, on each of them
+
+The same command goes on where the run was stopped, and does nothing once it is complete.
+"""
+from common.options import parse_options
+
+if __name__ == "__main__":
+    OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
+
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from common.checkpoint import CheckpointStore
+from common.data import batches, load_data
+from common.evaluate import evaluate
+from common.ledger import Audit, Ledger
+from common.log import Log
+from common.models import build_model
+from common.opening import open_life, speaking_errors
+from common.reduce import backward, distribute, prepare
+from common.rescue import Rescue
+from common.sampler import ElasticSampler
+from common.state import TrainState, build_optimizer
+from common.world import join, leave
+
+
+@record
+@speaking_errors
+def main(opts):
+    world = join(opts)
+    data = load_data(opts, world)
+    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
+    net = prepare(build_model(opts, data), opts, world)
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
+    store = CheckpointStore(opts, world, data.fingerprint)
+    source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
+    model = distribute(net, opts, world)
+    ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
+    with Log(opts, world, state.step, state.total_steps, state.record) as log, \
+            Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
+        open_life(log, ledger, opts, world, data, state, source)
+        store.report = log.note
+        while not state.finished:                       # a finished run falls through and exits 0
+            order.set_epoch(state.epoch, state.position)            # the same samples at any world size
+            net.train()
+            for batch in batches(data.train, order, opts):
+                audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
+                totals = backward(model, batch, state, world)       # one gradient of one global batch
+                state.update(batch.size)                            # clip, optimizer, averages, counters: all or nothing
+                audit.done(state.step)
+                if state.step % opts.log_every == 0:
+                    log.step(state, state.note(world.all_sum(totals), batch.size))
+                if opts.check_every and state.step % opts.check_every == 0:
+                    store.agree(state)
+                if store.due(state):
+                    store.save(state)                               # copies; a thread writes
+                store.check()
+                if rescue.asked:
+                    rescue.leave()
+                if state.finished:                                  # --max-steps
+                    break
+            if state.evaluation_due:
+                log.evaluation(state, state.judge(evaluate(net, data.test, state, world)))
+            state.end_epoch()
+            store.save(state)
+        if opts.eval_only:
+            log.evaluation(state, evaluate(net, data.test, state, world))
+        store.close()
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(OPTIONS)

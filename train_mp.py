@@ -1,0 +1,72 @@
+"""Train one net cut into stages over several devices of this process: for nets that do not fit on one.
+
+    python train_mp.py --devices cuda:0,cuda:1
+    python train_mp.py --devices cpu,cpu                            # the same path, seen without a GPU
+
+Checkpoints are those of train_ddp.py and train_dp.py: a run goes on under any of the three.
+"""
+from common.options import parse_options
+
+if __name__ == "__main__":
+    OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
+
+from common.checkpoint import CheckpointStore
+from common.data import batches, load_data
+from common.evaluate import evaluate
+from common.ledger import Audit, Ledger
+from common.log import Log
+from common.models import build_model
+from common.opening import memory, open_life, speaking_errors
+from common.pipeline import describe, split
+from common.reduce import backward, prepare
+from common.rescue import Rescue
+from common.sampler import ElasticSampler
+from common.state import TrainState, build_optimizer
+from common.world import join, leave
+
+
+@speaking_errors
+def main(opts):
+    world = join(opts)
+    data = load_data(opts, world)
+    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
+    net = prepare(build_model(opts, data), opts, world)
+    model = split(net, world.devices)                   # before the optimizer: its state lives where the weights do
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
+    store = CheckpointStore(opts, world, data.fingerprint)
+    source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
+    ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
+    with Log(opts, world, state.step, state.total_steps, state.record) as log, \
+            Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
+        open_life(log, ledger, opts, world, data, state, source)
+        log.note(describe(model))
+        store.report = log.note
+        while not state.finished:                       # a finished run falls through and exits 0
+            order.set_epoch(state.epoch, state.position)            # the same samples at any world size
+            net.train()
+            for batch in batches(data.train, order, opts):
+                audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
+                totals = backward(model, batch, state, world)       # one gradient of one global batch
+                state.update(batch.size)                            # clip, optimizer, averages, counters: all or nothing
+                audit.done(state.step)
+                if state.step % opts.log_every == 0:
+                    log.step(state, state.note(totals, batch.size) | memory(world))
+                if store.due(state):
+                    store.save(state)                               # copies; a thread writes
+                store.check()
+                if rescue.asked:
+                    rescue.leave()
+                if state.finished:                                  # --max-steps
+                    break
+            if state.evaluation_due:
+                log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
+            state.end_epoch()
+            store.save(state)
+        if opts.eval_only:
+            log.evaluation(state, evaluate(model, data.test, state, world))
+        store.close()
+    leave(world)
+
+
+if __name__ == "__main__":
+    main(OPTIONS)
