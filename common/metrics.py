@@ -63,9 +63,11 @@ class Metrics:
         """Whether a line is whole, of the past that this life goes on from, and the first of its step."""
         try:
             line = json.loads(line)
-            belongs = self.last[_kind(line)] < line["step"] <= step
-        except (ValueError, KeyError, TypeError, RecursionError):
+        except (ValueError, RecursionError):
             return False
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            return False
+        belongs = self.last[_kind(line)] < line["step"] <= step
         if belongs:
             self.last[_kind(line)] = line["step"]
         return belongs
