@@ -176,8 +176,7 @@ def audit(run_dir, explain=lambda line: None):
     lives = _lives(run_dir)
     if not any(folder.glob("life-*.jsonl")):
         raise UserError(f"{folder} holds no audit\ntrain with --audit to have one written")
-    chain = {}  # step -> the ids it was trained on, in the lineage of the newest life
-    executions, reached, lost = Counter(), 0, 0
+    chain, executions, reached, lost = {}, Counter(), 0, 0  # chain: step -> ids it was trained on, in this lineage
     for events, following in zip(lives, [*lives[1:], None], strict=True):
         resumed = events[0]["step"]
         lost += max(0, reached - resumed)
@@ -198,7 +197,7 @@ def audit(run_dir, explain=lambda line: None):
     try:
         n, batch, seed = first["n"], first["global_batch_size"], first["seed"]
     except KeyError as error:
-        raise UserError(f"{run_dir}: the first life does not tell {error}\nthe order cannot be computed") from None
+        raise UserError(f"{run_dir}: the first life lacks {error}, without which there is no order") from None
     found = {"missed": 0, "repeated": 0, "lost": lost, "redone": executions.total() - len(executions)}
     for step in range(1, reached + 1):
         epoch, number = divmod(step - 1, -(-n // batch))

@@ -79,6 +79,22 @@ def test_a_rescued_step_counts_even_if_nobody_lived_to_write_that_it_was_done(tm
     assert audit(tmp_path) == CLEAN
 
 
+def test_a_rescued_step_that_was_made_again_is_redone(tmp_path):
+    live(tmp_path, "aa", world=2, resumed=0, until=4, dies_in=5)
+    live(tmp_path, "bb", world=2, resumed=5, until=5)
+    live(tmp_path, "cc", world=2, resumed=3, until=6)
+    assert audit(tmp_path) == {**CLEAN, "lost": 2, "redone": 2}
+
+
+def test_a_life_that_repeats_a_step_it_had_resumed_past_has_repeated_its_samples(run):
+    taken = []
+    doctor(run, "aa", 0, lambda r: [taken.append(r) or r] if r["step"] == 8 else [r])
+    log = Audit(run, "bb", 0)
+    for record in taken:
+        log.lines.append(record)
+    assert audit(run) == {**CLEAN, "repeated": 4, "redone": 1}
+
+
 def test_a_dropped_sample_is_missed(run):
     doctor(run, "bb", 1, at(12, "begin", lambda r: [{**r, "ids": r["ids"][1:]}]))
     assert audit(run) == {**CLEAN, "missed": 1}
@@ -218,3 +234,10 @@ def test_what_cannot_be_audited_is_refused_in_words(tmp_path, capsys):
     Ledger(tmp_path).event("life", life="bb")
     with pytest.raises(UserError):
         summarize(tmp_path)
+
+
+def test_an_audit_that_is_off_leaves_no_trace(tmp_path):
+    log = Audit(tmp_path, "aa", 0, on=False)
+    log.begin(1, 0, 0, [1, 2])
+    log.done(1)
+    assert list(tmp_path.iterdir()) == []
