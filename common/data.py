@@ -36,16 +36,13 @@ class Data:
 
 
 class Batch(NamedTuple):
-    """This rank's share of one global batch; `size` counts the samples of the whole."""
-
-    x: torch.Tensor
+    x: torch.Tensor  # this rank's share of one global batch
     y: torch.Tensor
     ids: list
-    size: int
+    size: int  # samples in the whole global batch
 
 
-# ---- augmentation: x is a copy of whole images, u one uniform number in [0, 1) for each of them ----
-
+# ---- augmentation: x is a copy of whole images, u one uniform number in [0, 1) for each ----
 def flip(x, u):
     """Mirror half of the images."""
     chosen = (u < 0.5).nonzero().squeeze(1)
@@ -77,8 +74,7 @@ class TensorSplit:
 
     def __init__(self, x, y, source, seed, augment=None):
         self.x, self.y, self.seed, self.augment = x.contiguous(), y.long(), seed, augment
-        mean, std = torch.tensor(source.mean), torch.tensor(source.std)
-        scale, shift = 1 / (255 * std), -mean / std
+        scale, shift = 1 / (255 * torch.tensor(source.std)), -torch.tensor(source.mean) / torch.tensor(source.std)
         # For one channel plain numbers: they are faster than tensors of one element.
         self.scale, self.shift = (t.item() if len(t) == 1 else t.view(-1, 1, 1) for t in (scale, shift))
 
@@ -170,23 +166,21 @@ def load_data(opts, world):
 
 
 def checked(name, part, source, x, y):
-    if y.dim() != 1 or len(x) != len(y):
-        raise UserError(f"dataset {name}: {len(x)} {part} samples with labels of shape {tuple(y.shape)}\n"
-                        "wanted: one label a sample")
+    if y.shape != x.shape[:1]:
+        raise UserError(f"dataset {name}: {len(x)} {part} samples, labels {tuple(y.shape)}\nwanted: one label a sample")
     if y.min() < 0 or y.max() >= source.classes:
-        raise UserError(f"dataset {name}: {part} labels go from {y.min()} to {y.max()}\n"
-                        f"wanted: 0 to {source.classes - 1}")
+        raise UserError(f"dataset {name}: {part} labels from {y.min()} to {y.max()}\nwanted: 0 to {source.classes - 1}")
     if source.vocab and x.min() < 0:
-        raise UserError(f"dataset {name}: {part} samples hold the word number {x.min()}\nwanted: 0 or more")
+        raise UserError(f"dataset {name}: {part} samples hold word number {x.min()}\nwanted: 0 or more")
     return (x if x.dtype == torch.uint8 else as_input(x)), y
 
 
 def hash_splits(splits, classes, shape):
     """A hash of every byte in memory; of a Dataset that names no fingerprint of its own, only of its size and shape."""
-    digest = hashlib.sha256(repr((classes, shape, [len(split) for split in splits])).encode())
+    digest = hashlib.sha256(repr((classes, shape, *map(len, splits))).encode())
     for split in splits:
         if split.in_memory:
-            digest.update(memoryview(split.x.numpy()).cast("B") if split.x.numel() else b"")
+            digest.update(memoryview(split.x.numpy()).cast("B"))
             digest.update(memoryview(split.y.numpy()).cast("B"))
     return digest.hexdigest()
 
@@ -196,7 +190,7 @@ def hash_splits(splits, classes, shape):
 def batches(split, order, opts):
     """Yield this rank's Batch of every global batch that is left of `order` (an ElasticSampler), on the CPU.
 
-    A share may be empty, with x and y of zero samples: each rank yields the same number of batches at any world size.
+    A share may be empty, with x and y of zero samples: every rank yields the same number of batches.
     """
     epoch, augment = order.epoch, opts.augment != "none"
     pin = torch.cuda.is_available() and opts.device != "cpu"
@@ -248,9 +242,10 @@ def _as_it_is(found):
 def _shelter(worker):
     """A worker lives and dies with its rank: signals to all processes of a job are for the rank to answer.
 
-    torchrun and Slurm signal them too; a worker that died of it would break the rank's orderly save.
+    torchrun and Slurm signal workers too, and one that died of it would break its rank's orderly save. Ignored, not
+    blocked: multiprocessing's resource tracker unblocks SIGTERM when it starts.
     """
-    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
-    signal.pthread_sigmask(signal.SIG_BLOCK, [getattr(signal, name) for name in names])
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG

@@ -28,7 +28,8 @@ class Fence:
     def __init__(self, run_dir, life):
         self.path, self.root = run_dir / "lock", run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
-        self.life, self.fd, self.fresh_job, self.stop = life, None, False, threading.Event()
+        self.life, self.fd, self.fresh_job = life, None, False
+        self.stop, self.thread = threading.Event(), None
 
     def claim(self):
         """Ours from here on, or UserError naming the owner."""
@@ -37,7 +38,8 @@ class Fence:
         previous = _read(self.fd)
         self.fresh_job = previous.get("job") != me["job"]
         self._write(me, 0)
-        threading.Thread(target=self._beat, args=(me,), daemon=True, name="fence").start()
+        self.thread = threading.Thread(target=self._beat, args=(me,), daemon=True, name="fence")
+        self.thread.start()
         for entry in os.scandir(self.root):
             if entry.name.startswith("."):
                 with contextlib.suppress(FileNotFoundError):
@@ -47,6 +49,7 @@ class Fence:
     def release(self):
         if self.fd is not None:
             self.stop.set()
+            self.thread.join()                                      # a thread that wakes in a dying interpreter aborts it
             with contextlib.suppress(OSError):
                 os.rmdir(self.staging)
             os.close(self.fd)

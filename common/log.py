@@ -97,7 +97,7 @@ class Log:
         before, step, epoch, start = self.mark
         samples = position - start if epoch == state.epoch else (state.step - step) * self.opts.global_batch_size
         self.mark = (now, state.step, state.epoch, position)
-        parts = [f"{name} {values[name]:{FORMATS.get(name, '.4g')}}"
+        parts = [f"{name} {values[name]:{FORMATS.get(name, ',' if isinstance(values[name], int) else '.4g')}}"
                  for name in dict.fromkeys((*FORMATS, *values)) if name in values and name not in ("step", "epoch")]
         if now > before and samples > 0:
             parts.append(f"{samples / (now - before):,.0f} samples/s")
@@ -196,7 +196,7 @@ class Board:
     def close(self):
         if self.thread is not None:
             self.queue.put(None)
-            self.thread.join(30)
+            self.thread.join(10)                                     # a rescue has little time; metrics.jsonl has it all
 
     def _work(self):
         try:
@@ -217,5 +217,5 @@ class Board:
                         writer.flush()                               # a kill costs no curve more than its last line
         except ImportError:
             self.note("tensorboard is not installed: no curves (pip install tensorboard, or --no-tensorboard)")
-        except Exception as error:                                   # a full disk, say; metrics.jsonl has it all
+        except Exception as error:                                   # a full disk, say
             self.note(f"{self.folder} cannot be written ({error}); training goes on without curves")

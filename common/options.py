@@ -70,8 +70,8 @@ class Options:
     log_every: int = free(10, whole(1), "steps between log lines")
     progress: str = free("auto", one_of("auto", "on", "off"), "a bar instead of lines; auto: on a terminal")
     tensorboard: bool = free(True, SWITCH, "no curves for TensorBoard in RUN/tb")
-    hang_timeout: int = free(0, whole(0), "seconds until a silent peer counts as dead; 0: automatic", scripts="ddp mp")
-    check_every: int = free(500, whole(0), "steps between comparisons of the replicas; 0: never", scripts="ddp mp")
+    hang_timeout: int = free(0, whole(0), "seconds until a silent peer counts as dead; 0: automatic", scripts="ddp")
+    check_every: int = free(500, whole(0), "steps between comparisons of the replicas; 0: never", scripts="ddp")
     audit: bool = free(False, SWITCH, "note the samples each rank trained on, for python -m common.ledger RUN --audit")
     profile: bool = free(False, SWITCH, "a trace of a few steps in RUN")
     debug: bool = free(False, SWITCH, "tracebacks and torch's own debug checks")
@@ -136,9 +136,9 @@ def _check_together(opts, world):
     kinds = {device.partition(":")[0] for device in opts.devices}
     checkpoint = opts.resume not in ("auto", "none")
     for wrong, message in (
-        (opts.script == "dp" and world > 1,
-         f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
-         "use train_ddp.py with torchrun, or start train_dp.py with python"),
+        (opts.script != "ddp" and world > 1,
+         f"train_{opts.script}.py is one process for many devices, but WORLD_SIZE={world}\n"
+         f"use train_ddp.py with torchrun, or start train_{opts.script}.py with python"),
         (name not in USES and not known,
          f"--dataset: {name!r} is no dataset{did_you_mean(name, USES)}\n"
          f"there are {', '.join(USES)}, and path/to/file.py:function"),
@@ -157,8 +157,9 @@ def _check_together(opts, world):
          f"--devices {','.join(opts.devices)} contradicts --device {opts.device}\nleave out one of them"),
         (opts.script == "dp" and len(kinds) > 1,
          f"--devices {','.join(opts.devices)}: train_dp.py splits a batch over devices of one kind\nname one kind"),
-        (opts.script == "mp" and world == 1 and len(opts.devices) == 1,
-         f"--devices {opts.devices[:1]}: a model is split over two devices or more\nfor example --devices cpu,cpu"),
+        (opts.script == "mp" and len(opts.devices) == 1,
+         f"--devices {','.join(opts.devices)}: a model is split over two devices or more\n"
+         "for example --devices cpu,cpu"),
     ):
         if wrong:
             raise UserError(message)

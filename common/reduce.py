@@ -1,5 +1,6 @@
 """How a global batch becomes one gradient: the exact mean over its real samples, at any number of ranks and micro batches."""
 import contextlib
+import inspect
 
 import torch
 from torch import nn
@@ -26,7 +27,9 @@ def distribute(net, opts, world):
     if world.size == 1:
         return net
     # Buffers are averaged below, once a step: DDP would instead copy rank 0's, which sees only its own share.
-    return DistributedDataParallel(Replica(net), broadcast_buffers=False, gradient_as_bucket_view=True)
+    parameters = inspect.signature(DistributedDataParallel).parameters
+    off = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"    # renamed in torch 2.15
+    return DistributedDataParallel(Replica(net), gradient_as_bucket_view=True, **{off: False})
 
 
 def replicate(net, opts, world):

@@ -6,6 +6,7 @@ raises (gloo) ends in `__exit__`; a collective that hangs (NCCL) is ended by the
 whatever the main thread is blocked in. The Python handler does nothing: raising there could cut an optimizer step in two.
 """
 import os
+import re
 import select
 import signal
 import sys
@@ -35,7 +36,8 @@ class Rescue:
         os.set_blocking(self.pipe[1], False)
         self.old_handlers = {s: signal.signal(s, _do_nothing) for s in STOP}
         self.old_fd = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
-        threading.Thread(target=self._watch, daemon=True, name="rescue").start()
+        self.watcher = threading.Thread(target=self._watch, daemon=True, name="rescue")
+        self.watcher.start()
         return self
 
     def __exit__(self, kind, error, trace):
@@ -47,6 +49,7 @@ class Rescue:
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
         os.close(self.pipe[1])                                      # ends the watcher
+        self.watcher.join()                                         # a thread that wakes in a dying interpreter aborts it
 
     def leave(self, code=STOPPED):
         """The step is whole: have it on the disk, and go. Never returns; a second signal changes nothing."""
@@ -71,7 +74,7 @@ class Rescue:
                     text = "the step was cut in two, going back to the newest checkpoint"
             except Exception as failure:
                 text = f"saving step {self.state.step} failed: {failure}"
-            first_line = next(iter(str(error).splitlines()), "")[:160]
+            first_line = re.sub(r"^\[\S+\] ", "", next(iter(str(error).splitlines()), ""))[:100]      # gloo begins with a path
             say(f"rank {self.world.rank}: {type(error).__name__}: {first_line}; {text}", sys.stderr)
             if self.world.size == 1 or not _peer_is_gone(error):
                 return
