@@ -196,7 +196,7 @@ class Board:
     def close(self):
         if self.thread is not None:
             self.queue.put(None)
-            self.thread.join(10)                                     # a rescue has little time; metrics.jsonl has it all
+            self.thread.join(10)                                    # a rescue has little time; metrics.jsonl has it all
 
     def _work(self):
         try:

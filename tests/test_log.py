@@ -181,7 +181,7 @@ def test_a_line_says_epoch_step_eta_lr_loss_acc_and_samples_per_second(tmp_path,
         now[0] += 1
         log.step(State(120, 0, 7680), {"loss": 0.48123, "acc": 0.8611, "lr": 1e-3})
         now[0] += 2
-        log.step(State(130, 0, 8320), {"acc": 1.0, "grad_norm": 2.34567})
+        log.step(State(130, 0, 8320), {"acc": 1.0, "grad_norm": 2.34567, "MiB_0": 12345})
         now[0] += 60
         log.evaluation(State(188, 0, 12000), {"val_acc": 0.9712, "val_loss": 0.09})
         now[0] += 1
@@ -189,7 +189,7 @@ def test_a_line_says_epoch_step_eta_lr_loss_acc_and_samples_per_second(tmp_path,
     assert capsys.readouterr().out.splitlines() == [
         "net, 21,840 parameters",
         "epoch 1/3  step 120/564  eta 0:00:22  lr 1.00e-03  loss 0.4812  acc 0.861  1,280 samples/s",
-        "epoch 1/3  step 130/564  eta 0:00:43  acc 1.000  grad_norm 2.346  320 samples/s",
+        "epoch 1/3  step 130/564  eta 0:00:43  acc 1.000  grad_norm 2.346  MiB_0 12,345  320 samples/s",
         "step 188  val_acc 0.9712  val_loss 0.0900",
         "epoch 2/3  step 189/564  eta 0:04:30  loss 1.0000  64 samples/s"]
 

@@ -98,6 +98,7 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, a
     ("dp", ["--devices", "cpu,cuda"], "one kind"),
     ("dp", ["--devices", "cuda:0,cuda:1", "--device", "cpu"], "contradicts"),
     ("mp", ["--show-scatter"], "train_dp.py"),
+    ("mp", ["--hang-timeout", "9"], "train_ddp.py"),
     ("mp", ["--devices", "cpu"], "two devices"),
 ])
 def test_flags_of_another_script_and_devices_that_cannot_be_are_refused(capsys, script, argv, word):
@@ -257,10 +258,11 @@ def test_a_resolver_that_never_answers_costs_seconds_not_minutes(monkeypatch):
     assert time.monotonic() - began < 0.9
 
 
-def test_train_dp_under_torchrun_is_sent_to_train_ddp(capsys, monkeypatch):
+@pytest.mark.parametrize("script", ["dp", "mp"])
+def test_scripts_of_one_process_under_torchrun_are_sent_to_train_ddp(capsys, monkeypatch, script):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert "use train_ddp.py" in refused(capsys, script="dp")
+    assert "use train_ddp.py" in refused(capsys, script=script)
 
 
 @pytest.mark.parametrize("environ, voices", [
