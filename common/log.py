@@ -98,7 +98,8 @@ class Log:
         samples = position - start if epoch == state.epoch else (state.step - step) * self.opts.global_batch_size
         self.mark = (now, state.step, state.epoch, position)
         parts = [f"{name} {values[name]:{FORMATS.get(name, ',' if isinstance(values[name], int) else '.4g')}}"
-                 for name in dict.fromkeys((*FORMATS, *values)) if name in values and name not in ("step", "epoch")]
+                 for name in dict.fromkeys((*FORMATS, *values))
+                 if name not in ("step", "epoch") and isinstance(values.get(name), (int, float))]
         if now > before and samples > 0:
             parts.append(f"{samples / (now - before):,.0f} samples/s")
         where = f"step {state.step}"
