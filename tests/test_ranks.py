@@ -1,0 +1,72 @@
+"""The forked worlds that other tests stand on: what they return, and how they fail."""
+import os
+import signal
+import time
+
+import pytest
+import torch
+from ranks import fork_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+from common.reduce import Replica
+
+
+def test_ranks_meet_and_each_returns_its_result():
+    def sum_of_ranks(world, offset):
+        world.meet("here")
+        return world.rank + offset, int(world.all_sum(torch.tensor([world.rank]))), world.local_rank, world.node
+
+    assert fork_ranks(3, sum_of_ranks, 10, node_size=2) == [(10, 3, 0, 0), (11, 3, 1, 0), (12, 3, 0, 1)]
+    assert fork_ranks(1, sum_of_ranks, 5) == [(5, 0, 0, 0)]
+
+
+def test_gradients_flow_through_ddp_even_if_this_process_trained_before():
+    def gradient(world):
+        net = torch.nn.Linear(4, 1, bias=False)
+        torch.nn.init.ones_(net.weight)
+        model = DistributedDataParallel(Replica(net))
+        model(torch.full((1, 4), float(world.rank))).sum().backward()
+        return net.weight.grad.tolist()
+
+    torch.nn.Linear(4, 1)(torch.ones(1, 4)).sum().backward()
+    assert fork_ranks(2, gradient) == [[[0.5] * 4]] * 2
+
+
+def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing_stays():
+    pids = []
+
+    def fail_at_one(world):
+        if world.rank == 1:
+            raise ValueError("the reason")
+        return world.all_sum(torch.ones(1)).item()
+
+    began = time.monotonic()
+    with pytest.raises(AssertionError) as error:
+        pids = fork_ranks(2, fail_at_one)
+    assert str(error.value).startswith("rank 1, exit code 1: Traceback") and "fail_at_one" in str(error.value)
+    assert "ValueError: the reason" in str(error.value).partition("rank 0")[0]
+    assert time.monotonic() - began < 60 and not pids
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_rank_that_may_die_answers_with_its_exit_code_and_its_peers_live_on():
+    def kill_one(world):
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if world.rank == 2:
+            raise SystemExit(3)
+        with pytest.raises(RuntimeError):
+            world.all_sum(torch.ones(1))
+        return "alive"
+
+    assert fork_ranks(3, kill_one, may_die=(1, 2)) == ["alive", -9, 3]
+
+
+def test_a_rank_that_hangs_is_killed_at_the_deadline():
+    def hang(world):
+        while world.rank == 1:
+            signal.pause()
+
+    with pytest.raises(AssertionError, match="rank 1: no answer in time, killed"):
+        fork_ranks(2, hang, deadline=3)
