@@ -16,6 +16,7 @@ if __name__ == "__main__":
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from common.checkpoint import CheckpointStore
+from common.clock import Clock
 from common.data import batches, load_data
 from common.evaluate import evaluate
 from common.ledger import Audit, Ledger
@@ -32,18 +33,22 @@ from common.world import join, leave
 @record
 @speaking_errors
 def main(opts):
+    clock = Clock("import")
     world = join(opts)
+    clock.lap("join")
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
     net = prepare(build_model(opts, data), opts, world)
+    clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     store = CheckpointStore(opts, world, data.fingerprint)
     source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
+    clock.lap("restore")
     model = distribute(net, opts, world)
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     with Log(opts, world, state.step, state.total_steps, state.record) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
-        open_life(log, ledger, opts, world, data, state, source)
+        open_life(log, ledger, clock, opts, world, data, state, source)
         store.report = log.note
         while not state.finished:                       # a finished run falls through and exits 0
             order.set_epoch(state.epoch, state.position)            # the same samples at any world size
@@ -51,8 +56,9 @@ def main(opts):
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)       # one gradient of one global batch
-                state.update(batch.size)                            # clip, optimizer, averages, counters: all or nothing
+                state.update(batch.size)                            # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
+                clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
                     log.step(state, state.note(world.all_sum(totals), batch.size))
                 if opts.check_every and state.step % opts.check_every == 0:
@@ -68,9 +74,11 @@ def main(opts):
                 log.evaluation(state, state.judge(evaluate(net, data.test, state, world)))
             state.end_epoch()
             store.save(state)
+            clock.pause()
         if opts.eval_only:
             log.evaluation(state, evaluate(net, data.test, state, world))
         store.close()
+        clock.close()
     leave(world)
 
 

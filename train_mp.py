@@ -11,6 +11,7 @@ if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
 
 from common.checkpoint import CheckpointStore
+from common.clock import Clock
 from common.data import batches, load_data
 from common.evaluate import evaluate
 from common.ledger import Audit, Ledger
@@ -27,18 +28,22 @@ from common.world import join, leave
 
 @speaking_errors
 def main(opts):
+    clock = Clock("import")
     world = join(opts)
+    clock.lap("join")
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
     net = prepare(build_model(opts, data), opts, world)
     model = split(net, world.devices)                   # before the optimizer: its state lives where the weights do
+    clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     store = CheckpointStore(opts, world, data.fingerprint)
     source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
+    clock.lap("restore")
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     with Log(opts, world, state.step, state.total_steps, state.record) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
-        open_life(log, ledger, opts, world, data, state, source)
+        open_life(log, ledger, clock, opts, world, data, state, source)
         log.note(describe(model))
         store.report = log.note
         while not state.finished:                       # a finished run falls through and exits 0
@@ -47,8 +52,9 @@ def main(opts):
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)       # one gradient of one global batch
-                state.update(batch.size)                            # clip, optimizer, averages, counters: all or nothing
+                state.update(batch.size)                            # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
+                clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
                     log.step(state, state.note(totals, batch.size) | memory(world))
                 if store.due(state):
@@ -62,9 +68,11 @@ def main(opts):
                 log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
             state.end_epoch()
             store.save(state)
+            clock.pause()
         if opts.eval_only:
             log.evaluation(state, evaluate(model, data.test, state, world))
         store.close()
+        clock.close()
     leave(world)
 
 

@@ -178,10 +178,8 @@ def checked(name, part, source, x, y):
 def hash_splits(splits, classes, shape):
     """A hash of every byte in memory; of a Dataset that names no fingerprint of its own, only of its size and shape."""
     digest = hashlib.sha256(repr((classes, shape, *map(len, splits))).encode())
-    for split in splits:
-        if split.in_memory:
-            digest.update(memoryview(split.x.numpy()).cast("B"))
-            digest.update(memoryview(split.y.numpy()).cast("B"))
+    for tensor in (tensor for split in splits if split.in_memory for tensor in (split.x, split.y)):
+        digest.update(memoryview(tensor.numpy()).cast("B"))
     return digest.hexdigest()
 
 
@@ -240,10 +238,10 @@ def _as_it_is(found):
 
 
 def _shelter(worker):
-    """A worker lives and dies with its rank: signals to all processes of a job are for the rank to answer.
+    """A worker lives and dies with its rank: torchrun and Slurm signal all processes, but the rank is to answer.
 
-    torchrun and Slurm signal workers too, and one that died of it would break its rank's orderly save. Ignored, not
-    blocked: multiprocessing's resource tracker unblocks SIGTERM when it starts.
+    A worker that died would break its rank's orderly save. Ignored, not blocked: starting, multiprocessing's resource
+    tracker unblocks SIGTERM.
     """
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -5,6 +5,7 @@ torch answers most of these mistakes with a traceback, or with half an hour of w
 import ipaddress
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -117,4 +118,18 @@ def fail(message, code=2, everyone=False):
     """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a UserError."""
     if everyone or speaks():
         say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
+        dismiss_agent()
     sys.exit(code)
+
+
+def dismiss_agent(environ=os.environ):
+    """Tell torchrun that restarts cannot help: it would say the same error again, a hundred times with --max_restarts=100."""
+    try:
+        left = int(environ["TORCHELASTIC_MAX_RESTARTS"]) - int(environ["TORCHELASTIC_RESTART_COUNT"])
+        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+            command = file.read()
+        agent = any(word in command for word in (b"torchrun", b"torch.distributed", b"launch/"))
+    except (KeyError, ValueError, OSError):
+        return
+    if left > 0 and agent:
+        os.kill(os.getppid(), signal.SIGTERM)

@@ -20,6 +20,7 @@ def evaluate(model, split, state, world):
     predictions = []
     with averaged_weights(state):
         for block in share(blocks, world.rank, world.size):
+            state.alive += 1
             ids = range(block * BLOCK, min((block + 1) * BLOCK, len(split)))
             x, y = split.fetch(list(ids), 0, False)
             x, y = x.to(world.device), y.to(world.device)

@@ -100,7 +100,7 @@ def _read(path):
                     yield record
 
 
-def _lives(run_dir):
+def lives_of(run_dir):
     """Return the lives in order, each a list of its events; the first of them is the one named "life"."""
     path = Path(run_dir) / "ledger.jsonl"
     if not path.is_file():
@@ -127,7 +127,7 @@ def _saved(events):
 
 def summarize(run_dir):
     """Return what the ledger tells: lives, events and seconds by name, and goodput (None where no step was timed)."""
-    lives = _lives(run_dir)
+    lives = lives_of(run_dir)
     everything = [event for events in lives for event in events]
     wall, seconds = max(event.get("t", 0) for event in everything) - everything[0]["t"], _seconds(everything)
     return {
@@ -173,7 +173,7 @@ def audit(run_dir, explain=lambda line: None):
     from common.sampler import permute  # here, because it imports torch
 
     folder = Path(run_dir) / "audit"
-    lives = _lives(run_dir)
+    lives = lives_of(run_dir)
     if not any(folder.glob("life-*.jsonl")):
         raise UserError(f"{folder} holds no audit\ntrain with --audit to have one written")
     chain, executions, reached, lost = {}, Counter(), 0, 0  # chain: step -> ids it was trained on, in this lineage

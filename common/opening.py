@@ -1,19 +1,23 @@
 """How a script begins and how it ends badly: what a person reads first, and errors said once."""
 import functools
 import os
-import sys
 import time
 
 import torch
 
 from common import UserError
 from common.environment import fail, speaks
+from common.ledger import lives_of
+from common.sampler import permute
 
+LIVES = 3         # without progress on one step
 OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
 
 
-def open_life(log, ledger, opts, world, data, state, source):
+def open_life(log, ledger, clock, opts, world, data, state, source):
     """Say what this life is, in at most six lines, and enter it in the ledger; call on every rank."""
+    if world.rank == 0:
+        refuse_the_same_end(opts, data, state)
     pids = [int(p) for p in world.all_gather(torch.tensor([os.getpid()]))]
     parameters = sum(p.numel() for p in state.net.parameters())
     share = -(-opts.global_batch_size // world.size)
@@ -29,9 +33,33 @@ def open_life(log, ledger, opts, world, data, state, source):
         f"epoch {state.epoch + 1}, position {state.position:,}" + (f", from {source}" if source else ""),
     ])
     if world.rank == 0:
+        clock.open(ledger)
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
                      position=state.position, pids=pids, n=len(data.train), seed=opts.seed,
-                     global_batch_size=opts.global_batch_size)
+                     global_batch_size=opts.global_batch_size, **clock.laps)
+
+
+def refuse_the_same_end(opts, data, state):
+    """Three lives in a row that began here and came to nothing: a fourth would too. Being told to stop is no failure."""
+    try:
+        lives = lives_of(opts.run_dir)
+    except UserError:
+        return                                                      # a first life
+    failed = []
+    for events in reversed(lives):
+        names = {event["event"] for event in events}
+        further = any(event["step"] > state.step for event in events if type(event.get("step")) is int)
+        if events[0]["step"] != state.step or further or "stop" in names or state.finished:
+            break
+        failed.append(events)
+    if len(failed) % LIVES or not failed:
+        return                                                      # after being told so, three more tries are allowed
+    first = next((e["why"] for events in reversed(failed) for e in events if e["event"] == "error"), "killed, no error was noted")
+    batch = range(state.position, min(state.position + opts.global_batch_size, len(data.train)))
+    ids = permute(batch, len(data.train), opts.seed, state.epoch).tolist()
+    raise UserError(f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"
+                    f"its samples: {', '.join(map(str, ids[:12]))}{', ...' if len(ids) > 12 else ''} (of epoch {state.epoch + 1})\n"
+                    "mend the cause (a bad sample? too little memory?), then start again", code=5)
 
 
 def devices_line(world):
@@ -62,7 +90,6 @@ def speaking_errors(main):
                 time.sleep(OTHERS)
             try:
                 fail(error, error.code, everyone=True)
-            finally:
-                sys.stdout.flush()
+            except SystemExit:
                 os._exit(error.code)                                # no destructors: they may wait for a dead peer
     return run

@@ -1,6 +1,7 @@
 """How a global batch becomes one gradient: the exact mean over its real samples, at any number of ranks and micro batches."""
 import contextlib
 import inspect
+import time
 
 import torch
 from torch import nn
@@ -96,6 +97,7 @@ def backward(model, batch, state, world):
         x = x.contiguous(memory_format=torch.channels_last)
     size = opts.micro_batch_size or max(1, len(x))
     parts = list(zip(x.split(size), y.split(size), strict=True))
+    began = time.monotonic()
     for i, (xs, ys) in enumerate(parts):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
@@ -106,6 +108,8 @@ def backward(model, batch, state, world):
             # the number of ranks, which is taken back.
             loss = sum(w * F.cross_entropy(out.float() if opts.amp != "off" else out, t, reduction="sum",
                                            label_smoothing=opts.label_smoothing) for w, t in targets)
+            if last:
+                state.own_seconds += time.monotonic() - began       # the backward to come waits for the others
             scaled = loss * (world.size / batch.size)
             (state.scaler.scale(scaled) if state.scaler else scaled).backward()
         totals[0] += loss.detach()

@@ -4,6 +4,7 @@ In data parallelism every rank holds the whole state and all states are equal be
 enough: whoever is alive saves the last whole step before it leaves. It learns of a death in two ways: a collective that
 raises (gloo) ends in `__exit__`; a collective that hangs (NCCL) is ended by the agent's SIGTERM, which a watcher thread sees
 whatever the main thread is blocked in. The Python handler does nothing: raising there could cut an optimizer step in two.
+A third way is the pulse: nobody dies, but nothing moves.
 """
 import os
 import re
@@ -15,6 +16,7 @@ import time
 
 from common import UserError
 from common.log import say
+from common.pulse import Pulse
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)           # the last is Slurm's early warning
 PATIENCE = 10.0        # seconds a signalled main thread has to reach the end of its step; the agent kills after 30
@@ -30,6 +32,7 @@ class Rescue:
         self.store, self.state, self.world, self.ledger, self.closing = store, state, world, ledger, closing
         self.asked, self.leaving = None, threading.Lock()
         self.under_agent = "TORCHELASTIC_RUN_ID" in os.environ
+        self.pulse = Pulse(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
 
     def __enter__(self):
         self.pipe = os.pipe()
@@ -48,6 +51,7 @@ class Rescue:
         signal.set_wakeup_fd(self.old_fd)
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
+        self.pulse.stop()
         os.close(self.pipe[1])                                      # ends the watcher
         self.watcher.join()                                         # a thread that wakes in a dying interpreter aborts it
 
@@ -55,27 +59,21 @@ class Rescue:
         """The step is whole: have it on the disk, and go. Never returns; a second signal changes nothing."""
         if not self.leaving.acquire(blocking=False):
             threading.Event().wait()                                # the other thread is leaving already
-        try:
-            saved = self._save(self.asked or "exit")
-            if self.world.rank == 0 or saved:
-                say(f"stopped on {self.asked} at step {self.state.step}: saved; the same command goes on from here")
-        except Exception as error:
-            say(f"stopped on {self.asked} at step {self.state.step}, but it could not be saved: {error}", sys.stderr)
-        finally:
-            self._go(code)
+        text, saved = self._save_noting(self.asked or "exit")
+        self.ledger.event("stop", step=self.state.step, rank=self.world.rank, why=self.asked)
+        if self.world.rank == 0 or saved:
+            say(f"stopped on {self.asked}: {text}; the same command goes on from here")
+        self._go(code)
 
     def _after(self, error):
         """An exception ended the loop: save what is whole. A peer's death ends here; an error of our own is raised on."""
         with self.leaving:
-            try:
-                saved = self._save(type(error).__name__)
-                text = f"step {self.state.step} saved" if saved else f"step {self.state.step} was saved already"
-                if self.state.torn:
-                    text = "the step was cut in two, going back to the newest checkpoint"
-            except Exception as failure:
-                text = f"saving step {self.state.step} failed: {failure}"
-            first_line = re.sub(r"^\[\S+\] ", "", next(iter(str(error).splitlines()), ""))[:100]      # gloo begins with a path
-            say(f"rank {self.world.rank}: {type(error).__name__}: {first_line}; {text}", sys.stderr)
+            self.pulse.stop()
+            text, _ = self._save_noting(type(error).__name__)
+            words = re.sub(r"^\[\S+\] ", "", next(iter(str(error).splitlines()), ""))[:100]      # gloo begins with a path
+            say(f"rank {self.world.rank}: {type(error).__name__}: {words}; {text}", sys.stderr)
+            if not _peer_is_gone(error):
+                self.ledger.event("error", step=self.state.step, rank=self.world.rank, why=f"{type(error).__name__}: {words}")
             if self.world.size == 1 or not _peer_is_gone(error):
                 return
             if self.under_agent:
@@ -88,28 +86,42 @@ class Rescue:
         while not self.asked and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _save(self, why):
-        began = time.monotonic()
-        saved = self.store.rescue(self.state)
+    def _save_noting(self, why):
+        """(what happened in words, whether this process wrote); whatever goes wrong here must not keep it from leaving."""
+        began, state = time.monotonic(), self.state
+        if not state.lock.acquire(timeout=PATIENCE):
+            return f"step {state.step + 1} hangs half way, the newest checkpoint stands", False
+        try:
+            if state.torn:
+                return "the step was cut in two, the newest checkpoint stands", False
+            saved = self.store.rescue(state)
+        except Exception as failure:
+            return f"saving step {state.step} failed: {failure}", False
+        finally:
+            state.lock.release()
         if saved:
-            self.ledger.event("rescue", step=self.state.step, rank=self.world.rank, why=why,
+            self.ledger.event("rescue", step=state.step, rank=self.world.rank, why=why,
                               rescue_s=round(time.monotonic() - began, 3))
-        return saved
+        return f"step {state.step} {'saved' if saved else 'was saved already'}", saved
 
     def _watch(self):
         """Signals arrive here even if the main thread is stuck in C; it has a while to finish its step by itself."""
-        reader = self.pipe[0]
-        while data := os.read(reader, 64):
-            numbers = [n for n in data if n in STOP]
-            if not numbers:
-                continue
-            self.asked = self.asked or signal.Signals(numbers[0]).name
-            deadline = time.monotonic() + PATIENCE
-            while (left := deadline - time.monotonic()) > 0:
-                if select.select([reader], [], [], left)[0] and not os.read(reader, 64):
-                    return
-            self.leave()                                            # the main thread did not come: it hangs with a dead peer
-        os.close(reader)
+        deadline = None
+        while True:
+            ready = select.select([self.pipe[0]], [], [], 1.0 if deadline is None else 0.1)[0]
+            data = os.read(self.pipe[0], 64) if ready else None
+            if data == b"":
+                return os.close(self.pipe[0])                       # the run is over
+            numbers = [n for n in data or b"" if n in STOP]
+            if numbers and deadline is None:
+                self.asked, deadline = signal.Signals(numbers[0]).name, time.monotonic() + PATIENCE
+            if deadline is not None and time.monotonic() > deadline:
+                self.leave()                                        # the main thread did not come: it hangs with a dead peer
+            hung = self.pulse.beat()
+            if hung and self.leaving.acquire(blocking=False):
+                say(hung, sys.stderr)
+                self._save_noting("hang")
+                self._go(1)
 
     def _go(self, code):
         """No destructors: they may wait for a dead peer."""

@@ -55,6 +55,7 @@ class TrainState:
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
         self.best = {"val_acc": -1.0, "step": 0}
+        self.alive, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
         self.record = {}                                            # the last logged one: its writer may have died before writing it
         self.lock, self.torn = threading.RLock(), False
         self.names = {p: name for name, p in net.named_parameters()}
@@ -88,6 +89,7 @@ class TrainState:
             self.take_buffers()
             self.step += 1
             self.position += size
+            self.alive += 1
             self.torn = False
         self.optimizer.zero_grad(set_to_none=True)
 

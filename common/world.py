@@ -18,6 +18,7 @@ import torch.distributed as dist
 from common import UserError
 
 JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
+ANSWER = timedelta(seconds=5)     # of a store that is alive
 PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
 
 
@@ -68,6 +69,10 @@ class World:
         """All ranks have come here: a wait of minutes, where a collective would give up after the short time-out."""
         if self.size > 1:
             _meet(self.store, f"meet/{name}", self.size)
+
+    def own_line(self):
+        """A second connection to this life's store, for a thread that must not wait behind the main one."""
+        return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
 
     def local_barrier(self, name="node"):
         """All ranks of this node have come here; each name is good for one meeting."""
@@ -159,8 +164,8 @@ def _keep_to_loopback_on_one_machine(env, size, local_size):
 
 
 def _init_process_group(opts, store, rank, size, device):
-    """A short time-out: for a cut link or a stopped peer it is the only detector (gloo waits 30 minutes by itself)."""
-    timeout = timedelta(seconds=opts.hang_timeout or 60)
+    """The time-out is a backstop: a cut link or a stopped peer is noticed by the pulse, and earlier."""
+    timeout = timedelta(seconds=4 * opts.hang_timeout or 600)
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"                              # control traffic never touches the device stream

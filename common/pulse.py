@@ -1,0 +1,117 @@
+"""Whether the ranks still move: a hang is noticed, named with its stack and ended; a slow rank is only named.
+
+Looked at from the rescue thread once a second, so a step pays nothing. Three things can stand still, and each is seen by
+something that cannot stand still with it: the main thread (this thread sees it), every thread of the process, by a lock held
+in C (faulthandler's own C thread dumps the stacks and ends the process), the process itself, stopped or cut off (its
+peers see it, and the agent kills it).
+"""
+import contextlib
+import faulthandler
+import statistics
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+LEAST = 60.0            # seconds without progress that are nobody's fault
+STEPS = 20              # or so many median steps, if that is longer
+OPENING = 600.0         # the first step may compile
+SLOW = 2.0              # a rank whose own work takes so many times the others' median is named ...
+AGAIN = 60.0            # ... so often, in seconds
+
+
+class Pulse:
+    """`beat()` every second from a thread of its own; returns what to say when this rank has hung, else None."""
+
+    def __init__(self, state, world, hang_timeout, note):
+        self.state, self.world, self.given, self.note = state, world, hang_timeout, note
+        self.main = threading.main_thread().ident
+        self.moved, self.first, self.alive = time.monotonic(), None, state.alive
+        self.steps = []                                             # (moment, step) of the latest beats that moved
+        self.told, self.named, self.thread = threading.Event(), -AGAIN, None
+        if world.size > 1:
+            self.thread = threading.Thread(target=self._tell, args=(world.own_line(),), daemon=True, name="pulse")
+            self.thread.start()
+
+    @property
+    def limit(self):
+        if self.given:
+            return self.given
+        if self.first is None or self.state.alive <= self.first + 1:
+            return OPENING
+        return max(LEAST, STEPS * self._median())
+
+    def beat(self):
+        now = time.monotonic()
+        with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):     # no stderr, nowhere to dump to
+            faulthandler.dump_traceback_later(self.limit + 1, exit=True)     # re-set each second: due only if nobody can
+        if self.state.alive != self.alive:
+            self.first = self.first if self.first is not None else self.alive
+            self.alive, self.moved = self.state.alive, now
+            self.steps = [*self.steps[-20:], (now, self.state.step)]
+            return None
+        if now - self.moved < self.limit:
+            return None
+        frame = sys._current_frames().get(self.main)
+        stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
+        return (f"rank {self.world.rank}: no progress for {now - self.moved:.0f} s at step {self.state.step}; {self._others()}\n"
+                f"its main thread stands here:\n{stack}").rstrip()
+
+    def stop(self):
+        faulthandler.cancel_dump_traceback_later()
+        self.told.set()
+        if self.thread:
+            self.thread.join(5)                                     # a thread that wakes in a dying interpreter aborts it
+
+    def _median(self):
+        rates = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(self.steps, self.steps[1:], strict=False) if b[1] > a[1]]
+        return statistics.median(rates) if rates else 0.0
+
+    # ---- what the ranks tell each other, over a connection of its own: the main thread may be blocked in the other one ----
+    def _tell(self, line):
+        """Each rank's latest (step, beats, own seconds) under its name; rank 0 reads them all and names the slow."""
+        seen = {}
+        while not self.told.wait(1.0):
+            try:
+                frame = sys._current_frames().get(self.main)
+                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
+                line.set(f"pulse/{self.world.rank}", f"{self.state.step} {self.state.alive} {self.state.own_seconds:.3f} {place}")
+                self.views = [line.get(f"pulse/{r}").decode().split() if line.check([f"pulse/{r}"]) else None
+                              for r in range(self.world.size)] if self.world.rank == 0 or self._worried() else []
+                if self.world.rank == 0:
+                    seen = self._name_the_slow(seen)
+            except Exception:                                       # the store died with rank 0: others will say so
+                return
+
+    views = ()
+
+    def _worried(self):
+        return time.monotonic() - self.moved > self.limit / 2
+
+    def _others(self):
+        """Where everybody is: the one that hangs stands elsewhere than those that wait for it."""
+        if not self.views:
+            return "alone" if self.world.size == 1 else "rank 0's store does not answer"
+        places = {}
+        for rank, view in enumerate(self.views):
+            places.setdefault(f"step {view[0]}, {view[3]}" if view else "never heard of", []).append(rank)
+        return "; ".join(f"rank {','.join(map(str, ranks))}: {place}" for place, ranks in places.items())
+
+    def _name_the_slow(self, seen):
+        """Compare the seconds of own work a step since the last look; waiting for others is not in them."""
+        now, pace = time.monotonic(), {}
+        for rank, view in enumerate(self.views):
+            step, own = (int(view[0]), float(view[2])) if view else (0, 0.0)
+            old = seen.get(rank, (step, own))
+            if step - old[0] >= 5:
+                pace[rank] = (own - old[1]) / (step - old[0])
+        if len(pace) < self.world.size:
+            return seen or {r: (int(v[0]), float(v[2])) for r, v in enumerate(self.views) if v}
+        slowest = max(pace, key=pace.get)
+        typical = statistics.median(v for r, v in pace.items() if r != slowest)
+        if pace[slowest] > SLOW * typical and pace[slowest] - typical > 0.01 and now - self.named > AGAIN:
+            self.named = now
+            self.note(f"rank {slowest} is a straggler: {pace[slowest] * 1e3:.0f} ms of own work a step, "
+                      f"{typical * 1e3:.0f} ms on the others")
+        return {r: (int(v[0]), float(v[2])) for r, v in enumerate(self.views)}
