@@ -11,7 +11,7 @@ class Clock:
     def __init__(self, lap):
         self.laps, self.began = {}, _process_start()
         self.mark = self.began
-        self.ledger = self.entered = None
+        self.ledger = self.entered = self.profiler = None
         self.steps_s = 0.0
         self.lap(lap)
 
@@ -20,15 +20,23 @@ class Clock:
         self.laps[f"{name}_s"] = round(now - self.mark, 3)
         self.mark = now
 
-    def open(self, ledger):
-        """From here on, on the rank that keeps the account, steps are timed."""
+    def open(self, ledger, trace=None):
+        """From here on, on the rank that keeps the account, steps are timed; `trace` is a file for a profile of a few."""
         self.ledger, self.mark = ledger, time.time()
+        if trace:
+            from torch import profiler
+            os.makedirs(os.path.dirname(trace), mode=0o700, exist_ok=True)
+            self.profiler = profiler.profile(schedule=profiler.schedule(wait=3, warmup=2, active=5, repeat=1),
+                                             on_trace_ready=lambda found: found.export_chrome_trace(trace))
+            self.profiler.start()
 
     def stepped(self, step):
         """A step is done; what lies between two of them (data, evaluation, saving) counts as the next one's unless `pause`d."""
         if self.ledger is None:
             return
         now = time.time()
+        if self.profiler:
+            self.profiler.step()
         if self.entered is None:
             self.ledger.event("first_step", step=step, first_step_s=round(now - self.mark, 3))
             self.entered = now
@@ -43,6 +51,8 @@ class Clock:
         self.mark = time.time()
 
     def close(self, step=None):
+        if step is None and self.profiler:
+            self.profiler.stop()
         if self.ledger is not None and self.steps_s:
             self.ledger.event("steps", steps_s=round(self.steps_s, 3), **({"at": step} if step else {}))
             self.steps_s, self.entered = 0.0, time.time()

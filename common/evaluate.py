@@ -8,16 +8,17 @@ from common.reduce import autocast
 from common.sampler import share
 
 BLOCK = 256                                      # samples per forward: the same blocks at every world size
+FEW = 16                                         # samples whose predictions a person would like to see
 FIXED = 2.0 ** 24                                # losses are summed as integers: no order of addition can show
 
 
 @torch.no_grad()
 def evaluate(model, split, state, world):
-    """{"val_loss", "val_acc"} of the averaged weights where there are some; `predictions` too when there are few samples."""
+    """{"val_loss", "val_acc"} of the averaged weights where there are some; of few samples, predictions and labels too."""
     state.net.eval()
     blocks = -(-len(split) // BLOCK)
     sums = torch.zeros(4, dtype=torch.int64)     # loss in fixed point, hits, samples, samples without a finite loss
-    predictions = []
+    predictions, labels = [], []
     with averaged_weights(state):
         for block in share(blocks, world.rank, world.size):
             state.alive += 1
@@ -31,11 +32,12 @@ def evaluate(model, split, state, world):
             found = out.argmax(1)
             sums += torch.stack([(losses[finite] * FIXED).round().long().sum(), (found == y).sum(),
                                  torch.tensor(len(y), device=y.device), (~finite).sum()]).cpu()
-            predictions += found.tolist() if len(split) <= 16 else []
+            if len(split) <= FEW:
+                predictions, labels = found.tolist(), y.tolist()
     world.all_sum(sums)
     loss, hits, samples, broken = sums.tolist()
     metrics = {"val_loss": float("nan") if broken else loss / FIXED / samples, "val_acc": hits / samples}
-    return metrics | ({"predictions": predictions} if predictions and len(split) <= BLOCK else {})
+    return metrics | ({"predictions": predictions, "labels": labels} if predictions else {})
 
 
 @contextlib.contextmanager

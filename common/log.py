@@ -113,9 +113,11 @@ class Log:
         if not self.speaks:
             return
         values = {name: _number(value) for name, value in metrics.items()}
+        lists = [f"{name} [{' '.join(map(str, value))}]" for name, value in values.items() if isinstance(value, list)]
+        values = {name: value for name, value in values.items() if not isinstance(value, list)}
         self._keep({"step": state.step} | values)
         self.note("  ".join([f"step {state.step}", *(f"{name} {value:.4f}" for name, value in values.items()
-                                                     if isinstance(value, float))]))
+                                                     if isinstance(value, float)), *lists]))
         self.mark = (time.monotonic(), state.step, state.epoch, state.position)   # its time does not slow the steps
 
     def note(self, text):

@@ -22,6 +22,8 @@ def open_life(log, ledger, clock, opts, world, data, state, source):
     parameters = sum(p.numel() for p in state.net.parameters())
     share = -(-opts.global_batch_size // world.size)
     micro = min(opts.micro_batch_size or share, share)
+    what = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
+        "going on" if state.step else "starting"
     log.start([
         f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
         devices_line(world),
@@ -29,11 +31,11 @@ def open_life(log, ledger, clock, opts, world, data, state, source):
         f"{len(data.test):,} to test on",
         f"global batch {opts.global_batch_size} = {world.size} x {share} or less, {micro} a forward   "
         f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
-        f"{'complete: nothing left to train' if state.finished else 'going on' if state.step else 'starting'} at step {state.step}, "
+        f"{what} at step {state.step}, "
         f"epoch {state.epoch + 1}, position {state.position:,}" + (f", from {source}" if source else ""),
     ])
     if world.rank == 0:
-        clock.open(ledger)
+        clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None)
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
                      position=state.position, pids=pids, n=len(data.train), seed=opts.seed,
                      global_batch_size=opts.global_batch_size, **clock.laps)

@@ -19,10 +19,13 @@ class Stages(nn.Module):
 
 def split(net, devices):
     """The net's children moved to `devices`, in contiguous runs of about equal weight, or where `net.placement` says."""
+    if len(devices) < 2:
+        raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {devices[0]}\n"
+                        "for example --devices cuda:0,cuda:1, or --devices cpu,cpu to see it work; on one device use train_ddp.py")
     if not isinstance(net, nn.Sequential) or len(net) < len(devices):
         what = f"an nn.Sequential of {len(net)}" if isinstance(net, nn.Sequential) else type(net).__name__
-        raise UserError(f"{len(devices)} devices, but this model is {what}: it can be cut between the children of an nn.Sequential\n"
-                        "choose another --model, or fewer --devices")
+        raise UserError(f"{len(devices)} devices, but this model is {what}\n"
+                        "a net is cut between the children of an nn.Sequential: choose another --model, or fewer --devices")
     placement = getattr(net, "placement", None)
     if len(devices) != 2 or placement is None:
         placement = balance([sum(p.numel() for p in part.parameters()) + 1 for part in net], len(devices))

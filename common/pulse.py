@@ -17,6 +17,7 @@ from pathlib import Path
 LEAST = 60.0            # seconds without progress that are nobody's fault
 STEPS = 20              # or so many median steps, if that is longer
 OPENING = 600.0         # the first step may compile
+SILENT = 3.0            # seconds between two signs of a living process are fewer
 SLOW = 2.0              # a rank whose own work takes so many times the others' median is named ...
 AGAIN = 60.0            # ... so often, in seconds
 
@@ -30,6 +31,7 @@ class Pulse:
         self.moved, self.first, self.alive = time.monotonic(), None, state.alive
         self.steps = []                                             # (moment, step) of the latest beats that moved
         self.told, self.named, self.thread = threading.Event(), -AGAIN, None
+        self.views, self.heard = [], {}                             # what each rank told last, and since when
         if world.size > 1:
             self.thread = threading.Thread(target=self._tell, args=(world.own_line(),), daemon=True, name="pulse")
             self.thread.start()
@@ -71,20 +73,23 @@ class Pulse:
     # ---- what the ranks tell each other, over a connection of its own: the main thread may be blocked in the other one ----
     def _tell(self, line):
         """Each rank's latest (step, beats, own seconds) under its name; rank 0 reads them all and names the slow."""
-        seen = {}
+        seen, beats = {}, 0
         while not self.told.wait(1.0):
             try:
-                frame = sys._current_frames().get(self.main)
+                frame, beats = sys._current_frames().get(self.main), beats + 1
                 place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
-                line.set(f"pulse/{self.world.rank}", f"{self.state.step} {self.state.alive} {self.state.own_seconds:.3f} {place}")
+                mine = f"{self.state.step} {beats} {self.state.own_seconds:.3f} {place}"
+                line.set(f"pulse/{self.world.rank}", mine)
                 self.views = [line.get(f"pulse/{r}").decode().split() if line.check([f"pulse/{r}"]) else None
                               for r in range(self.world.size)] if self.world.rank == 0 or self._worried() else []
+                now = time.monotonic()
+                for rank, view in enumerate(self.views):
+                    if self.heard.get(rank, (None,))[0] != view:
+                        self.heard[rank] = (view, now)
                 if self.world.rank == 0:
                     seen = self._name_the_slow(seen)
             except Exception:                                       # the store died with rank 0: others will say so
                 return
-
-    views = ()
 
     def _worried(self):
         return time.monotonic() - self.moved > self.limit / 2
@@ -93,9 +98,12 @@ class Pulse:
         """Where everybody is: the one that hangs stands elsewhere than those that wait for it."""
         if not self.views:
             return "alone" if self.world.size == 1 else "rank 0's store does not answer"
-        places = {}
+        places, now = {}, time.monotonic()
         for rank, view in enumerate(self.views):
-            places.setdefault(f"step {view[0]}, {view[3]}" if view else "never heard of", []).append(rank)
+            place = f"step {view[0]}, {view[3]}" if view else "never heard of"
+            silent = now - self.heard[rank][1]
+            place += f", gives no sign of life for {silent:.0f} s (stopped, cut off, or a lock held in C)" if silent > SILENT else ""
+            places.setdefault(place, []).append(rank)
         return "; ".join(f"rank {','.join(map(str, ranks))}: {place}" for place, ranks in places.items())
 
     def _name_the_slow(self, seen):

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from common import UserError
 from common.sampler import hash_seed
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -15,6 +16,10 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def prepare(net, opts, world):
     """The net on its device, with the layers and the memory layout the options ask for; names stay as they are."""
+    if world.device.type != "cuda" and (opts.sync_bn or opts.amp == "fp16"):
+        raise UserError(f"--{'sync-bn' if opts.sync_bn else 'amp fp16'} works on GPUs only, this process has {world.device}\n"
+                        "leave it out, or make a GPU visible")
+    torch.autograd.set_detect_anomaly(opts.debug)
     if opts.sync_bn and world.size > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if opts.channels_last:

@@ -60,7 +60,7 @@ class TrainState:
         self.lock, self.torn = threading.RLock(), False
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
-        # Forward moves the running statistics in mid-step; a checkpoint takes these copies, as the last whole step left them.
+        # Forward moves running statistics in mid-step; a checkpoint takes these copies, which the last whole step left.
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
 
     @property

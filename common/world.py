@@ -148,7 +148,7 @@ def _devices(opts, local_rank, local_size):
         return devices
     if not count:
         return (torch.device("cpu"),)
-    if opts.script == "dp":
+    if opts.script != "ddp":
         return tuple(torch.device("cuda", i) for i in range(count))
     if local_size > count:
         raise UserError(f"{local_size} processes on this machine but {count} GPUs are visible\n"
