@@ -1,0 +1,238 @@
+import os
+import random
+import signal
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+from common import UserError
+from common.data import DatasetSplit, TensorSplit, batches, crop_flip, flip, load_data
+from common.sampler import ElasticSampler
+from common.synthetic import Source
+
+ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, local_barrier=lambda: None)
+
+
+def options(**changed):
+    facts = dict(dataset="digits", data_dir="nowhere", download=False, seed=0, workers=0, augment="auto", device="cpu")
+    return SimpleNamespace(**{**facts, **changed})
+
+
+class Noisy(Dataset):
+    """Samples with a little of every generator in them."""
+
+    classes = 3
+
+    def __init__(self, n):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i), torch.rand(()), random.random(), numpy.random.rand()]), i % 3
+
+
+def noisy(n):
+    return DatasetSplit(Noisy(n), "noisy", SimpleNamespace(classes=3), seed=0)
+
+
+def pictures(n, augment=crop_flip, channels=3):
+    x = torch.randint(0, 256, (n, channels, 12, 10), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
+    source = Source(None, None, 3, mean=(0.5, 0.4, 0.3)[:channels], std=(0.2, 0.3, 0.4)[:channels])
+    return TensorSplit(x, torch.arange(n) % 3, source, 0, augment)
+
+
+def epoch_of(split, world, opts, size=7, position=0, epoch=1):
+    """The epoch's global batches, put together from the shares of all ranks."""
+    ranks = []
+    for rank in range(world):
+        order = ElasticSampler(len(split), size, rank, world)
+        order.set_epoch(epoch, position)
+        ranks.append(list(batches(split, order, opts)))
+    assert len({len(found) for found in ranks}) == 1
+    whole = []
+    for shares in zip(*ranks, strict=True):
+        assert all(len(share.x) == len(share.y) == len(share.ids) for share in shares)
+        assert {share.size for share in shares} == {sum(len(share.ids) for share in shares)}
+        x, y, ids, _ = zip(*shares, strict=True)
+        whole.append((torch.cat(x), torch.cat(y), sum(ids, [])))
+    return whole
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(x, u) and torch.equal(y, v) and i == j
+                                    for (x, y, i), (u, v, j) in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("n", [1, 6, 7, 8, 20])
+@pytest.mark.parametrize("split", [pictures, noisy])
+def test_a_global_batch_is_the_same_at_any_world_size(split, n):
+    alone = epoch_of(split(n), 1, options())
+    assert sorted(i for _, _, ids in alone for i in ids) == list(range(n))
+    for world in (2, 3, 5, 9):
+        assert same(epoch_of(split(n), world, options()), alone)
+
+
+def test_workers_change_no_number_and_survive_empty_shares():
+    split = noisy(15)
+    assert same(epoch_of(split, 2, options(workers=2)), epoch_of(split, 1, options()))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_batch_larger_than_the_dataset_is_one_partial_batch(workers):
+    [(x, y, ids)] = epoch_of(noisy(5), 3, options(workers=workers), size=64)
+    assert sorted(ids) == [0, 1, 2, 3, 4] and x.shape == (5, 4) and y.dtype == torch.int64
+
+
+@pytest.mark.parametrize("split", [pictures(3), noisy(3)])
+def test_an_empty_share_has_the_shape_and_type_of_a_full_one(split):
+    full, empty = split.fetch([0, 2], 0, True), split.fetch([], 0, True)
+    for some, none in zip(full, empty, strict=True):
+        assert len(none) == 0 and none.shape[1:] == some.shape[1:] and none.dtype == some.dtype
+
+
+@pytest.mark.parametrize("split", [pictures(20), noisy(20)])
+def test_an_epoch_continues_where_it_was_left(split):
+    assert same(epoch_of(split, 3, options(), position=7), epoch_of(split, 1, options())[1:])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fetching_moves_no_generator_of_the_training(workers):
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    epoch_of(noisy(8), 1, options(workers=workers))
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert numpy.random.get_state()[1].tolist() == before[2]
+
+
+@pytest.mark.parametrize("split", [pictures(9), noisy(9)])
+def test_what_is_random_about_a_sample_depends_on_seed_epoch_and_id_alone(split):
+    x, _ = split.fetch([4, 7, 1], 2, True)
+    assert torch.equal(split.fetch([7], 2, True)[0][0], x[1])
+    assert not torch.equal(split.fetch([4, 7, 1], 3, True)[0], x)
+    split.seed = 1
+    assert not torch.equal(split.fetch([4, 7, 1], 2, True)[0], x)
+
+
+def test_without_augmentation_and_in_tests_pictures_stay_as_they_are():
+    split, still = pictures(9), pictures(9, augment=None)
+    assert torch.equal(split.fetch([1, 2], 0, False)[0], still.fetch([1, 2], 5, True)[0])
+    assert same(epoch_of(split, 1, options(augment="none")), epoch_of(still, 1, options()))
+    assert not same(epoch_of(split, 1, options()), epoch_of(still, 1, options()))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_pixels_are_scaled_and_normalised_per_channel(channels):
+    split = pictures(5, None, channels)
+    mean, std = (torch.tensor(v[:channels]).view(-1, 1, 1) for v in ([0.5, 0.4, 0.3], [0.2, 0.3, 0.4]))
+    torch.testing.assert_close(split.fetch([3, 1])[0], (split.x[[3, 1]].float() / 255 - mean) / std)
+
+
+def test_crops_move_by_up_to_four_pixels_each_way_and_half_are_mirrored():
+    x = torch.zeros(162, 2, 13, 13, dtype=torch.uint8)
+    x[:, :, 6, 6], x[:, :, 6, 7] = 100, 50  # a bright pixel with a dim one to its right
+    moved = crop_flip(x.clone(), (torch.arange(162) + 0.5) / 162)
+    assert torch.equal(moved[:, 0], moved[:, 1])
+    found = set()
+    for picture in moved[:, 0]:
+        (row, column), = (picture == 100).nonzero().tolist()
+        mirrored = picture[row, column - 1] == 50
+        assert mirrored or picture[row, column + 1] == 50
+        found.add((row, column, bool(mirrored)))
+    assert {(r, c) for r, c, _ in found} == {(r, c) for r in range(2, 11) for c in range(2, 11)} and len(found) == 162
+
+
+def test_flip_mirrors_those_below_one_half():
+    x = torch.arange(24, dtype=torch.uint8).view(2, 1, 3, 4)
+    flipped = flip(x.clone(), torch.tensor([0.49, 0.5]))
+    assert torch.equal(flipped[0], x[0].flip(2)) and torch.equal(flipped[1], x[1])
+
+
+# ---- workers in trouble ----
+
+class Trouble(Noisy):
+    def __init__(self, n, what):
+        self.n, self.what = n, what
+
+    def __getitem__(self, i):
+        if i == 5:
+            return self.what()
+        return torch.zeros(2), 0
+
+
+def trouble(what):
+    return DatasetSplit(Trouble(12, what), "trouble", SimpleNamespace(classes=3), seed=0)
+
+
+def drain(split, **changed):
+    for _ in batches(split, ElasticSampler(len(split), 2, shuffle=False), options(**changed)):
+        pass
+
+
+def full_memory():
+    raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("what, said", [
+    (lambda: torch.zeros(2), "sample 5 is a Tensor"), (lambda: ("text", 0), "(str, int)"),
+    (lambda: (torch.zeros(3), 0), "shape (3,)"), (lambda: (torch.zeros(2), 3), "label 3"),
+    (lambda: (torch.zeros(2), -1), "label -1"),
+])
+def test_a_bad_sample_is_named_in_two_lines_with_workers_and_without(workers, what, said):
+    with pytest.raises(UserError) as caught:
+        drain(trouble(what), workers=workers)
+    assert said in str(caught.value) and "sample 5" in str(caught.value) and len(str(caught.value).splitlines()) == 2
+
+
+def test_a_full_shared_memory_is_said_with_the_way_out():
+    with pytest.raises(UserError, match="--workers 0"):
+        drain(trouble(full_memory), workers=1)
+
+
+def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
+    with pytest.raises(RuntimeError, match="killed|exited"):
+        drain(trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)), workers=2)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_worker_leaves_the_signals_of_a_job_to_its_rank(name):
+    drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1)
+
+
+# ---- loading: empty, wrong, changed ----
+
+def load(tmp_path, text, **changed):
+    path = tmp_path / "mine.py"
+    path.write_text("import torch\nfrom torch.utils.data import Dataset, TensorDataset\n" + text)
+    return load_data(options(dataset=f"{path}:make", **changed), ALONE)
+
+
+@pytest.mark.parametrize("x, y, said", [
+    ("torch.zeros(0, 2)", "torch.zeros(0).long()", "(0, 2)"),
+    ("torch.zeros(3, 2)", "torch.tensor([0, 1, -1])", "-1 to 1"),
+    ("torch.zeros(3, 2)", "torch.tensor([0, 1])", "one label a sample"),
+    ("torch.zeros(3, 2)", "torch.zeros(3)", "float32"),
+    ("torch.zeros(3, 2)", "torch.zeros(3, 1).long()", "(3, 1)"),
+    ("torch.zeros(3, 5)", "torch.arange(3)", "shape (5,)"),
+    ("torch.tensor([[1], [2], [-3]])", "torch.arange(3)", "word number -3"),
+])
+def test_tensors_that_are_no_dataset_are_refused(tmp_path, x, y, said):
+    with pytest.raises(UserError) as caught:
+        load(tmp_path, f"def make(): return {x}, {y}, torch.ones(1, 2).to(({x}).dtype), torch.tensor([1])\n")
+    assert said in str(caught.value) and len(str(caught.value).splitlines()) <= 3
+
+
+def test_one_changed_bit_changes_the_fingerprint(tmp_path):
+    marks = set()
+    for number, change in enumerate(("", "x[3, 1] += 1e-7", "y[2] ^= 1", "x, y = x[:4], y[:4]", "xt[0, 0] = 1")):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = ("def make():\n x, y, xt, yt = torch.ones(5, 2), torch.tensor([1, 0, 1, 0, 1]), torch.zeros(1, 2), "
+                f"torch.tensor([0])\n {change}\n return x, y, xt, yt\n")
+        marks.add(load(folder, text).fingerprint)
+        assert load(folder, text).fingerprint in marks
+    assert len(marks) == 5

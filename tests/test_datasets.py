@@ -1,0 +1,217 @@
+import gzip
+import os
+import struct
+import tracemalloc
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import UserError
+from common.data import DATASETS, batches, load_data
+from common.models import build_model
+from common.sampler import ElasticSampler
+
+ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, local_barrier=lambda: None)
+REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parent.parent.parent / "shared" / "data"))
+
+
+def options(dataset, data_dir="nowhere", **changed):
+    facts = dict(data_dir=str(data_dir), download=False, seed=0, workers=0, augment="auto", device="cpu")
+    return SimpleNamespace(dataset=dataset, **{**facts, **changed})
+
+
+def load(dataset, data_dir="nowhere", **changed):
+    return load_data(options(dataset, data_dir, **changed), ALONE)
+
+
+def refusal(dataset, data_dir="nowhere", world=ALONE, **changed):
+    with pytest.raises(UserError) as caught:
+        load_data(options(dataset, data_dir, **changed), world)
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+def accuracy_after_each_epoch(dataset, model, epochs, data_dir="nowhere", most=None):
+    """Trains as train_ddp.py does; stops after `most` steps, if given."""
+    opts = options(dataset, data_dir, model=model)
+    data = load_data(opts, ALONE)
+    net, order, found, steps = build_model(opts, data), ElasticSampler(data.train, 64), [], 0
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for epoch in range(epochs):
+            order.set_epoch(epoch)
+            for batch in batches(data.train, order, opts):
+                if steps == most:
+                    break
+                loss = F.cross_entropy(net.train()(batch.x), batch.y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                steps += 1
+            x, y = data.test.fetch(range(len(data.test)))
+            with torch.no_grad():
+                found.append((net.eval()(x).argmax(1) == y).float().mean().item())
+    return found
+
+
+# ---- drawn by a program ----
+
+def test_digits_are_the_same_to_the_bit_on_every_machine():
+    data = load("digits")
+    assert (len(data.train), len(data.test), data.classes, data.sample_shape) == (12000, 2000, 10, (1, 28, 28))
+    assert data.fingerprint.startswith("4528a280dc34")
+    assert data.train.y.bincount().tolist() == [1200] * 10 and data.test.y.bincount().tolist() == [200] * 10
+    x, _ = data.train.fetch(range(2000))
+    assert abs(x.mean()) < 0.05 and 0.95 < x.std() < 1.05
+
+
+def test_net_learns_digits_in_two_epochs_but_not_in_a_hundred_steps():
+    assert accuracy_after_each_epoch("digits", "net", 2)[-1] > 0.97
+    assert 0.5 < accuracy_after_each_epoch("digits", "net", 1, most=100)[-1] < 0.95
+
+
+def test_sentiment_is_the_tutorials_two_sentences():
+    data = load("sentiment")
+    for split in (data.train, data.test):
+        x, y = split.fetch([0, 1], 0, True)
+        assert x.tolist() == [[2, 3, 4, 5], [1, 5, 6, 7]] and y.tolist() == [1, 0]  # "This" is not "this": <UNK>
+    assert (data.vocab, data.classes, data.sample_shape) == (8, 2, (4,))
+
+
+def test_lstm_learns_the_large_sentiment():
+    assert accuracy_after_each_epoch("sentiment-large", "lstm", 4)[-1] > 0.95
+    data = load("sentiment-large")
+    lengths = (data.train.x > 0).sum(1)
+    assert lengths.min() <= 4 and lengths.max() >= 11 and (data.train.x[:, -1] > 0).all()
+
+
+@pytest.mark.parametrize("name, shape, n", [("random", (5,), 100), ("random:100x10", (10,), 100),
+                                            ("random:1x1", (1,), 1)])
+def test_random_has_the_tutorials_sizes_or_those_asked_for(name, shape, n):
+    data = load(name)
+    assert data.sample_shape == shape and len(data.train) == len(data.test) == n and data.classes == 2
+
+
+@pytest.mark.parametrize("size", ["0x5", "5", "5x0", "-1x5", "axb", "1x2x3", "99999999x99999999"])
+def test_a_size_that_is_none_is_refused(size):
+    assert "random:100x10" in refusal(f"random:{size}")
+
+
+def test_unknown_datasets_are_answered_with_the_nearest():
+    assert "did you mean mnist" in refusal("mnits") and "digits" in refusal("digit")
+    assert all(name in refusal("zzz") for name in DATASETS) and "did you mean" in refusal("digits:3x3")
+
+
+# ---- IDX files ----
+
+def idx(*shape, fill=None, kind=8):
+    count = 1
+    for side in shape:
+        count *= side
+    content = bytes(i % 10 for i in range(count)) if fill is None else fill
+    return struct.pack(f">BBBB{len(shape)}I", 0, 0, kind, len(shape), *shape) + content
+
+
+def write_mnist(root, n=20, folder="MNIST", packed=False, **changed):
+    raw = root / folder / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
+    files = {"train-images-idx3-ubyte": idx(n, 28, 28), "train-labels-idx1-ubyte": idx(n),
+             "t10k-images-idx3-ubyte": idx(5, 28, 28), "t10k-labels-idx1-ubyte": idx(5)}
+    for name, content in files.items():
+        content = changed.get(name.replace("-", "_"), content)
+        if content is not None:
+            (raw / (name + packed * ".gz")).write_bytes(gzip.compress(content) if packed else content)
+    return root
+
+
+@pytest.mark.parametrize("name, folder", [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
+def test_idx_files_are_read_packed_or_not_to_the_same_data(tmp_path, name, folder):
+    plain = load(name, write_mnist(tmp_path / "a", folder=folder))
+    packed = load(name, write_mnist(tmp_path / "b", folder=folder, packed=True))
+    assert plain.fingerprint == packed.fingerprint and plain.sample_shape == (1, 28, 28) and plain.classes == 10
+    assert plain.train.x.flatten()[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert (len(plain.train), len(plain.test)) == (20, 5)
+
+
+IMAGES, LABELS = "train_images_idx3_ubyte", "train_labels_idx1_ubyte"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name, content, said", [
+    (IMAGES, None, "is not there"), (IMAGES, b"", "no IDX"), (IMAGES, idx(20, 28, 28)[:15], "no IDX"),
+    (IMAGES, idx(20), "no IDX"), (IMAGES, idx(20, 28, 28, kind=13), "no IDX"), (IMAGES, b"<html>no</html>", "no IDX"),
+    (IMAGES, idx(20, 28, 28)[:-1], "bytes"), (IMAGES, idx(20, 28, 28) + b"x", "bytes"),
+    (IMAGES, idx(2**31, 28, 28, fill=b"12"), "claims 2147483648x28x28"),
+    (IMAGES, idx(2**32 - 1, 2**32 - 1, 2**32 - 1, fill=b""), "claims 4294967295x4294967295x4294967295"),
+    (IMAGES, idx(0, 28, 28), "labels (20,)"), (IMAGES, idx(19, 28, 28), "labels (20,)"),
+    (LABELS, idx(20, fill=bytes([10] * 20)), "labels from 10 to 10"),
+])
+def test_files_that_lie_are_refused_and_no_memory_is_taken(tmp_path, name, content, said, packed):
+    write_mnist(tmp_path, packed=packed, **{name: content})
+    tracemalloc.start()
+    try:
+        assert said in refusal("mnist", tmp_path)
+        assert tracemalloc.get_traced_memory()[1] < 2**22
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_gz_bomb_is_refused_unread(tmp_path):
+    write_mnist(tmp_path, packed=True)
+    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte.gz"
+    packer = zlib.compressobj(9, wbits=31)
+    parts = [packer.compress(idx(100, 28, 28, fill=b"")), *(packer.compress(bytes(2**20)) for _ in range(64))]
+    path.write_bytes(b"".join(parts) + packer.flush())
+    assert "more bytes than the 78,400" in refusal("mnist", tmp_path)
+
+
+@pytest.mark.parametrize("cut", [5, 40, -4])
+def test_a_broken_gz_is_refused(tmp_path, cut):
+    write_mnist(tmp_path, packed=True)
+    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:cut])
+    assert "cannot be read" in refusal("mnist", tmp_path)
+
+
+def test_empty_sets_are_refused(tmp_path):
+    write_mnist(tmp_path, train_images_idx3_ubyte=idx(0, 28, 28), train_labels_idx1_ubyte=idx(0))
+    assert "training set is empty" in refusal("mnist", tmp_path)
+
+
+@pytest.mark.skipif(not (REAL / "MNIST/raw/train-images-idx3-ubyte").exists(), reason="no MNIST here")
+def test_net_learns_the_real_mnist():
+    assert accuracy_after_each_epoch("mnist", "net", 1, REAL)[-1] > 0.95  # 0.970; after a second epoch 0.979
+
+
+# ---- CIFAR-10 ----
+
+def test_the_binary_cifar_is_read_and_wrong_sizes_are_refused(tmp_path):
+    folder = tmp_path / "cifar-10-batches-bin"
+    assert "is not there" in refusal("cifar10", tmp_path)
+    folder.mkdir()
+    assert "data_batch_1.bin is not there" in refusal("cifar10", tmp_path)
+    record = bytes(3072 // 3) + bytes([1] * 1024) + bytes([2] * 1024)
+    for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]:
+        (folder / f"{name}.bin").write_bytes((b"\7" + record) * 2 + (b"\3" + record))
+    data = load("cifar10", tmp_path)
+    assert (len(data.train), len(data.test)) == (15, 3) and data.train.y.tolist() == [7, 7, 3] * 5
+    assert data.train.x[4].flatten(1).unique(dim=1).tolist() == [[0], [1], [2]]
+    assert not torch.equal(data.train.fetch([1], 0, True)[0], data.train.fetch([1], 0, False)[0])
+    ten = b"\12" + record
+    for content, said in ((b"", "0 bytes"), (ten + b"x", "3,074 bytes"), (ten, "labels from 10")):
+        (folder / "test_batch.bin").write_bytes(content)
+        assert said in refusal("cifar10", tmp_path)
+
+
+def test_a_pickled_cifar_that_is_not_the_published_one_is_never_opened(tmp_path):
+    pytest.importorskip("torchvision")
+    folder, canary = tmp_path / "cifar-10-batches-py", tmp_path / "canary"
+    folder.mkdir()
+    for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch", "batches.meta"]:
+        (folder / name).write_bytes(f"cos\nsystem\n(S'touch {canary}'\ntR.".encode())
+    assert "damaged" in refusal("cifar10", tmp_path) and not canary.exists()

@@ -1,0 +1,172 @@
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from common import UserError
+from common.models import MODELS, build_model, seeded
+
+IMAGES = SimpleNamespace(name="images", classes=10, sample_shape=(1, 28, 28), vocab=None)
+ROWS = SimpleNamespace(name="rows", classes=2, sample_shape=(10,), vocab=None)
+WORDS = SimpleNamespace(name="words", classes=2, sample_shape=(4,), vocab=8)
+OWN = {"net": IMAGES, "mlp": ROWS, "lstm": WORDS}
+
+
+def build(model, data, seed=0):
+    return build_model(SimpleNamespace(model=model, seed=seed), data)
+
+
+def refusal(model, data=IMAGES):
+    with pytest.raises(UserError) as caught:
+        build(model, data)
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+def samples(data, n=3):
+    x = torch.rand(n, *data.sample_shape, generator=torch.Generator().manual_seed(1))
+    return (x * data.vocab).long() if data.vocab else x
+
+
+def test_net_computes_what_the_tutorials_network_computes():
+    net = build("net", IMAGES).eval()
+    assert sum(p.numel() for p in net.parameters()) == 21840
+    assert [name for name, _ in net.named_children()] == ["block1", "block2", "fc1", "fc2"]
+    x, (w1, b1, w2, b2, w3, b3, w4, b4) = samples(IMAGES), net.parameters()
+    y = torch.relu(torch.max_pool2d(F.conv2d(x, w1, b1), 2))
+    y = torch.relu(torch.max_pool2d(F.conv2d(y, w2, b2), 2)).view(-1, 320)
+    y = F.linear(torch.relu(F.linear(y, w3, b3)), w4, b4)
+    torch.testing.assert_close(net(x), torch.log_softmax(y, dim=1))
+
+
+@pytest.mark.parametrize("side", [16, 17, 32, 33])
+def test_net_fits_images_of_any_size_and_number_of_channels(side):
+    data = SimpleNamespace(name="other", classes=7, sample_shape=(3, side, side + 1), vocab=None)
+    assert build("net", data)(samples(data)).shape == (3, 7)
+
+
+def test_mlp_is_the_tutorials_10_5_2():
+    net = build("mlp", ROWS)
+    shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
+    assert shapes == {"fc1.weight": (5, 10), "fc1.bias": (5,), "fc2.weight": (2, 5), "fc2.bias": (2,)}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lstm_learns_the_two_sentences_in_ten_epochs(seed):
+    net = build("lstm", WORDS, seed)
+    x, y = torch.tensor([[2, 3, 4, 5], [1, 5, 6, 7]]), torch.tensor([1, 0])
+    optimizer, losses = torch.optim.Adam(net.parameters(), lr=1e-3), []
+    for _ in range(10):
+        loss = F.cross_entropy(net(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert 0.6 < losses[0] < 0.8 and losses[-1] < 0.5 and losses == sorted(losses, reverse=True)
+    assert net(x).argmax(1).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_net_may_be_cut_between_any_two_of_its_children(name):
+    net, x = build(name, OWN[name]).eval(), samples(OWN[name])
+    assert isinstance(net, torch.nn.Sequential) and len(net.placement) == len(net) and set(net.placement) == {0, 1}
+    for cut in range(len(net) + 1):
+        assert torch.equal(net[cut:](net[:cut](x)), net(x))
+
+
+@pytest.mark.parametrize("name", [*MODELS, "squeezenet1_1"])
+def test_weights_depend_on_the_seed_alone_and_no_generator_moves(name):
+    data = OWN.get(name) or SimpleNamespace(name="big", classes=10, sample_shape=(1, 64, 64), vocab=None)
+    if name == "squeezenet1_1":
+        pytest.importorskip("torchvision")
+    before = torch.get_rng_state(), random.getstate()
+    first = build(name, data, seed=3).state_dict()
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    torch.rand(5)
+    again, other = build(name, data, seed=3).state_dict(), build(name, data, seed=4).state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert not all(torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "densenet121", "regnet_x_400mf"])
+def test_torchvision_models_take_the_datas_channels_and_classes(name):
+    pytest.importorskip("torchvision")
+    data = SimpleNamespace(name="grey", classes=7, sample_shape=(1, 64, 64), vocab=None)
+    net = build(name, data)
+    assert net.training and next(p for p in net.parameters()).shape[1] == 1
+    assert net(samples(data)).shape == (3, 7)
+
+
+def test_a_colour_model_keeps_its_first_convolution():
+    models = pytest.importorskip("torchvision").models
+    data = SimpleNamespace(name="colour", classes=1000, sample_shape=(3, 64, 64), vocab=None)
+    ours, theirs = build("resnet18", data).state_dict(), models.resnet18().state_dict()
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
+
+
+def test_a_vision_transformer_follows_the_image_size():
+    pytest.importorskip("torchvision")
+    data = SimpleNamespace(name="small", classes=10, sample_shape=(3, 32, 32), vocab=None)
+    assert build("vit_b_32", data)(samples(data, 2)).shape == (2, 10)
+
+
+def test_names_that_nothing_answers_to_are_answered_with_the_nearest():
+    pytest.importorskip("torchvision")
+    assert "did you mean" in refusal("resnet19") and "resnet18" in refusal("resnet19")
+    assert "net" in refusal("nett")
+    assert "fasterrcnn" in refusal("fasterrcnn_resnet50_fpn")  # a detector: its outputs are no class scores
+
+
+@pytest.mark.parametrize("model, data", [("lstm", IMAGES), ("net", WORDS), ("mlp", WORDS), ("net", ROWS),
+                                         ("resnet18", ROWS), ("alexnet", IMAGES)])
+def test_a_model_that_cannot_work_on_the_data_is_refused_before_the_first_step(model, data):
+    if model not in MODELS:
+        pytest.importorskip("torchvision")
+    assert model in refusal(model, data) and data.name in refusal(model, data)
+
+
+def test_images_too_small_for_net_are_refused():
+    assert "16x16" in refusal("net", SimpleNamespace(name="tiny", classes=2, sample_shape=(1, 15, 28), vocab=None))
+
+
+def test_a_users_function_gets_as_many_facts_as_it_requires(tmp_path):
+    (tmp_path / "sizes.py").write_text("hidden = 3\n")
+    path = tmp_path / "mine.py"
+    path.write_text("from torch import nn\nfrom sizes import hidden\n"
+                    "def none(width=10): return nn.Linear(width, hidden)\n"
+                    "def one(data, width=hidden): return nn.Linear(data.sample_shape[0], width)\n"
+                    "def two(opts, data): assert opts.seed == 5; return nn.Linear(data.sample_shape[0], 3)\n")
+    weights = [build(f"{path}:{name}", ROWS, seed=5).weight for name in ("none", "one", "two")]
+    assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
+
+
+@pytest.mark.parametrize("text, name, said", [
+    ("def other(): pass\n", "build", "it has other"),
+    ("def build(): return 7\n", "build", "int, not an nn.Module"),
+    ("\n\ndef build(:\n", "build", "line 3: SyntaxError"),
+    ("import nonesuch\n", "build", "line 1: ModuleNotFoundError"),
+    ("def build():\n    return 1 / 0\n", "build", "line 2: ZeroDivisionError"),
+    ("def build(a, b, c): pass\n", "build", "requires 3 arguments"),
+])
+def test_what_is_wrong_in_a_users_file_is_said_with_its_line(tmp_path, text, name, said):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    assert said in refusal(f"{path}:{name}") and str(path) in refusal(f"{path}:{name}")
+
+
+def test_a_users_file_that_is_not_there_or_names_no_function_is_refused(tmp_path):
+    assert "is not there" in refusal(f"{tmp_path}/none.py:build")
+    assert "path/to/file.py:function" in refusal(f"{tmp_path}/none.py")
+
+
+def test_seeded_gives_the_generators_back_even_after_an_error():
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError):
+        with seeded(1, "x"):
+            first = torch.rand(3), random.random()
+            raise KeyError
+    assert torch.equal(torch.get_rng_state(), before)
+    with seeded(1, "x"):
+        assert torch.equal(torch.rand(3), first[0]) and random.random() == first[1]

@@ -1,0 +1,192 @@
+import struct
+import threading
+import zlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_datasets import load, options, refusal, write_mnist
+
+from common.data import batches, load_data
+from common.sampler import ElasticSampler
+
+# ---- a folder of images ----
+
+
+def write_images(root, train=("cat", "dog"), val=("cat", "dog"), n=3):
+    image = pytest.importorskip("PIL.Image")
+    for part, classes in (("train", train), ("val", val)):
+        for label, name in enumerate(classes):
+            (root / part / name).mkdir(parents=True)
+            for number in range(n):
+                size = (260 + number, 240 - number)
+                image.new("RGB", size, (60 * label, 30 * number, 200)).save(root / part / name / f"{number}.png")
+    return root
+
+
+def test_a_folder_of_images_gives_the_same_batches_with_workers_and_at_any_world_size(tmp_path):
+    pytest.importorskip("torchvision")
+    opts = options("imagefolder", write_images(tmp_path), workers=2)
+    data = load_data(opts, None)
+    assert (data.sample_shape, data.classes, data.class_names) == ((3, 224, 224), 2, ("cat", "dog"))
+    alone = list(batches(data.train, ElasticSampler(data.train, 4), options("imagefolder")))
+    halves = [list(batches(data.train, ElasticSampler(data.train, 4, rank, 2), opts)) for rank in range(2)]
+    for whole, left, right in zip(alone, *halves, strict=True):
+        assert torch.equal(whole.x, torch.cat([left.x, right.x])) and whole.ids == left.ids + right.ids
+        assert torch.equal(whole.y, torch.cat([left.y, right.y])) and whole.size == left.size
+
+
+def test_images_are_augmented_in_training_alone_and_only_if_asked_for(tmp_path):
+    pytest.importorskip("torchvision")
+    data = load("imagefolder", write_images(tmp_path))
+    assert torch.equal(data.test.fetch([0], 0, True)[0], data.test.fetch([0], 1, True)[0])
+    assert torch.equal(data.train.fetch([0], 0, False)[0], data.train.fetch([0], 1, False)[0])
+
+
+def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
+    pytest.importorskip("torchvision")
+    marks = [load("imagefolder", write_images(tmp_path)).fingerprint, load("imagefolder", tmp_path).fingerprint]
+    (tmp_path / "val/cat/2.png").rename(tmp_path / "val/cat/3.png")
+    marks.append(load("imagefolder", tmp_path).fingerprint)
+    with (tmp_path / "train/dog/1.png").open("ab") as file:
+        file.write(b"x")
+    marks.append(load("imagefolder", tmp_path).fingerprint)
+    assert marks[0] == marks[1] and len(set(marks)) == 3
+
+
+def png_that_claims(width, height):
+    head = struct.pack(">II5B", width, height, 8, 2, 0, 0, 0)
+    chunk = struct.pack(">I", len(head)) + b"IHDR" + head + struct.pack(">I", zlib.crc32(b"IHDR" + head))
+    return b"\x89PNG\r\n\x1a\n" + chunk + struct.pack(">I", 9) + b"IDAT" + zlib.compress(b"")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("content, said", [
+    (b"", "not an image"), (b"<html>", "not an image"), (png_that_claims(10000, 8000), "10000x8000 pixels"),
+    (png_that_claims(100000, 100000), "10000000000 pixels"), (png_that_claims(20, 20), "not an image"),
+])
+def test_a_broken_or_boastful_image_is_named(tmp_path, content, said, workers):
+    pytest.importorskip("torchvision")
+    opts = options("imagefolder", write_images(tmp_path), workers=workers)
+    data = load_data(opts, None)
+    (tmp_path / "train/dog/1.png").write_bytes(content)
+    with pytest.raises(Exception) as caught:
+        list(batches(data.train, ElasticSampler(data.train, 4), opts))
+    assert type(caught.value).__name__ == "UserError" and len(str(caught.value).splitlines()) <= 3
+    assert "train/dog/1.png" in str(caught.value) and said in str(caught.value)
+
+
+def test_folders_that_are_no_dataset_are_refused(tmp_path):
+    pytest.importorskip("torchvision")
+    assert "train is not there" in refusal("imagefolder", tmp_path)
+    (tmp_path / "train").mkdir()
+    assert "class folder" in refusal("imagefolder", tmp_path)
+    assert "in one alone: cow, dog" in refusal("imagefolder", write_images(tmp_path / "a", val=("cat", "cow")))
+    assert "no valid file" in refusal("imagefolder", write_images(tmp_path / "b", n=0))
+
+
+# ---- a user's own ----
+
+def mine(tmp_path, text):
+    path = tmp_path / "mine.py"
+    path.write_text("import torch\nfrom torch.utils.data import *\n"
+                    "class Squares(Dataset):\n"
+                    " classes = ['even', 'odd']\n"
+                    " def __init__(self, n): self.n = n\n"
+                    " def __len__(self): return self.n\n"
+                    " def __getitem__(self, i): return torch.full((2,), i * i, dtype=torch.float64), i % 2\n" + text)
+    return f"{path}:make"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_users_datasets_are_trained_on(tmp_path, workers):
+    opts = options(mine(tmp_path, "def make(): return Squares(6), Squares(3)\n"), workers=workers)
+    data = load_data(opts, None)
+    assert (data.classes, data.class_names, data.sample_shape, len(data.test)) == (2, ("even", "odd"), (2,), 3)
+    batch, = batches(data.train, ElasticSampler(data.train, 6, shuffle=False), opts)
+    assert batch.x[:, 0].tolist() == [0, 1, 4, 9, 16, 25] and batch.x.dtype == torch.float32
+    assert batch.y.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("text, shape, classes, vocab", [
+    ("def make(): return tuple(random_split(Squares(9), [6, 3]))", (2,), 2, None),
+    ("def make(opts): a = Squares(3); a.classes = opts.seed + 4; return a, a", (2,), 4, None),
+    ("def make(): return (torch.zeros(4, 1, 3, 3), torch.arange(4)) * 2", (1, 3, 3), 4, None),
+    ("def make(): a = TensorDataset(torch.zeros(4, 5), torch.arange(4)); return a, a", (5,), 4, None),
+    ("def make(): return (torch.tensor([[1, 7]]), torch.tensor([2])) * 2", (2,), 3, 8),
+    ("def make():\n a = Squares(3); del Squares.classes; a.targets = [0, 1, 6]\n return a, a", (2,), 7, None),
+])
+def test_a_users_function_may_return_what_is_at_hand(tmp_path, text, shape, classes, vocab):
+    data = load(mine(tmp_path, text + "\n"))
+    assert (data.sample_shape, data.classes, data.vocab) == (shape, classes, vocab)
+
+
+def test_a_users_bytes_are_scaled_to_one(tmp_path):
+    data = load(mine(tmp_path, "def make(): return (torch.tensor([[0, 51, 255]]).byte(), torch.tensor([0])) * 2\n"))
+    torch.testing.assert_close(data.train.fetch([0])[0], torch.tensor([[0, 0.2, 1]]))
+
+
+@pytest.mark.parametrize("text, said", [
+    ("def make(): return 5", "returned (int)"), ("def make(): return Squares(3)", "returned (Squares)"),
+    ("def make(): return Squares(3), Squares(0)", "test set is empty"),
+    ("def make(): return Squares(0), Squares(3)", "training set is empty"),
+    ("def make(): del Squares.classes; return Squares(3), Squares(3)", "attribute `classes`"),
+    ("def make(): return iter([1]), iter([2])", "list_iterator"),
+    ("def make(): raise KeyError('where')", "line 8: KeyError"),
+])
+def test_what_is_no_dataset_is_refused(tmp_path, text, said):
+    assert said in refusal(mine(tmp_path, text + "\n"))
+
+
+# ---- downloads ----
+
+def fake_torchvision(monkeypatch, n=20, error=None):
+    datasets = pytest.importorskip("torchvision").datasets
+    calls = []
+
+    def download(root, train, download):
+        calls.append(root)
+        write_mnist(Path(root), n)
+        if error and not train:
+            raise error
+
+    monkeypatch.setattr(datasets, "MNIST", download)
+    return calls
+
+
+def test_one_rank_of_a_node_downloads_and_the_others_wait_for_it(tmp_path, monkeypatch):
+    calls, gate, found = fake_torchvision(monkeypatch), threading.Barrier(3), {}
+
+    def rank(number):
+        world = SimpleNamespace(local_rank=number, local_barrier=gate.wait)
+        found[number] = load_data(options("mnist", tmp_path / "data", download=True), world)
+
+    threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(calls) == 2 and len({data.fingerprint for data in found.values()}) == 1 and len(found) == 3
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["MNIST"]  # nothing is left aside
+
+
+def test_what_is_there_and_whole_is_not_downloaded_and_what_is_broken_is(tmp_path, monkeypatch):
+    calls, world = fake_torchvision(monkeypatch), SimpleNamespace(local_rank=0, local_barrier=lambda: None)
+    whole = load("mnist", write_mnist(tmp_path)).fingerprint
+    assert load_data(options("mnist", tmp_path, download=True), world).fingerprint == whole and not calls
+    (tmp_path / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b"half")
+    assert load_data(options("mnist", tmp_path, download=True), world).fingerprint == whole and calls
+
+
+def test_a_failed_download_leaves_nobody_waiting_and_nothing_behind(tmp_path, monkeypatch):
+    fake_torchvision(monkeypatch, error=OSError("no route to host"))
+    met = []
+    for number, said in ((0, "no route to host"), (1, "is not there")):
+        world = SimpleNamespace(local_rank=number, local_barrier=lambda: met.append(1))
+        assert said in refusal("mnist", tmp_path, world, download=True)
+    assert len(met) == 2 and not list(tmp_path.iterdir())
+
+
+def test_a_download_of_what_is_drawn_is_refused():
+    assert "nothing to download" in refusal("digits", download=True)
