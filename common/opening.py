@@ -11,6 +11,7 @@ from common.ledger import lives_of
 from common.sampler import permute
 
 LIVES = 3         # without progress on one step
+MANY = 512        # sample ids that an error still names one by one
 OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
 
 
@@ -60,7 +61,7 @@ def refuse_the_same_end(opts, data, state):
     batch = range(state.position, min(state.position + opts.global_batch_size, len(data.train)))
     ids = permute(batch, len(data.train), opts.seed, state.epoch).tolist()
     raise UserError(f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"
-                    f"its samples: {', '.join(map(str, ids[:12]))}{', ...' if len(ids) > 12 else ''} (of epoch {state.epoch + 1})\n"
+                    f"its samples: {', '.join(map(str, ids[:MANY]))}{', ...' if len(ids) > MANY else ''} (of epoch {state.epoch + 1})\n"
                     "mend the cause (a bad sample? too little memory?), then start again", code=5)
 
 

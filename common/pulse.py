@@ -101,8 +101,9 @@ class Pulse:
         places, now = {}, time.monotonic()
         for rank, view in enumerate(self.views):
             place = f"step {view[0]}, {view[3]}" if view else "never heard of"
-            silent = now - self.heard[rank][1]
-            place += f", gives no sign of life for {silent:.0f} s (stopped, cut off, or a lock held in C)" if silent > SILENT else ""
+            silent = now - self.heard.get(rank, (None, now))[1]
+            if silent > SILENT:
+                place += f", gives no sign of life for {silent:.0f} s (stopped, cut off, or a lock held in C)"
             places.setdefault(place, []).append(rank)
         return "; ".join(f"rank {','.join(map(str, ranks))}: {place}" for place, ranks in places.items())
 

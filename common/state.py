@@ -56,7 +56,7 @@ class TrainState:
         self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
         self.best = {"val_acc": -1.0, "step": 0}
         self.alive, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
-        self.record = {}                                            # the last logged one: its writer may have died before writing it
+        self.record = {}                                            # the last logged one: its writer may have died before that
         self.lock, self.torn = threading.RLock(), False
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
