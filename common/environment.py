@@ -128,7 +128,7 @@ def dismiss_agent(environ=os.environ):
         left = int(environ["TORCHELASTIC_MAX_RESTARTS"]) - int(environ["TORCHELASTIC_RESTART_COUNT"])
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
             command = file.read()
-        agent = any(word in command for word in (b"torchrun", b"torch.distributed", b"launch/"))
+        agent = any(word in command for word in (b"torchrun", b"torch.distributed"))
     except (KeyError, ValueError, OSError):
         return
     if left > 0 and agent:

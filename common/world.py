@@ -215,6 +215,8 @@ def _open_store(host, port):
     try:
         listener = socket.create_server(families[0][4][:2], family=families[0][0], backlog=1024)
     except OSError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ:                     # the agent chose it a moment ago: it will choose another
+            raise
         raise UserError(f"MASTER_ADDR={host} MASTER_PORT={port}: rank 0 cannot listen there ({error.strerror})\n"
                         "choose a free port, and an address of rank 0's own machine") from error
     port = listener.getsockname()[1]
