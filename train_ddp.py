@@ -37,7 +37,8 @@ def main(opts):
     world = join(opts)
     clock.lap("join")
     data = load_data(opts, world)
-    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
+    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed,
+                           slices=opts.virtual_ranks)
     net = prepare(build_model(opts, data), opts, world)
     clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))

@@ -19,7 +19,7 @@ from common.log import Log
 from common.models import build_model
 from common.opening import memory, open_life, speaking_errors
 from common.pipeline import describe, split
-from common.reduce import backward, prepare
+from common.reduce import backward, distribute, prepare
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
 from common.state import TrainState, build_optimizer
@@ -32,9 +32,11 @@ def main(opts):
     world = join(opts)
     clock.lap("join")
     data = load_data(opts, world)
-    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
+    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed,
+                           slices=opts.virtual_ranks)
     net = prepare(build_model(opts, data), opts, world)
-    model = split(net, world.devices)                   # before the optimizer: its state lives where the weights do
+    stages = split(net, world.devices)                  # before the optimizer: its state lives where the weights do
+    model = distribute(stages, opts, world)
     clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     store = CheckpointStore(opts, world, data.fingerprint)
@@ -44,7 +46,7 @@ def main(opts):
     with Log(opts, world, state.step, state.total_steps, state.record) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
-        log.note(describe(model))
+        log.note(describe(stages))
         store.report = log.note
         while not state.finished:                       # a finished run falls through and exits 0
             order.set_epoch(state.epoch, state.position)            # the same samples at any world size

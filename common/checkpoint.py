@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from common import UserError
+from common import UserError, pinned
 from common.fence import Fence
 from common.files import (
     MANIFEST,
@@ -147,7 +147,8 @@ class CheckpointStore:
         path = self.run_dir / "options.json"
         if not os.path.lexists(path):
             replace_file(path, to_json({"options": self.opts.to_json(), "identity": self.opts.identity(),
-                                        "data": self.fingerprint, "torch": torch.__version__}))
+                                        "data": self.fingerprint, "torch": torch.__version__,
+                                        "pinned": pinned.facts(self.opts, self.world)}))
             return
         try:
             old = read_json(path)
@@ -159,8 +160,11 @@ class CheckpointStore:
         wrong = [f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in self.opts.compare(old["identity"])]
         if old.get("data") != self.fingerprint:
             wrong.append(f"the data's fingerprint was {str(old.get('data'))[:12]}, now {self.fingerprint[:12]}")
-        if wrong:
-            raise UserError(f"{self.run_dir} is another run: {'; '.join(wrong)}\n"
+        firm, soft = pinned.differences(old.get("pinned", {}), pinned.facts(self.opts, self.world))
+        for text in soft:
+            self.report(f"--virtual-ranks: the {text}: from here on the bits may be others")
+        if wrong or firm:
+            raise UserError(f"{self.run_dir} is another run: {'; '.join(wrong + firm)}\n"
                             "give the same options to go on with it, or another --run-dir")
 
     def _newest(self):

@@ -12,10 +12,13 @@ from common.log import say
 SWITCH = None                                                # the kind of a flag without a value
 
 
-def free(default, kind, text, group="", scripts="ddp dp mp", decides=False):
-    """A field of Options that is also a flag, and may change between restarts; `group` opens a group of --help."""
+def free(default, kind, text, group="", scripts="ddp dp mp", decides=False, why=""):
+    """A field of Options that is also a flag, and may change between restarts; `group` opens a group of --help.
+
+    `why` says what stands against it in the scripts that do not have it.
+    """
     return field(default=default, metadata={"kind": kind, "help": text, "group": group, "scripts": scripts.split(),
-                                            "decides": decides})
+                                            "decides": decides, "why": why})
 
 
 def decides(*args, **kwargs):
@@ -97,6 +100,7 @@ class Parser(argparse.ArgumentParser):
                          argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
                          argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
         self.script, self.owners = script, {flag_of(f.name): f.metadata["scripts"] for f in options}
+        self.why = {flag_of(f.name): f": {f.metadata['why']}" for f in options if f.metadata["why"]}
         for f in options:
             kind, text = f.metadata["kind"], f.metadata["help"]
             if f.metadata["group"]:
@@ -119,7 +123,7 @@ class Parser(argparse.ArgumentParser):
         flag = unknown[0].partition("=")[0]
         if flag in self.owners:
             owners = " and ".join(f"train_{script}.py" for script in self.owners[flag])
-            raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
+            raise UserError(f"{flag} cannot take effect in {self.prog}{self.why.get(flag, '')}\nit belongs to {owners}")
         mine = [name for name, scripts in self.owners.items() if self.script in scripts]
         self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, mine)}")
 

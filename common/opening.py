@@ -25,12 +25,16 @@ def open_life(log, ledger, clock, opts, world, data, state, source):
     micro = min(opts.micro_batch_size or share, share)
     what = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
         "going on" if state.step else "starting"
+    parts = f"{world.size} x {share} or less, {micro} a forward"
+    if opts.virtual_ranks:
+        parts = (f"{opts.virtual_ranks} slices of {-(-opts.global_batch_size // opts.virtual_ranks)} or less, "
+                 f"{-(-opts.virtual_ranks // world.size)} or less a rank")
     log.start([
         f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
         devices_line(world),
         f"model {opts.model}: {parameters:,} parameters   data {opts.dataset}: {len(data.train):,} to train on, "
         f"{len(data.test):,} to test on",
-        f"global batch {opts.global_batch_size} = {world.size} x {share} or less, {micro} a forward   "
+        f"global batch {opts.global_batch_size} = {parts}   "
         f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
         f"{what} at step {state.step}, "
         f"epoch {state.epoch + 1}, position {state.position:,}" + (f", from {source}" if source else ""),

@@ -19,6 +19,11 @@ USES = {  # which of the flags that depend on the dataset can take effect with i
     "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
     "imagefolder": ("data_dir", "workers", *IMAGES), "sentiment": (), "sentiment-large": (), "random": ("mixup",)}
 
+OTHERS = {  # why these do not go with --virtual-ranks
+    "--micro-batch-size": "a slice is one forward, so its size is already fixed",
+    "--sync-bn": "statistics over all ranks would depend on their number",
+    "--compile": "compiled code depends on the shapes a process has seen, so on the world"}
+
 
 @dataclass(frozen=True)
 class Options:
@@ -42,6 +47,9 @@ class Options:
     augment: str = decides("auto", one_of("auto", "none"), "random crops and flips that suit the dataset")
 
     global_batch_size: int = decides(64, whole(1), "samples per step, at any number of processes", "optimization")
+    virtual_ranks: int = decides(0, whole(0, 65536), "cut each global batch into so many fixed slices: the same model to the "
+                                 "last bit at any number of processes up to that; 0: off", scripts="ddp mp",
+                                 why="nn.DataParallel cuts by the number of devices, and adds up in their order")
     micro_batch_size: int = decides(0, whole(0), "at most so many samples per forward; 0: a rank's whole share")
     optimizer: str = decides("adam", one_of(*LR), "update rule")
     lr: float = decides(None, real(above=True), "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)")
@@ -133,6 +141,7 @@ def _check_together(opts, world):
     name, known = opts.dataset, uses(opts.dataset)
     idle = [f for f in FILES + IMAGES + ("workers",)
             if f not in known and getattr(opts, f) != getattr(Options(dataset=name), f)]
+    other = next((flag_of(name) for name in ("micro_batch_size", "sync_bn", "compile") if getattr(opts, name)), None)
     kinds = {device.partition(":")[0] for device in opts.devices}
     checkpoint = opts.resume not in ("auto", "none")
     for wrong, message in (
@@ -149,6 +158,14 @@ def _check_together(opts, world):
          "--init-from and --resume PATH both say where the weights come from\nleave out one of them"),
         (opts.eval_only and opts.resume == "none" and not opts.init_from,
          "--eval-only with --resume none: there is nothing to evaluate\nleave out --resume none, or give --init-from"),
+        (opts.virtual_ranks and world > opts.virtual_ranks,
+         f"WORLD_SIZE={world}, but --virtual-ranks {opts.virtual_ranks} cuts a global batch into so many slices only\n"
+         f"start at most {opts.virtual_ranks} processes"),
+        (opts.virtual_ranks > opts.global_batch_size,
+         f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size {opts.global_batch_size} into slices without samples\n"
+         f"use --virtual-ranks {opts.global_batch_size} at most"),
+        (opts.virtual_ranks and other,
+         f"{other} cannot take effect with --virtual-ranks: {OTHERS.get(other)}\nleave out one of them"),
         (opts.sync_bn and opts.device == "cpu",
          "--sync-bn works on GPUs only, but --device is cpu\nleave out one of them"),
         (opts.amp == "fp16" and opts.device == "cpu",

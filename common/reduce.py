@@ -8,8 +8,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from common import UserError
-from common.sampler import hash_seed
+from common import UserError, pinned
+from common.bitwise import Tree
+from common.sampler import hash_seed, share
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -29,6 +30,8 @@ def prepare(net, opts, world):
 
 def distribute(net, opts, world):
     """What train_ddp.py calls: a replica on every rank, gradients averaged while backward still runs."""
+    if opts.virtual_ranks:
+        return Sliced(net, opts, world)
     net = torch.compile(net) if opts.compile else net
     if world.size == 1:
         return net
@@ -59,6 +62,18 @@ class Replica(nn.Module):
         if len(x):
             return self.net(x)
         return sum(p.flatten()[:0].sum() for p in self.net.parameters() if p.requires_grad) + x.new_zeros(0, 1)
+
+
+class Sliced(nn.Module):
+    """The net, and the tree along which the gradients of its slices are summed (--virtual-ranks)."""
+
+    def __init__(self, net, opts, world):
+        super().__init__()
+        pinned.agree(opts, world)
+        self.net, self.tree = net, Tree(net, world, opts.virtual_ranks)
+
+    def forward(self, x):
+        return self.net(x)
 
 
 class CpuReplicas(nn.Module):
@@ -95,33 +110,67 @@ def backward(model, batch, state, world):
     Every rank calls it for every global batch, with an empty share too: exactly one synchronising backward each.
     """
     opts = state.opts
+    if opts.virtual_ranks:
+        return backward_slices(model, batch, state, world)
     torch.manual_seed(hash_seed(opts.seed, "step", state.step, world.rank))       # dropout: derived, never stored
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     x, y = batch.x.to(world.device, non_blocking=True), batch.y.to(world.device, non_blocking=True)
-    if opts.channels_last and x.dim() == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
     size = opts.micro_batch_size or max(1, len(x))
     parts = list(zip(x.split(size), y.split(size), strict=True))
     began = time.monotonic()
-    for i, (xs, ys) in enumerate(parts):
+    for i, part in enumerate(parts):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
-            xs, targets = mix(xs, ys, state)
-            with autocast(opts, world):
-                out = model(xs)
-            # Summed here and divided by the whole batch's size: uneven shares still give the exact mean. DDP divides by
-            # the number of ranks, which is taken back.
-            loss = sum(w * F.cross_entropy(out.float() if opts.amp != "off" else out, t, reduction="sum",
-                                           label_smoothing=opts.label_smoothing) for w, t in targets)
+            loss, hits = forward(model, *part, state, world)
             if last:
                 state.own_seconds += time.monotonic() - began       # the backward to come waits for the others
+            # Summed, then divided by the whole batch's size: uneven shares still give the exact mean. DDP divides by the
+            # number of ranks, which is taken back.
             scaled = loss * (world.size / batch.size)
             (state.scaler.scale(scaled) if state.scaler else scaled).backward()
         totals[0] += loss.detach()
-        totals[1] += (out.detach().argmax(1) == ys).sum() if len(ys) else 0
+        totals[1] += hits
     if world.size > 1 and state.buffers:
         average_buffers(state, world, len(batch.x) / batch.size)
     return totals
+
+
+def backward_slices(model, batch, state, world):
+    """The same along a fixed tree: each slice computed as if it were alone, so that only who computes it follows the world."""
+    tree, at, began = model.tree, 0, time.monotonic()
+    tree.begin(state)
+    for v in tree.slices:
+        n = len(share(batch.size, v, tree.count))                   # in a short last batch it may be 0
+        torch.manual_seed(hash_seed(state.opts.seed, "step", state.step, v))
+        if v == tree.slices[-1]:
+            state.own_seconds += time.monotonic() - began           # the exchange to come waits for the others
+        with tree.leaf(v):
+            if n:
+                x, y = (alone(t[at:at + n], world) for t in (batch.x, batch.y))
+                loss, hits = forward(model.net, x, y, state, world)
+                tree.measure(loss, hits, n / batch.size)
+                scaled = loss / batch.size
+                (state.scaler.scale(scaled) if state.scaler else scaled).backward()
+        at += n
+    return tree.finish()
+
+
+def alone(x, world):
+    """A copy on the device: vectorised code may treat memory that starts elsewhere in another order."""
+    return torch.empty(x.shape, dtype=x.dtype, device=world.device).copy_(x, non_blocking=True)
+
+
+def forward(model, x, y, state, world):
+    """The summed loss of some samples, and how many of them are hits."""
+    opts = state.opts
+    if opts.channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    x, targets = mix(x, y, state)
+    with autocast(opts, world):
+        out = model(x)
+    loss = sum(w * F.cross_entropy(out.float() if opts.amp != "off" else out, t, reduction="sum",
+                                   label_smoothing=opts.label_smoothing) for w, t in targets)
+    return loss, (out.detach().argmax(1) == y).sum() if len(y) else torch.zeros((), device=x.device)
 
 
 def autocast(opts, world):

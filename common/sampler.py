@@ -102,8 +102,14 @@ def uniforms(ids, seed, epoch, count):
     return out
 
 
-def share(n, rank, world):
-    """Return this rank's part of range(n): contiguous; all ranks together have exactly range(n), sizes one apart."""
+def share(n, rank, world, slices=0):
+    """Return this rank's part of range(n): contiguous; all ranks together have exactly range(n), sizes one apart.
+
+    With `slices`, range(n) is cut into so many parts first, and a rank gets whole ones: its share of them.
+    """
+    if slices:
+        mine = share(slices, rank, world)
+        return range(n * mine.start // slices, n * mine.stop // slices)
     return range(n * rank // world, n * (rank + 1) // world)
 
 
@@ -121,17 +127,20 @@ class ElasticSampler(Sampler):
     DataLoader one that can where lists may be empty, as common/data.py does.)
     """
 
-    def __init__(self, length_or_dataset, global_batch_size, rank=0, world=1, seed=0, shuffle=True):
+    def __init__(self, length_or_dataset, global_batch_size, rank=0, world=1, seed=0, shuffle=True, slices=0):
         sized = hasattr(length_or_dataset, "__len__")
         self.length = len(length_or_dataset) if sized else operator.index(length_or_dataset)
         self.global_batch_size, self.rank, self.world = global_batch_size, rank, world
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.slices = seed, shuffle, slices
         if not 0 < self.length <= LARGEST:
             raise UserError(f"the dataset has {self.length} samples\nat least one is needed to train on")
         if global_batch_size < 1:
             raise UserError(f"the global batch size is {global_batch_size}\nit must be at least 1")
         if not 0 <= rank < world:
             raise UserError(f"there is no rank {rank} in a world of {world}\nranks go from 0 to world - 1")
+        if slices and world > slices:
+            raise UserError(f"{world} processes, but each global batch has {slices} slices (--virtual-ranks {slices})\n"
+                            f"start at most {slices} processes")
         self.set_epoch(0)
 
     def set_epoch(self, epoch, position=0):
@@ -150,14 +159,14 @@ class ElasticSampler(Sampler):
 
     def __iter__(self):
         epoch, start, size = self.epoch, self.position, self.global_batch_size
-        mine = share(size, self.rank, self.world)
+        mine = share(size, self.rank, self.world, self.slices)
         most = max(1, WINDOW // max(1, len(mine)))
         count = 1  # global batches per window: the first one is wanted at once, then the windows double
         while start < self.length:
             count = min(count, most, (self.length - start) // size)
             if count == 0:  # fewer samples are left than a global batch has: one short batch, split like any other
                 count, size = 1, self.length - start
-                mine = share(size, self.rank, self.world)
+                mine = share(size, self.rank, self.world, self.slices)
             starts = torch.arange(start, start + count * size, size)
             positions = starts[:, None] + torch.arange(mine.start, mine.stop)
             ids = permute(positions.flatten(), self.length, self.seed, epoch) if self.shuffle else positions

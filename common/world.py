@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from common import UserError
+from common.pinned import pin
 
 JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
 ANSWER = timedelta(seconds=5)     # of a store that is alive
@@ -98,6 +99,7 @@ def join(opts):
     devices = _devices(opts, local_rank, local_size)
     if opts.threads:
         torch.set_num_threads(opts.threads)
+    pin(opts)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
     store = None

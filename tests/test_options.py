@@ -62,7 +62,9 @@ def refused(capsys, *argv, script=None):
     (["--global_batchsize", "8"], "did you mean --global-batch-size?"),
     (["--glob", "8"], "--glob"),                                            # no abbreviations
     (["stray"], "unknown argument 'stray'"),
-    (["--virtual-ranks", "4"], "--virtual-ranks"),
+    (["--virtual-ranks", "65"], "slices without samples"),
+    (["--virtual-ranks", "4", "--micro-batch-size", "8"], "--micro-batch-size cannot take effect with --virtual-ranks"),
+    (["--virtual-ranks", "4", "--compile"], "--compile cannot take effect with --virtual-ranks"),
     (["--dataset", "digit"], "did you mean digits?"),
     (["--dataset", "digits:5"], "--dataset"),
     (["--run-dir", "a\nb"], "control character"),

@@ -1,0 +1,257 @@
+"""The gradient of a global batch as one fixed sum over slices (common/tree.py): the same bits at any number of ranks.
+
+Each rank adds what it owns whole of the tree; then every rank ends the tree for its part of each bucket (all_to_all) and
+hands out the result (all_gather). Collectives here only move data: all arithmetic is in the order of the tree.
+
+    sums of rank 0    [a0 a1 a2]         all_to_all      rank 0 adds a0 b0 c0                  all_gather
+    sums of rank 1    [b0 b1 b2]     --------------->    rank 1 adds a1 b1 c1     --------------->    the sum, everywhere
+    sums of rank 2    [c0 c1 c2]      (a slice each)     rank 2 adds a2 b2 c2       (a slice each)
+
+A missing term is -0.0, the one number whose addition changes no bit of anything (+0.0 would turn -0.0 into +0.0): a
+parameter that a slice does not use, and a slice of a short last batch that has no samples, count the same wherever they are.
+"""
+import contextlib
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from common.sampler import share
+from common.tree import carries, held, merges
+
+ALIGN = 64                     # bytes: every gradient starts like an allocation of its own, as vector code likes it
+FIRST, BUCKET = 1 << 20, 25 << 20    # bytes of the first bucket, early on its way, and of the others, as in DDP
+
+
+class Tree:
+    """One step: `begin`, then for each of this rank's `slices` one `leaf` with one backward in it, then `finish`."""
+
+    def __init__(self, net, world, slices):
+        self.world, self.count, self.slices = world, slices, share(slices, world.rank, world.size)
+        self.params = [p for p in net.parameters() if p.requires_grad][::-1]        # about the order of backward
+        self.buffers = Buffers(net, world.device)
+        self.tail = len(self.params)                                # what follows the gradients: moves of buffers, totals
+        shapes = [*self.params, torch.zeros(self.buffers.numel + 2, dtype=self.buffers.dtype, device=world.device)]
+        blocks = held(slices, world.size)
+        self.held, self.order = [len(b) for b in blocks], merges([block for b in blocks for block in b])
+        self.buckets = [Bucket(members, shapes, world, sum(self.held)) for members in _cut(shapes)]
+        self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self.broadcasts = world.size > 1 and world.backend == "gloo"                # its all_gather copies everything twice
+        self.rows, self.sending = [], False
+        if world.size > 1:
+            for i, p in enumerate(self.params):
+                p.register_post_accumulate_grad_hook(lambda _, i=i: self._ready(i))
+
+    @property
+    def bytes_sent(self):
+        """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
+        others = self.world.size - 1
+        return sum(b.part * b.size * others * (sum(self.held) / self.world.size + 1) for b in self.buckets) if others else 0
+
+    # ---- this rank's slices ---------------------------------------------------------------------------------------
+    def begin(self, state):
+        """A new step; the buffers are as its last one left them."""
+        self.rows, self.leaves = [], 0
+        self.buffers.begin(state.buffers)
+
+    @contextlib.contextmanager
+    def leaf(self, v):
+        """Inside: `measure`, then exactly one backward; or nothing at all, for a slice without samples."""
+        if self.leaves:
+            self.buffers.restore()
+        self.leaves += 1
+        self.carries = carries(v, self.slices.start)
+        if not self.carries:                                        # otherwise autograd adds straight into the sibling's gradients
+            self.rows.append([None] * (self.tail + 1))
+            for p in self.params:
+                p.grad = None
+        self.v, self.done = v, 0
+        self.sending = v == self.slices[-1] and self.world.size > 1
+        for bucket in self.buckets:
+            bucket.waiting = len(bucket.params)
+        yield
+        with torch.no_grad():
+            while self.done < len(self.buckets):
+                self._collect()
+        self.sending = False
+        if self.carries > 1:
+            del self.rows[1 - self.carries:]
+
+    @torch.no_grad()
+    def measure(self, loss, hits, weight):
+        """After the forward, before the backward: the slice's totals, and its part in the moves of the buffers."""
+        totals = torch.stack([loss.detach(), hits]).to(self.buffers.dtype)
+        tail = torch.cat([*self.buffers.moves(weight, counts=self.v == self.count - 1), totals])
+        row = self.rows[-1]
+        row[self.tail] = tail if row[self.tail] is None else row[self.tail].add_(tail)
+
+    def _ready(self, i):
+        """Autograd's hook: in the last slice, buckets leave while backward still runs, in one order on every rank."""
+        if self.sending:
+            self.bucket_of[i].waiting -= 1
+            with torch.no_grad():
+                while self.done < len(self.buckets) and not self.buckets[self.done].waiting:
+                    self._collect()
+
+    def _collect(self):
+        """The next bucket of this slice is whole: add the subtrees it completes; send it, if this was the last slice."""
+        bucket, top = self.buckets[self.done], self.rows[-1]
+        for i in bucket.params:
+            p = self.params[i]
+            if p.grad is None:
+                p.grad = torch.full_like(p, -0.0)
+            top[i] = p.grad
+        if self.tail in bucket.members and top[self.tail] is None:
+            top[self.tail] = torch.full((self.buffers.numel + 2,), -0.0, dtype=self.buffers.dtype, device=self.world.device)
+        for depth in range(1, self.carries):
+            left, right = self.rows[-1 - depth], self.rows[-depth]
+            torch._foreach_add_([left[i] for i in bucket.members], [right[i] for i in bucket.members])
+        self.done += 1
+        if self.sending:
+            bucket.send(self.rows[:len(self.rows) - max(0, self.carries - 1)], self.held)
+
+    # ---- the rest of the tree -------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def finish(self):
+        """The sum over all slices is in `.grad`, the buffers have moved; returns this rank's part of the totals."""
+        if self.world.size == 1:
+            for i, j in self.order:                                 # no power of two: some subtrees have no right half
+                torch._foreach_add_(self.rows[i], self.rows[j])
+            grads = self.rows[0]
+        else:
+            works = []
+            for bucket in self.buckets:
+                works += bucket.add(self.order, self.world, self.broadcasts)
+            for work in works:
+                work.wait()
+            grads = [self.bucket_of[i].views[i] for i in range(self.tail + 1)]
+        for p, grad in zip(self.params, grads, strict=False):
+            p.grad = grad
+        self.buffers.apply(grads[self.tail][:-2])
+        self.rows = []
+        totals = grads[self.tail][-2:].double()
+        return totals if self.world.rank == 0 else torch.zeros_like(totals)         # everybody knows them, they are asked for once
+
+
+def _cut(shapes):
+    """Indices of tensors in runs of one type and device and at most so many bytes."""
+    runs, size, kind = [], 0, None
+    for i, t in enumerate(shapes):
+        limit = BUCKET if len(runs) > 1 else FIRST
+        if kind != (t.dtype, t.device) or size >= limit:
+            runs.append([])
+            size, kind = 0, (t.dtype, t.device)
+        runs[-1].append(i)
+        size += t.numel() * t.element_size()
+    return runs
+
+
+@dataclass(eq=False)
+class Bucket:
+    """Some gradients as one flat tensor that divides by the number of ranks."""
+
+    members: list
+    shapes: list = field(repr=False)
+    world: object
+    rows: int
+    waiting: int = 0
+
+    def __post_init__(self):
+        shapes, self.shapes = self.shapes, None
+        kind = shapes[self.members[0]]
+        self.params, self.size = [i for i in self.members if i < len(shapes) - 1], kind.element_size()
+        align, starts, at = ALIGN // self.size, {}, 0
+        for i in self.members:
+            starts[i] = at
+            at += -(-shapes[i].numel() // align) * align
+        self.part = -(-at // (align * self.world.size)) * align     # what each rank adds up and hands out
+        if self.world.size == 1:
+            return
+        self.flat = torch.zeros(self.part * self.world.size, dtype=kind.dtype, device=kind.device)
+        self.received = self.flat.new_zeros(self.rows, self.part)
+        self.views = {i: _like(self.flat[start:start + shapes[i].numel()], shapes[i]) for i, start in starts.items()}
+
+    def _fill(self, row):
+        torch._foreach_copy_([self.views[i] for i in self.members], [row[i] for i in self.members])
+        return self.flat
+
+    def send(self, rows, held):
+        if len(rows) == 1:
+            out = self._fill(rows[0])
+        else:
+            out = self.flat.new_empty(self.world.size, len(rows), self.part)
+            for k, row in enumerate(rows):
+                out[:, k] = self._fill(row).view(self.world.size, self.part)
+        self.out = out                                              # alive until it has been sent
+        self.work = dist.all_to_all_single(self.received.view(-1), out.view(-1), [count * self.part for count in held],
+                                           [len(rows) * self.part] * self.world.size, async_op=True)
+
+    def add(self, order, world, broadcasts):
+        """End the tree for this rank's part, and start to hand it out."""
+        self.work.wait()
+        self.out = None
+        parts = self.flat.view(world.size, self.part)
+        for i, j in order[:-1]:
+            self.received[i] += self.received[j]
+        i, j = order[-1]                                            # row 0 and the last one added to it
+        torch.add(self.received[i], self.received[j], out=parts[world.rank])
+        if broadcasts:
+            return [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
+        return [dist.all_gather_into_tensor(self.flat, parts[world.rank], async_op=True)]
+
+
+def _like(flat, tensor):
+    """A view with the tensor's own strides where they leave no holes: fused optimizers walk gradient and weight in step."""
+    if tensor.is_contiguous() or not torch._prims_common.is_non_overlapping_and_dense(tensor):
+        return flat.view(tensor.shape)
+    return flat.as_strided(tensor.shape, tensor.stride())
+
+
+class Buffers:
+    """A net's buffers: every slice finds them as the last step left them; their moves are summed along the tree.
+
+    Floating-point ones (running statistics) move by the mean over the samples, counters by what the last slice counted:
+    it is never without samples.
+    """
+
+    def __init__(self, net, device):
+        named = list(net.named_buffers())
+        self.net, self.device, self.numel = net, device, sum(b.numel() for _, b in named)
+        self.names = [[n for n, b in named if b.is_floating_point() == floating] for floating in (True, False)]
+        self.dtype = torch.float64 if any(b.dtype == torch.float64 for _, b in named) else torch.float32
+        self.dtypes = (self.dtype, torch.int64)
+
+    def begin(self, committed):
+        """`committed`: the buffers of the last whole step, by name; the live ones are equal to them now."""
+        self.committed = committed
+        self.base = [self._flat(committed, *group) for group in zip(self.names, self.dtypes, strict=True)] if self.numel else []
+
+    def moves(self, weight, counts):
+        """[flat tensors]: what this slice's forward has done to the buffers, its part in the mean."""
+        if not self.numel:
+            return []
+        live = dict(self.net.named_buffers())
+        (old, old_counts), (new, new_counts) = self.base, [self._flat(live, *g) for g in zip(self.names, self.dtypes, strict=True)]
+        moved = (new - old).masked_fill_(new == old, 0.0).mul_(weight)      # a mask of -inf does not move by nan
+        return [moved, (new_counts - old_counts).to(self.dtype).mul_(float(counts))]
+
+    def restore(self):
+        if self.numel:
+            live = dict(self.net.named_buffers())
+            names = [name for group in self.names for name in group]
+            torch._foreach_copy_([live[name] for name in names], [self.committed[name] for name in names])
+
+    def apply(self, moved):
+        if not self.numel:
+            return
+        live, at = dict(self.net.named_buffers()), 0
+        for names, base, dtype in zip(self.names, self.base, self.dtypes, strict=True):
+            flat = base + moved[at:at + base.numel()].to(dtype)
+            at += base.numel()
+            pieces = flat.split([live[name].numel() for name in names]) if names else []
+            for name, piece in zip(names, pieces, strict=True):
+                live[name].copy_(piece.view_as(live[name]))
+
+    def _flat(self, named, names, dtype):
+        pieces = [named[name].to(self.device, dtype).flatten() for name in names]
+        return torch.cat(pieces) if pieces else torch.empty(0, dtype=dtype, device=self.device)

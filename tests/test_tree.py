@@ -1,0 +1,89 @@
+"""Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks."""
+from common.sampler import ElasticSampler, share
+from common.tree import blocks, carries, held, merges
+
+
+def whole(first, size, slices):
+    """The reference: a perfect tree over `size` leaves from `first`, the missing ones left out."""
+    if first >= slices:
+        return None
+    if size == 1:
+        return first
+    left, right = (whole(start, size // 2, slices) for start in (first, first + size // 2))
+    return left if right is None else (left, right)
+
+
+def local(mine):
+    """What a rank does with its own slices: [(expression, slices)] of the rows it is left with."""
+    rows = []
+    for v in mine:
+        rows.append((v, 1))
+        for _ in range(carries(v, mine.start)):
+            right, n = rows.pop()
+            left, m = rows.pop()
+            assert n == m, "a carry joins two equal subtrees"
+            rows.append(((left, right), n + m))
+    return rows
+
+
+def sum_of(slices, world):
+    """The expression that ends up in row 0."""
+    rows = []
+    for rank, blocks_of_rank in enumerate(held(slices, world)):
+        mine = share(slices, rank, world)
+        own = local(mine)
+        assert [size for _, size in blocks_of_rank] == [n for _, n in own]
+        assert sum(n for _, n in own) == len(mine) and len(own) <= max(1, 2 * len(mine).bit_length() - 2)
+        rows += [expression for expression, _ in own]
+    for i, j in merges([block for of_rank in held(slices, world) for block in of_rank]):
+        rows[i] = (rows[i], rows[j])
+        rows[j] = None
+    assert rows[1:] == [None] * (len(rows) - 1), "every row is added once"
+    return rows[0]
+
+
+def test_every_world_adds_along_the_same_tree():
+    for slices in range(1, 34):
+        tree = whole(0, 64, slices)
+        for world in range(1, slices + 1):
+            assert sum_of(slices, world) == tree, (slices, world)
+
+
+def test_a_thousand_ranks_add_along_the_same_tree():
+    tree = whole(0, 4096, 4096)
+    for world in (999, 1023, 1024):
+        assert sum_of(4096, world) == tree
+
+
+def test_a_rank_sends_one_sum_when_slices_and_ranks_are_powers_of_two():
+    for k in range(6):
+        for slices in (2 ** k, 64, 4096):
+            assert all(len(b) == 1 for b in held(slices, 2 ** k)), (slices, 2 ** k)
+    assert [len(b) for b in held(6, 2)] == [2, 2] and [len(b) for b in held(6, 3)] == [1, 1, 1]
+    assert blocks(range(3, 13)) == [(3, 1), (4, 4), (8, 4), (12, 1)]
+
+
+def test_slices_hold_the_same_samples_at_any_world_and_a_rank_owns_neighbours():
+    for size in (1, 7, 8, 9, 64, 4096, 10_000):
+        for slices, worlds in ((1, (1,)), (8, range(1, 9)), (4096, (999, 1023, 1024))):
+            cuts = [share(size, v, slices) for v in range(slices)]
+            assert len(cuts[-1]) > 0, "the last slice has a sample, however short the batch"
+            for world in worlds:
+                for rank in range(world):
+                    mine = share(slices, rank, world)
+                    samples = share(size, rank, world, slices)
+                    assert list(samples) == [i for v in mine for i in cuts[v]]
+
+
+def test_the_sampler_gives_a_rank_the_samples_of_its_slices():
+    def epoch(world):
+        orders = [ElasticSampler(50, 16, rank, world, seed=3, slices=8) for rank in range(world)]
+        return [[i for ids in batch for i in ids] for batch in zip(*orders, strict=True)], [list(o) for o in orders]
+
+    whole_batches, _ = epoch(1)
+    assert sorted(i for batch in whole_batches for i in batch) == list(range(50))
+    for world in (2, 3, 5, 8):
+        batches, ranks = epoch(world)
+        assert batches == whole_batches
+        for rank, lists in enumerate(ranks):                         # 16, 16, 16 and a ragged 2
+            assert [len(ids) for ids in lists] == [len(share(size, rank, world, 8)) for size in (16, 16, 16, 2)]
