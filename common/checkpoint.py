@@ -107,12 +107,12 @@ class CheckpointStore:
     def _claim(self):
         """Rank 0 owns the folder; a node that cannot see rank 0's staging there has a folder of its own."""
         world = self.world
-        if world.rank == 0:
-            self._own()
-        world.meet("owner")
-        if world.local_rank == 0 and world.rank != 0 and not _appears(self.staging):
-            self._own()
-        world.meet("owners")
+        with world.together("owner"):
+            if world.rank == 0:
+                self._own()
+        with world.together("owners"):
+            if world.local_rank == 0 and world.rank != 0 and not _appears(self.staging):
+                self._own()
 
     def _own(self):
         try:

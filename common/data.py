@@ -3,8 +3,12 @@
 Whatever is random about a sample is a function of (seed, epoch, id of the sample): no worker and no rank owns a
 generator, so nothing has to be saved and nothing changes when the world does.
 """
+import atexit
 import ctypes
+import functools
 import hashlib
+import mmap
+import os
 import signal
 import sys
 from dataclasses import dataclass
@@ -197,10 +201,14 @@ def batches(split, order, opts):
             x, y = split.fetch(ids, epoch, augment)
             yield Batch(*((x.pin_memory(), y.pin_memory()) if pin else (x, y)), ids, size)
         return
+    linux, leaving = sys.platform == "linux", mmap.mmap(-1, 1)  # a byte that rank and workers share
+    leave = functools.partial(leaving.__setitem__, 0, 1)
+    atexit.register(leave)  # runs before the exit function of multiprocessing, which was registered before
     loader = DataLoader(_Fetch(split, epoch, augment), batch_sampler=order, num_workers=opts.workers,
-                        collate_fn=_as_it_is, pin_memory=pin, worker_init_fn=_shelter,
+                        collate_fn=_as_it_is, pin_memory=pin,
                         generator=torch.Generator(),  # its own: it must not draw its seed from the training's
-                        multiprocessing_context="fork" if sys.platform == "linux" else None)
+                        worker_init_fn=functools.partial(_shelter, leaving) if linux else None,
+                        multiprocessing_context="fork" if linux else None)
     try:
         for found, size in zip(loader, order.batch_sizes(), strict=True):
             if isinstance(found, UserError):
@@ -211,6 +219,9 @@ def batches(split, order, opts):
             raise UserError("the DataLoader's workers have no room left in shared memory (/dev/shm)\n"
                             "--workers 0, or a larger /dev/shm (docker run --shm-size=8g)") from error
         raise
+    finally:
+        leave()  # an error's traceback may keep the workers alive after this
+        atexit.unregister(leave)
 
 
 class _Fetch(Dataset):
@@ -237,13 +248,13 @@ def _as_it_is(found):
     return found
 
 
-def _shelter(worker):
+def _shelter(leaving, worker):
     """A worker lives and dies with its rank: torchrun and Slurm signal all processes, but the rank is to answer.
 
-    A worker that died would break its rank's orderly save. Ignored, not blocked: starting, multiprocessing's resource
-    tracker unblocks SIGTERM.
+    A worker that died would break its rank's orderly save. SIGTERM counts once the rank is leaving: it is then the rank
+    that sends it. (Blocking signals instead would not do: torch starts threads in a worker before this runs.)
     """
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if leaving[0] else None)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: for a rank that was killed

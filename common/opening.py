@@ -17,8 +17,9 @@ OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was th
 
 def open_life(log, ledger, clock, opts, world, data, state, source):
     """Say what this life is, in at most six lines, and enter it in the ledger; call on every rank."""
-    if world.rank == 0:
-        refuse_the_same_end(opts, data, state)
+    with world.together("opening"):
+        if world.rank == 0:
+            refuse_the_same_end(opts, data, state)
     pids = [int(p) for p in world.all_gather(torch.tensor([os.getpid()]))]
     parameters = sum(p.numel() for p in state.net.parameters())
     share = -(-opts.global_batch_size // world.size)

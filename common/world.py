@@ -2,7 +2,9 @@
 
 Everything that differs between ranks lives in `World`; the scripts hold no rank of their own.
 """
+import contextlib
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -71,6 +73,20 @@ class World:
         if self.size > 1:
             _meet(self.store, f"meet/{name}", self.size)
 
+    @contextlib.contextmanager
+    def together(self, name):
+        """All ranks leave this block, or none: what a person must mend on one rank is said once and raised on each."""
+        try:
+            yield
+        except UserError as error:
+            if self.size > 1:
+                self.store.set(f"meet/{name}/open", json.dumps([str(error), error.code]))
+                deadline = time.monotonic() + ANSWER.total_seconds()
+                while self.store.add(f"meet/{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
+                    time.sleep(0.01)                                # the store ends with rank 0: let the others hear first
+            raise
+        self.meet(name)
+
     def own_line(self):
         """A second connection to this life's store, for a thread that must not wait behind the main one."""
         return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
@@ -85,6 +101,9 @@ def _meet(store, key, count):
     if store.add(key, 1) == count:
         store.set(f"{key}/open", "1")
     store.wait([f"{key}/open"], JOINING)
+    if (word := store.get(f"{key}/open")) != b"1":
+        store.add(f"{key}/heard", 1)
+        raise UserError(*json.loads(word))
 
 
 def join(opts):
