@@ -57,11 +57,13 @@ def main(opts):
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)       # one gradient of one global batch
+                if (state.step + 1) % opts.log_every == 0:
+                    world.all_sum(totals)                           # before the update: who made this step knows its loss
                 state.update(batch.size)                            # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
-                    log.step(state, state.note(world.all_sum(totals), batch.size))
+                    log.step(state, state.note(totals, batch.size))
                 if opts.check_every and state.step % opts.check_every == 0:
                     store.agree(state)
                 if store.due(state):

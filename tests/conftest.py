@@ -3,6 +3,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]     # so that bare `pytest` finds common and ranks too
 
@@ -11,3 +13,23 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+
+
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """One process with torch imported for all tests that start jobs."""
+    from jobs import Jobs
+    with Jobs(tmp_path_factory.mktemp("jobs")) as jobs:
+        yield jobs
+
+
+@pytest.fixture
+def jobs(warm):
+    """What a test starts; no process of it may outlive the test by 5 s."""
+    from jobs import until
+    yield warm
+    try:
+        until(lambda: not warm.alive(), "the last process to end", 5)
+    finally:
+        for pid in warm.alive():
+            warm.kill(pid)

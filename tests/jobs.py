@@ -1,0 +1,229 @@
+"""Starts training as a person would, watches it from outside, and ends what is left of it; every process carries a token
+in its environment, and no other process is ever signalled."""
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "--global-batch-size=32", "--epochs=2",
+         "--audit", "--no-tensorboard", "--log-every=1", "--lr=0.01")
+STEPS = 22                               # of PACED
+
+
+def until(condition, what, deadline=120):
+    """The condition's first true value."""
+    end = time.monotonic() + deadline
+    while not (value := condition()):
+        if time.monotonic() > end:
+            raise AssertionError(f"waited {deadline} s for {what}")
+        time.sleep(0.005)
+    return value
+
+
+class Jobs:
+    """What one test, or one campaign, starts; the end of the `with` leaves no process of it."""
+
+    def __init__(self, folder):
+        self.folder, self.token, self.count = Path(folder), f"jobs-{uuid.uuid4().hex}", 0
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.warm, self.codes, self.pids, self.news = None, {}, {}, threading.Condition()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if self.warm:
+            self.warm.stdin.close()
+            self.warm.wait()
+            self.reader.join()
+
+    def environment(self, **extra):
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PET_", "PYTEST"))}
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+            env.pop(name, None)
+        return env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"} | extra
+
+    def start(self, *argv, cold=False, **env):
+        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell would start it."""
+        self.count += 1
+        out, argv = self.folder / f"output-{self.count}", [str(a) for a in argv]
+        if cold:
+            command = ["-m", "torch.distributed.run", *argv[1:]] if argv[0] == "torchrun" else argv
+            with open(out, "ab") as file:
+                child = subprocess.Popen([sys.executable, *command], env=self.environment(**env), cwd=self.folder, stdout=file,
+                                         stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+            return Job(self, child.pid, out, child)
+        self._warm_up()
+        with self.news:
+            self.warm.stdin.write(json.dumps({"id": self.count, "argv": argv, "env": self.environment(**env),
+                                              "cwd": str(self.folder), "out": str(out)}).encode() + b"\n")
+            self.warm.stdin.flush()
+            self.news.wait_for(lambda: self.count in self.pids, 120)
+            return Job(self, self.pids[self.count], out)
+
+    def torchrun(self, nproc, script, *flags, restarts=10, cold=False, **env):
+        return self.start("torchrun", f"--nproc_per_node={nproc}", f"--max_restarts={restarts}", ROOT / script, *flags,
+                          cold=cold, **env)
+
+    def python(self, script, *flags, cold=False, **env):
+        return self.start(ROOT / script, *flags, cold=cold, **env)
+
+    def owns(self, pid):
+        """Whether that process carries our token: a pid alone may be somebody else's by now."""
+        try:
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                return self.token.encode() in file.read()
+        except OSError:
+            return False
+
+    def alive(self):
+        """Every living process of ours, the warm one excepted; zombies do not live."""
+        pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+        return [pid for pid in pids if self.owns(pid) and not (self.warm and pid == self.warm.pid) and state(pid) not in "ZX"]
+
+    def kill(self, pid, number=signal.SIGKILL):
+        """Whether the signal was sent to a living process of ours."""
+        if not self.owns(pid) or state(pid) in "ZX":
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+            return True
+        return False
+
+    def _warm_up(self):
+        if self.warm:
+            return
+        self.warm = subprocess.Popen([sys.executable, str(TESTS / "warm.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                     env=self.environment(), start_new_session=True)
+        self.warm.stdout.readline()
+        self.reader = threading.Thread(target=self._listen, daemon=True)
+        self.reader.start()
+
+    def _listen(self):
+        for line in self.warm.stdout:
+            news = json.loads(line)
+            with self.news:
+                if "code" in news:
+                    self.codes[news["pid"]] = news["code"]
+                else:
+                    self.pids[news["id"]] = news["pid"]
+                self.news.notify_all()
+
+
+class Job:
+    def __init__(self, jobs, pid, out, child=None):
+        self.jobs, self.pid, self.out, self.child = jobs, pid, out, child
+
+    def poll(self):
+        return self.child.poll() if self.child else self.jobs.codes.get(self.pid)
+
+    def wait(self, deadline=120):
+        """The exit code; the whole output is in the error if it does not come."""
+        try:
+            until(lambda: self.poll() is not None, f"the end of {self.pid}", deadline)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.output}") from None
+        return self.poll()
+
+    def kill(self, number=signal.SIGKILL):
+        return self.jobs.kill(self.pid, number)
+
+    @property
+    def output(self):
+        return self.out.read_text(errors="replace")[-20000:] if self.out.exists() else ""
+
+    @property
+    def workers(self):
+        """What an agent has started and still lives."""
+        return children(self.pid)
+
+
+def state(pid):
+    """One letter, as in ps; X if there is no such process."""
+    return _stat(pid)[0]
+
+
+def children(pid):
+    return [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if (s := _stat(p))[1] == pid and s[0] not in "ZX"]
+
+
+def _stat(pid):
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            letter, parent = file.read().rpartition(b")")[2].split()[:2]
+            return letter.decode(), int(parent)
+    except (OSError, ValueError):
+        return "X", 0
+
+
+# ---- what a run says of itself -------------------------------------------------------------------------------------
+def events(run, name=None):
+    try:
+        lines = (Path(run) / "ledger.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [e for e in found if name in (None, e.get("event"))]
+
+
+def lives(run):
+    return events(run, "life")
+
+
+def reached(run, life=None):
+    """The last step done by any rank (of the newest life), from the ends of the audit files; 0 if none is."""
+    names = [life["life"]] if life else [e["life"] for e in lives(run)[-1:]]
+    best = 0
+    for path in [p for name in names for p in (Path(run) / "audit").glob(f"life-{name}-rank*.jsonl")]:
+        with open(path, "rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            steps = re.findall(rb'"event": "done", "step": (\d+)', file.read())
+        best = max(best, int(steps[-1]) if steps else 0)
+    return best
+
+
+def wait_for(run, step, life=0, job=None, deadline=120):
+    """The newest life (at least number `life`, from 0), once a rank of it has done `step`."""
+    def there():
+        if job and job.poll() is not None and not (lives(run) and reached(run) >= step):
+            raise AssertionError(f"the job ended with {job.poll()} before step {step}\n{job.output}")
+        found = lives(run)
+        return len(found) > life and reached(run) >= step and found[-1]
+    try:
+        return until(there, f"step {step} of life {life} in {run}", deadline)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.output if job else ''}") from None
+
+
+def audit(run):
+    """{"missed", "repeated", "lost", "redone"} as `python -m common.ledger RUN --audit` prints them."""
+    from common.ledger import audit as count
+    return count(run)
+
+
+def last_loss(run):
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    return [line["val_loss"] for line in lines if "val_loss" in line][-1]
+
+
+def weights(run):
+    """Every tensor of the newest whole checkpoint, by name."""
+    from safetensors.torch import load_file
+    newest = sorted((Path(run) / "checkpoints").glob("step-*"))[-1]
+    optimizer = load_file(newest / "optimizer.safetensors")
+    return load_file(newest / "model.safetensors") | {f"optimizer {name}": tensor for name, tensor in optimizer.items()}

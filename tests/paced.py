@@ -1,0 +1,49 @@
+"""A net and a dataset for tests that interrupt: steps of a set length, float64 and no dropout, so that worlds agree to 1e-9."""
+import os
+import time
+from collections import OrderedDict
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Pace(nn.Module):
+    """Takes PACE seconds: there must be time to interrupt a step in."""
+
+    def forward(self, x):
+        time.sleep(float(os.environ.get("PACE", "0.005")))
+        return x.double()
+
+
+def net(opts, data):
+    return nn.Sequential(OrderedDict(pace=Pace(), fc1=nn.Linear(6, 32).double(), act=nn.Tanh(), fc2=nn.Linear(32, 3).double()))
+
+
+def data():
+    """331 samples: no world and no batch divides them."""
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(331 + 64, 6, generator=generator)
+    y = (x[:, 0] > 0).long() + (x[:, 1] * x[:, 2] > 0).long()
+    return x[:331], y[:331], x[331:], y[331:]
+
+
+class Files(Dataset):
+    """Map-style: a sample at a time, which is what worker processes are for."""
+
+    classes = 3
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+
+    def __len__(self):
+        return len(self.y)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index]
+
+
+def files():
+    """The same samples, read one by one."""
+    x, y, x_test, y_test = data()
+    return Files(x, y), Files(x_test, y_test)

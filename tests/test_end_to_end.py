@@ -1,0 +1,238 @@
+"""The three scripts as a person runs them: killed, stopped, resized, carried from script to script, with the result of a run
+that nobody disturbed. Worlds agree to 1e-9 here (float64, no dropout), so that a sample or a step too many would show."""
+import json
+import signal
+import socket
+
+import pytest
+from jobs import PACED, STEPS, TESTS, audit, children, last_loss, lives, reached, until, wait_for, weights
+
+CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"), "ddp": ("train_ddp.py",)}
+
+
+@pytest.fixture(scope="module")
+def unbroken(warm, tmp_path_factory):
+    """A run of one process from the first step to the last."""
+    run = tmp_path_factory.mktemp("unbroken") / "run"
+    job = warm.python("train_ddp.py", *PACED, f"--run-dir={run}", PACE="0")
+    assert job.wait() == 0, job.output
+    return run
+
+
+@pytest.fixture
+def run(tmp_path):
+    return tmp_path / "run"
+
+
+def assert_same(run, unbroken, **counts):
+    """Every sample once, and the weights of the undisturbed run."""
+    assert audit(run) == CLEAN | counts
+    assert abs(last_loss(run) - last_loss(unbroken)) < 1e-9
+    ours, theirs = weights(run), weights(unbroken)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert (tensor - theirs[name]).abs().max() < 1e-9, name
+    assert [json.loads(line)["step"] for line in open(run / "metrics.jsonl") if "val_loss" not in line] == list(range(1, STEPS + 1))
+    left = [p.name for p in run.rglob("*") if p.name.startswith(".life") or p.name.endswith((".gone", ".new"))]
+    assert not left, left
+
+
+def plain(jobs, script, run, *flags, **env):
+    return jobs.python(*SCRIPTS[script], *PACED, f"--run-dir={run}", *flags, **env)
+
+
+def ddp(jobs, nproc, run, *flags, **kwargs):
+    return jobs.torchrun(nproc, "train_ddp.py", *PACED, f"--run-dir={run}", *flags, **kwargs)
+
+
+# ---- kills and changes of the world ----------------------------------------------------------------------------------
+def test_worlds_of_2_then_3_then_1_with_a_kill_in_each_end_like_an_unbroken_run(jobs, run, unbroken):
+    job = ddp(jobs, 2, run)
+    jobs.kill(wait_for(run, 3, job=job)["pids"][1])                 # a worker: the agent starts both anew
+    wait_for(run, 6, 1, job)
+    job.kill(signal.SIGTERM)                                        # the job: to be smaller or larger next time
+    assert job.wait() != 0
+    job = ddp(jobs, 3, run)
+    jobs.kill(wait_for(run, 9, 2, job)["pids"][0])                  # rank 0, which owns the store and the saves
+    wait_for(run, 12, 3, job)
+    job.kill(signal.SIGTERM)
+    job.wait()
+    job = plain(jobs, "ddp", run)
+    wait_for(run, 15, 4, job)
+    job.kill(signal.SIGTERM)
+    assert job.wait() == 143
+    assert ddp(jobs, 2, run).wait() == 0
+    assert [life["world"] for life in lives(run)] == [2, 2, 3, 3, 1, 2]
+    assert_same(run, unbroken)
+
+
+def test_a_run_moves_from_dp_to_ddp_to_mp_and_relaunches_to_a_no_op(jobs, run, unbroken):
+    job = plain(jobs, "dp", run)
+    wait_for(run, 6, 0, job)
+    job.kill(signal.SIGINT)
+    assert job.wait() == 143
+    job = ddp(jobs, 2, run)
+    wait_for(run, 12, 1, job)
+    job.kill(signal.SIGTERM)
+    job.wait()
+    job = plain(jobs, "mp", run)
+    assert job.wait() == 0, job.output
+    assert_same(run, unbroken)
+    files = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()}
+    lines = (run / "metrics.jsonl").read_bytes()
+    for again in (plain(jobs, "dp", run), ddp(jobs, 2, run), plain(jobs, "mp", run)):
+        assert again.wait() == 0 and "complete" in again.output, again.output
+    assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()} == files
+    assert (run / "metrics.jsonl").read_bytes() == lines
+    assert_same(run, unbroken)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unbroken, script):
+    job = plain(jobs, script, run, "--save-every=4")
+    wait_for(run, 6, 0, job)
+    until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
+    job.kill()
+    assert job.wait() == -9
+    assert plain(jobs, script, run, "--save-every=4").wait() == 0
+    lost = audit(run)["lost"]
+    assert lost <= 4 + 4                                            # the interval, and the save that was under way
+    assert_same(run, unbroken, lost=lost, redone=lost)
+
+
+def test_a_whole_job_killed_at_once_loses_at_most_the_save_interval(jobs, run, unbroken):
+    job = ddp(jobs, 2, run, "--save-every=4")
+    life = wait_for(run, 7, 0, job)
+    until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
+    for pid in [job.pid, *life["pids"]]:
+        jobs.kill(pid)
+    job.wait()
+    assert ddp(jobs, 2, run, "--save-every=4").wait() == 0
+    lost = audit(run)["lost"]
+    assert lost <= 4 + 4
+    assert_same(run, unbroken, lost=lost, redone=lost)
+
+
+def test_plain_torchrun_without_a_variable_survives_kills_in_a_row(jobs, run, unbroken):
+    """The only one here that pays for real starts; `python -m tests.chaos --plain 20` is its long form."""
+    job = ddp(jobs, 2, run, cold=True, PACE="0.02")
+    for kill in range(3):
+        jobs.kill(wait_for(run, 4 * kill + 2, kill, job)["pids"][kill % 2])
+    assert job.wait() == 0, job.output
+    assert len(lives(run)) == 4
+    assert_same(run, unbroken)
+
+
+def test_workers_die_with_their_agent_and_the_next_job_loses_nothing(jobs, run, unbroken):
+    job = ddp(jobs, 2, run)
+    pids = wait_for(run, 5, 0, job)["pids"]
+    job.kill()
+    until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent", 5)
+    job.wait()
+    assert ddp(jobs, 2, run).wait() == 0
+    assert_same(run, unbroken)
+
+
+def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
+    files = (f"--dataset={TESTS}/paced.py:files", "--workers=1")
+    job = ddp(jobs, 2, run, *files, PACE="0.05")
+    life = wait_for(run, 4, 0, job)
+    assert any(jobs.kill(child) for pid in life["pids"] for child in children(pid))
+    assert job.wait() == 0, job.output
+    assert len(lives(run)) == 2
+    assert_same(run, unbroken)
+
+
+# ---- asked to stop -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("script, signals", [
+    ("dp", ["SIGTERM"]), ("mp", ["SIGINT"]), ("ddp", ["SIGUSR1"]), ("ddp", ["SIGTERM", "SIGTERM"]), ("dp", ["SIGINT", "SIGTERM"])])
+def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, script, signals):
+    job = plain(jobs, script, run, PACE="0.05")
+    wait_for(run, 3, 0, job)
+    for name in signals:
+        job.kill(getattr(signal, name))
+    assert job.wait(30) == 143, job.output
+    assert "Traceback" not in job.output and any(f"stopped on {name}" in job.output for name in signals), job.output
+    step = reached(run)
+    assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
+    assert plain(jobs, script, run, PACE="0").wait() == 0
+    assert lives(run)[1]["step"] == step
+    assert_same(run, unbroken)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_to_the_agent_stops_all_workers_with_nothing_to_redo(jobs, run, unbroken, name):
+    job = ddp(jobs, 2, run)
+    wait_for(run, 4, 0, job)
+    job.kill(getattr(signal, name))
+    assert job.wait() != 0
+    assert "exitcode: 143" in job.output or "exitcode  : 143" in job.output or "stopped on" in job.output, job.output
+    assert ddp(jobs, 2, run).wait() == 0
+    assert_same(run, unbroken)
+
+
+@pytest.mark.parametrize("rank, name", [(0, "SIGTERM"), (1, "SIGTERM"), (1, "SIGINT"), (0, "SIGUSR1")])
+def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, unbroken, rank, name):
+    job = ddp(jobs, 2, run)
+    life = wait_for(run, 4, 0, job)
+    jobs.kill(life["pids"][rank], getattr(signal, name))
+    assert job.wait() == 0, job.output
+    assert len(lives(run)) == 2
+    assert_same(run, unbroken)
+
+
+def test_a_stop_during_a_save_waits_for_it(jobs, run, unbroken):
+    """Every step is saved, so any instant is within a save or between two."""
+    job = plain(jobs, "ddp", run, "--save-every=1", PACE="0")
+    wait_for(run, 2, 0, job)
+    job.kill(signal.SIGTERM)
+    assert job.wait() in (143, 0), job.output
+    assert plain(jobs, "ddp", run, "--save-every=1", PACE="0").wait() == 0
+    assert_same(run, unbroken)
+
+
+# ---- how it is started ---------------------------------------------------------------------------------------------------
+def test_two_processes_started_by_hand_meet(jobs, run, unbroken):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    by_hand = [plain(jobs, "ddp", run, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+               for rank in (1, 0)]
+    assert [job.wait() for job in by_hand] == [0, 0], by_hand[0].output + by_hand[1].output
+    assert lives(run)[0]["world"] == 2
+    assert_same(run, unbroken)
+
+
+def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
+    first = ddp(jobs, 2, run, "--max-steps=1")
+    assert first.wait() == 0
+    job = ddp(jobs, 2, run, "--max-steps=1", "--seed=1", restarts=0)
+    assert job.wait() != 0
+    assert job.output.count("error: ") == 1 and "--seed was 0, now 1" in job.output, job.output
+    assert "exitcode: 2" in job.output or "exitcode  : 2" in job.output, job.output
+
+
+@pytest.mark.parametrize("argv, words", [
+    (["train_mp.py", "--devices=cpu"], "two devices or more"),
+    (["train_mp.py", *PACED, "--devices=cpu,cpu,cpu,cpu,cpu,cpu"], "6 devices"),
+    (["train_dp.py", "--device=cuda"], "no GPU"),
+    (["train_ddp.py", "--init-from", __file__], "not a file of weights"),
+])
+def test_a_mistake_is_one_short_message_and_exit_code_2(jobs, run, argv, words):
+    job = jobs.python(*argv, f"--run-dir={run}", "--no-tensorboard", CUDA_VISIBLE_DEVICES="")
+    assert job.wait(30) == 2, job.output
+    assert words in job.output and "Traceback" not in job.output
+    assert len(job.output.strip().splitlines()) <= 3, job.output
+
+
+def test_more_local_ranks_than_gpus_is_refused(monkeypatch):
+    import torch
+
+    from common import UserError
+    from common.options import parse_options
+    from common.world import _devices
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    opts = parse_options("", ["--max-steps=1"], script="ddp")
+    assert [str(_devices(opts, rank, 2)[0]) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
+    with pytest.raises(UserError, match="3 processes on this machine but 2 GPUs"):
+        _devices(opts, 0, 3)

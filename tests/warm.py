@@ -1,0 +1,117 @@
+"""A process with torch imported that forks what a test wants to start: tenths of a second where every start would pay for
+importing torch again. What it starts has a session, signal handlers, environment and exit of its own, as after an exec.
+
+Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, and {"pid", "code"} once that process has ended.
+argv[0] is a script of Python, or the word torchrun: then the workers are forked from the agent in the same way.
+"""
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+
+HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD")
+
+
+class Forked(subprocess.Popen):
+    """subprocess.Popen for `python -u SCRIPT ...`, by a fork without the exec."""
+
+    def _execute_child(self, args, *rest):
+        cwd, env, outputs = rest[4], rest[5], (rest[12], rest[14])
+        self.pid = os.fork()
+        if self.pid == 0:
+            for fd, wanted in zip(outputs, (1, 2), strict=True):
+                if fd >= 0:
+                    os.dup2(fd, wanted)
+            become([a for a in args[1:] if a != "-u"], env, cwd)
+        self._child_created = True
+
+
+def become(argv, env, cwd):
+    """This forked process is `python argv...` from here on, and ends as that would; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for name in HANDLED:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        atexit._clear()
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(cwd or ".")
+        sys.argv = argv
+        if argv[0] == "torchrun":
+            import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
+            from torch.distributed.run import main
+            handler.Popen = Forked
+            main()
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+            runpy.run_path(argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except KeyboardInterrupt:
+        code = 130
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush(), sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def main():
+    import torch._dynamo  # noqa: F401  (DDP and optimizers import it: as many seconds as torch itself)
+    import torch.distributed.run  # noqa: F401
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    say = os.fdopen(os.dup(1), "w", buffering=1)
+    buffered = b""
+    print(json.dumps({"ready": os.getpid()}), file=say)
+    while True:
+        ready = select.select([0, reader], [], [])[0]
+        if reader in ready:
+            os.read(reader, 4096)
+        if 0 in ready:
+            data = os.read(0, 1 << 16)
+            if not data:
+                return                                              # the test is over; it has ended what it started
+            *lines, buffered = (buffered + data).split(b"\n")
+            for line in lines:
+                print(json.dumps(_start(json.loads(line))), file=say)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                break
+            if not pid:
+                break
+            print(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}), file=say)
+
+
+def _start(request):
+    pid = os.fork()
+    if pid == 0:
+        out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for fd, wanted in ((nothing, 0), (out, 1), (out, 2)):
+            os.dup2(fd, wanted)
+        os.closerange(3, 256)
+        become(request["argv"], request["env"], request["cwd"])
+    return {"id": request["id"], "pid": pid}
+
+
+if __name__ == "__main__":
+    main()
