@@ -1,6 +1,4 @@
-import os
 import random
-import signal
 from types import SimpleNamespace
 
 import numpy
@@ -149,58 +147,6 @@ def test_flip_mirrors_those_below_one_half():
     x = torch.arange(24, dtype=torch.uint8).view(2, 1, 3, 4)
     flipped = flip(x.clone(), torch.tensor([0.49, 0.5]))
     assert torch.equal(flipped[0], x[0].flip(2)) and torch.equal(flipped[1], x[1])
-
-
-# ---- workers in trouble ----
-
-class Trouble(Noisy):
-    def __init__(self, n, what):
-        self.n, self.what = n, what
-
-    def __getitem__(self, i):
-        if i == 5:
-            return self.what()
-        return torch.zeros(2), 0
-
-
-def trouble(what):
-    return DatasetSplit(Trouble(12, what), "trouble", SimpleNamespace(classes=3), seed=0)
-
-
-def drain(split, **changed):
-    for _ in batches(split, ElasticSampler(len(split), 2, shuffle=False), options(**changed)):
-        pass
-
-
-def full_memory():
-    raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("what, said", [
-    (lambda: torch.zeros(2), "sample 5 is a Tensor"), (lambda: ("text", 0), "(str, int)"),
-    (lambda: (torch.zeros(3), 0), "shape (3,)"), (lambda: (torch.zeros(2), 3), "label 3"),
-    (lambda: (torch.zeros(2), -1), "label -1"),
-])
-def test_a_bad_sample_is_named_in_two_lines_with_workers_and_without(workers, what, said):
-    with pytest.raises(UserError) as caught:
-        drain(trouble(what), workers=workers)
-    assert said in str(caught.value) and "sample 5" in str(caught.value) and len(str(caught.value).splitlines()) == 2
-
-
-def test_a_full_shared_memory_is_said_with_the_way_out():
-    with pytest.raises(UserError, match="--workers 0"):
-        drain(trouble(full_memory), workers=1)
-
-
-def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
-    with pytest.raises(RuntimeError, match="killed|exited"):
-        drain(trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)), workers=2)
-
-
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_worker_leaves_the_signals_of_a_job_to_its_rank(name):
-    drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1)
 
 
 # ---- loading: empty, wrong, changed ----

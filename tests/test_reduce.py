@@ -1,0 +1,106 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import fork_ranks
+from torch import nn
+
+from common.data import Batch
+from common.options import Options
+from common.reduce import CpuReplicas, backward, distribute, mix
+from common.sampler import share
+from common.state import TrainState, build_optimizer
+
+
+def make_state(net, n=64, **flags):
+    opts = Options(**flags)
+    return TrainState(net, build_optimizer(net, opts), opts, n)
+
+
+def small_net(norm=False):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh()] + ([nn.BatchNorm1d(8)] if norm else []) + [nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batch_of(size, rank=0, world=1):
+    """The share of one rank of one and the same global batch."""
+    torch.manual_seed(size)
+    x, y = torch.randn(size, 6, dtype=torch.float64), torch.randint(0, 3, (size,))
+    mine = share(size, rank, world)
+    return Batch(x[mine.start:mine.stop], y[mine.start:mine.stop], list(mine), size)
+
+
+def gradient_of(world, size, flags):
+    state = make_state(small_net(), **flags)
+    model = distribute(state.net, state.opts, world)
+    totals = world.all_sum(backward(model, batch_of(size, world.rank, world.size), state, world))
+    return [p.grad.clone().tolist() for p in state.net.parameters()], totals.tolist()
+
+
+def full_batch_gradient(size, smoothing=0.0):
+    net, batch = small_net(), batch_of(size)
+    out = net(batch.x)
+    loss = nn.functional.cross_entropy(out, batch.y, label_smoothing=smoothing)
+    loss.backward()
+    return [p.grad for p in net.parameters()], [loss.item() * size, (out.argmax(1) == batch.y).sum().item()]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [16, 17, 4, 2, 1])                 # even, ragged, fewer samples than ranks
+def test_the_gradient_is_the_full_batch_gradient_at_any_world_and_size(world, size):
+    wanted, totals = full_batch_gradient(size)
+    for grads, found in fork_ranks(world, gradient_of, size, {}):
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
+        assert found == pytest.approx(totals, abs=1e-12)
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8, 100])
+def test_micro_batches_do_not_change_the_gradient(micro):
+    wanted, _ = full_batch_gradient(17, smoothing=0.1)
+    for grads, _ in fork_ranks(2, gradient_of, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}):
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
+
+
+def step_with_batch_norm(world):
+    state = make_state(small_net(norm=True))
+    model = distribute(state.net, state.opts, world)
+    for size in (9, 8, 2):                                          # the last one leaves ranks without a sample
+        batch = batch_of(size, world.rank, world.size)
+        backward(model, batch, state, world) if len(batch.x) != 1 else backward(model.eval(), batch, state, world)
+        state.update(size)
+    return {n: b.tolist() for n, b in state.net.named_buffers()}, {n: b.tolist() for n, b in state.buffers.items()}
+
+
+def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
+    views = fork_ranks(3, step_with_batch_norm)
+    assert views[0] == views[1] == views[2]
+    assert views[0][0] == views[0][1]
+    assert views[0][0]["2.num_batches_tracked"] >= 2
+
+
+@pytest.mark.parametrize(("size", "count", "sizes"), [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])])
+def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
+    net, seen = small_net(), []
+    net.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    model, batch = CpuReplicas(net, count), batch_of(size)
+    nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+    assert seen == sizes
+    for p, wanted in zip(net.parameters(), full_batch_gradient(size)[0], strict=True):
+        torch.testing.assert_close(p.grad, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("flags", [{"mixup": 0.4}, {"cutmix": 0.4}, {"mixup": 0.4, "cutmix": 0.4}])
+def test_mixing_keeps_the_targets_in_proportion_and_depends_on_the_step_alone(flags):
+    state = SimpleNamespace(opts=Options(**flags), step=3)
+    x = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 1, 12, 12).contiguous()
+    y = torch.arange(4)
+    mixed, targets = mix(x, y, state)
+    again, _ = mix(x, y, state)
+    assert torch.equal(mixed, again)
+    assert sum(weight for weight, _ in targets) == pytest.approx(1)
+    (keep, mine), (rest, other) = targets
+    wanted = keep * mine + rest * other                             # the pixels are the labels here
+    torch.testing.assert_close(mixed.mean((1, 2, 3)), wanted.float(), atol=1e-4, rtol=0)

@@ -1,0 +1,125 @@
+import math
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from common import UserError
+from common.options import Options
+from common.state import TrainState, build_optimizer, learning_rate
+
+
+def make(samples=100, **flags):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    opts = Options(**flags)
+    return TrainState(net, build_optimizer(net, opts), opts, samples)
+
+
+def train(state, steps):
+    for _ in range(steps):
+        torch.manual_seed(state.step)
+        nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,))).backward()
+        state.update(8)
+    return state
+
+
+@pytest.mark.parametrize("flags", [{"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}, {"optimizer": "adam"},
+                                   {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9, "clip_grad_norm": 1.0}])
+def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
+    whole = train(make(**flags), 6)
+    for step in range(6):
+        before, after = train(make(**flags), step), make(**flags)
+        captured = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in before.tensors().items()}
+        after.load(captured, before.facts())
+        train(after, 6 - step)
+        assert after.facts() == whole.facts()
+        for part, tensors in whole.tensors().items():
+            for name, tensor in tensors.items():
+                assert torch.equal(tensor, after.tensors()[part][name]), (step, part, name)
+
+
+def test_a_new_optimizer_with_its_state_made_in_advance_takes_the_steps_of_a_plain_one():
+    state, plain = make(optimizer="adamw", weight_decay=0.1), make()
+    optimizer = torch.optim.AdamW(plain.net.parameters(), 1e-3, weight_decay=0.1, fused=True)
+    train(state, 3)
+    for step in range(3):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain.net(torch.randn(8, 3)), torch.randint(0, 2, (8,))).backward()
+        optimizer.step()
+    for a, b in zip(state.net.parameters(), plain.net.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_names_are_bare_and_the_same_before_the_first_step_and_after():
+    state = make(ema_decay=0.5)
+    before = {part: sorted(tensors) for part, tensors in state.tensors().items()}
+    train(state, 1)
+    assert before == {part: sorted(tensors) for part, tensors in state.tensors().items()}
+    assert set(before["model"]) == set(state.net.state_dict())
+
+
+def test_what_forward_moved_in_mid_step_is_not_in_a_checkpoint():
+    state = train(make(), 2)
+    saved = {n: t.clone() for n, t in state.tensors()["model"].items()}
+    state.net(torch.randn(8, 3))                                    # the running statistics of the next step
+    assert not torch.equal(state.net[1].running_mean, saved["1.running_mean"])
+    assert torch.equal(state.tensors()["model"]["1.running_mean"], saved["1.running_mean"])
+
+
+def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
+    state = train(make(), 1)
+    state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())
+    with pytest.raises(MemoryError):
+        train(state, 1)
+    assert state.torn
+
+
+def test_whoever_saves_waits_for_the_end_of_the_update():
+    state, seen = train(make(), 1), []
+    step, inside, go = state.optimizer.step, threading.Event(), threading.Event()
+
+    def slow_step():
+        step()
+        inside.set()
+        go.wait(20)
+
+    state.optimizer.step = slow_step
+    saver = threading.Thread(target=lambda: (inside.wait(20), go.set(), state.lock.acquire(), seen.append((state.step, state.torn)),
+                                             state.lock.release()))
+    saver.start()
+    train(state, 1)
+    saver.join(20)
+    assert seen == [(2, False)]
+
+
+def test_the_learning_rate_is_a_function_of_the_step():
+    opts = Options(lr=1.0, lr_schedule="cosine", warmup_epochs=1.0, epochs=4)
+    rates = [learning_rate(step, opts, 10) for step in range(41)]
+    assert rates[:10] == pytest.approx([(k + 1) / 11 for k in range(10)])
+    assert rates[10] == 1.0 and rates[40] == pytest.approx(0)
+    assert rates[25] == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
+    thirds = Options(lr=1.0, lr_schedule="step", epochs=3)
+    assert [round(learning_rate(step, thirds, 10), 4) for step in (0, 9, 10, 20, 29, 35)] == [1, 1, 0.1, 0.01, 0.01, 0.01]
+
+
+def test_an_epoch_ends_only_when_its_samples_are_all_trained_on():
+    state = make(samples=20, max_steps=2, epochs=5, global_batch_size=8)
+    train(state, 2)
+    assert state.finished and not state.epoch_over and state.evaluation_due
+    state.end_epoch()
+    assert (state.epoch, state.position) == (0, 16)
+
+
+def test_a_loss_that_is_no_number_is_said_and_never_saved():
+    state = train(make(), 1)
+    with pytest.raises(UserError, match="loss is nan") as caught:
+        state.note(torch.tensor([float("nan"), 0.0]), 8)
+    assert state.torn and caught.value.code == 5
+
+
+def test_signals_are_left_alone_by_importing_the_project():
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

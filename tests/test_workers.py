@@ -1,0 +1,97 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_data import Noisy, options
+
+from common import UserError
+from common.data import DatasetSplit, batches
+from common.sampler import ElasticSampler
+
+
+class Trouble(Noisy):
+    def __init__(self, n, what):
+        self.n, self.what = n, what
+
+    def __getitem__(self, i):
+        if i == 5:
+            return self.what()
+        return torch.zeros(2), 0
+
+
+def trouble(what):
+    return DatasetSplit(Trouble(12, what), "trouble", SimpleNamespace(classes=3), seed=0)
+
+
+def drain(split, **changed):
+    for _ in batches(split, ElasticSampler(len(split), 2, shuffle=False), options(**changed)):
+        pass
+
+
+def full_memory():
+    raise RuntimeError("unable to write to file </torch_1_2>: No space left on device (28)")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("what, said", [
+    (lambda: torch.zeros(2), "sample 5 is a Tensor"), (lambda: ("text", 0), "(str, int)"),
+    (lambda: (torch.zeros(3), 0), "shape (3,)"), (lambda: (torch.zeros(2), 3), "label 3"),
+    (lambda: (torch.zeros(2), -1), "label -1"),
+])
+def test_a_bad_sample_is_named_in_two_lines_with_workers_and_without(workers, what, said):
+    with pytest.raises(UserError) as caught:
+        drain(trouble(what), workers=workers)
+    assert said in str(caught.value) and "sample 5" in str(caught.value) and len(str(caught.value).splitlines()) == 2
+
+
+def test_a_full_shared_memory_is_said_with_the_way_out():
+    with pytest.raises(UserError, match="--workers 0"):
+        drain(trouble(full_memory), workers=1)
+
+
+def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
+    with pytest.raises(RuntimeError, match="killed|exited"):
+        drain(trouble(lambda: os.kill(os.getpid(), signal.SIGKILL)), workers=2)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
+def test_a_worker_leaves_the_signals_of_a_job_to_its_rank(name):
+    drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1)
+
+
+LEAVING = """
+import os, sys
+sys.path[:0] = {path!r}
+from test_data import *
+import multiprocessing
+kept = batches(noisy(64), ElasticSampler(64, 2), options(workers=2))
+next(kept)
+print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
+{how}
+"""
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("how, code", [("sys.exit(3)", 3), ("raise KeyError", 1), ("os._exit(4)", 4),
+                                       ("os.kill(os.getpid(), 9)", -9)])
+def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(how, code):
+    here = Path(__file__).parent
+    script = LEAVING.format(path=[str(here), str(here.parent)], how=how)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == code and len(done.stdout.split()) == 2, done.stderr
+    deadline = time.monotonic() + 20
+    while any(is_alive(pid) for pid in done.stdout.split()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
