@@ -3,26 +3,19 @@
 Whatever is random about a sample is a function of (seed, epoch, id of the sample): no worker and no rank owns a
 generator, so nothing has to be saved and nothing changes when the world does.
 """
-import atexit
-import ctypes
-import functools
 import hashlib
-import mmap
-import os
-import signal
-import sys
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from common import UserError
 from common.datasets import DATASETS, find_source  # noqa: F401  (DATASETS is part of this module's face)
 from common.download import download
 from common.models import seeded
 from common.sampler import uniforms
+from common.workers import from_workers
 
 
 @dataclass(frozen=True)
@@ -201,60 +194,5 @@ def batches(split, order, opts):
             x, y = split.fetch(ids, epoch, augment)
             yield Batch(*((x.pin_memory(), y.pin_memory()) if pin else (x, y)), ids, size)
         return
-    linux, leaving = sys.platform == "linux", mmap.mmap(-1, 1)  # a byte that rank and workers share
-    leave = functools.partial(leaving.__setitem__, 0, 1)
-    atexit.register(leave)  # runs before the exit function of multiprocessing, which was registered before
-    loader = DataLoader(_Fetch(split, epoch, augment), batch_sampler=order, num_workers=opts.workers,
-                        collate_fn=_as_it_is, pin_memory=pin,
-                        generator=torch.Generator(),  # its own: it must not draw its seed from the training's
-                        worker_init_fn=functools.partial(_shelter, leaving) if linux else None,
-                        multiprocessing_context="fork" if linux else None)
-    try:
-        for found, size in zip(loader, order.batch_sizes(), strict=True):
-            if isinstance(found, UserError):
-                raise found
-            yield Batch(*found, size)
-    except RuntimeError as error:
-        if "No space left" in str(error) or "Bus error" in str(error):
-            raise UserError("the DataLoader's workers have no room left in shared memory (/dev/shm)\n"
-                            "--workers 0, or a larger /dev/shm (docker run --shm-size=8g)") from error
-        raise
-    finally:
-        leave()  # an error's traceback may keep the workers alive after this
-        atexit.unregister(leave)
-
-
-class _Fetch(Dataset):
-    """A split as DataLoader's workers see it: a whole share at a time."""
-
-    def __init__(self, split, epoch, augment):
-        self.split, self.epoch, self.augment = split, epoch, augment
-
-    def __len__(self):
-        return len(self.split)
-
-    def __getitems__(self, ids):
-        try:
-            x, y = self.split.fetch(ids, self.epoch, self.augment)
-        except UserError as error:
-            return error  # raised here, it would reach the user wrapped in a traceback
-        if get_worker_info() and ids:
-            # DataLoader would do this in a thread whose errors it drops, and wait for ever on a full /dev/shm.
-            x.share_memory_(), y.share_memory_()
-        return x, y, ids
-
-
-def _as_it_is(found):
-    return found
-
-
-def _shelter(leaving, worker):
-    """A worker lives and dies with its rank: torchrun and Slurm signal all processes, but the rank is to answer.
-
-    A worker that died would break its rank's orderly save. SIGTERM counts once the rank is leaving: it is then the rank
-    that sends it. (Blocking signals instead would not do: torch starts threads in a worker before this runs.)
-    """
-    for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if leaving[0] else None)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: for a rank that was killed
+    for (x, y, ids), size in zip(from_workers(split, order, opts.workers, augment, pin), order.batch_sizes(), strict=True):
+        yield Batch(x, y, ids, size)
