@@ -178,7 +178,10 @@ def _devices(opts, local_rank, local_size):
 
 
 def _keep_to_loopback_on_one_machine(env, size, local_size):
-    if size == local_size and env["MASTER_ADDR"] in ("localhost", "127.0.0.1", "::1", socket.gethostname(), socket.getfqdn()):
+    """Whoever meets at a loopback address is on one machine: then gradients need not be offered on its other interfaces."""
+    host = env["MASTER_ADDR"]
+    here = size == local_size and host in (socket.gethostname(), socket.getfqdn())
+    if here or host in ("localhost", "::1") or host.startswith("127."):
         name = "lo" if sys.platform == "linux" else "lo0"
         env.setdefault("GLOO_SOCKET_IFNAME", name)
         env.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -1,0 +1,125 @@
+import os
+import signal
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+from ranks import fork_ranks
+
+from common import pulse
+from common.pulse import Pulse
+
+
+def state_at(step=0):
+    return SimpleNamespace(step=step, alive=0, own_seconds=0.0)
+
+
+def alone():
+    return SimpleNamespace(rank=0, size=1)
+
+
+def test_a_rank_that_does_not_move_is_named_with_its_stack_and_one_that_moves_is_not():
+    state = state_at(7)
+    found = Pulse(state, alone(), 1, print)
+    try:
+        deadline = time.monotonic() + 20
+        while (word := found.beat()) is None and time.monotonic() < deadline:
+            if time.monotonic() < deadline - 18.5:
+                state.alive += 1                                    # moving: not a word, although the limit is over
+            time.sleep(0.05)
+        assert "rank 0: no progress" in word and "step 7" in word and "test_a_rank_that_does_not_move" in word
+    finally:
+        found.stop()
+
+
+def test_the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_first_step():
+    state = state_at()
+    found = Pulse(state, alone(), 0, print)
+    try:
+        assert found.limit == pulse.OPENING
+        for k in range(1, 9):
+            state.alive = state.step = k
+            found.beat()
+            found.steps[-1] = (10.0 * k, k)                         # ten seconds a step
+        assert found.limit == 200
+        found.steps = [(0.1 * k, k) for k in range(9)]
+        assert found.limit == 60
+    finally:
+        found.stop()
+
+
+def hold_a_lock_in_c(world):
+    """No Python of this process runs any more; only faulthandler's own thread is left."""
+    import ctypes
+    import tempfile
+    with tempfile.TemporaryFile() as errors:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(errors.fileno(), 2)
+            sys.stderr = os.fdopen(2, "w")
+            found = Pulse(state_at(3), world, 1, print)
+            found.beat()
+            ctypes.PyDLL(None).sleep(100)                           # PyDLL keeps the GIL
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        errors.seek(0)
+        return code, errors.read().decode()
+
+
+def test_a_lock_held_in_c_ends_the_process_with_its_stacks():
+    ((code, text),) = fork_ranks(1, hold_a_lock_in_c)
+    assert code == 1 and "hold_a_lock_in_c" in text
+
+
+def one_is_stopped(world):
+    """Rank 2 wakes the stopped one at the end, so that every rank answers."""
+    if world.rank == 1:
+        world.store.set("pid", str(os.getpid()))
+        found = Pulse(state_at(4), world, 3, print)
+        found.beat()
+        world.store.get("go")
+        threading.Event().wait(1.5)                             # it has told its place at least once
+        os.kill(os.getpid(), signal.SIGSTOP)
+        found.stop()
+        return "rank 1: step 4, gives no sign of life for 9 s"
+    found = Pulse(state_at(4), world, 3, print)
+    world.store.set("go", "1")
+    deadline, word = time.monotonic() + 60, ""
+    while "gives no sign of life" not in word and time.monotonic() < deadline:
+        time.sleep(0.1)
+        found.beat()
+        word = found._others()
+    if world.rank == 2:
+        world.store.get("seen")
+        os.kill(int(world.store.get("pid")), signal.SIGCONT)
+    else:
+        world.store.set("seen", "1")
+    found.stop()
+    return word
+
+
+def test_a_stopped_process_is_told_apart_from_those_that_wait_for_it():
+    for word in fork_ranks(3, one_is_stopped):
+        silent = [part for part in word.split("; ") if "gives no sign of life" in part]
+        assert len(silent) == 1 and silent[0].startswith("rank 1: step 4"), word
+
+
+def name_the_slow(world):
+    said, state = [], state_at()
+    found = Pulse(state, world, 60, said.append)
+    deadline = time.monotonic() + 40
+    while not (said if world.rank == 0 else world.store.check(["named"])) and time.monotonic() < deadline:
+        state.step, state.alive = state.step + 1, state.alive + 1
+        state.own_seconds += 0.3 if world.rank == 2 else 0.03
+        time.sleep(0.05)
+    if world.rank == 0:
+        world.store.set("named", "1")
+    found.stop()
+    return said
+
+
+def test_a_slow_rank_is_named_as_a_straggler_and_lives():
+    said, *others = fork_ranks(3, name_the_slow)
+    assert said == ["rank 2 is a straggler: 300 ms of own work a step, 30 ms on the others"]
+    assert others == [[], []]

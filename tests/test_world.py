@@ -1,0 +1,170 @@
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import fork_ranks
+
+from common import UserError
+from common.options import Options
+from common.world import _devices, _fresh_store, join
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_without_torchrun_the_world_is_one_rank_and_opens_no_socket():
+    (found,) = fork_ranks(1, lambda _: clean_environment() or join(Options(device="cpu")))
+    assert (found.rank, found.size, found.backend, found.device.type) == (0, 1, "none", "cpu")
+
+
+def clean_environment():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        os.environ.pop(name, None)
+
+
+def test_collectives_of_one_rank_are_the_identity():
+    (found,) = fork_ranks(1, lambda world: [world.all_sum(torch.ones(2)).tolist(), world.all_gather(torch.ones(1))[0].item(),
+                                            world.broadcast(torch.ones(1), 0).item(), world.meet("a"), world.local_barrier()])
+    assert found == [[1, 1], 1, 1, None, None]
+
+
+def speak_up(world, wrong):
+    try:
+        with world.together("place"):
+            if world.rank == wrong:
+                raise UserError("the fact\nthe way out", code=3)
+        return "went on"
+    except UserError as error:
+        return str(error), error.code
+
+
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_what_one_rank_refuses_is_refused_on_all(wrong):
+    assert fork_ranks(3, speak_up, wrong) == [("the fact\nthe way out", 3)] * 3
+    assert fork_ranks(3, speak_up, -1) == ["went on"] * 3
+
+
+def meet_twice_at_one_agent(world):
+    """Two lives at one shared store, as torchrun makes them: what the first one left must not be read by the second."""
+    if world.rank == 0:
+        agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        world.store.set("agent", str(agent.port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=world.store.get("agent").decode(), TORCHELASTIC_USE_AGENT_STORE="True")
+    ports = []
+    for life in range(3):
+        store = _fresh_store(world.rank, world.size)
+        ports.append(store.port)
+        if world.rank == 0:
+            store.set("word", f"life {life}")
+        assert store.get("word") == f"life {life}".encode()
+        world.meet(f"end of {life}")                                # its host must stay until all have read
+    return ports
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_every_life_has_a_store_of_its_own_although_torchrun_shares_one(size):
+    found = fork_ranks(size, meet_twice_at_one_agent)
+    assert all(ports == found[0] for ports in found) and len(set(found[0])) == 3
+
+
+def test_devices_that_do_not_exist_are_refused():
+    with pytest.raises(UserError, match="--device cuda"):
+        _devices(Options(device="cuda"), 0, 1)
+    with pytest.raises(UserError, match="cuda:7 does not exist"):
+        _devices(Options(script="dp", devices=("cuda:7",)), 0, 1)
+
+
+def test_more_processes_than_gpus_are_refused_on_every_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert _devices(Options(), 1, 2) == (torch.device("cuda", 1),)
+    for rank in range(3):
+        with pytest.raises(UserError, match="3 processes on this machine but 2 GPUs"):
+            _devices(Options(), rank, 3)
+
+
+def listeners(pids):
+    """Addresses that these processes listen on, from /proc/net/tcp and tcp6."""
+    inodes = set()
+    for pid in pids:
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                link = os.readlink(fd)
+            except OSError:
+                continue
+            inodes |= {link[8:-1]} if link.startswith("socket:[") else set()
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and words[9] in inodes:             # 0A: LISTEN
+                found.add(words[1].split(":")[0])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_ddp.py", "--run-dir", str(tmp_path),
+               "--epochs", "1000", "--no-tensorboard"]
+    agent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                             env=dict(os.environ, OMP_NUM_THREADS="1"))
+    try:
+        pids = wait_for(lambda: pids_of(tmp_path))
+        assert listeners(pids) <= {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+        agent.send_signal(signal.SIGKILL)
+        agent.wait()
+        wait_for(lambda: not any(alive(pid) for pid in pids), seconds=10)
+    finally:
+        agent.kill()
+        agent.wait()
+
+
+def pids_of(run):
+    try:
+        lines = (run / "ledger.jsonl").read_text().splitlines()
+        return next((event["pids"] for event in map(json.loads, lines) if event["event"] == "life"), None)
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_for(fact, seconds=90):
+    deadline = time.monotonic() + seconds
+    while not (found := fact()):
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+    return found
+
+
+def test_rank_0s_store_is_bound_to_the_master_address_alone():
+    def addresses(world):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+        store = _fresh_store(0, 1)
+        return store.port and listeners([os.getpid()])
+
+    (found,) = fork_ranks(1, addresses)
+    assert found == {"0100007F"}
+
+
+def test_a_master_address_of_another_machine_is_refused():
+    def refused(world):
+        os.environ.update(MASTER_ADDR="192.0.2.1", MASTER_PORT="29555")
+        with pytest.raises(UserError, match="cannot listen there"):
+            _fresh_store(0, 2)
+        return True
+
+    assert fork_ranks(1, refused) == [True]
