@@ -1,0 +1,90 @@
+"""launch/warm.py: restarts without imports, exit codes passed on; and the breaker of runs that come to nothing."""
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+from jobs import PACED, ROOT, TESTS, Jobs, audit, children, events, lives, until, wait_for
+
+WARM = ROOT / "launch" / "warm.py"
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    with Jobs(tmp_path) as found:
+        yield found
+
+
+def warm(jobs, *arguments, nproc=2, **env):
+    return jobs.start(WARM, "--nproc", nproc, ROOT / "train_ddp.py", *arguments, **env)
+
+
+def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path):
+    run = tmp_path / "run"
+    job = warm(jobs, *PACED, "--run-dir", run)
+    for life in range(3):
+        there = wait_for(run, 2 + 4 * life, life, job)
+        assert jobs.kill(there["pids"][life % 2])
+    assert job.wait() == 0, job.output
+    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+    assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
+    assert all(life["import_s"] < 1.0 for life in lives(run)[1:])   # a cold worker imports torch for seconds
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_stop_on_request_leaves_143_and_the_same_command_goes_on_to_0(jobs, tmp_path, number):
+    run = tmp_path / "run"
+    job = warm(jobs, *PACED, "--run-dir", run)
+    wait_for(run, 3, 0, job)
+    job.kill(number)
+    assert job.wait() == 143, job.output
+    again = warm(jobs, *PACED, "--run-dir", run, nproc=3)
+    assert again.wait() == 0, again.output
+    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+    assert [life["world"] for life in lives(run)] == [2, 3]
+
+
+def test_workers_die_with_a_killed_warm_agent(jobs, tmp_path):
+    run = tmp_path / "run"
+    job = warm(jobs, *PACED, "--run-dir", run)
+    wait_for(run, 3, 0, job)
+    workers = children(job.pid)
+    assert len(workers) == 2
+    job.kill()
+    until(lambda: not set(workers) & set(jobs.alive()), "the workers' end", 10)
+
+
+def test_a_wrong_flag_is_said_once_by_the_agent_with_exit_code_2():
+    done = subprocess.run([sys.executable, WARM, "--nproc", "2", ROOT / "train_ddp.py", "--learning-rate", "1"],
+                          capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and done.stderr.count("error:") == 1 and len(done.stderr.splitlines()) <= 3
+
+
+def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs, tmp_path):
+    run = tmp_path / "run"
+    flags = ("--model", "mlp", "--dataset", f"{TESTS}/poisoned.py:data", "--workers", "0", "--no-tensorboard", "--run-dir", run,
+             "--global-batch-size", "20")
+    job = warm(jobs, *flags)
+    assert job.wait() == 5, job.output
+    word = job.output[job.output.index("error: no progress"):]
+    assert "OSError: sample 37 cannot be read" in word and job.output.count("error: no progress") == 1
+    samples = re.search(r"its samples: ([\d, ]+)", word)[1].split(", ")
+    assert "37" in samples and len(samples) == 20
+    step = int(re.search(r"on step (\d+)", word)[1])
+    starts = [life["step"] for life in lives(run)]
+    assert starts == [0] + [step - 1] * 3 if step > 1 else starts == [0] * 3
+    assert {e["why"] for e in events(run, "error")} == {"OSError: sample 37 cannot be read"}
+
+
+def test_lives_that_were_told_to_stop_do_not_count_as_failures(tmp_path):
+    from types import SimpleNamespace
+
+    from common.opening import refuse_the_same_end
+    lines = []
+    for k in range(5):
+        lines += [{"t": k, "event": "life", "life": str(k), "world": 1, "step": 7}, {"t": k, "event": "stop", "step": 7}]
+    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    opts = SimpleNamespace(run_dir=tmp_path, global_batch_size=4, seed=0)
+    refuse_the_same_end(opts, SimpleNamespace(train=range(50)), SimpleNamespace(step=7, epoch=0, position=28, finished=False))
