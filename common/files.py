@@ -1,33 +1,40 @@
-"""Durable files: written aside, synced, renamed, verified. No torch, no pickle: names, bytes and JSON."""
+"""Durable files: written aside, synced, renamed, read back. No torch, no pickle: names, bytes and JSON."""
+import contextlib
+import ctypes
 import errno
 import hashlib
 import json
+import math
 import os
 import stat
 from pathlib import Path
 
 CHUNK = 1 << 22
-SMALL = 1 << 24                                  # no JSON of ours is larger: a longer one is not ours
-MANIFEST = "manifest.json"
+SYNC = 1 << 28                                   # bytes between two fsyncs of a long file: no stall of minutes at its end
+SMALL = 1 << 16                                  # no JSON of ours is larger: a longer one is not ours, and is not parsed
 
 
 class Damaged(Exception):
-    """This checkpoint cannot be trusted; the text says why, with both values."""
+    """This file cannot be trusted; the text says why, with both values."""
 
 
-def write_file(path, data):
+def write_file(path, data, moved=None):
     """Bytes on the disk under a name that was free; returns (size, SHA-256).
 
-    O_EXCL and O_NOFOLLOW: neither a leftover nor a planted link is ever written into. fsync is called once: after a
-    failed one the kernel counts the pages as clean, so the caller drops this file and writes another.
+    O_EXCL and O_NOFOLLOW: neither a leftover nor a planted link is ever written into. A failed fsync is the end of the
+    file: the kernel counts its pages as clean from then on, so the caller drops it and writes another.
     """
     view, digest, at = memoryview(data).cast("B"), hashlib.sha256(), 0
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         while at < len(view):
             n = os.write(fd, view[at:at + CHUNK])
-            digest.update(view[at:at + n])
+            digest.update(view[at:at + n])                          # what went to the disk, not what is there afterwards
+            if at // SYNC != (at + n) // SYNC:
+                os.fsync(fd)
             at += n
+            if moved:
+                moved()
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -47,111 +54,129 @@ def replace_file(path, data):
     """New content or old content under `path`, never a mixture; for small files that are rewritten."""
     aside = Path(f"{path}.{os.getpid()}.new")
     aside.unlink(missing_ok=True)
-    write_file(aside, data)
-    os.rename(aside, path)
+    try:
+        write_file(aside, data)
+        os.rename(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise
     sync_folder(aside.parent)
 
 
-def read_into(path, size, buffer=None):
-    """The file's SHA-256, its bytes left in `buffer`; refuses links, other kinds of file and another size, before reading."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        info = os.fstat(fd)
-        if not stat.S_ISREG(info.st_mode):
-            raise Damaged(f"{Path(path).name} is not a regular file")
-        if info.st_size != size:
-            raise Damaged(f"{Path(path).name} is {info.st_size:,} bytes, manifest says {size:,}")
+def exchange(one, other):
+    """Swap two names in one step (Linux; file systems without it raise OSError)."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
+    if rename(-100, os.fsencode(one), -100, os.fsencode(other), 2):                 # AT_FDCWD twice, RENAME_EXCHANGE
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one))
+
+
+def read_into(path, size, buffer=None, from_disk=False):
+    """The file's SHA-256, its bytes left in `buffer`; refuses links, other kinds of file and another size, before reading.
+
+    `from_disk` drops what the kernel still has in memory first: what is read then is what a power loss would leave.
+    """
+    name = Path(path).name
+    with _opened(path) as fd:
+        if (there := os.fstat(fd).st_size) != size:
+            raise Damaged(f"{name} is {there:,} bytes, manifest says {size:,}")
+        if from_disk and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         digest, at = hashlib.sha256(), 0
-        scratch = None if buffer is not None else memoryview(bytearray(min(CHUNK, max(size, 1))))
+        scratch = memoryview(bytearray(min(CHUNK, max(size, 1)))) if buffer is None else None
         while at < size:
             want = min(CHUNK, size - at)
             piece = scratch[:want] if buffer is None else buffer[at:at + want]
             n = os.readv(fd, [piece])
             if n == 0:
-                raise Damaged(f"{Path(path).name} ends after {at:,} of {size:,} bytes")
+                raise Damaged(f"{name} ends after {at:,} of {size:,} bytes")
             digest.update(piece[:n])
             at += n
         return digest.hexdigest()
-    finally:
-        os.close(fd)
 
 
-def read_json(path, limit=SMALL):
-    """A small JSON object; anything else is damage, and nothing larger than `limit` is read."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise Damaged(f"{Path(path).name} is not a regular file")
-            data = file.read(limit + 1)
-    except OSError as error:
-        raise Damaged(f"{Path(path).name}: {error.strerror}") from error
+def read_small(path, limit=SMALL):
+    """All bytes of a small regular file; a larger one is refused, not read."""
+    with _opened(path) as fd:
+        data = b""
+        while len(data) <= limit and (piece := os.read(fd, limit + 1 - len(data))):
+            data += piece
     if len(data) > limit:
         raise Damaged(f"{Path(path).name} is larger than {limit:,} bytes")
+    return data
+
+
+@contextlib.contextmanager
+def _opened(path):
+    """Open for reading: no link is followed, no pipe or device waited for, every error is damage with its reason."""
+    name = Path(path).name
     try:
-        value = json.loads(data)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise Damaged(f"{name} is not a regular file")
+            yield fd
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise Damaged(f"{name}: {error.strerror or error}") from error
+
+
+def parse_json(data, name):
+    """The JSON object in `data`, read strictly: no NaN, no infinity, no name twice, nothing that nests without end."""
+    try:
+        value = json.loads(data, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
-        raise Damaged(f"{Path(path).name} is not JSON ({str(error)[:60]})") from error
+        raise Damaged(f"{name} is not JSON ({str(error)[:60]})") from error
     if not isinstance(value, dict):
-        raise Damaged(f"{Path(path).name} is not a JSON object")
+        raise Damaged(f"{name} is not a JSON object")
+    return value
+
+
+def _refuse(text):
+    raise ValueError(f"{text} is no number")
+
+
+def _finite(text):
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is no number")
+    return value
+
+
+def _once(pairs):
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("a name is there twice")
     return value
 
 
 def to_json(value):
-    return json.dumps(value, indent=1, sort_keys=True).encode() + b"\n"
+    """The one way we write an object: equal objects are equal bytes."""
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
-def checkpoints(root):
-    """Committed checkpoints under `root`, newest first, as (step, folder); what they hold is not looked at."""
-    found = []
-    for entry in os.scandir(root) if os.path.isdir(root) else ():
-        head, _, digits = entry.name.partition("-")
-        if head == "step" and len(digits) >= 8 and digits.isdecimal() and digits.isascii():
-            found.append((int(digits), Path(entry.path)))
-    return sorted(found, reverse=True)
+def sealed(value):
+    """The object with its own SHA-256 in it, as bytes."""
+    return to_json(value | {"seal": hashlib.sha256(to_json(value)).hexdigest()})
 
 
-def read_manifest(step, folder, names):
-    """The manifest of a checkpoint, every field checked for kind and range; its seal is its own SHA-256."""
-    if not stat.S_ISDIR(os.lstat(folder).st_mode):
-        raise Damaged("not a folder")
-    manifest = read_json(folder / MANIFEST)
-    seal = manifest.pop("seal", None)
-    if seal != hashlib.sha256(to_json(manifest)).hexdigest():
-        raise Damaged(f"{MANIFEST} does not match its own seal")
-    if manifest.get("step") != step:
-        raise Damaged(f"{MANIFEST} is of step {manifest.get('step')}, the folder says {step}")
-    files = manifest.get("files")
-    if not isinstance(files, dict) or set(files) != set(names):
-        raise Damaged(f"{MANIFEST} lists {sorted(files) if isinstance(files, dict) else files}, expected {sorted(names)}")
-    for name, file in files.items():
-        if not (isinstance(file, dict) and type(file.get("bytes")) is int and file["bytes"] >= 0
-                and isinstance(file.get("sha256"), str)):
-            raise Damaged(f"{MANIFEST}: no size or SHA-256 for {name}")
-    return manifest
-
-
-def verify(step, folder, names, buffers=None):
-    """The manifest, once every byte it speaks of has been read and hashed; the bytes stay in `buffers` where given."""
-    try:
-        manifest = read_manifest(step, folder, names)
-        for name, file in manifest["files"].items():
-            buffer = (buffers or {}).get(name)
-            if buffer is not None and len(buffer) != file["bytes"]:
-                raise Damaged(f"{name} is {file['bytes']:,} bytes, this model and optimizer need {len(buffer):,}")
-            if (sha := read_into(folder / name, file["bytes"], buffer)) != file["sha256"]:
-                raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {file['sha256'][:12]}...")
-        return manifest
-    except OSError as error:
-        raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from error
+def unseal(data, name):
+    """The object that `sealed` wrote; one changed bit anywhere, even in a space, is damage."""
+    value = parse_json(data, name)
+    value.pop("seal", None)
+    if sealed(value) != data:
+        raise Damaged(f"{name} does not match its own seal")
+    return value
 
 
 def room(error, path, needed):
     """What a person needs to know about a failed write: path, needed and free bytes."""
-    try:
-        info = os.statvfs(path)
+    place, free = Path(path), "free space unknown"
+    with contextlib.suppress(OSError):
+        place = next(p for p in (place, *place.parents) if p.exists())
+        info = os.statvfs(place)
         free = f"{info.f_bavail * info.f_frsize:,} bytes free"
-    except OSError:
-        free = "free space unknown"
     name = errno.errorcode.get(error.errno, "?") if error.errno else "?"
     return f"{path}: {error.strerror or error} ({name}); needed {needed:,} bytes, {free}"

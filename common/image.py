@@ -3,35 +3,75 @@
 Names, shapes and dtypes come from the live net, never from a file: a file either has exactly these header bytes or is
 refused, so nothing is ever allocated because a file said so. The buffer is allocated once and serves every save.
 """
+import ctypes
 import hashlib
 import json
+import mmap
 
 import torch
 
+from common import UserError
 from common.files import Damaged
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL"}
+          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+          torch.complex64: "C64", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+          torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+LARGE = 1 << 14                                  # from here on a plain memmove beats torch's copy
+PAGE = mmap.PAGESIZE
+CHECKED = 1 << 22                                # elements looked at in one go: bounds the memory of the check
 
 
 class Image:
     def __init__(self, tensors):
+        for name, tensor in tensors.items():
+            if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+                raise UserError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: it cannot be saved\n"
+                                "keep such tensors out of the net's parameters and buffers (persistent=False)")
         # Wide types first, then by name: every tensor is aligned, and equal states are equal bytes.
-        self.names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))
-        header, at = {}, 0
-        for name in self.names:
-            size = tensors[name].numel() * tensors[name].element_size()
-            header[name] = {"dtype": DTYPES[tensors[name].dtype], "shape": list(tensors[name].shape), "data_offsets": [at, at + size]}
+        names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))
+        header, self.places, at = {}, {}, 0
+        for name in names:
+            tensor = tensors[name]
+            size = tensor.numel() * tensor.element_size()
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+            self.places[name] = (at, size, tensor.dtype, tensor.shape)
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-(len(text) + 8) % 64)                      # the format pads with spaces; data starts on a cache line
         self.header = len(text).to_bytes(8, "little") + text
-        on_gpu = any(t.is_cuda for t in tensors.values())
-        self.buffer = torch.empty(len(self.header) + at, dtype=torch.uint8, pin_memory=on_gpu)
-        self.bytes = memoryview(self.buffer.numpy())
+        self.size, self.gpus = len(self.header) + at, {t.device for t in tensors.values() if t.is_cuda}
+        self.buffer = self.bytes = self.stream = self.copied = None
+        self.views = {}
+
+    def open(self):
+        """Allocate, once: in huge pages where there are some, each touched now so that no save waits for the kernel."""
+        if self.buffer is not None:
+            return self
+        memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        self.buffer[::PAGE] = 0
+        self.bytes = memoryview(memory)
         self.bytes[:len(self.header)] = self.header
+        if len(self.gpus) == 1:
+            self._pin(*self.gpus)
         body = self.buffer[len(self.header):]
-        self.views = {n: body[slice(*header[n]["data_offsets"])].view(tensors[n].dtype).view(tensors[n].shape) for n in self.names}
+        self.views = {name: body[at:at + size].view(dtype).view(shape) for name, (at, size, dtype, shape) in self.places.items()}
+        return self
+
+    def close(self):
+        """Let the memory go; open() takes it again."""
+        if self.stream is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
+        self.buffer = self.bytes = self.stream = self.copied = None
+        self.views = {}
+
+    def _pin(self, gpu):
+        """Page-locked where the driver allows it. (torch's own pinned memory comes in powers of two.)"""
+        if int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), self.size, 0)) == 0:
+            self.stream, self.copied = torch.cuda.Stream(gpu), torch.cuda.Event()
 
     def layout(self):
         """A number that two ranks share exactly when their nets and optimizers have the same names, shapes and types."""
@@ -39,28 +79,71 @@ class Image:
 
     @torch.no_grad()
     def copy(self, tensors):
-        """The one copy the training loop pays for."""
-        torch._foreach_copy_([self.views[n] for n in self.names], [tensors[n].detach() for n in self.names])
+        """The one copy the training loop pays for. Of a GPU's tensors it is only begun: `wait` before you read.
+
+        TrainState.update waits for all of the GPU's streams before it changes a weight, so the copy may run beside the
+        next forward and backward.
+        """
+        self.open()
+        self.bytes[:len(self.header)] = self.header                 # a damaged file may have been read in here
+        base, targets, sources = self.buffer.data_ptr() + len(self.header), [], []
+        for name, (at, size, dtype, shape) in self.places.items():
+            tensor = tensors[name].detach()
+            if tensor.dtype != dtype or tensor.shape != shape:
+                raise RuntimeError(f"{name} was {dtype} {tuple(shape)}, now {tensor.dtype} {tuple(tensor.shape)}")
+            if size >= LARGE and not tensor.is_cuda and tensor.is_contiguous() and not tensor.is_complex():
+                ctypes.memmove(base + at, tensor.data_ptr(), size)
+            else:
+                targets.append(self.views[name])
+                sources.append(tensor)
+        if self.stream is None:
+            if targets:
+                torch._foreach_copy_(targets, sources)
+            return
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            torch._foreach_copy_(targets, sources, non_blocking=True)
+            for source in sources:
+                if source.is_cuda:
+                    source.record_stream(self.stream)
+            self.copied.record()
+
+    def wait(self):
+        """Until the copy is whole."""
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def not_finite(self, names):
+        """The first of `names` that holds a NaN or an infinity, or None."""
+        for name in names:
+            view = self.views.get(name)
+            if view is not None and view.is_floating_point() and view.element_size() > 1:
+                for piece in view.view(-1).split(CHECKED):
+                    if not piece.sum().isfinite() and not piece.isfinite().all():     # the sum alone may overflow
+                        return name
+        return None
 
     def check_header(self, file_name):
         """After a file was read in: it must describe exactly this net."""
         found = bytes(self.bytes[:len(self.header)])
         if found == self.header:
             return
+        self.bytes[:len(self.header)] = self.header
         length = int.from_bytes(found[:8], "little")
         try:
             theirs = json.loads(found[8:8 + length]) if 0 < length <= len(found) - 8 else None
         except (ValueError, RecursionError):
             theirs = None
-        self.bytes[:len(self.header)] = self.header
         if not isinstance(theirs, dict):
             raise Damaged(f"{file_name}: its header is not the one this model and optimizer need ({length:,} bytes)")
         ours = json.loads(self.header[8:])
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
-                raise Damaged(f"{file_name}: {name} is {_shape(theirs.get(name))}, this run has {_shape(ours.get(name))}")
+                raise Damaged(f"{file_name}: {name[:80]} is {_shape(theirs.get(name))}, this run has {_shape(ours.get(name))}")
         raise Damaged(f"{file_name}: its header is written differently")
 
 
 def _shape(entry):
-    return f"{entry.get('dtype')}{entry.get('shape')} at {entry.get('data_offsets')}" if isinstance(entry, dict) else "absent"
+    if not isinstance(entry, dict):
+        return "absent"
+    return f"{entry.get('dtype')}{entry.get('shape')} at {entry.get('data_offsets')}"[:100]

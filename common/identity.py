@@ -1,0 +1,97 @@
+"""What a run is: its options, its data, the code; kept in RUN/options.json. A restart that contradicts it is refused."""
+import hashlib
+import os
+import platform
+import stat
+from pathlib import Path
+
+import torch
+
+from common import UserError, pinned
+from common.files import Damaged, read_small, replace_file, sealed, to_json, unseal
+from common.manifest import checkpoints, read_manifest
+
+KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")
+
+
+def identity_of(opts, fingerprint):
+    """One SHA-256 over everything that decides the result; each checkpoint carries it."""
+    return hashlib.sha256(to_json(opts.identity() | {"data": fingerprint})).hexdigest()
+
+
+def versions(opts, fingerprint):
+    """What all ranks of one life must have in common, as {what: value}."""
+    house = Path(__file__).parent
+    code = hashlib.sha256()
+    for path in sorted([*house.glob("*.py"), *house.parent.glob("train_*.py")]):
+        code.update(path.name.encode() + path.read_bytes())
+    return {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__, "code": code.hexdigest()[:12],
+            "data": fingerprint[:12], "options": identity_of(opts, fingerprint)[:12]}
+
+
+def check_identity(run_dir, opts, world, fingerprint, report):
+    """Write RUN/options.json where there is none; UserError, naming each value, where it contradicts these options."""
+    path, root = run_dir / "options.json", run_dir / "checkpoints"
+    ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint, "torch": torch.__version__,
+            "pinned": pinned.facts(opts, world)}
+    try:
+        old = unseal(read_small(path), path.name) if os.path.lexists(path) else None
+        if old and not (isinstance(old.get("identity"), dict) and isinstance(old.get("data"), str)):
+            raise Damaged(f"{path.name} has no identity and data")
+    except Damaged as reason:
+        if os.path.lexists(path) and not os.path.isfile(path):
+            raise UserError(f"{path}: {reason}\nremove it, or use another --run-dir") from reason
+        old = None
+        report(f"{path}: {reason}; the checkpoints say whose run this is")
+    if old is None:
+        _ask_the_checkpoints(root, path, identity_of(opts, fingerprint))
+        replace_file(path, sealed(ours))
+        return
+    wrong = [f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(old["identity"])]
+    if old["data"] != fingerprint:
+        wrong.append(f"the data's fingerprint was {old['data'][:12]}, now {fingerprint[:12]}")
+    firm, soft = pinned.differences(old.get("pinned", {}), ours["pinned"])
+    for text in soft:
+        report(f"--virtual-ranks: the {text}: from here on the bits may be others")
+    if wrong or firm:
+        raise UserError(f"{run_dir} is another run: {'; '.join(wrong + firm)}\n"
+                        "give the same options to go on with it, or another --run-dir")
+    if old.get("torch") != torch.__version__:
+        report(f"{run_dir} was begun with torch {old.get('torch')}, this is {torch.__version__}: the bits may differ from here on")
+
+
+def _ask_the_checkpoints(root, path, identity):
+    """options.json is lost or torn: the sealed manifests know as well whose run it is."""
+    for step, folder in checkpoints(root):
+        try:
+            theirs = read_manifest(step, folder)["identity"]
+        except (Damaged, OSError):
+            continue
+        if theirs != identity:
+            raise UserError(f"{path} cannot be read, and checkpoints/{folder.name} was saved with other options or data\n"
+                            "give the options of that run to go on with it, or another --run-dir")
+        return
+
+
+def set_aside(run_dir, report):
+    """--resume none loses nothing: what was there moves to before-K/."""
+    old = [name for name in KEPT_ASIDE if os.path.lexists(run_dir / name)]
+    steps = [folder for _, folder in checkpoints(run_dir / "checkpoints")]
+    if not old and not steps:
+        return
+    k = next(k for k in range(1, 10**6) if not os.path.lexists(run_dir / f"before-{k}"))
+    aside = run_dir / f"before-{k}"
+    (aside / "checkpoints").mkdir(mode=0o700, parents=True)
+    for folder in steps:
+        os.rename(folder, aside / "checkpoints" / folder.name)
+    for name in old:
+        os.rename(run_dir / name, aside / name)
+    report(f"--resume none: what was in {run_dir} is now in {aside.name}/")
+
+
+def trusted(folder):
+    """A folder that others may write into can hold anything: ssh's rule for its keys."""
+    info = os.stat(folder)
+    if info.st_uid != os.getuid() or info.st_mode & stat.S_IWOTH:
+        raise UserError(f"{folder} is not yours alone: owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}\n"
+                        "chmod 700 it (as its owner), or use another --run-dir")

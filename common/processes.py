@@ -1,0 +1,68 @@
+"""What can be said of a process, ours or another: who it is, and whether it will ever move again."""
+import hashlib
+import os
+import socket
+
+STOPPED = b"TtZX"        # states in /proc/PID/stat of a process that will not move by itself
+
+
+def job():
+    """What two lives of one job share: the agent's run id, or this process where there is no agent."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return run_id if run_id != "none" else f"{socket.gethostname()}/{_agent()}"
+
+
+def about_me():
+    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid()),
+            "job": job(), "agent": _agent()}
+
+
+def agent_id():
+    """A 62-bit number of the agent above this process (or of the process itself), on this machine, in this boot."""
+    return int.from_bytes(hashlib.sha256(f"{socket.gethostname()} {_machine()} {_agent()}".encode()).digest()[:8], "little") >> 2
+
+
+def _agent():
+    pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
+    return f"{pid}/{_started(pid)}"
+
+
+def _machine():
+    """Where a pid means something: this boot of this machine, this container."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def _state(pid):
+    """(state, start in ticks since boot) of a process, or None: a pid alone may be reused."""
+    try:
+        with open(f"/proc/{int(pid)}/stat", "rb") as file:
+            fields = file.read().rsplit(b")", 1)[1].split()
+            return fields[0], int(fields[19])
+    except (OSError, IndexError, ValueError, TypeError):
+        return None
+
+
+def _started(pid):
+    found = _state(pid)
+    return found[1] if found else None
+
+
+def fate_of(owner):
+    """What can be said of the process that holds a lock: alive, stopped, orphan (alive without its agent), lost, unknown.
+
+    lost: it stands still and its agent is gone, so nobody will ever wake it for our good. Only for our own machine.
+    """
+    if owner.get("machine") is None or owner["machine"] != _machine():
+        return "unknown"
+    found = _state(owner.get("pid"))
+    if found is None or found[1] != owner.get("started"):
+        return "unknown"                                            # its lock is about to fall, or it is a network's
+    stopped = found[0] in STOPPED
+    agent, _, started = str(owner.get("agent")).partition("/")
+    if str(_started(agent)) != started:
+        return "lost" if stopped else "orphan"
+    return "stopped" if stopped else "alive"

@@ -1,0 +1,58 @@
+"""Weights without their checkpoint: read from a foreign file, and compared between ranks."""
+import torch
+
+from common import UserError
+
+PIECE = 1 << 24                                  # bytes widened at once
+
+
+@torch.no_grad()
+def fingerprint_of(tensors):
+    """A cheap 62-bit sum over every bit of named tensors: equal weights give equal sums, on every device."""
+    sums = [torch.zeros((), dtype=torch.int64)]
+    for tensor in tensors.values():
+        flat = tensor.detach().contiguous().view(-1)
+        size, start = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
+        wide = next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % t.itemsize == start % t.itemsize == 0)
+        # 64-bit sums wrap, in any order to the same value; narrower words are widened piece by piece.
+        words = flat.view(torch.uint8).view(wide)
+        sums.append(words.sum().cpu() if wide == torch.int64 else
+                    sum((piece.long().sum() for piece in words.split(PIECE)), torch.zeros((), dtype=torch.int64)).cpu())
+    return sum((2 * index + 1) * value for index, value in enumerate(torch.stack(sums).tolist())) % 2**62
+
+
+def load_weights(state, path):
+    """--init-from: a foreign .pt file, weights only; wrapped names are stripped. Explicit, because this one is a pickle."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        words = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"--init-from {path}: not a file of weights ({words[:120]})") from error
+    for key in ("state_dict", "model", "model_state_dict"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
+    if not isinstance(loaded, dict) or not loaded or not all(torch.is_tensor(v) for v in loaded.values()):
+        raise UserError(f"--init-from {path}: holds no dict of tensors\nsave it with torch.save(net.state_dict(), path)")
+    ours, weights = state.net.state_dict(), {}
+    for name, tensor in loaded.items():
+        name = name if name in ours else name.replace("_orig_mod.", "")
+        name = name if name in ours else name.removeprefix("module.")
+        if name in weights:
+            raise UserError(f"--init-from {path}: {name} is there twice, wrapped and bare\nsave net.state_dict() alone")
+        weights[name] = tensor
+    wrong = sorted(n for n in ours.keys() | weights.keys()
+                   if n not in ours or n not in weights or ours[n].shape != weights[n].shape)
+    if wrong:
+        raise UserError(f"--init-from {path}: {len(wrong)} tensors do not fit this model, the first: {wrong[0]} "
+                        f"(in the file {_shape(weights, wrong[0])}, in the model {_shape(ours, wrong[0])})\n"
+                        "choose the --model these weights belong to")
+    state.net.load_state_dict(weights)
+    state.take_buffers()
+    for name, parameter in state.net.named_parameters():
+        if name in state.ema:
+            state.ema[name].copy_(parameter.detach())               # an average starts where the weights start
+    return str(path)
+
+
+def _shape(tensors, name):
+    return tuple(tensors[name].shape) if name in tensors else "absent"

@@ -1,0 +1,135 @@
+"""The commit protocol: images and facts become one checkpoint on the disk, whole or not at all.
+
+A crash (C) between any two of these points leaves the checkpoint before, or both, never neither:
+    C  step-N.k/ is made in this life's staging folder        swept by the next life
+    C  state, model, optimizer written and synced             swept
+    C  manifest.json written and synced, last                 swept: complete, but without a name that counts
+    C  the folder synced, renamed to checkpoints/step-N       on a power loss N is there whole or not at all
+    C  checkpoints/ synced                                    committed
+    C  N read back from the disk and verified                 only now may older ones go
+    C  older ones renamed into staging, then deleted          extra files only
+Where step-N is there already (same step, later facts), the two folders swap names in one step: old or new. Where it is
+damaged, and the file system cannot swap, it goes first: what is lost was lost.
+"""
+import contextlib
+import errno
+import itertools
+import os
+import shutil
+
+from common import files
+from common.fence import Fenced
+from common.files import Damaged
+from common.manifest import MANIFEST, STATE, TENSORS, checkpoints, facts_to_json, folder_name, read_manifest, verify, write_manifest
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+ASIDE = "damaged-"       # what cannot be trusted keeps its bytes under this name until newer ones stand
+
+
+class Writer:
+    """Writes into the staging folder of one life and renames out of it: gone means fenced. `marks` goes into each manifest."""
+
+    def __init__(self, root, staging, marks):
+        self.root, self.staging, self.marks = root, staging, marks
+        self.numbers, self.moved, self.renew = itertools.count(), 0, None
+
+    def commit(self, images, facts, parent):
+        """Committed on return; OSError when the disk refuses twice, Fenced when the run is no longer ours.
+
+        After a failed write or fsync everything is written anew, to other files, once.
+        """
+        name, unsure = folder_name(facts["step"]), False
+        for attempt in (1, 2):
+            aside = self.staging / f"{name}.{os.getpid()}.{next(self.numbers)}"
+            try:
+                self._write_aside(aside, images, facts, parent)
+                self._name(aside, self.root / name, unsure)
+                unsure = True
+                files.sync_folder(self.root)
+                return
+            except OSError as error:
+                shutil.rmtree(aside, ignore_errors=True)
+                self.stage(facts["step"])
+                if attempt == 2 or error.errno in FULL:
+                    raise
+
+    def stage(self, step):
+        """The staging folder is there, or this life is fenced; a person's rm -rf is no successor, and is mended."""
+        if not os.path.isdir(self.staging):
+            if self.renew is None:
+                raise Fenced(f"{self.staging.parent.parent} was taken over by another life: step {step} of this one is not saved")
+            self.renew()
+
+    def _write_aside(self, aside, images, facts, parent):
+        os.mkdir(aside, 0o700)
+        written = {STATE: files.write_file(aside / STATE, facts_to_json(facts))}
+        for part, name in TENSORS.items():
+            written[name] = files.write_file(aside / name, images[part].bytes, self._move)
+        files.write_file(aside / MANIFEST, write_manifest(self.marks | {"step": facts["step"], "parent": parent}, written))
+        files.sync_folder(aside)
+
+    def _move(self):
+        self.moved += 1
+
+    def _name(self, aside, final, unsure):
+        try:
+            os.rename(aside, final)
+            return
+        except OSError as error:
+            if error.errno not in THERE:
+                raise
+        try:
+            theirs, _ = verify(int(final.name[5:]), final)
+            if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:
+                shutil.rmtree(aside, ignore_errors=True)            # another survivor of this life was faster
+                return
+        except Damaged:
+            theirs = None
+        try:
+            files.exchange(aside, final)
+        except OSError as error:
+            if error.errno == errno.ENOENT or unsure:               # fenced; or its name may not be on the disk: not saved
+                raise
+            if theirs is not None:
+                shutil.rmtree(aside, ignore_errors=True)            # the same step, whole: better than a moment without
+                return
+            os.rename(final, f"{aside}.damaged")
+            os.rename(aside, final)
+        for old in (aside, f"{aside}.damaged"):
+            _delete(old)
+
+    def read_back(self, step):
+        """Damaged, and put aside, if the disk does not give back what it took."""
+        final = self.root / folder_name(step)
+        try:
+            verify(step, final, from_disk=True)
+        except Damaged:
+            self.put_aside(final)
+            raise
+
+    def put_aside(self, folder):
+        """Out of the chain, but not deleted: for a person to look at, until newer checkpoints stand."""
+        to = self.root / f"{ASIDE}{folder.name}"
+        _delete(to)
+        with contextlib.suppress(OSError):
+            os.rename(folder, to)
+
+    def let_go(self, keep, protected):
+        """Only after the newest was verified: all but the newest `keep` and the `protected` steps are deleted."""
+        extra = [folder for step, folder in checkpoints(self.root)[keep:] if step not in protected]
+        if extra:
+            extra += [path for path in self.root.iterdir() if path.name.startswith(ASIDE)]
+        for folder in extra:
+            gone = self.staging / f"{folder.name}.{next(self.numbers)}.gone"
+            with contextlib.suppress(OSError):
+                os.rename(folder, gone)                             # a crash in mid-deletion leaves no half checkpoint
+                _delete(gone)
+
+
+def _delete(path):
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

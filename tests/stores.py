@@ -1,0 +1,137 @@
+"""What the tests of the store stand on: a tiny state in which every value tells its step, stores over it, worlds of one."""
+import contextlib
+import os
+import signal
+import uuid
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+
+from common.checkpoint import CheckpointStore, newest
+from common.image import Image
+from common.manifest import checkpoints
+from common.options import Options
+from common.state import TrainState, build_optimizer
+from common.world import World
+
+
+def options(folder, **flags):
+    return Options(run_dir=folder / "run", **{"keep": 2, "workers": 0, "save_every": 1, "save_seconds": 0} | flags)
+
+
+def world_of_one():
+    return World(rank=0, size=1, local_rank=0, local_size=1, node=0, devices=(torch.device("cpu"),),
+                 life=uuid.uuid4().hex[:12], restart=0, store=None)
+
+
+def tiny_net():
+    """Names and shapes of many kinds, and still only a few hundred bytes."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+
+
+def tiny_state(opts, net=None):
+    net = net or tiny_net()
+    return TrainState(net, build_optimizer(net, opts), opts, samples=10 * opts.global_batch_size)
+
+
+@torch.no_grad()
+def at_step(state, step):
+    """The state as of `step`: every tensor and every counter says so."""
+    with state.lock:
+        for part in state.tensors().values():
+            for name in part:
+                part[name].copy_(expected(part[name], step))
+        state.step, state.epoch, state.position = step, step // 10, step % 10
+    return state
+
+
+def expected(tensor, step):
+    values = torch.arange(tensor.numel()).reshape(tensor.shape) + step
+    return values % 2 if tensor.dtype == torch.bool else values.to(tensor.dtype)
+
+
+def is_at(state, step):
+    """Whether every tensor and every counter is that of `step`, and of no other."""
+    return (state.step, state.epoch, state.position) == (step, step // 10, step % 10) and all(
+        torch.equal(tensor, expected(tensor, step)) for part in state.tensors().values() for tensor in part.values())
+
+
+def images_are_at(images, step):
+    return all(torch.equal(view, expected(view, step)) for image in images.values() for view in image.views.values())
+
+
+def new_store(opts, world=None, fingerprint="f" * 64, said=None):
+    return CheckpointStore(opts, world or world_of_one(), fingerprint, report=(said if said is not None else []).append)
+
+
+@contextlib.contextmanager
+def a_life(opts, net=None, world=None, fingerprint="f" * 64, said=None):
+    """store, state, source: one life of the run from restore to close, in this process."""
+    store, state = new_store(opts, world, fingerprint, said), tiny_state(opts, net)
+    try:
+        source = store.restore(state)
+        yield SimpleNamespace(store=store, state=state, source=source)
+        store.close()
+    finally:
+        end(store)
+
+
+def end(store):
+    """What the death of the process would do to its lock."""
+    store.error = None
+    store.wait()
+    if store.fence:
+        store.fence.release()
+        store.fence = None
+
+
+def save(life, step):
+    """Save the state of `step` and wait until it is on the disk; what went wrong is raised."""
+    life.store.save(at_step(life.state, step))
+    life.store.wait()
+    if life.store.error:
+        error, life.store.error = life.store.error, None
+        raise error if isinstance(error, Exception) else OSError(error)
+
+
+def two_checkpoints(folder, steps=(1, 2), **flags):
+    """A run with checkpoints of these steps; (opts, folder of checkpoints)."""
+    opts = options(folder, **flags)
+    with a_life(opts) as life:
+        for step in steps:
+            save(life, step)
+    return opts, opts.run_dir / "checkpoints"
+
+
+def images_for(opts, net=None):
+    return {part: Image(tensors).open() for part, tensors in tiny_state(opts, net).tensors().items()}
+
+
+def load(root, images):
+    """(step, images really hold that step) of the newest that verifies; nothing may be raised."""
+    step, facts, _ = newest(checkpoints(root), images, report=lambda text: None)
+    return step, step >= 0 and images_are_at(images, step) and facts["step"] == step
+
+
+def steps_of(opts):
+    return [step for step, _ in checkpoints(opts.run_dir / "checkpoints")]
+
+
+@contextlib.contextmanager
+def child(function):
+    """`function` in a forked process; yields its pid, and ends it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(pid, 0)

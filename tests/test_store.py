@@ -1,0 +1,257 @@
+"""What goes into the store comes out of it, whatever the net is made of; what a life does with its checkpoints."""
+import json
+import math
+import os
+import shutil
+
+import pytest
+import torch
+from stores import a_life, at_step, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
+from torch import nn
+
+from common import UserError
+from common.checkpoint import main
+from common.fence import Fenced
+from common.manifest import verify
+
+
+class Odd(nn.Module):
+    """Everything that real nets bring along."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        self.embed, self.head = nn.Embedding(5, 8), nn.Linear(8, 5, bias=False)
+        self.head.weight = self.embed.weight                        # two names, one storage
+        self.norm = nn.BatchNorm2d(4)
+        self.scalar, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 7))
+        self.register_parameter("a/b ü", nn.Parameter(torch.zeros(2, 3).t()))
+        self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64, torch.float64,
+                      torch.complex64):
+            self.register_buffer(f"{str(dtype)[6:]} values", torch.zeros(3, dtype=dtype))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "sgd without momentum", "adamw with averages"])
+def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, optimizer):
+    flags = {"optimizer": optimizer.split()[0]} | ({"momentum": 0.0} if "without" in optimizer else {})
+    opts = options(tmp_path, **flags, ema_decay=0.9 if "averages" in optimizer else 0.0)
+    with a_life(opts, Odd()) as life:
+        save(life, 7)
+    with a_life(opts, Odd()) as life:
+        assert life.source == "checkpoints/step-00000007" and is_at(life.state, 7)
+        strides = life.state.net.conv.weight.stride()
+        assert strides == Odd().conv.weight.stride() and life.state.net.head.weight is life.state.net.embed.weight
+
+
+def test_a_net_without_parameters_to_train_and_without_any_tensor_can_be_saved(tmp_path):
+    opts = options(tmp_path, optimizer="sgd", momentum=0.0)
+    with a_life(opts) as life:
+        assert not life.state.tensors()["optimizer"]
+        save(life, 0)
+    with a_life(opts) as life:
+        assert is_at(life.state, 0) and life.source
+
+
+def test_the_files_are_what_safetensors_reads(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    opts, root = two_checkpoints(tmp_path)
+    tensors = safetensors.load_file(root / "step-00000002" / "model.safetensors")
+    assert tensors["0.weight"].tolist() == [[2, 3, 4], [5, 6, 7]]
+    assert len(safetensors.load_file(root / "step-00000002" / "optimizer.safetensors")) == 12
+
+
+def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        assert life.source is None and life.store.rescue(life.state) and not life.store.rescue(life.state)
+    with a_life(opts) as life:
+        before = os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino
+        life.store.save(life.state)
+        life.store.wait()
+        assert os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino == before
+        life.state.judge({"val_acc": 0.5})                          # an evaluation at the same step is news
+        save(life, 0)
+    with a_life(opts) as life:
+        assert life.state.best == {"val_acc": 0.5, "step": 0} and steps_of(opts) == [0]
+
+
+def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        for step in range(1, 9):
+            at_step(life.state, step)
+            if step == 3:
+                life.state.judge({"val_acc": 0.9})
+            save(life, step)
+    assert steps_of(opts) == [8, 7, 3]
+    assert sorted(path.name for path in (opts.run_dir / "checkpoints").iterdir()) == [
+        "step-00000003", "step-00000007", "step-00000008"]
+    assert all(oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600") for path in opts.run_dir.rglob("*"))
+
+
+def test_rescues_do_not_pile_up(tmp_path):
+    opts = options(tmp_path)
+    for step in range(1, 7):
+        with a_life(opts) as life:
+            life.store.rescue(at_step(life.state, step))
+    with a_life(opts):
+        assert steps_of(opts) == [6, 5]
+
+
+def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path):
+    opts, root = two_checkpoints(tmp_path, steps=(5, 10))
+    with open(root / "step-00000010" / "model.safetensors", "r+b") as file:
+        file.truncate(100)
+    said = []
+    with a_life(opts, said=said) as life:
+        assert is_at(life.state, 5)
+        assert "model.safetensors is 100 bytes, manifest says" in said[0] and "5 steps" in said[1]
+        assert life.store.rescue(at_step(life.state, 7))            # below the damaged one, and not lost to it
+        save(life, 10)
+    assert steps_of(opts) == [10, 7] and (root / "damaged-step-00000010").exists() is False
+    with a_life(opts) as life:
+        assert is_at(life.state, 10)
+
+
+def test_a_step_that_was_damaged_while_running_is_replaced_and_not_counted_as_there(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        save(life, 1)
+        with open(opts.run_dir / "checkpoints" / "step-00000001" / "model.safetensors", "r+b") as file:
+            file.write(b"\xff" * 20)
+        life.store.saved = None
+        save(life, 1)
+    with a_life(opts) as life:
+        assert is_at(life.state, 1)
+
+
+def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path, monkeypatch):
+    opts, root = two_checkpoints(tmp_path)
+    for folder in root.iterdir():
+        os.truncate(folder / "state.json", 3)
+    with pytest.raises(UserError, match="2 checkpoints found, none verifies") as error:
+        with a_life(opts):
+            pass
+    assert error.value.code == 3 and "--resume none" in str(error.value) and steps_of(opts) == [2, 1]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")        # for this process is still the same one
+    with a_life(options(tmp_path, resume="none")) as life:
+        assert life.source is None and steps_of(opts) == []
+        save(life, 1)
+    assert sorted(p.name for p in (opts.run_dir / "before-1" / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    assert (opts.run_dir / "before-1" / "options.json").exists() and main([str(opts.run_dir)]) == 0
+
+
+def test_clocks_decide_nothing(tmp_path):
+    opts, root = two_checkpoints(tmp_path, steps=(1, 2))
+    for age, folder in enumerate(sorted(root.iterdir())):
+        for path in (*folder.iterdir(), folder):
+            os.utime(path, (10**9 * (1 - age), 10**9 * (1 - age)))  # the newest is the oldest by the clock
+    with a_life(opts) as life:
+        assert is_at(life.state, 2)
+
+
+def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        save(life, 1)
+        at_step(life.state, 2)
+        life.state.net[1].running_mean.fill_(math.inf)              # a mask in a buffer may be infinite
+        save(life, 2)
+        with torch.no_grad():
+            life.state.net[0].weight[1, 1] = math.nan
+        life.state.step = 3
+        life.store.save(life.state)
+        life.store.wait()
+        with pytest.raises(UserError, match="0.weight is no longer finite") as error:
+            life.store.check()
+        assert error.value.code == 5 and life.state.torn and not life.store.rescue(life.state)
+    assert steps_of(opts) == [2, 1]
+
+
+def test_a_state_cut_in_two_is_never_saved(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        at_step(life.state, 1).torn = True
+        life.store.save(life.state)
+        assert not life.store.rescue(life.state)
+    assert steps_of(opts) == []
+
+
+def test_buffers_are_those_of_the_last_whole_step(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        at_step(life.state, 4)
+        life.state.net[1].running_mean.fill_(99.0)                  # a forward has begun the next step
+        assert life.store.rescue(life.state)
+    with a_life(opts) as life:
+        assert is_at(life.state, 4)
+
+
+def test_removing_the_folder_of_a_running_job_costs_nothing_but_what_was_in_it(tmp_path):
+    opts = options(tmp_path)
+    for victim in ("checkpoints", "."):
+        with a_life(opts) as life:
+            save(life, 1)
+            shutil.rmtree(opts.run_dir / victim)
+            save(life, 2)
+            shutil.rmtree(opts.run_dir / victim)
+            assert life.store.rescue(at_step(life.state, 3))
+        assert steps_of(opts) == [3]
+        with a_life(opts) as life:
+            assert is_at(life.state, 3)
+        shutil.rmtree(opts.run_dir)
+
+
+def test_another_jobs_folder_in_place_of_ours_fences_us(tmp_path):
+    opts = options(tmp_path)
+    store, state = new_store(opts), tiny_state(opts)
+    store.restore(state)
+    shutil.rmtree(opts.run_dir)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            new_store(opts).restore(tiny_state(opts))
+            os.write(1, b"")
+            os.kill(os.getpid(), 19)                                # holds the lock, standing still
+        finally:
+            os._exit(0)
+    os.waitpid(pid, os.WUNTRACED)
+    try:
+        with pytest.raises(Fenced, match=f"pid {pid}"):
+            store.rescue(at_step(state, 1))
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    store.fence.release()
+    assert steps_of(opts) == []
+
+
+def test_a_checkpoint_of_another_run_can_be_the_start_of_a_new_one(tmp_path):
+    _, root = two_checkpoints(tmp_path / "old", steps=(3, 4))
+    for number, (path, step) in enumerate([(root.parent, 4), (root / "step-00000003", 3)]):
+        opts = options(tmp_path / f"new{number}", resume=str(path), seed=9)
+        with a_life(opts) as life:
+            assert is_at(life.state, step) and life.source == str(path) and steps_of(opts) == []
+            save(life, 6)
+        with a_life(opts) as life:                                  # the same command goes on with its own
+            assert is_at(life.state, 6)
+    os.truncate(root / "step-00000003" / "model.safetensors", 9)
+    with pytest.raises(UserError, match="none verifies") as error:
+        with a_life(options(tmp_path / "new3", resume=str(root / "step-00000003"))):
+            pass
+    assert error.value.code == 3
+
+
+def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):
+    opts, root = two_checkpoints(tmp_path)
+    other, _ = two_checkpoints(tmp_path / "other")
+    assert main([str(opts.run_dir), "--digest"]) == main([str(other.run_dir), "--digest"]) == 0
+    first, second = (line.split()[-1] for line in capsys.readouterr().out.splitlines())
+    assert first == second == verify(2, root / "step-00000002")[0]["digest"] == json.loads(
+        (root / "step-00000002" / "manifest.json").read_text())["digest"]
+    os.truncate(root / "step-00000002" / "optimizer.safetensors", 8)
+    assert main([str(opts.run_dir)]) == 0 and "damaged: optimizer.safetensors is 8 bytes" in capsys.readouterr().out
+    assert main([str(opts.run_dir), "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")
+    os.truncate(root / "step-00000001" / "optimizer.safetensors", 8)
+    assert main([str(opts.run_dir)]) == 3 and main([str(tmp_path)]) == main([]) == main(["a", "--no"]) == 2
