@@ -14,8 +14,8 @@ from ranks import fork_ranks
 import common.rescue
 from common import UserError
 from common.checkpoint import CheckpointStore
-from common.files import checkpoints
 from common.ledger import Ledger
+from common.manifest import checkpoints
 from common.options import parse_options
 from common.rescue import Rescue
 from common.state import TrainState, build_optimizer
