@@ -197,10 +197,11 @@ def user_dataset(opts):
         had = ", ".join(type(part).__name__ for part in found)
         raise UserError(f"dataset {name} returned ({had})\nwanted: (train, test), two Datasets with __len__ and "
                         "__getitem__, or (x, y, x_test, y_test), four tensors")
+    parts = [(x.detach().cpu(), y.detach().cpu()) for x, y in parts]
     for x, y in parts:
-        if not x.numel() or not y.numel() or y.is_floating_point():
+        if not x.numel() or not y.numel() or x.dim() < 2 or y.dim() != 1 or y.is_floating_point():
             raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)} of {y.dtype}\n"
-                            "wanted: at least one sample, and labels of an integer type")
+                            "wanted: at least one sample of one dimension or more, and a whole number for each")
     words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x, _ in parts)
     return Source(*parts, classes=max(int(y.max()) for _, y in parts) + 1,
                   vocab=max(int(x.max()) for x, _ in parts) + 1 if words else None)

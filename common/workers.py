@@ -26,8 +26,13 @@ def from_workers(split, order, count, augment, pin):
                         generator=torch.Generator(),  # its own: it must not draw its seed from the training's
                         worker_init_fn=functools.partial(shelter, leaving) if linux else None,
                         multiprocessing_context="fork" if linux else None)
+    previous = signal.getsignal(signal.SIGCHLD)
+    shares = iter(loader)
+    # DataLoader's handler for dead workers would raise wherever the training just is, in mid-update for one. Without it
+    # the dead are found when their share is waited for, within five seconds.
+    signal.signal(signal.SIGCHLD, previous)
     try:
-        for found in loader:
+        for found in shares:
             if isinstance(found, UserError):
                 raise found
             yield found

@@ -163,6 +163,7 @@ def load(tmp_path, text, **changed):
     ("torch.zeros(3, 2)", "torch.tensor([0, 1])", "one label a sample"),
     ("torch.zeros(3, 2)", "torch.zeros(3)", "float32"),
     ("torch.zeros(3, 2)", "torch.zeros(3, 1).long()", "(3, 1)"),
+    ("torch.zeros(())", "torch.tensor(0)", "samples () with labels ()"),
     ("torch.zeros(3, 5)", "torch.arange(3)", "shape (5,)"),
     ("torch.tensor([[1], [2], [-3]])", "torch.arange(3)", "word number -3"),
 ])

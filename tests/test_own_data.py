@@ -113,6 +113,7 @@ def test_a_users_datasets_are_trained_on(tmp_path, workers):
     ("def make(): return tuple(random_split(Squares(9), [6, 3]))", (2,), 2, None),
     ("def make(opts): a = Squares(3); a.classes = opts.seed + 4; return a, a", (2,), 4, None),
     ("def make(): return (torch.zeros(4, 1, 3, 3), torch.arange(4)) * 2", (1, 3, 3), 4, None),
+    ("def make(): return (torch.zeros(4, 5, requires_grad=True), torch.arange(4)) * 2", (5,), 4, None),
     ("def make(): a = TensorDataset(torch.zeros(4, 5), torch.arange(4)); return a, a", (5,), 4, None),
     ("def make(): return (torch.tensor([[1, 7]]), torch.tensor([2])) * 2", (2,), 3, 8),
     ("def make():\n a = Squares(3); del Squares.classes; a.targets = [0, 1, 6]\n return a, a", (2,), 7, None),

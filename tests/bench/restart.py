@@ -101,7 +101,8 @@ def main():
         for round_ in range(given.rounds):
             for name in seconds:
                 run = Path(folder, f"{name}-{round_}")
-                flags = ["train_ddp.py", "--dataset", f"{same}:data", "--run-dir", run, "--epochs", "100000", "--log-every", "100", "--save-every", "0"]
+                flags = ["train_ddp.py", "--dataset", f"{same}:data", "--run-dir", run, "--epochs", "100000", "--log-every", "100",
+                         "--save-every", "0"]
                 command = {"bare": [*TORCHRUN, bare, f"{run}.log"], "torchrun": [*TORCHRUN, *flags],
                            "warm": [sys.executable, "launch/warm.py", "--nproc", "2", *flags]}[name]
                 job = Job(list(map(str, command)), f"{run}.log" if name == "bare" else run / "ledger.jsonl")
