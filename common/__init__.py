@@ -1,6 +1,7 @@
 """The map of common/: one responsibility a file; imports only point up this list.
 
 sampler     which sample, when: stateless order and its split over ranks
+gpt         a small GPT over bytes
 models      registry of nets; a net may be cut between the children of its nn.Sequential
 ledger      append-only JSON lines: lives, saves, rescues, times; the audit and the goodput report
 tree        the fixed order of additions that gives the same bits at any world size

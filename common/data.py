@@ -23,7 +23,7 @@ class Data:
     """A dataset, and the facts a model is built from."""
 
     name: str
-    train: Any  # a TensorSplit or a DatasetSplit
+    train: Any  # a TensorSplit, a DatasetSplit or text.Windows
     test: Any
     classes: int
     sample_shape: tuple
@@ -67,10 +67,10 @@ AUGMENTATIONS = {None: None, "flip": flip, "crop_flip": crop_flip}
 class TensorSplit:
     """Samples in memory: a batch costs one index operation, not one call per sample."""
 
-    in_memory = True
+    in_memory, tokens = True, 1
 
     def __init__(self, x, y, source, seed, augment=None):
-        self.x, self.y, self.seed, self.augment = x.contiguous(), y.long(), seed, augment
+        self.x, self.y, self.seed, self.augment, self.shape = x.contiguous(), y.long(), seed, augment, tuple(x.shape[1:])
         scale, shift = 1 / (255 * torch.tensor(source.std)), -torch.tensor(source.mean) / torch.tensor(source.std)
         # For one channel plain numbers: they are faster than tensors of one element.
         self.scale, self.shift = (t.item() if len(t) == 1 else t.view(-1, 1, 1) for t in (scale, shift))
@@ -92,7 +92,7 @@ class TensorSplit:
 class DatasetSplit:
     """A map-style Dataset; (seed, epoch, id) set torch's, Python's and numpy's generators before each sample."""
 
-    in_memory = False
+    in_memory, tokens = False, 1
 
     def __init__(self, dataset, name, source, seed, augment=None, plain=None):
         self.dataset, self.name, self.classes, self.seed = dataset, name, source.classes, seed
@@ -153,9 +153,11 @@ def load_data(opts, world):
         if isinstance(samples, tuple):
             x, y = checked(name, part, source, *samples)
             splits.append(TensorSplit(x, y, source, opts.seed, AUGMENTATIONS[augment]))
+        elif hasattr(samples, "fetch"):
+            splits.append(samples)
         else:
             splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain))
-    shapes = [tuple(split.x.shape[1:]) if split.in_memory else split.shape for split in splits]
+    shapes = [split.shape for split in splits]
     if shapes[0] != shapes[1]:
         raise UserError(f"dataset {name}: training samples have shape {shapes[0]}, test samples {shapes[1]}")
     fingerprint = source.fingerprint or hash_splits(splits, source.classes, shapes[0])

@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from common import UserError
 from common.models import call_user, one_line, unknown
 from common.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
+from common.text import text
 
 LARGEST = 2**31  # bytes an IDX file may unpack to
 MOST_PIXELS = 2**26  # of one image: what unpacks to more is no photograph
@@ -223,7 +224,7 @@ def count_classes(dataset):
 
 DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10,
             "imagefolder": imagefolder, "sentiment": sentiment, "sentiment-large": sentiment_large,
-            "random": random_numbers}
+            "random": random_numbers, "text": text}
 
 
 def find_source(opts):
@@ -231,6 +232,6 @@ def find_source(opts):
     name, _, size = opts.dataset.partition(":")
     if ".py" in opts.dataset:
         return user_dataset(opts)
-    if name not in DATASETS or (size and name != "random"):
+    if name not in DATASETS or (size and name not in ("random", "text")):
         raise unknown("dataset", opts.dataset, DATASETS)
     return DATASETS[name](opts)

@@ -8,6 +8,7 @@ from common.reduce import autocast
 from common.sampler import share
 
 BLOCK = 256                                      # samples per forward: the same blocks at every world size
+TOKENS = 4096                                    # or so many tokens, if that is fewer samples
 FEW = 16                                         # samples whose predictions a person would like to see
 FIXED = 2.0 ** 24                                # losses are summed as integers: no order of addition can show
 
@@ -16,27 +17,28 @@ FIXED = 2.0 ** 24                                # losses are summed as integers
 def evaluate(model, split, state, world):
     """{"val_loss", "val_acc"} of the averaged weights where there are some; of few samples, predictions and labels too."""
     state.net.eval()
-    blocks = -(-len(split) // BLOCK)
+    size = min(BLOCK, max(1, TOKENS // split.tokens))
+    blocks = -(-len(split) // size)
     sums = torch.zeros(4, dtype=torch.int64)     # loss in fixed point, hits, samples, samples without a finite loss
     predictions, labels = [], []
     with averaged_weights(state):
         for block in share(blocks, world.rank, world.size):
             state.alive += 1
-            ids = range(block * BLOCK, min((block + 1) * BLOCK, len(split)))
+            ids = range(block * size, min((block + 1) * size, len(split)))
             x, y = split.fetch(list(ids), 0, False)
             x, y = x.to(world.device), y.to(world.device)
             with autocast(state.opts, world):
                 out = model(x)
-            losses = F.cross_entropy(out.double(), y, reduction="none")
+            losses = F.cross_entropy(out.double().flatten(0, -2), y.flatten(), reduction="none").view(len(y), -1).mean(1)
             finite = losses.isfinite()
-            found = out.argmax(1)
+            found = out.argmax(-1)
             sums += torch.stack([(losses[finite] * FIXED).round().long().sum(), (found == y).sum(),
                                  torch.tensor(len(y), device=y.device), (~finite).sum()]).cpu()
-            if len(split) <= FEW:
+            if len(split) <= FEW and y.dim() == 1:
                 predictions, labels = found.tolist(), y.tolist()
     world.all_sum(sums)
     loss, hits, samples, broken = sums.tolist()
-    metrics = {"val_loss": float("nan") if broken else loss / FIXED / samples, "val_acc": hits / samples}
+    metrics = {"val_loss": float("nan") if broken else loss / FIXED / samples, "val_acc": hits / (samples * split.tokens)}
     return metrics | ({"predictions": predictions, "labels": labels} if predictions else {})
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from common import UserError
+from common.gpt import build_gpt
 from common.sampler import hash_seed
 
 
@@ -66,7 +67,7 @@ def build_lstm(data):
     return net
 
 
-MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm}
+MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}
 
 
 def build_model(opts, data):
@@ -75,10 +76,14 @@ def build_model(opts, data):
     with seeded(opts.seed, "init"):
         if ".py" in name:
             net = call_user(name, opts, data)
+            if isinstance(net, (list, tuple)) and all(isinstance(part, nn.Module) for part in net):
+                net = nn.Sequential(*net)                           # its stages, already cut
             if not isinstance(net, nn.Module):
                 raise UserError(f"model {name} returned {type(net).__name__}, not an nn.Module")
         elif name in MODELS:
             net = MODELS[name](data)
+        elif name.startswith("gpt:"):
+            net = build_gpt(data, name[4:])
         else:
             net = build_torchvision(name, data)
     return net.cpu()
@@ -131,9 +136,10 @@ def fit_channels(net, channels):
 def numbers(model, data, dims=None):
     """The sample shape, for a model that computes with numbers (and wants `dims` dimensions of them)."""
     if data.vocab or (dims and len(data.sample_shape) != dims):
+        other = ("gpt" if data.classes == data.vocab else "lstm") if data.vocab else "mlp"
         wants, has = "images" if dims else "numbers", "words" if data.vocab else f"samples of shape {data.sample_shape}"
         raise UserError(f"model {model} takes {wants}, dataset {data.name} has {has}\n"
-                        f"choose --model {'lstm' if data.vocab else 'mlp'}, or another --dataset")
+                        f"choose --model {other}, or another --dataset")
     return data.sample_shape
 
 

@@ -17,7 +17,8 @@ LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
 USES = {  # which of the flags that depend on the dataset can take effect with it
     "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
-    "imagefolder": ("data_dir", "workers", *IMAGES), "sentiment": (), "sentiment-large": (), "random": ("mixup",)}
+    "imagefolder": ("data_dir", "workers", *IMAGES), "sentiment": (), "sentiment-large": (), "random": ("mixup",),
+    "text": ("data_dir",)}
 
 OTHERS = {  # why these do not go with --virtual-ranks
     "--micro-batch-size": "a slice is one forward, so its size is already fixed",
@@ -39,8 +40,9 @@ class Options:
     max_steps: int = free(0, whole(0), "stop after so many steps in all; 0: no limit")
     eval_only: bool = free(False, SWITCH, "evaluate the checkpoint and leave")
 
-    model: str = decides("net", NAME, "net, mlp, lstm, a torchvision name, or path/to/file.py:function", "model, data")
-    dataset: str = decides("digits", NAME, f"{', '.join(USES)}[:100x5], or path/to/file.py:function")
+    model: str = decides("net", NAME, "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, or "
+                         "path/to/file.py:function", "model, data")
+    dataset: str = decides("digits", NAME, f"{', '.join(USES)}, random:100x5, text:128, or path/to/file.py:function")
     data_dir: str = free("data", PATH, "where the dataset's files are")
     download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
     workers: int = free(None, whole(0, 256), "loading processes per rank, if samples are files (default: up to 4)")
@@ -113,7 +115,8 @@ def uses(dataset):
     """The flags of USES that can take effect with this dataset; a user's own function may use them all."""
     if ".py" in dataset:
         return ("data_dir", "workers", *IMAGES)
-    return USES.get("random" if dataset.startswith("random:") else dataset, ())
+    name, _, size = dataset.partition(":")
+    return USES.get(name if name in ("random", "text") else dataset, ())
 
 
 def parse_options(doc, argv=None, script=None):

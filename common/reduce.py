@@ -121,7 +121,7 @@ def backward(model, batch, state, world):
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
-            loss, hits = forward(model, *part, state, world)
+            loss, right = forward(model, *part, state, world)
             if last:
                 state.own_seconds += time.monotonic() - began       # the backward to come waits for the others
             # Summed, then divided by the whole batch's size: uneven shares still give the exact mean. DDP divides by the
@@ -129,7 +129,7 @@ def backward(model, batch, state, world):
             scaled = loss * (world.size / batch.size)
             (state.scaler.scale(scaled) if state.scaler else scaled).backward()
         totals[0] += loss.detach()
-        totals[1] += hits
+        totals[1] += right
     if world.size > 1 and state.buffers:
         average_buffers(state, world, len(batch.x) / batch.size)
     return totals
@@ -147,8 +147,8 @@ def backward_slices(model, batch, state, world):
         with tree.leaf(v):
             if n:
                 x, y = (alone(t[at:at + n], world) for t in (batch.x, batch.y))
-                loss, hits = forward(model.net, x, y, state, world)
-                tree.measure(loss, hits, n / batch.size)
+                loss, right = forward(model.net, x, y, state, world)
+                tree.measure(loss, right, n / batch.size)
                 scaled = loss / batch.size
                 (state.scaler.scale(scaled) if state.scaler else scaled).backward()
         at += n
@@ -168,9 +168,21 @@ def forward(model, x, y, state, world):
     x, targets = mix(x, y, state)
     with autocast(opts, world):
         out = model(x)
-    loss = sum(w * F.cross_entropy(out.float() if opts.amp != "off" else out, t, reduction="sum",
-                                   label_smoothing=opts.label_smoothing) for w, t in targets)
-    return loss, (out.detach().argmax(1) == y).sum() if len(y) else torch.zeros((), device=x.device)
+    return summed_loss(out, targets, opts), hits(out, y) if len(y) else torch.zeros((), device=x.device)
+
+
+def summed_loss(out, targets, opts):
+    """The loss of each sample, added up; where a sample has many tokens, its loss is the mean over them."""
+    flat = (out.float() if opts.amp != "off" else out).flatten(0, -2)
+    tokens = targets[0][1].shape[1:].numel()
+    return sum(w * F.cross_entropy(flat, t.flatten(), reduction="sum", label_smoothing=opts.label_smoothing)
+               for w, t in targets) / tokens
+
+
+def hits(out, y):
+    """How many samples are answered right; of a sample with many tokens, the share that is."""
+    found = (out.detach().argmax(-1) == y).sum()
+    return found if y.dim() == 1 else found / y.shape[1]
 
 
 def autocast(opts, world):

@@ -1,0 +1,70 @@
+"""A small GPT over bytes, as an nn.Sequential of embedding, blocks and head, so that it may be cut between any two of them."""
+import re
+from collections import OrderedDict
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from common import UserError
+
+SIZES = {"tiny": (4, 4, 128), "small": (6, 6, 384), "medium": (12, 12, 768)}      # layers, heads, width
+
+
+class Embedding(nn.Module):
+    """Tokens and their positions, as vectors."""
+
+    def __init__(self, vocab, length, width):
+        super().__init__()
+        self.token, self.position = nn.Embedding(vocab, width), nn.Embedding(length, width)
+
+    def forward(self, tokens):
+        return self.token(tokens) + self.position.weight[:tokens.shape[1]]
+
+
+class Block(nn.Module):
+    """Causal attention, then two linear layers, each added to what came in."""
+
+    def __init__(self, heads, width):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=2))
+        x = x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def build_gpt(data, size=""):
+    """`gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width. Head and embedding do not share a weight: they
+    may be on different devices."""
+    if not data.vocab or data.classes != data.vocab:
+        raise UserError(f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape {data.sample_shape} "
+                        f"and {data.classes} classes\nchoose --dataset text --data-dir FILE, or another --model")
+    layers, heads, width = sizes(size)
+    net = nn.Sequential(OrderedDict(
+        embedding=Embedding(data.vocab, data.sample_shape[0], width),
+        **{f"block{i}": Block(heads, width) for i in range(layers)},
+        head=nn.Sequential(OrderedDict(norm=nn.LayerNorm(width), linear=nn.Linear(width, data.classes, bias=False))),
+    ))
+    with torch.no_grad():
+        for name, p in net.named_parameters():
+            if p.dim() == 2:                                        # what feeds the residual stream is smaller, the deeper the net
+                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if name.endswith(("mix.weight", "down.weight")) else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(p)
+    return net
+
+
+def sizes(size):
+    if not size or size in SIZES:
+        return SIZES[size or "tiny"]
+    found = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,6})", size)
+    layers, heads, width = map(int, found.groups()) if found else (0, 0, 0)
+    if not layers or not heads or not width or width % heads:
+        raise UserError(f"model gpt:{size} is no size: {', '.join(f'gpt:{name}' for name in SIZES)}, or gpt:LxHxD\n"
+                        "L layers, H heads, width D, a multiple of H; for example gpt:4x4x128")
+    return layers, heads, width
