@@ -37,13 +37,13 @@ def main(opts):
     net = prepare(build_model(opts, data), opts, world)
     clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
-    store = CheckpointStore(opts, world, data.fingerprint)
+    ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
+    store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = replicate(net, opts, world)
     if opts.show_scatter:
         show_scatter(model, net)
-    ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     with Log(opts, world, state.step, state.total_steps, state.record) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)

@@ -34,9 +34,10 @@ class NotFinite(UserError):
 class CheckpointStore:
     """Of the processes that see one run folder, one owns it and writes; the others only ever write a rescue."""
 
-    def __init__(self, opts, world, fingerprint="", report=print):
+    def __init__(self, opts, world, fingerprint="", ledger=None, report=print):
         self.opts, self.world, self.fingerprint, self.report = opts, world, fingerprint, report
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
+        self.ledger = ledger
         self.identity = identity_of(opts, fingerprint)
         self.writer = Writer(self.root, self.root / f".life-{world.life}", {
             "life": world.life, "identity": self.identity, "data": fingerprint, "torch": torch.__version__})
@@ -221,7 +222,7 @@ class CheckpointStore:
         return state.facts()
 
     def _write_noting(self, facts):
-        before = self.committed
+        before, began = self.committed, time.monotonic()
         try:
             self._write(facts)
             try:
@@ -231,6 +232,8 @@ class CheckpointStore:
                 raise
             self._let_go(facts)
             self.failures = 0
+            if self.ledger:
+                self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
         except Exception as error:
             self.failures += 1
             self.saved = None                                       # so that the next interval tries again

@@ -19,7 +19,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source):
     """Say what this life is, in at most six lines, and enter it in the ledger; call on every rank."""
     with world.together("opening"):
         if world.rank == 0:
-            refuse_the_same_end(opts, data, state)
+            refuse_the_same_end(ledger, opts, data, state)
     pids = [int(p) for p in world.all_gather(torch.tensor([os.getpid()]))]
     parameters = sum(p.numel() for p in state.net.parameters())
     share = -(-opts.global_batch_size // world.size)
@@ -47,8 +47,11 @@ def open_life(log, ledger, clock, opts, world, data, state, source):
                      global_batch_size=opts.global_batch_size, **clock.laps)
 
 
-def refuse_the_same_end(opts, data, state):
-    """Three lives in a row that began here and came to nothing: a fourth would too. Being told to stop is no failure."""
+def refuse_the_same_end(ledger, opts, data, state):
+    """Three lives in a row that began here and came to nothing: a fourth would too. Being told to stop is no failure.
+
+    It is refused once: whoever starts the run again after that has mended something, or gets three lives to see that not.
+    """
     try:
         lives = lives_of(opts.run_dir)
     except UserError:
@@ -57,16 +60,18 @@ def refuse_the_same_end(opts, data, state):
     for events in reversed(lives):
         names = {event["event"] for event in events}
         further = any(event["step"] > state.step for event in events if type(event.get("step")) is int)
-        if events[0]["step"] != state.step or further or "stop" in names or state.finished:
+        if events[0]["step"] != state.step or further or state.finished or names & {"stop", "refused"}:
             break
         failed.append(events)
-    if len(failed) % LIVES or not failed:
-        return                                                      # after being told so, three more tries are allowed
+    if len(failed) < LIVES:
+        return
+    ledger.event("refused", step=state.step)
     first = next((e["why"] for events in reversed(failed) for e in events if e["event"] == "error"), "killed, no error was noted")
     batch = range(state.position, min(state.position + opts.global_batch_size, len(data.train)))
     ids = permute(batch, len(data.train), opts.seed, state.epoch).tolist()
+    samples = ", ".join(map(str, ids[:MANY])) + (", ..." if len(ids) > MANY else "")
     raise UserError(f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"
-                    f"its samples: {', '.join(map(str, ids[:MANY]))}{', ...' if len(ids) > MANY else ''} (of epoch {state.epoch + 1})\n"
+                    f"its samples: {samples} (of epoch {state.epoch + 1})\n"
                     "mend the cause (a bad sample? too little memory?), then start again", code=5)
 
 

@@ -76,6 +76,8 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
     starts = [life["step"] for life in lives(run)]
     assert starts == [0] + [step - 1] * 3 if step > 1 else starts == [0] * 3
     assert {e["why"] for e in events(run, "error")} == {"OSError: sample 37 cannot be read"}
+    again = warm(jobs, *flags)                                      # somebody says it is mended: it is tried, and said once more
+    assert again.wait() == 5 and len(lives(run)) == len(starts) + 3, again.output
 
 
 def test_lives_that_were_told_to_stop_do_not_count_as_failures(tmp_path):
@@ -87,4 +89,4 @@ def test_lives_that_were_told_to_stop_do_not_count_as_failures(tmp_path):
         lines += [{"t": k, "event": "life", "life": str(k), "world": 1, "step": 7}, {"t": k, "event": "stop", "step": 7}]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     opts = SimpleNamespace(run_dir=tmp_path, global_batch_size=4, seed=0)
-    refuse_the_same_end(opts, SimpleNamespace(train=range(50)), SimpleNamespace(step=7, epoch=0, position=28, finished=False))
+    refuse_the_same_end(None, opts, SimpleNamespace(train=range(50)), SimpleNamespace(step=7, epoch=0, position=28, finished=False))
