@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# All tests, or those that pytest's arguments choose. Makes .venv and installs what is missing first, like launch/local.sh.
+#
+#     tests/run.sh
+#     tests/run.sh tests/test_sampler.py -k tiny
+set -euo pipefail
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+source "$root/launch/setup.sh"
+set_up "$root/requirements.txt" "$root/tests/requirements.txt"
+cd -- "$root"
+exec "$PYTHON" -m pytest "$@"
