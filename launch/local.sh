@@ -21,11 +21,14 @@ while [ $# -gt 0 ]; do
     esac
     shift
 done
-if [ -z "$nproc" ]; then
-    nproc=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-    [ "$nproc" -gt 0 ] || nproc=2
-fi
+gpus=0
+[ "${CUDA_VISIBLE_DEVICES-all}" = "" ] || gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+[ -n "$nproc" ] || nproc=$((gpus > 0 ? gpus : 2))
 [[ $nproc =~ ^[1-9][0-9]{0,2}$ ]] || fail "--nproc: '$nproc' is not a whole number from 1 to 999" "for example --nproc 2"
 
 set_up "$root/requirements.txt"
-exec "$PYTHON" "$root/launch/agent.py" --nproc_per_node="$nproc" "$root/train_ddp.py" ${flags[@]+"${flags[@]}"}
+agent=(launch/warm.py --nproc "$nproc")            # restarts in tenths of a second, but its workers cannot use GPUs
+if [ "$gpus" -gt 0 ] || [ -e /dev/nvidia0 ] || [ "$(uname -s)" != Linux ]; then
+    agent=(launch/torchrun.py --nproc_per_node="$nproc")
+fi
+exec "$PYTHON" "$root/${agent[0]}" "${agent[@]:1}" "$root/train_ddp.py" ${flags[@]+"${flags[@]}"}
