@@ -42,8 +42,9 @@ def from_workers(split, order, count, augment, pin):
                             "--workers 0, or a larger /dev/shm (docker run --shm-size=8g)") from error
         raise
     finally:
-        leave()  # the traceback of an error may keep the workers alive after this
+        leave()  # the traceback of an error inside DataLoader keeps the workers alive after this
         atexit.unregister(leave)
+        del shares  # here and now: as part of a traceback it would wait five seconds for each worker
 
 
 class Shares(Dataset):

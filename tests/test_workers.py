@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import subprocess
@@ -45,9 +46,13 @@ def full_memory():
     (lambda: (torch.zeros(2), -1), "label -1"),
 ])
 def test_a_bad_sample_is_named_in_two_lines_with_workers_and_without(workers, what, said):
+    begin = time.monotonic()
     with pytest.raises(UserError) as caught:
         drain(trouble(what), workers=workers)
     assert said in str(caught.value) and "sample 5" in str(caught.value) and len(str(caught.value).splitlines()) == 2
+    del caught
+    gc.collect()
+    assert time.monotonic() - begin < 5  # DataLoader waits that long for a worker that was not told to end
 
 
 def test_a_full_shared_memory_is_said_with_the_way_out():
@@ -59,11 +64,10 @@ def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
     before = signal.getsignal(signal.SIGCHLD)
     split = trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
     found = batches(split, ElasticSampler(len(split), 2, shuffle=False), options(workers=2))
-    next(found)
-    assert signal.getsignal(signal.SIGCHLD) == before  # no handler that raises in the midst of an update
-    time.sleep(0.2)
-    with pytest.raises(RuntimeError, match="exited unexpectedly"):
-        list(found)
+    with pytest.raises((RuntimeError, ConnectionError, FileNotFoundError)):  # whichever is noticed first
+        for _ in found:
+            assert signal.getsignal(signal.SIGCHLD) == before  # no handler that raises in the midst of an update
+    assert signal.getsignal(signal.SIGCHLD) == before
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
