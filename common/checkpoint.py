@@ -50,9 +50,9 @@ class CheckpointStore:
     def restore(self, state):
         """The newest checkpoint that verifies on any node, in every rank's state; returns where it came from, or None."""
         self.state = state
+        same_everywhere(self.world, versions(self.opts, self.fingerprint))
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
-        same_everywhere(self.world, versions(self.opts, self.fingerprint))
         self.images = {part: Image(tensors) for part, tensors in state.tensors().items()}
         source, skipped = self._load_newest(checkpoints(self.root), self.identity)
         if source is None and skipped:

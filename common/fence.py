@@ -83,7 +83,8 @@ class Fence:
             self.stop.set()
             self.thread.join()                                      # a thread that wakes in a dying interpreter aborts it
             if self._is_ours():
-                _move_away(self.staging)
+                with contextlib.suppress(OSError):                  # or the next life does it
+                    _move_away(self.staging)
             os.close(self.fd)
             self.fd = None
 

@@ -39,7 +39,7 @@ def check_identity(run_dir, opts, world, fingerprint, report):
         if old and not (isinstance(old.get("identity"), dict) and isinstance(old.get("data"), str)):
             raise Damaged(f"{path.name} has no identity and data")
     except Damaged as reason:
-        if os.path.lexists(path) and not os.path.isfile(path):
+        if os.path.islink(path) or os.path.lexists(path) and not os.path.isfile(path):
             raise UserError(f"{path}: {reason}\nremove it, or use another --run-dir") from reason
         old = None
         report(f"{path}: {reason}; the checkpoints say whose run this is")

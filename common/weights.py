@@ -8,17 +8,17 @@ PIECE = 1 << 24                                  # bytes widened at once
 
 @torch.no_grad()
 def fingerprint_of(tensors):
-    """A cheap 62-bit sum over every bit of named tensors: equal weights give equal sums, on every device."""
+    """A cheap 64-bit sum over every bit of named tensors: equal weights give equal sums, on every device."""
     sums = [torch.zeros((), dtype=torch.int64)]
     for tensor in tensors.values():
         flat = tensor.detach().contiguous().view(-1)
         size, start = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
-        wide = next(t for t in (torch.int64, torch.int32, torch.int16, torch.uint8) if size % t.itemsize == start % t.itemsize == 0)
-        # 64-bit sums wrap, in any order to the same value; narrower words are widened piece by piece.
-        words = flat.view(torch.uint8).view(wide)
-        sums.append(words.sum().cpu() if wide == torch.int64 else
-                    sum((piece.long().sum() for piece in words.split(PIECE)), torch.zeros((), dtype=torch.int64)).cpu())
-    return sum((2 * index + 1) * value for index, value in enumerate(torch.stack(sums).tolist())) % 2**62
+        words = (flat if start % 8 == 0 else flat.clone()).view(torch.uint8)
+        # 64-bit sums wrap, in any order to the same value; the odd sizes are widened piece by piece.
+        sums.append(words.view(torch.int64).sum().cpu() if size % 8 == 0 else
+                    sum((piece.long() << 8 * (i % 4)).sum().cpu() for i in range(4) for piece in words[i::4].split(PIECE)))
+    total = sum((2 * index + 1) * value for index, value in enumerate(torch.stack(sums).tolist())) % 2**64
+    return total - 2**64 if total >= 2**63 else total
 
 
 def load_weights(state, path):

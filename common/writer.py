@@ -5,7 +5,7 @@ A crash (C) between any two of these points leaves the checkpoint before, or bot
     C  state, model, optimizer written and synced             swept
     C  manifest.json written and synced, last                 swept: complete, but without a name that counts
     C  the folder synced, renamed to checkpoints/step-N       on a power loss N is there whole or not at all
-    C  checkpoints/ synced                                    committed
+    C  checkpoints/ synced                                    committed; what had the name before is deleted
     C  N read back from the disk and verified                 only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
 Where step-N is there already (same step, later facts), the two folders swap names in one step: old or new. Where it is
@@ -47,6 +47,8 @@ class Writer:
                 self._name(aside, self.root / name, unsure)
                 unsure = True
                 files.sync_folder(self.root)
+                for old in (aside, _damaged(aside)):                # what had the name before goes once that is on the disk
+                    _delete(old)
                 return
             except OSError as error:
                 shutil.rmtree(aside, ignore_errors=True)
@@ -82,8 +84,7 @@ class Writer:
         try:
             theirs, _ = verify(int(final.name[5:]), final)
             if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:
-                shutil.rmtree(aside, ignore_errors=True)            # another survivor of this life was faster
-                return
+                return                                              # another survivor of this life was faster
         except Damaged:
             theirs = None
         try:
@@ -91,13 +92,9 @@ class Writer:
         except OSError as error:
             if error.errno == errno.ENOENT or unsure:               # fenced; or its name may not be on the disk: not saved
                 raise
-            if theirs is not None:
-                shutil.rmtree(aside, ignore_errors=True)            # the same step, whole: better than a moment without
-                return
-            os.rename(final, f"{aside}.damaged")
-            os.rename(aside, final)
-        for old in (aside, f"{aside}.damaged"):
-            _delete(old)
+            if theirs is None:                                      # else the same step, whole: better than a moment without
+                os.rename(final, _damaged(aside))
+                os.rename(aside, final)
 
     def read_back(self, step):
         """Damaged, and put aside, if the disk does not give back what it took."""
@@ -125,6 +122,10 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.rename(folder, gone)                             # a crash in mid-deletion leaves no half checkpoint
                 _delete(gone)
+
+
+def _damaged(aside):
+    return aside.with_name(f"{aside.name}.damaged")
 
 
 def _delete(path):

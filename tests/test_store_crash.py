@@ -1,0 +1,239 @@
+"""A power loss at any point leaves the checkpoint before or the new one: every state a disk may be in afterwards is built and read.
+
+Every call that changes the disk is recorded during real saves. A crash after the first k of them keeps what was synced; of
+the rest, names may be there up to any point, or all but one, or only one, or at random, and bytes not at all, in part, or as
+zeros. POSIX promises no more than that.
+"""
+import itertools
+import os
+import random
+import shutil
+
+import pytest
+from stores import a_life, at_step, images_are_at, images_for, options
+
+from common import files
+from common.checkpoint import newest
+from common.files import Damaged
+from common.manifest import checkpoints, verify
+
+STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
+
+
+class Recorder:
+    """Notes what happens under `root`, in order: (what, path, ...)."""
+
+    def __init__(self, root, monkeypatch):
+        self.root, self.ops = str(root), []
+        real = {name: getattr(os, name) for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")}
+
+        def path_of(path, dir_fd=None):
+            if isinstance(path, int):
+                return os.readlink(f"/proc/self/fd/{path}")
+            return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else "", os.fspath(path))
+
+        def note(what, *paths):
+            if any(path == self.root or path.startswith(self.root + "/") for path in paths[:2] if isinstance(path, str)):
+                self.ops.append((what, *paths))
+
+        def mkdir(path, mode=0o777, dir_fd=None):
+            real["mkdir"](path, mode)
+            note("mkdir", path_of(path))
+
+        def open_(path, flags, mode=0o777, dir_fd=None):
+            fd = real["open"](path, flags, mode, dir_fd=dir_fd)
+            if flags & os.O_CREAT and not str(path).endswith("lock"):
+                note("create", path_of(fd))
+            return fd
+
+        def write(fd, data):
+            n = real["write"](fd, data)
+            note("write", path_of(fd), bytes(data[:n]))
+            return n
+
+        def fsync(fd):
+            note("fsync", path_of(fd))                              # not really: this disk is ours
+
+        def rename(source, target):
+            real["rename"](source, target)
+            note("rename", path_of(source), path_of(target))
+
+        def unlink(path, dir_fd=None):
+            real["unlink"](path, dir_fd=dir_fd)
+            note("unlink", path_of(path, dir_fd))
+
+        def rmdir(path, dir_fd=None):
+            real["rmdir"](path, dir_fd=dir_fd)
+            note("rmdir", path_of(path, dir_fd))
+
+        def exchange(one, other, real=files.exchange):
+            real(one, other)
+            note("exchange", path_of(one), path_of(other))
+
+        for function in (mkdir, write, fsync, rename, unlink, rmdir):
+            monkeypatch.setattr(os, function.__name__, function)
+        monkeypatch.setattr(os, "open", open_)
+        monkeypatch.setattr(files, "exchange", exchange)
+
+    def announce(self, facts):
+        self.ops.append(("announce", facts))
+
+    def begin(self, facts):
+        self.ops.append(("begin", facts))
+
+
+class Disk:
+    """Inodes, the changes to names that are not on the disk yet, and the bytes that are."""
+
+    def __init__(self, root):
+        self.root, self.count = root, itertools.count(1)
+        self.now = {0: {}}                                          # folders as the running system sees them
+        self.data, self.synced = {}, {}
+        self.changes = []                                           # [durable, [(folder, name, inode or None), ...]]
+
+    def at(self, path):
+        """(folder's inode, name, inode) of a path under the root."""
+        folder, name, inode = None, "", 0
+        for part in path[len(self.root):].strip("/").split("/") if path != self.root else ():
+            folder, name, inode = inode, part, self.now[inode].get(part)
+        return folder, name, inode
+
+    def change(self, *entries):
+        for folder, name, inode in entries:
+            if inode is None:
+                self.now[folder].pop(name, None)
+            else:
+                self.now[folder][name] = inode
+        self.changes.append([False, entries])
+
+    def do(self, what, path, other=None):
+        folder, name, inode = self.at(path)
+        if what in ("mkdir", "create"):
+            new = next(self.count)
+            if what == "mkdir":
+                self.now[new] = {}
+            else:
+                self.data[new] = self.synced[new] = b""
+            self.change((folder, name, new))
+        elif what == "write":
+            self.data[inode] += other
+        elif what == "fsync" and inode in self.now:
+            for change in self.changes:
+                change[0] = change[0] or any(entry[0] == inode for entry in change[1])
+        elif what == "fsync":
+            self.synced[inode] = self.data[inode]
+        elif what == "rename":
+            to, as_name, _ = self.at(other)
+            self.change((folder, name, None), (to, as_name, inode))
+        elif what == "exchange":
+            to, as_name, second = self.at(other)
+            self.change((folder, name, second), (to, as_name, inode))
+        elif what in ("unlink", "rmdir"):
+            self.change((folder, name, None))
+
+    def crashes(self, rng):
+        """(in order?, tree) of every state this crash may leave; a tree is {path: bytes or None for a folder}."""
+        pending = [i for i, (durable, _) in enumerate(self.changes) if not durable]
+        kept = [(True, set(pending[:n])) for n in range(len(pending) + 1)]
+        kept += [(False, set(pending) - {i}) for i in pending] + [(False, {i}) for i in pending]
+        kept += [(False, {i for i in pending if rng.random() < 0.5}) for _ in range(4)]
+        dirty = [i for i in self.data if self.data[i] != self.synced[i]]
+        for ordered, some in kept:
+            folders = {inode: {} for inode in self.now}
+            for i, (durable, entries) in enumerate(self.changes):
+                for folder, name, inode in entries if durable or i in some else ():
+                    if inode is None:
+                        folders[folder].pop(name, None)
+                    else:
+                        folders[folder][name] = inode
+            for lost in (lambda old, new: new, lambda old, new: old, lambda old, new: new[:len(new) // 2],
+                         lambda old, new: bytes(len(new)))[:4 if dirty else 1]:
+                data = {i: lost(self.synced[i], self.data[i]) if i in dirty else self.data[i] for i in self.data}
+                yield ordered, dict(self._walk(0, folders, data, ""))
+
+    def _walk(self, inode, folders, data, path):
+        for name, child in folders[inode].items():
+            if child in folders:
+                yield f"{path}{name}", None
+                yield from self._walk(child, folders, data, f"{path}{name}/")
+            else:
+                yield f"{path}{name}", data[child]
+
+
+def record(tmp_path, monkeypatch):
+    """(opts, ops): some saves, one of the same step again with news, and a rescue."""
+    opts = options(tmp_path)
+    (opts.run_dir / "checkpoints").mkdir(parents=True, mode=0o700)
+    opts.run_dir.chmod(0o700)
+    with monkeypatch.context() as patch:
+        recorder = Recorder(opts.run_dir / "checkpoints", patch)
+        with a_life(opts) as life:
+            for step in (*STEPS, STEPS[-1], STEPS[-1] + 1):
+                at_step(life.state, step)
+                if step == STEPS[-1]:
+                    life.state.best = {"val_acc": life.state.best["val_acc"] + 1, "step": step}
+                recorder.begin(life.state.facts())
+                if step > STEPS[-1]:
+                    assert life.store.rescue(life.state)
+                else:
+                    life.store.save(life.state)
+                    life.store.wait()
+                    assert not life.store.error, life.store.error
+                recorder.announce(life.state.facts())
+    return opts, recorder.ops
+
+
+def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch):
+    opts, ops = record(tmp_path / "real", monkeypatch)
+    assert {op[0] for op in ops} == set("mkdir create write fsync rename exchange unlink rmdir begin announce".split())
+    disk, images, rng = Disk(str(opts.run_dir / "checkpoints")), images_for(opts), random.Random(7)
+    last, coming, announced, seen, states, trees = None, None, 0, set(), 0, set()
+    for op in ops:
+        if op[0] == "begin":
+            coming = op[1]
+        elif op[0] == "announce":
+            last, coming, announced = op[1], None, announced + 1
+        else:
+            disk.do(*op)
+        for ordered, tree in disk.crashes(rng):
+            states += 1
+            key = (ordered, announced, coming is None, tuple(sorted(tree.items(), key=lambda item: item[0])))
+            trees.add(key[3])
+            if key not in seen:
+                seen.add(key)
+                judge(tmp_path / "state", tree, ordered, [last, coming], min(announced, opts.keep, len(STEPS)), images)
+    assert states >= 2000 and len(trees) >= 300
+
+
+def judge(root, tree, ordered, allowed, whole, images):
+    """Read the disk that a crash has left."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for path, data in sorted(tree.items()):
+        if path.startswith("step-"):                                # the rest is swept unread
+            (root / path).mkdir() if data is None else (root / path).write_bytes(data)
+    step, facts, _ = newest(checkpoints(root), images, report=lambda text: None)
+    assert facts in allowed, (step, allowed)                        # None: nothing, before the first was announced
+    assert facts is None or images_are_at(images, step)
+    if ordered:                                                     # as a journal keeps it: nothing that is named is damaged
+        good = 0
+        for number, folder in checkpoints(root):
+            try:
+                good += bool(verify(number, folder))
+            except Damaged as reason:
+                pytest.fail(f"{folder.name} has its name and is damaged: {reason}")
+        assert good >= whole
+
+
+def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start(tmp_path):
+    opts = options(tmp_path)
+    root = opts.run_dir / "checkpoints"
+    with a_life(opts) as life:
+        life.store.save(at_step(life.state, 1))
+    for name in (".life-0123", ".gone-0123", ".life-4567"):
+        shutil.copytree(root / "step-00000001", root / name / "step-00000002.1.1")
+    (root / ".life-89ab").symlink_to(tmp_path)
+    (root / ".stray").write_text("x")
+    with a_life(opts):
+        assert sorted(path.name[:6] for path in root.iterdir()) == [".life-", "step-0"]
+    assert [path.name for path in root.iterdir()] == ["step-00000001"] and tmp_path.is_dir() and opts.run_dir.is_dir()

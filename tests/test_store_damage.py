@@ -1,0 +1,359 @@
+"""Damage of any kind to a checkpoint is noticed before a value is used, and the one before is loaded."""
+import copy
+import hashlib
+import json
+import os
+import pickle
+import resource
+import shutil
+import tracemalloc
+import zipfile
+
+import pytest
+import torch
+from stores import images_for, load, new_store, options, tiny_state, two_checkpoints
+
+from common import UserError
+from common.checkpoint import newest
+from common.files import sealed
+from common.manifest import checkpoints
+
+THOROUGH = 1                                     # every n-th bit and length; the test of the tests takes fewer
+
+
+def files_of(root):
+    return [(path, path.read_bytes()) for path in sorted((root / "step-00000002").iterdir())]
+
+
+def restore(path, data):
+    if os.path.lexists(path):
+        os.unlink(path)
+    path.write_bytes(data)
+
+
+def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    images, files = images_for(opts), files_of(root)
+    assert len(files) == 4 and load(root, images) == (2, True)
+    for path, data in files:
+        for length in [*range(0, len(data), THOROUGH), len(data) - 1, len(data) + 1, len(data) + 4096]:
+            os.truncate(path, length)
+            assert load(root, images) == (1, True), (path.name, length)
+            restore(path, data)
+    assert load(root, images) == (2, True)
+
+
+def test_every_single_bit_of_every_file_falls_back_when_it_flips(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    images, files = images_for(opts), files_of(root)
+    assert sum(len(data) for _, data in files) <= 16 * 1024
+    flips = 0
+    for path, data in files:
+        with open(path, "r+b", buffering=0) as file:
+            for bit in range(0, len(data) * 8, THOROUGH):
+                at, changed = bit // 8, bytes([data[bit // 8] ^ 1 << bit % 8])
+                os.pwrite(file.fileno(), changed, at)
+                assert load(root, images) == (1, True), (path.name, bit)
+                os.pwrite(file.fileno(), data[at:at + 1], at)
+                flips += 1
+    assert flips >= sum(len(data) for _, data in files) * 8 // THOROUGH and load(root, images) == (2, True)
+
+
+def test_zeroed_tails_and_files_of_zeros_fall_back(tmp_path):
+    """What ext4 and XFS leave of a file that was never synced: its length, and zeros."""
+    opts, root = two_checkpoints(tmp_path)
+    images = images_for(opts)
+    for path, data in files_of(root):
+        for start in range(0, len(data), 64):
+            changed = data[:start] + bytes(len(data) - start)
+            restore(path, changed)
+            assert load(root, images) == (2 if changed == data else 1, True), (path.name, start)
+        restore(path, data)
+
+
+def test_a_missing_file_and_a_file_of_the_other_checkpoint_fall_back(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    images = images_for(opts)
+    for path, data in files_of(root):
+        path.unlink()
+        assert load(root, images) == (1, True)
+        shutil.copy(root / "step-00000001" / path.name, path)
+        assert load(root, images) == (1, True)
+        restore(path, data)
+
+
+def test_a_read_error_falls_back(tmp_path, monkeypatch):
+    opts, root = two_checkpoints(tmp_path)
+    images, real, count = images_for(opts), os.readv, []
+
+    def fails(fd, buffers):
+        count.append(fd)
+        if len(count) == 2:
+            raise OSError(5, "Input/output error")
+        return real(fd, buffers)
+
+    monkeypatch.setattr(os, "readv", fails)
+    assert load(root, images) == (1, True)
+
+
+# ---- files made to harm ---------------------------------------------------------------------------------------------
+class Bomb:
+    def __reduce__(self):
+        return os.system, (f"touch {CANARY}",)
+
+
+CANARY = "canary"
+
+
+def pickled(folder):
+    return pickle.dumps(Bomb())
+
+
+def torch_saved(folder):
+    torch.save(Bomb(), folder / "x.pt")
+    return (folder / "x.pt").read_bytes()
+
+
+def zip_bomb(folder):
+    with zipfile.ZipFile(folder / "x.zip", "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("data.pkl", bytes(50_000_000))
+    return (folder / "x.zip").read_bytes()
+
+
+def tensors(change=None, **header):
+    """A safetensors file: ours with changed header entries, of the same length where that is possible."""
+    def make(folder, data):
+        length = int.from_bytes(data[:8], "little")
+        entries = json.loads(data[8:8 + length])
+        for name, entry in header.items():
+            entries["0.weight"][name] = entry
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text = (change(text) if change else text).ljust(length)
+        return len(text).to_bytes(8, "little") + text + data[8 + length:]
+    return make
+
+
+def raw(prefix):
+    return lambda folder, data: prefix + data[len(prefix):]
+
+
+HARMFUL_TENSORS = {
+    "a pickle": lambda folder, data: pickled(folder),
+    "a pickle of the right length": lambda folder, data: pickled(folder).ljust(len(data), b"\0")[:len(data)],
+    "a torch.save archive": lambda folder, data: torch_saved(folder),
+    "a zip bomb": lambda folder, data: zip_bomb(folder),
+    "a header of 2**63 bytes": raw((2**63 - 1).to_bytes(8, "little")),
+    "a header longer than the file": raw((10**6).to_bytes(8, "little")),
+    "an empty header": raw(bytes(8)),
+    "negative offsets": tensors(data_offsets=[-8, 16]),
+    "offsets behind the end": tensors(data_offsets=[0, 10**9]),
+    "overlapping offsets": tensors(data_offsets=[4, 28]),
+    "offsets backwards": tensors(data_offsets=[32, 8]),
+    "more elements than bytes": tensors(shape=[3, 2]),
+    "10**18 elements": tensors(shape=[10**9, 10**9]),
+    "negative sizes": tensors(shape=[-2, -3]),
+    "another type": tensors(dtype="I32"),
+    "an unknown type": tensors(dtype="OBJ"),
+    "NaN in the header": tensors(shape=[float("nan")]),
+    "a name twice": tensors(lambda text: text[:-1] + b"," + text[1:text.index(b"}") + 1] + b"}"),
+    "a name of its own": tensors(lambda text: text.replace(b"0.weight", b"0.wicked")),
+    "deep nesting in the header": tensors(lambda text: b"[" * len(text)),
+    "metadata": tensors(lambda text: b'{"__metadata__":{"a":"b"},' + text[1:]),
+    "not utf-8": raw(b"\x10\0\0\0\0\0\0\0\xff\xfe\xfd\xfc"),
+}
+
+
+def plant(root, name, data):
+    """Put `data` under the name, with a manifest whose seal, sizes and hashes are all right."""
+    folder = root / "step-00000002"
+    restore(folder / name, data)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest.pop("seal")
+    manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    files = manifest["files"]
+    hashes = "".join(files[f"{part}.safetensors"]["sha256"] for part in ("model", "optimizer"))
+    manifest["digest"] = hashlib.sha256(hashes.encode()).hexdigest()
+    restore(folder / "manifest.json", sealed(manifest))
+
+
+@pytest.mark.parametrize("kind", HARMFUL_TENSORS)
+def test_harmful_tensors_are_refused_whatever_the_manifest_says(tmp_path, monkeypatch, kind):
+    opts, root = two_checkpoints(tmp_path)
+    images, path = images_for(opts), root / "step-00000002" / "model.safetensors"
+    monkeypatch.chdir(tmp_path)
+    plant(root, "model.safetensors", HARMFUL_TENSORS[kind](tmp_path, path.read_bytes()))
+    assert cheaply(lambda: load(root, images)) == (1, True)
+    assert not os.path.exists(CANARY)
+
+
+def change_manifest(**fields):
+    def make(old):
+        value = copy.deepcopy(old) | fields
+        return sealed({name: item for name, item in value.items() if item is not None})
+    return make
+
+
+def change_file(**fields):
+    def make(old):
+        value = copy.deepcopy(old)
+        value["files"]["model.safetensors"] |= fields
+        return sealed(value)
+    return make
+
+
+HARMFUL_MANIFESTS = {
+    "a pickle": lambda old: pickle.dumps(Bomb()),
+    "NaN": lambda old: sealed(old).replace(b'"step": 2', b'"step": NaN'),
+    "infinity": lambda old: sealed(old).replace(b'"step": 2', b'"step": 1e999'),
+    "a huge number": lambda old: sealed(old).replace(b'"step": 2', b'"step": ' + b"9" * 50_000),
+    "deep nesting": lambda old: b'{"a":' * 10_000,
+    "deep lists": lambda old: b"[" * 60_000,
+    "a list": lambda old: b"[1, 2]\n",
+    "a name twice": lambda old: sealed(old).replace(b'"step": 2', b'"step": 2,\n "step": 2'),
+    "gigabytes of JSON": lambda old: b" " * (1 << 22) + sealed(old),
+    "not utf-8": lambda old: sealed(old).replace(b'"life"', b'"\xff\xfe"'),
+    "nothing": lambda old: b"",
+    "the step as text": change_manifest(step="2"),
+    "the step as a fraction": change_manifest(step=2.0),
+    "true for a step": change_manifest(step=True),
+    "another step": change_manifest(step=3),
+    "a format of the future": change_manifest(format=2),
+    "no identity": change_manifest(identity=None),
+    "no files": change_manifest(files={}),
+    "files as a list": change_manifest(files=[1]),
+    "a path out of the folder": change_manifest(files={"../../options.json": {"bytes": 1, "sha256": "0" * 64}}),
+    "one file more": lambda old: sealed(old | {"files": old["files"] | {"x": {"bytes": 0, "sha256": "0" * 64}}}),
+    "another digest": change_manifest(digest="0" * 64),
+    "a negative size": change_file(bytes=-1),
+    "a size of 10**18": change_file(bytes=10**18),
+    "a size as text": change_file(bytes="200"),
+    "a hash as a list": change_file(sha256=["0" * 64]),
+    "a hash that is none": change_file(sha256="../../etc/passwd"),
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL_MANIFESTS)
+def test_harmful_manifests_are_refused_even_under_a_right_seal(tmp_path, monkeypatch, kind):
+    opts, root = two_checkpoints(tmp_path)
+    images, path = images_for(opts), root / "step-00000002" / "manifest.json"
+    monkeypatch.chdir(tmp_path)
+    old = json.loads(path.read_text())
+    old.pop("seal")
+    restore(path, HARMFUL_MANIFESTS[kind](old))
+    assert cheaply(lambda: load(root, images)) == (1, True)
+    assert not os.path.exists(CANARY)
+
+
+HARMFUL_STATES = {
+    "a pickle": pickle.dumps(Bomb()), "no object": b"3", "nothing in it": b"{}", "NaN": b'{"step": NaN}',
+    "negative": b'{"step": 2, "epoch": -1, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, "scaler": null}',
+    "a huge epoch": b'{"step": 2, "epoch": ' + b"9" * 30 + b', "position": 0}',
+    "another step": b'{"step": 3, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, "scaler": null}',
+    "no best": b'{"step": 2, "epoch": 0, "position": 0, "best": [], "record": {}, "scaler": null}',
+    "larger than any of ours": b'{"a": "' + b" " * (1 << 22) + b'"}',
+}
+
+
+@pytest.mark.parametrize("kind", HARMFUL_STATES)
+def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypatch, kind):
+    opts, root = two_checkpoints(tmp_path)
+    images = images_for(opts)
+    monkeypatch.chdir(tmp_path)
+    plant(root, "state.json", HARMFUL_STATES[kind])
+    assert cheaply(lambda: load(root, images)) == (1, True)
+    assert not os.path.exists(CANARY)
+
+
+def cheaply(function):
+    """What function returns, if it took no more than a few megabytes and 64 MB of address space beyond today's."""
+    with open("/proc/self/statm") as file:
+        now = int(file.read().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), before[1]))
+    tracemalloc.start()
+    try:
+        result = function()
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+        return result
+    finally:
+        tracemalloc.stop()
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def odd_entries(path, tmp_path):
+    """Things under a checkpoint's names that are no regular files of ours."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    yield lambda: path.symlink_to(victim)
+    yield lambda: path.symlink_to(path.parent.parent / "step-00000001" / path.name)
+    yield lambda: os.mkfifo(path)
+    yield lambda: path.mkdir()
+    yield lambda: path.symlink_to(path)
+    yield lambda: path.symlink_to("/dev/zero")
+
+
+def test_links_pipes_and_folders_in_place_of_files_are_not_followed_nor_waited_for(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    images = images_for(opts)
+    for path, data in files_of(root):
+        for plant_it in odd_entries(path, tmp_path):
+            path.unlink()
+            plant_it()
+            assert load(root, images) == (1, True)
+            path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
+            restore(path, data)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    images = images_for(opts)
+    shutil.move(root / "step-00000002", tmp_path / "elsewhere")
+    (root / "step-00000002").symlink_to(tmp_path / "elsewhere")
+    (root / "step-00000009").write_text("a file")
+    for name in ("step-1", "step-0000000x", "step-00000003.tmp", "step-٠٠٠٠٠٠٠٤", f"step-{'9' * 400}"):
+        try:
+            (root / name).mkdir()
+        except OSError:
+            assert len(name) > 255
+    assert load(root, images) == (1, True) and [step for step, _ in checkpoints(root)] == [9, 2, 1]
+    said = []
+    store, state = new_store(opts, said=said), tiny_state(opts)
+    store.restore(state)
+    assert state.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
+    store.close()
+
+
+def test_planted_links_are_never_written_through(tmp_path):
+    opts, victim = options(tmp_path), tmp_path / "victim"
+    (tmp_path / "run").mkdir(mode=0o700)
+    victim.write_text("mine")
+    for name in ("lock", "options.json"):
+        (tmp_path / "run" / name).symlink_to(victim)
+        with pytest.raises(UserError):
+            new_store(opts).restore(tiny_state(opts))
+        (tmp_path / "run" / name).unlink()
+    assert victim.read_text() == "mine"
+
+
+def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    net, said = torch.nn.Sequential(torch.nn.Linear(30, 20)), []
+    assert newest(checkpoints(root), images_for(opts, net), report=said.append)[0] == -1
+    assert "this model and optimizer need" in said[0]
+    plant(root, "model.safetensors", tensors(shape=[3, 2])(tmp_path, (root / "step-00000002" / "model.safetensors").read_bytes()))
+    newest(checkpoints(root), images_for(opts), report=said.append)
+    assert "0.weight is F32[3, 2]" in said[-1] and "this run has F32[2, 3]" in said[-1]
+
+
+def test_a_folder_that_others_may_write_into_is_not_loaded_from(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    for folder in (opts.run_dir, root):
+        folder.chmod(0o777)
+        with pytest.raises(UserError, match="not yours alone: owner .*, mode 0777"):
+            new_store(opts).restore(tiny_state(opts))
+        folder.chmod(0o700)
+    if os.getuid() == 0:
+        os.chown(opts.run_dir, 12345, -1)
+        with pytest.raises(UserError, match="owner 12345"):
+            new_store(opts).restore(tiny_state(opts))

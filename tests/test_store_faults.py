@@ -1,0 +1,309 @@
+"""A disk that fails costs a save and a line, never a checkpoint that stands and never the training; until it fails too often."""
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import threading
+
+import pytest
+import torch
+from stores import a_life, at_step, child, images_for, is_at, load, new_store, options, save, steps_of, tiny_state
+
+from common import UserError, files
+from common.checkpoint import FAILURES
+from common.files import Damaged
+from common.manifest import checkpoints, verify
+
+CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "readv", "listdir", "unlink", "rmdir")
+
+
+class Failing:
+    """`os.NAME` that raises at its k-th call (or from then on), and counts."""
+
+    def __init__(self, name, k, number, forever=False):
+        self.name, self.k, self.number, self.forever, self.real = name, k, number, forever, getattr(os, name)
+        self.count = self.failed = 0
+
+    def __call__(self, *args, **kwargs):
+        self.count += 1
+        if self.count == self.k or self.forever and self.count > self.k:
+            self.failed += 1
+            if self.name == "close":
+                self.real(*args, **kwargs)                          # the descriptor is gone, whatever close says
+            raise OSError(self.number, os.strerror(self.number))
+        return self.real(*args, **kwargs)
+
+    def __enter__(self):
+        setattr(os, self.name, self)
+        return self
+
+    def __exit__(self, *error):
+        setattr(os, self.name, self.real)
+
+
+@contextlib.contextmanager
+def writing(opts):
+    with a_life(opts) as life:
+        life.store.report = lambda text: None
+        yield life
+
+
+@pytest.mark.parametrize("number", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("name", CALLS)
+def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_path, name, number, forever):
+    opts = options(tmp_path)
+    root, images, k, fired = opts.run_dir / "checkpoints", images_for(opts), 0, True
+    with writing(opts) as life:
+        for step in (1, 2):
+            save(life, step)
+        while fired:
+            k, step = k + 1, step + 1
+            before = steps_of(opts)[0]
+            with Failing(name, k, getattr(errno, number), forever) as fault:
+                try:
+                    save(life, step)
+                    saved = True
+                except (OSError, Damaged):
+                    saved = False
+                fired = fault.failed
+            found, whole = load(root, images)
+            assert whole and found == (step if saved else before if steps_of(opts)[0] == before else step), (name, k)
+            assert saved or life.store.committed <= found and life.store.saved is None
+            assert saved or fault.failed
+            left = [path.name for path in (root / f".life-{life.store.world.life}").iterdir()]
+            assert forever or name in ("unlink", "rmdir", "rename", "open", "listdir") or all("gone" in name for name in left)
+            assert k < 60
+        save(life, step + 1)                                        # and the next one is as good as ever
+        assert load(root, images) == (step + 1, True)
+
+
+@pytest.mark.parametrize("k", range(1, 7))
+def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch, k):
+    opts, seen, named, real, rename = options(tmp_path), [], [], os.fsync, os.rename
+
+    def fails(fd):
+        seen.append(os.readlink(f"/proc/self/fd/{fd}"))
+        if len(seen) == k:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(fd)
+
+    def noted(source, target):
+        rename(source, target)
+        named.append((str(source), str(target)))
+
+    with writing(opts) as life:
+        monkeypatch.setattr(os, "fsync", fails)
+        monkeypatch.setattr(os, "rename", noted)
+        save(life, 1)
+        monkeypatch.undo()
+    final, failed = str(opts.run_dir / "checkpoints" / "step-00000001"), seen[k - 1]
+    assert len(seen) == 6 + k and seen[-1] == os.path.dirname(final)
+    if k <= 5:                                                      # a file, or the folder around them
+        assert seen.count(failed) == 1 and [target for _, target in named] == [final]
+        assert not named[0][0].startswith(os.path.dirname(failed) if k < 5 else failed)
+
+
+def test_a_commit_whose_folder_cannot_be_synced_is_not_announced(tmp_path, monkeypatch):
+    opts, real = options(tmp_path), files.sync_folder
+
+    def fails(path):
+        if path.name == "checkpoints":
+            raise OSError(errno.EIO, "Input/output error")
+        real(path)
+
+    with writing(opts) as life:
+        save(life, 1)
+        monkeypatch.setattr(files, "sync_folder", fails)
+        with pytest.raises(OSError, match="EIO"):
+            save(life, 2)
+        assert life.store.committed == 1
+        monkeypatch.undo()
+        save(life, 3)
+    assert steps_of(opts)[0] == 3
+
+
+def big():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(90, 40))
+
+
+@pytest.mark.parametrize("net, step", [(None, 64), (big, 4096)], ids=["tiny", "pages"])
+def test_at_whatever_byte_the_disk_is_full_the_old_one_stands_and_the_message_says_how_full(tmp_path, net, step):
+    opts = options(tmp_path)
+
+    def sweep():
+        with a_life(opts, net and net()) as life:
+            save(life, 1)
+            sizes = [path.stat().st_size for path in (opts.run_dir / "checkpoints" / "step-00000001").iterdir()]
+            for limit in [*range(0, max(sizes), step), max(sizes) - 1]:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+                life.store.save(at_step(life.state, 2))
+                life.store.wait()
+                resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+                text, life.store.error = str(life.store.error), None
+                assert str(opts.run_dir) in text and "EFBIG" in text and "needed" in text and "bytes free" in text, text
+                assert steps_of(opts) == [1] and verify(1, opts.run_dir / "checkpoints" / "step-00000001")
+                assert not list((opts.run_dir / "checkpoints" / f".life-{life.store.world.life}").iterdir())
+            save(life, 2)
+        (tmp_path / "done").touch()
+
+    with child(sweep) as pid:
+        os.waitpid(pid, 0)
+    assert (tmp_path / "done").exists() and steps_of(opts) == [2, 1]
+
+
+def full(path, data, moved=None):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(tmp_path, monkeypatch):
+    opts, said = options(tmp_path, save_every=2), []
+    with a_life(opts, said=said) as life:
+        save(life, 2)
+        monkeypatch.setattr(files, "write_file", full)
+        for number, step in enumerate((4, 6, 8), 1):
+            assert not life.store.due(at_step(life.state, step - 1)) and life.store.due(at_step(life.state, step))
+            life.store.save(life.state)
+            life.store.wait()
+            if number < FAILURES:
+                life.store.check()
+                life.store.check()                                  # each is said once
+                assert len(said) == number and said[-1].startswith(f"save failed ({number} in a row), training goes on")
+        with pytest.raises(UserError) as error:
+            life.store.check()
+        assert error.value.code == 4 and "step 2" in str(error.value) and "bytes free" in str(error.value)
+        assert "ENOSPC" in str(error.value) and str(opts.run_dir) in str(error.value) and str(error.value).count("\n") <= 2
+        monkeypatch.undo()
+        save(life, 8)
+        assert life.store.failures == 0
+    assert steps_of(opts) == [8, 2]
+
+
+def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(tmp_path, monkeypatch):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        monkeypatch.setattr(files, "write_file", full)
+        life.store.save(at_step(life.state, 1))
+        life.store.wait()
+        monkeypatch.undo()
+        life.store.close()
+    assert steps_of(opts) == [1]
+    store, state = new_store(opts), tiny_state(opts)
+    store.restore(state)
+    monkeypatch.setattr(files, "write_file", full)
+    store.save(at_step(state, 2))
+    with pytest.raises(UserError) as error:
+        store.close()
+    assert error.value.code == 4
+    store.fence.release()
+    assert steps_of(opts) == [1]
+
+
+def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch):
+    opts, real = options(tmp_path), os.write
+    with a_life(opts) as life:
+        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data[:7])))
+        save(life, 3)
+        monkeypatch.undo()
+    with a_life(opts) as life:
+        assert is_at(life.state, 3)
+
+
+def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch):
+    """A disk that says yes and keeps something else."""
+    opts, real, said = options(tmp_path), os.rename, []
+
+    def spoils(source, target):
+        real(source, target)
+        if os.path.basename(target) == "step-00000003":
+            with open(os.path.join(target, "model.safetensors"), "r+b") as file:
+                file.write(b"\xff" * 9)
+
+    with a_life(opts, said=said) as life:
+        save(life, 1), save(life, 2)
+        monkeypatch.setattr(os, "rename", spoils)
+        with pytest.raises(Exception, match="has SHA-256"):
+            save(life, 3)
+        monkeypatch.undo()
+        assert steps_of(opts) == [2, 1] and life.store.committed == 2
+        save(life, 4)
+    assert steps_of(opts) == [4, 2]
+
+
+def test_without_an_exchange_of_names_a_whole_checkpoint_stays_and_a_damaged_one_goes(tmp_path, monkeypatch):
+    def missing(one, other):
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    opts = options(tmp_path)
+    monkeypatch.setattr(files, "exchange", missing)
+    with a_life(opts) as life:
+        save(life, 1)
+        life.state.judge({"val_acc": 0.5})
+        save(life, 1)
+        folder = opts.run_dir / "checkpoints" / "step-00000001"
+        assert verify(1, folder)[1]["best"]["val_acc"] == -1.0      # the moment without any is worse than old facts
+        os.truncate(folder / "state.json", 5)
+        life.store.saved = None
+        save(life, 1)
+        assert verify(1, folder)[1]["best"]["val_acc"] == 0.5
+    assert sorted(p.name for p in (opts.run_dir / "checkpoints").iterdir()) == ["step-00000001"]
+
+
+def test_a_file_or_a_link_under_the_name_of_the_next_checkpoint_does_not_stop_it(tmp_path):
+    opts, victim = options(tmp_path), tmp_path / "victim"
+    victim.mkdir()
+    (victim / "file").touch()
+    with a_life(opts) as life:
+        (opts.run_dir / "checkpoints" / "step-00000001").write_text("a file")
+        (opts.run_dir / "checkpoints" / "step-00000002").symlink_to(victim)
+        save(life, 1), save(life, 2)
+    with a_life(opts) as life:
+        assert is_at(life.state, 2) and steps_of(opts) == [2, 1] and (victim / "file").exists()
+
+
+def test_without_a_thread_to_be_had_the_save_is_made_all_the_same(tmp_path, monkeypatch):
+    def none_left(self):
+        raise RuntimeError("can't start new thread")
+
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        monkeypatch.setattr(threading.Thread, "start", none_left)
+        save(life, 1)
+        monkeypatch.undo()
+        assert life.store.rescue(at_step(life.state, 2))
+    assert steps_of(opts) == [2, 1]
+
+
+def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        life.state.net[0].weight.data = torch.zeros(4, 4)
+        with pytest.raises(RuntimeError, match="0.weight was torch.float32"):
+            life.store.save(life.state)
+        life.state.net[0].weight.data = torch.zeros(2, 3)
+        save(life, 1)                                               # nothing is locked for ever
+    assert steps_of(opts) == [1]
+
+
+def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, monkeypatch):
+    (tmp_path / "run").write_text("a file")
+    with pytest.raises(UserError, match="choose a folder that can be written to"):
+        new_store(options(tmp_path)).restore(tiny_state(options(tmp_path)))
+    opts = options(tmp_path / "deep" / "down")
+    with Failing("mkdir", 1, errno.EACCES), pytest.raises(UserError, match="Permission denied"):
+        new_store(opts).restore(tiny_state(opts))
+    with a_life(opts):
+        pass
+    for k in range(1, 12):                                          # whatever fails at the start: a clear word, and then it works
+        shutil.rmtree(tmp_path / "deep")
+        for name in ("fsync", "rename", "write"):
+            with Failing(name, k, errno.ENOSPC) as fault:
+                try:
+                    with a_life(opts):
+                        pass
+                except UserError as error:
+                    assert fault.failed and "bytes free" in str(error)
+    assert not [path for path in opts.run_dir.iterdir() if path.name.endswith(".new")]
+    assert checkpoints(opts.run_dir / "checkpoints") == []

@@ -1,0 +1,183 @@
+"""A run is its options and its data: what contradicts them is refused with both values. And weights from elsewhere."""
+import json
+import os
+
+import pytest
+import torch
+from stores import a_life, at_step, is_at, new_store, options, save, steps_of, tiny_net, tiny_state, two_checkpoints
+from torch import nn
+
+from common import UserError
+from common.files import sealed
+from common.weights import fingerprint_of
+
+
+def refused(opts, match, fingerprint="f" * 64):
+    with pytest.raises(UserError, match=match) as error:
+        with a_life(opts, fingerprint=fingerprint):
+            pass
+    assert error.value.code == 2 and str(error.value).count("\n") <= 2
+    return str(error.value)
+
+
+def test_contradicting_options_and_changed_data_are_refused_with_both_values(tmp_path):
+    two_checkpoints(tmp_path)
+    text = refused(options(tmp_path, seed=4, lr=0.5), "--seed was 0, now 4")
+    assert "--lr was 0.001, now 0.5" in text
+    refused(options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000", fingerprint="0" * 64)
+
+
+def test_what_does_not_decide_the_result_may_change(tmp_path):
+    two_checkpoints(tmp_path)
+    with a_life(options(tmp_path, epochs=9, max_steps=7, save_every=3, keep=5, log_every=1, data_dir="elsewhere")) as life:
+        assert is_at(life.state, 2)
+
+
+def test_another_torch_is_said_and_not_refused(tmp_path):
+    opts, _ = two_checkpoints(tmp_path)
+    path, said = opts.run_dir / "options.json", []
+    old = json.loads(path.read_text())
+    old.pop("seal")
+    path.write_bytes(sealed(old | {"torch": "1.13"}))
+    with a_life(opts, said=said) as life:
+        assert is_at(life.state, 2)
+    assert f"was begun with torch 1.13, this is {torch.__version__}" in said[0]
+
+
+def test_no_flipped_bit_of_the_options_passes_for_another_value(tmp_path):
+    """The checkpoints know whose run it is; options.json is written anew."""
+    opts, _ = two_checkpoints(tmp_path)
+    path = opts.run_dir / "options.json"
+    data = path.read_bytes()
+    for bit in range(0, len(data) * 8, 331):
+        path.write_bytes(data[:bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1:])
+        with a_life(opts) as life:
+            assert is_at(life.state, 2), bit
+        assert path.read_bytes() == data
+    for content in (b"", data[:50], b"\0" * len(data)):
+        path.write_bytes(content)
+        refused(options(tmp_path, seed=1), "saved with other options or data")
+        with a_life(opts) as life:
+            assert is_at(life.state, 2)
+    path.unlink()
+    refused(options(tmp_path, seed=1), "saved with other options or data")
+    path.mkdir()
+    refused(opts, "is not a regular file")
+
+
+def test_a_run_torn_at_its_birth_begins_again(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts):
+        pass
+    os.truncate(opts.run_dir / "options.json", 10)
+    with a_life(options(tmp_path, seed=2)) as life:
+        assert life.source is None
+    refused(opts, "--seed was 2, now 0")
+
+
+def test_starting_afresh_keeps_what_was_there_and_a_restart_of_the_same_job_goes_on(tmp_path, monkeypatch):
+    opts, _ = two_checkpoints(tmp_path)
+    (opts.run_dir / "metrics.jsonl").write_text("{}\n")
+    afresh, said = options(tmp_path, resume="none", seed=3), []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    with a_life(afresh, said=said) as life:
+        assert life.source is None and (opts.run_dir / "before-1" / "metrics.jsonl").exists() and "before-1" in said[0]
+        save(life, 5)
+    with a_life(afresh, said=said) as life:                         # the agent restarts its workers with the same words
+        assert is_at(life.state, 5) and "restart of the same job" in said[1]
+    from common import owner
+    monkeypatch.setattr(owner, "agent_id", lambda: 12345)           # the same run id, started anew by its user
+    with a_life(afresh) as life:
+        assert life.source is None and steps_of(opts) == []
+    assert (opts.run_dir / "before-2" / "checkpoints" / "step-00000005").exists()
+
+
+# ---- weights from elsewhere -------------------------------------------------------------------------------------------
+def foreign(wrap=lambda name: name, net=None):
+    state = at_step(tiny_state(options_nowhere(), net), 7)
+    return {wrap(name): tensor for name, tensor in state.tensors()["model"].items()}
+
+
+def options_nowhere():
+    from pathlib import Path
+    return options(Path("nowhere"))
+
+
+@pytest.mark.parametrize("form", [
+    lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": w},
+    lambda w: {"module." + n: t for n, t in w.items()}, lambda w: {"_orig_mod." + n: t for n, t in w.items()},
+    lambda w: {"module._orig_mod." + n: t for n, t in w.items()}, lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
+    lambda w: {n.replace("0.", "0._orig_mod."): t for n, t in w.items()}])
+def test_foreign_weights_come_in_bare_or_wrapped_and_only_the_weights(tmp_path, form):
+    torch.save(form(foreign()), tmp_path / "w.pt")
+    opts = options(tmp_path, init_from=str(tmp_path / "w.pt"), ema_decay=0.5)
+    with a_life(opts) as life:
+        assert life.source == str(tmp_path / "w.pt") and life.state.step == 0
+        for name, tensor in foreign().items():
+            assert torch.equal(life.state.tensors()["model"][name], tensor)
+        assert torch.equal(life.state.ema["0.weight"], foreign()["0.weight"])
+        assert not life.state.optimizer.state[life.state.net[0].weight]["exp_avg"].any()
+        save(life, 2)
+    with a_life(opts) as life:                                      # from then on, the run's own checkpoints
+        assert is_at(life.state, 2)
+
+
+def test_a_net_that_has_a_child_called_module_keeps_its_names(tmp_path):
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.module = nn.Linear(3, 2)
+
+    torch.save(Named().state_dict(), tmp_path / "w.pt")
+    with a_life(options(tmp_path, init_from=str(tmp_path / "w.pt")), Named()) as life:
+        assert life.source
+
+
+def test_foreign_files_that_do_not_fit_are_refused_and_run_nothing(tmp_path, monkeypatch):
+    class Bomb:
+        def __reduce__(self):
+            return os.system, ("touch canary",)
+
+    monkeypatch.chdir(tmp_path)
+    for number, (content, match) in enumerate([
+            (Bomb(), "not a file of weights"), ([1, 2], "no dict of tensors"), ({}, "no dict of tensors"),
+            ({"a": 1}, "no dict of tensors"),
+            ({"0.weight": torch.zeros(9)}, "tensors do not fit this model"),
+            (foreign() | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
+            (foreign() | {"more": torch.zeros(1)}, "the first: more .in the file .1,., in the model absent")]):
+        torch.save(content, tmp_path / "w.pt")
+        refused(options(tmp_path / str(number), init_from="w.pt"), match)
+    (tmp_path / "w.pt").write_bytes(b"no zip")
+    refused(options(tmp_path / "x", init_from="w.pt"), "not a file of weights")
+    assert not (tmp_path / "canary").exists()
+
+
+# ---- the sum over weights ---------------------------------------------------------------------------------------------
+def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(3, 5), "c": torch.randn(7).bfloat16(), "d": torch.tensor([True, False]),
+               "e": torch.tensor(3), "f": torch.zeros(0), "g": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    whole = fingerprint_of(tensors)
+    for name, tensor in tensors.items():
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        for bit in range(flat.numel() * 8):
+            changed = flat.clone()
+            changed[bit // 8] ^= 1 << bit % 8
+            assert fingerprint_of(tensors | {name: changed.view(tensor.dtype).view(tensor.shape)}) != whole, (name, bit)
+    assert fingerprint_of(tensors | {"a": tensors["b"], "b": tensors["a"]}) != whole
+    assert torch.tensor([whole]).item() == whole
+
+
+def test_the_sum_does_not_depend_on_where_or_how_a_tensor_lies():
+    whole = torch.randn(101)
+    for start in range(4):
+        part = whole[start:start + 64]
+        assert fingerprint_of({"a": part}) == fingerprint_of({"a": part.clone()})
+    image = torch.randn(2, 3, 4, 5)
+    assert fingerprint_of({"a": image}) == fingerprint_of({"a": image.to(memory_format=torch.channels_last)})
+
+
+def test_the_nets_of_the_three_scripts_have_bare_names(tmp_path):
+    store, state = new_store(options(tmp_path)), tiny_state(options(tmp_path), tiny_net())
+    store.restore(state)
+    assert not [name for part in state.tensors().values() for name in part if "module." in name or "_orig_mod" in name]
+    store.close()
