@@ -48,11 +48,13 @@ def averaged_weights(state):
     if not state.ema:
         yield
         return
-    own = {name: p.detach().clone() for name, p in state.net.named_parameters()}
+    own = {p: p.detach().clone() for p in state.net.parameters()}
+    state.held = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}   # for a save meanwhile
     try:
         for name, p in state.net.named_parameters():
             p.copy_(state.ema[name])
         yield
     finally:
-        for name, p in state.net.named_parameters():
-            p.copy_(own[name])
+        for p, weights in own.items():
+            p.copy_(weights)
+        state.held = {}

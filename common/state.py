@@ -60,6 +60,7 @@ class TrainState:
         self.lock, self.torn = threading.RLock(), False
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
+        self.held = {}                                              # the weights, while the net wears their averages
         # Forward moves running statistics in mid-step; a checkpoint takes these copies, which the last whole step left.
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
 
@@ -147,7 +148,8 @@ class TrainState:
     # ---- what a checkpoint sees: two sets of named tensors and one dict of facts ---------------------------------
     def tensors(self):
         """{"model": ..., "optimizer": ...}: live tensors under bare names, without `module.` or `_orig_mod.`."""
-        model = {n: self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
+        held = self.held
+        model = {n: held[n] if n in held else self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
         optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
                      for key, value in values.items() if torch.is_tensor(value)}
         return {"model": model, "optimizer": optimizer | {f"{n}/ema": t for n, t in self.ema.items()}}

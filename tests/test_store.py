@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 import torch
-from stores import a_life, at_step, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
+from stores import a_life, at_step, expected, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
 from torch import nn
 
 from common import UserError
 from common.checkpoint import main
+from common.evaluate import averaged_weights
 from common.fence import Fenced
 from common.manifest import verify
 
@@ -186,6 +187,20 @@ def test_buffers_are_those_of_the_last_whole_step(tmp_path):
         assert life.store.rescue(life.state)
     with a_life(opts) as life:
         assert is_at(life.state, 4)
+
+
+def test_a_rescue_in_mid_evaluation_saves_the_weights_and_not_their_averages(tmp_path):
+    opts = options(tmp_path, ema_decay=0.5)
+    with a_life(opts, Odd()) as life:
+        at_step(life.state, 4)
+        life.state.ema["conv.weight"].fill_(99.0)
+        life.state.ema["embed.weight"].fill_(99.0)
+        with torch.no_grad(), averaged_weights(life.state):
+            assert life.state.net.head.weight[0, 0] == 99
+            assert life.store.rescue(life.state)
+    with a_life(opts, Odd()) as life:
+        weights = life.state.tensors()["model"]
+        assert all(torch.equal(weights[n], expected(weights[n], 4)) for n in ("conv.weight", "embed.weight", "head.weight"))
 
 
 def test_removing_the_folder_of_a_running_job_costs_nothing_but_what_was_in_it(tmp_path):
