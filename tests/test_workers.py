@@ -64,7 +64,7 @@ def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
     before = signal.getsignal(signal.SIGCHLD)
     split = trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
     found = batches(split, ElasticSampler(len(split), 2, shuffle=False), options(workers=2))
-    with pytest.raises((RuntimeError, ConnectionError, FileNotFoundError)):  # whichever is noticed first
+    with pytest.raises((RuntimeError, OSError, EOFError)):  # it, or the socket that its tensors were to come through
         for _ in found:
             assert signal.getsignal(signal.SIGCHLD) == before  # no handler that raises in the midst of an update
     assert signal.getsignal(signal.SIGCHLD) == before
