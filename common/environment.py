@@ -132,4 +132,5 @@ def dismiss_agent(environ=os.environ):
     except (KeyError, ValueError, OSError):
         return
     if left > 0 and agent:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)               # its answer must not overtake our exit code
         os.kill(os.getppid(), signal.SIGTERM)

@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import uuid
 from pathlib import Path
 
 from warm import FINAL, STOPPED, check_options
@@ -54,13 +55,13 @@ def main(arguments):
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     subprocess.Popen = Worker                    # before torch takes it from there
-    with tempfile.TemporaryDirectory(prefix="torchrun-") as folder:
-        os.environ.setdefault("PET_LOG_DIR", folder)                # torchrun would leave one behind at every start
+    with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
+        os.environ.setdefault("PET_LOG_DIR", folder)                # torchrun by itself leaves such a one at every start
         elsewhere = any(text.lstrip("-").startswith(MEETING) for text in arguments[:at])
         if not elsewhere and not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(os.environ):
             # On one machine the agent meets only itself: a file will do, where a port would be open to the network.
             os.environ["PET_RDZV_CONF"] += ",store_type=file"
-            arguments = ["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={os.getpid()}",
+            arguments = ["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={uuid.uuid4()}",
                          "--local_addr=127.0.0.1", *arguments]
         return run(arguments)
 

@@ -1,5 +1,6 @@
 """What every test may rely on, and what every test is held to."""
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -13,6 +14,24 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
+
+
+import police  # noqa: E402  (found through the path above)
+
+TEMPORARY = police.move_in()
+
+
+def pytest_sessionfinish():
+    shutil.rmtree(TEMPORARY, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    """No test leaves a process, a listening socket or a file outside tmp_path."""
+    before = police.belongings()
+    yield
+    left = police.left_since(before)
+    assert not left, "\n".join(["this test left behind:", *left])
 
 
 @pytest.fixture(scope="session")

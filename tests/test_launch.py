@@ -1,0 +1,222 @@
+"""launch/ and tests/run.sh: one command from a fresh clone to a training, and the same command again after any end."""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jobs import PACED, ROOT, audit, children, lives, state, until, wait_for
+from police import listeners
+
+LOCAL, TORCHRUN = ROOT / "launch" / "local.sh", ROOT / "launch" / "torchrun.py"
+HOME = Path(sys.prefix)
+LOOPBACK = re.compile("0100007F|0{24}01000000|0{16}FFFF00000100007F")       # as the kernel writes 127.0.0.1 and ::1
+needs_an_environment = pytest.mark.skipif(not (HOME / "bin" / "python").exists(), reason="the tests run in no environment")
+
+
+def environment(**extra):
+    """As in a fresh shell: no environment is active, unless `extra` says so."""
+    left_out = ("VIRTUAL_ENV", "CONDA_PREFIX", "NPROC", "PYTHONPATH")
+    return {k: v for k, v in os.environ.items() if k not in left_out} | {"PIP_NO_INDEX": "1"} | extra
+
+
+def sh(*command, cwd=ROOT, path=None, **extra):
+    """What a command did; `path` goes before the PATH."""
+    env = environment(**extra)
+    if path:
+        env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
+    return subprocess.run(list(map(str, command)), cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def executable(path, text):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path.parent
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A copy of the launchers at a place with spaces, which installs nothing and whose agent only says what it was given."""
+    root = tmp_path / "a clone; with 'odd' $HOME"
+    for name in ("launch", "tests"):
+        (root / name).mkdir(parents=True)
+    for name in ("launch/local.sh", "launch/setup.sh", "tests/run.sh"):
+        shutil.copy(ROOT / name, root / name)
+    for name in ("requirements.txt", "tests/requirements.txt"):
+        (root / name).write_text("# nothing\n\npip >= 9\n")
+    for name in ("warm.py", "torchrun.py"):
+        (root / "launch" / name).write_text("import json, sys; print(json.dumps([sys.prefix, *sys.argv]))")
+    return root
+
+
+def given(done):
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+# ---- the environment -------------------------------------------------------------------------------------------------
+def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_finds_it(clone, tmp_path):
+    words = ["--run-dir", "$(touch x); `touch y` a  b", "--lr=0.1", "", "*"]
+    first = sh(clone / "launch/local.sh", "--nproc", 3, *words, cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert "making " in first.stdout
+    prefix, agent, *rest = given(first)
+    assert Path(prefix) == clone / ".venv" and Path(agent).parent == clone / "launch"
+    assert rest[-len(words) - 1:] == [str(clone / "train_ddp.py"), *words] and "3" in rest[:2][-1]
+    assert not {"x", "y"} & {path.name for path in tmp_path.iterdir()}
+    made = (clone / ".venv/pyvenv.cfg").stat().st_mtime_ns
+    second = sh(clone / "launch/local.sh", cwd=tmp_path, NPROC="5", CUDA_VISIBLE_DEVICES="")
+    assert len(second.stdout.splitlines()) == 1 and "5" in given(second)[2:][1] + given(second)[2]
+    assert (clone / ".venv/pyvenv.cfg").stat().st_mtime_ns == made
+
+    shutil.rmtree(next((clone / ".venv/lib").glob("python*/site-packages")) / "pip")              # as if cut short
+    assert "making " in sh(clone / "launch/local.sh", cwd=tmp_path).stdout
+    tests = sh(clone / "tests/run.sh", "--version", cwd=tmp_path)                                  # no pytest was asked for
+    assert tests.returncode == 1 and "No module named pytest" in tests.stderr
+
+
+@needs_an_environment
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_an_active_environment_is_used_and_none_is_made(clone, variable):
+    assert Path(given(sh(clone / "launch/local.sh", **{variable: str(HOME)}))[0]) == HOME
+    assert not (clone / ".venv").exists()
+
+
+@needs_an_environment
+@pytest.mark.parametrize("line", ["no-such-package-here", "pip>=9999  # newer than there is"])
+def test_what_is_missing_or_too_old_is_installed_and_a_failure_has_a_way_out(clone, line):
+    (clone / "requirements.txt").write_text(f"{line}\n")
+    done = sh(clone / "launch/local.sh", VIRTUAL_ENV=str(HOME))
+    assert done.returncode == 2 and "installing into" in done.stdout and "No matching distribution" in done.stderr
+    assert re.search(r"error: pip could not install.*\n       .*type the same command again\n\Z", done.stderr)
+
+
+def test_an_environment_that_is_gone_an_old_python_and_a_missing_venv_are_said_in_words(clone, tmp_path):
+    gone = sh(clone / "launch/local.sh", VIRTUAL_ENV=str(tmp_path / "gone"))
+    assert gone.returncode == 2 and "has no bin/python\n       deactivate it" in gone.stderr
+    old = executable(tmp_path / "old/python3", '#!/bin/sh\n[ "$1" = -c ] && exit 1\necho Python 3.8.18\n')
+    done = sh(clone / "launch/local.sh", path=old)
+    assert done.returncode == 2 and "Python 3.8.18, but Python 3.10 or newer is needed" in done.stderr
+    bare = executable(tmp_path / "bare/python3", f'#!/bin/sh\n[ "$2" = venv ] && exit 1\nexec {sys.executable} "$@"\n')
+    done = sh(clone / "launch/local.sh", path=bare)
+    assert done.returncode == 2 and "apt install python3-venv" in done.stderr
+    assert not (clone / ".venv").exists()
+    (clone / ".venv").write_text("somebody's file")
+    done = sh(clone / "launch/local.sh")
+    assert done.returncode == 2 and "is in the way" in done.stderr and (clone / ".venv").read_text() == "somebody's file"
+
+
+@pytest.mark.parametrize("words", [("--nproc", "0"), ("--nproc", "two"), ("--nproc",), ("--nproc=-1",), ("--nproc", "1;id")])
+def test_a_number_of_processes_that_is_none_is_refused(words):
+    done = sh(LOCAL, *words)
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: --nproc")
+    assert len(done.stderr.splitlines()) == 2
+
+
+def test_gpus_decide_the_number_of_processes_and_the_agent(clone, tmp_path):
+    gpus = executable(tmp_path / "bin/nvidia-smi", '#!/bin/sh\necho "GPU 0: one (UUID: GPU-1)"\necho "GPU 1: two (UUID: GPU-2)"\n'
+                                                   'echo "GPU 2: three (UUID: GPU-3)"\n')
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    done = subprocess.run([clone / "launch/local.sh"], env=env | {"PATH": f"{gpus}:{env['PATH']}"}, capture_output=True, text=True,
+                          timeout=120)
+    assert given(done)[1:3] == [str(clone / "launch/torchrun.py"), "--nproc_per_node=3"]
+
+
+def test_a_server_runs_exactly_what_a_person_types(clone):
+    (clone / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", clone / ".ci/run")
+    executable(clone / "tests/run.sh", '#!/bin/sh\necho "$0" "$@"\n')
+    done = sh(clone / ".ci/run", "a b", cwd="/")
+    assert Path(done.stdout.removesuffix(" a b\n")).resolve() == (clone / "tests/run.sh").resolve()
+    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
+    assert re.findall(r"run: (.*)", workflow) == [".ci/run"]
+
+
+def test_the_shell_scripts_are_clean():
+    scripts = [*ROOT.glob("launch/*.sh"), ROOT / "tests/run.sh", ROOT / ".ci/run"]
+    for path in scripts:
+        assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
+        assert path.name == "setup.sh" or os.access(path, os.X_OK), path
+        assert "bind_all" not in path.read_text()
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed: syntax alone was checked")
+    done = subprocess.run(["shellcheck", "-x", *scripts], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+
+
+# ---- the training ------------------------------------------------------------------------------------------------------
+@needs_an_environment
+@pytest.mark.parametrize("words", [("--lr", "nan"), ("--learning-rate", "1"), ("--run-dir", "/")])
+def test_a_wrong_flag_is_said_once_with_exit_code_2_before_any_process_is_started(words):
+    for command in ([LOCAL], [sys.executable, TORCHRUN, "--nproc_per_node=3", ROOT / "train_ddp.py"]):
+        done = sh(*command, *words, VIRTUAL_ENV=str(HOME), RANK="of an outer job")
+        assert done.returncode == 2 and done.stdout == "" and done.stderr.count("error:") == 1
+        assert 2 <= len(done.stderr.splitlines()) <= 3
+
+
+@needs_an_environment
+def test_help_is_that_of_the_training():
+    done = sh(LOCAL, "--help", VIRTUAL_ENV=str(HOME))
+    assert done.returncode == 0 and "torchrun --nproc_per_node=2 train_ddp.py" in done.stdout and "--epochs" in done.stdout
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a command in a session of its own; nothing of it outlives the test."""
+    started = []
+
+    def begin(*command, **extra):
+        out = open(tmp_path / f"output-{len(started)}", "w+b")
+        started.append(subprocess.Popen(list(map(str, command)), cwd=tmp_path, env=environment(**extra), stdout=out, stderr=out,
+                                        stdin=subprocess.DEVNULL, start_new_session=True))
+        started[-1].output = lambda: Path(out.name).read_text()
+        started[-1].out = out
+        return started[-1]
+
+    yield begin
+    for process in started:
+        process.kill()                                               # its workers die with it
+        process.wait()
+        process.out.close()
+
+
+@needs_an_environment
+@pytest.mark.parametrize("agent", ["local.sh", "torchrun.py"])
+def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command_each_time(agent, start, tmp_path):
+    run = tmp_path / "run of 'one'"
+    command = {"local.sh": [LOCAL], "torchrun.py": [sys.executable, TORCHRUN, "--nproc_per_node=2", ROOT / "train_ddp.py"]}[agent]
+    command += [*PACED, "--run-dir", run]
+    env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.05"}
+    before = len(list(Path(os.environ["TMPDIR"]).glob("torchelastic_*")))
+
+    job = start(*command, **env)
+    life = wait_for(run, 3, job=job)
+    assert len(life["pids"]) == 2 == len(children(job.pid))
+    for pid in (job.pid, *life["pids"]):
+        assert all(LOOPBACK.match(place) for place in listeners(pid).values()), listeners(pid)
+    os.kill(life["pids"][1], signal.SIGKILL)
+    wait_for(run, 6, life=1, job=job)
+    job.send_signal(signal.SIGINT)                                   # Ctrl-C: the terminal sends it to the agent
+    assert job.wait(60) == 143, job.output()
+    assert "the same command goes on from here" in job.output() and "Traceback" not in job.output()
+
+    job = start(*command, **env)
+    wait_for(run, 9, life=2, job=job)
+    workers = children(job.pid)
+    job.kill()
+    until(lambda: all(state(pid) in "ZX" for pid in workers), "the workers to follow their agent", 10)
+
+    job = start(*command, **env | {"PACE": "0"})
+    assert job.wait(60) == 0, job.output()
+    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+    assert len(lives(run)) == 4
+    left = list(Path(os.environ["TMPDIR"]).glob("torchelastic_*"))
+    assert len(left) <= before + (agent == "torchrun.py")            # of the one that was killed
+    if agent == "torchrun.py":                                       # what only the workers can see is handed on too
+        job = start(*command, "--seed", 7, **env)
+        assert job.wait(60) == 2 and job.output().count("error: ") == 1, job.output()
+        assert "--seed was 0, now 7" in job.output() and "Traceback" not in job.output()
