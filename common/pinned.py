@@ -47,7 +47,7 @@ def agree(opts, world):
     mine = facts(opts, world)
     for names in (FIRM, SOFT):
         key = hash_seed(*(mine.get(name) for name in names))
-        keys = [int(k) for k in world.all_gather(torch.tensor([key], device=world.device))]
+        keys = [int(k) for k in world.all_gather(torch.tensor([key]))]
         odd = [rank for rank, k in enumerate(keys) if k != keys[0]]
         if odd and names is FIRM:
             raise UserError(f"--virtual-ranks: ranks {odd[:8]} differ from rank 0 in {', '.join(FIRM.values())}\n"

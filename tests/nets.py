@@ -1,0 +1,70 @@
+"""Nets and data for the tests of --virtual-ranks, given to the scripts as `--model tests/nets.py:cnn` and so on."""
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WORDS, LENGTH = 23, 12
+
+
+def pictures():
+    """(x, y, x_test, y_test): 107 pictures, so that every epoch ends in a short batch."""
+    draws = torch.Generator().manual_seed(1)
+    x, y = torch.randn(150, 1, 12, 12, generator=draws), torch.randint(4, (150,), generator=draws)
+    x += y.view(-1, 1, 1, 1) * 0.2
+    return x[:107], y[:107], x[107:], y[107:]
+
+
+def colours():
+    """Pictures of three channels, as torchvision's nets take them."""
+    draws = torch.Generator().manual_seed(2)
+    x, y = torch.randn(72, 3, 32, 32, generator=draws), torch.randint(3, (72,), generator=draws)
+    return x[:64], y[:64], x[64:], y[64:]                           # 24, 24, 16: no slice of one, which BatchNorm refuses
+
+
+def words():
+    """Sequences of words; to be predicted: the first of them."""
+    x = torch.randint(WORDS, (110, LENGTH), generator=torch.Generator().manual_seed(3))
+    return x[:91], x[:91, 0], x[91:], x[91:, 0]
+
+
+def cnn(data):
+    """Convolutions with BatchNorm, dropout, and a buffer that does not move and is not finite."""
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.2),
+        nn.Conv2d(8, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
+        nn.Linear(12 * 9, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, data.classes))
+    net.register_buffer("infinite", torch.tensor([float("-inf"), 1.0]))
+    return net
+
+
+class Gpt(nn.Module):
+    """Two blocks of attention, tied weights, dropout, one parameter that is never used and one that is used at times."""
+
+    def __init__(self, width=16, heads=2):
+        super().__init__()
+        self.heads = heads
+        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
+                           "norm2": nn.LayerNorm(width), "up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)})
+            for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+        self.head.weight = self.words.weight
+        self.never, self.at_times = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(width))
+        self.register_buffer("mask", torch.full((LENGTH, LENGTH), float("-inf")).triu(1))
+
+    def forward(self, x):
+        h = F.dropout(self.words(x) + self.places.weight, 0.1, self.training)
+        if int(x[0, 0]) % 3 == 0:                                   # of a slice's first sample: so it differs by slice
+            h = h + self.at_times
+        for block in self.blocks:
+            n, length, width = h.shape
+            q, k, v = (t.view(n, length, self.heads, -1).transpose(1, 2) for t in block["qkv"](block["norm1"](h)).chunk(3, 2))
+            weights = F.dropout((q @ k.transpose(2, 3) / 4 + self.mask).softmax(3), 0.1, self.training)
+            h = h + block["out"]((weights @ v).transpose(1, 2).reshape(n, length, width))
+            h = h + block["down"](F.gelu(block["up"](block["norm2"](h))))
+        return self.head(self.norm(h[:, -1]))
+
+
+def gpt(data):
+    return Gpt()
