@@ -70,7 +70,8 @@ class TensorSplit:
     in_memory, tokens = True, 1
 
     def __init__(self, x, y, source, seed, augment=None):
-        self.x, self.y, self.seed, self.augment, self.shape = x.contiguous(), y.long().contiguous(), seed, augment, tuple(x.shape[1:])
+        self.x, self.y, self.shape = x.contiguous(), y.long().contiguous(), tuple(x.shape[1:])
+        self.seed, self.augment = seed, augment
         scale, shift = 1 / (255 * torch.tensor(source.std)), -torch.tensor(source.mean) / torch.tensor(source.std)
         # For one channel plain numbers: they are faster than tensors of one element.
         self.scale, self.shift = (t.item() if len(t) == 1 else t.view(-1, 1, 1) for t in (scale, shift))

@@ -5,17 +5,27 @@ Whole scripts run in forked ranks: data, store, rescue, log and evaluation are t
 """
 import json
 import os
+import random
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 import torch
 from ranks import fork_ranks
 
 import train_ddp
 import train_mp
-from common import pinned
+from common import UserError, pinned
+from common.bitwise import Tree
+from common.data import Batch
+from common.files import sealed
+from common.models import build_model
 from common.options import Options
+from common.reduce import backward, distribute
+from common.sampler import share
+from common.state import TrainState, build_optimizer
 
 NETS = Path(__file__).with_name("nets.py")
 CNN = {"model": f"{NETS}:cnn", "dataset": f"{NETS}:pictures", "global_batch_size": 24, "optimizer": "adamw", "weight_decay": 0.05,
@@ -142,3 +152,148 @@ def test_kills_and_resizes_leave_no_trace_in_the_bits(tmp_path):
     assert through_kills(tmp_path / "killed", CNN, kills, 4) == unbroken
     lives = [json.loads(line) for line in (tmp_path / "killed" / "ledger.jsonl").read_text().splitlines() if '"life"' in line]
     assert [event["world"] for event in lives if event["event"] == "life"] == [3, 2, 1, 5, 8, 2, 4]
+
+
+# ---- what is pinned, and who is refused -------------------------------------------------------------------------------
+def doctored(folder, **changes):
+    path = folder / "options.json"
+    text = json.loads(path.read_text())
+    text["pinned"].update(changes)
+    path.write_bytes(sealed({name: value for name, value in text.items() if name != "seal"}))
+
+
+def test_another_thread_count_or_kind_of_device_is_refused_with_both_values(tmp_path, capfd):
+    short = CNN | {"epochs": 1, "max_steps": 2}
+    run(tmp_path / "run", 1, short)
+    recorded = json.loads((tmp_path / "run" / "options.json").read_text())["pinned"]
+    assert recorded["threads"] == 1 and recorded["device"] == "cpu" and recorded["optimizer"] == "fused"
+    assert recorded["torch"].startswith(torch.__version__) and recorded["cpu"].startswith(torch.backends.cpu.get_cpu_capability())
+    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short | {"threads": 2}), may_die=[0]) == [2]
+    assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
+    doctored(tmp_path / "run", device="cuda")
+    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short), may_die=[0]) == [2]
+    assert "kind of device was cuda, now cpu" in capfd.readouterr().err
+
+
+def test_another_build_of_torch_or_cpu_is_said_and_goes_on(tmp_path, capfd):
+    short = CNN | {"epochs": 1, "max_steps": 2}
+    run(tmp_path / "run", 1, short)
+    doctored(tmp_path / "run", torch="2.0.1", cpu="AVX2 of another")
+    run(tmp_path / "run", 1, short | {"max_steps": 3})
+    said = "".join(capfd.readouterr())
+    assert "build of torch was 2.0.1" in said and "CPU was AVX2 of another" in said
+
+
+def test_more_processes_than_slices_are_refused_on_every_rank(tmp_path, capfd):
+    assert fork_ranks(3, life, train_ddp, options(tmp_path, CNN | {"virtual_ranks": 2}), may_die=range(3)) == [2, 2, 2]
+    assert "3 processes, but each global batch has 2 slices" in capfd.readouterr().err
+
+
+def test_ranks_that_compute_with_other_threads_are_refused(capfd):
+    def differ(world, opts):
+        torch.set_num_threads(1 + (world.rank == 1))
+        with pytest.raises(UserError, match="ranks \\[1\\] differ from rank 0"):
+            pinned.agree(opts, world)
+
+    fork_ranks(3, differ, Options(virtual_ranks=4))
+
+
+# ---- parts ------------------------------------------------------------------------------------------------------------
+def small(world, virtual_ranks, scaler=None):
+    """A net of the tests, its state and a batch, without a script around them."""
+    opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks, "mixup": 0.0})
+    pinned.pin(opts)
+    data = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures")
+    net = build_model(opts, data)
+    state = TrainState(net, build_optimizer(net, opts), opts, 107)
+    state.scaler = scaler
+    return distribute(net, opts, world), state
+
+
+def batch_at(world, step, slices, size=24):
+    draws = torch.Generator().manual_seed(step)
+    x, y = torch.randn(size, 1, 12, 12, generator=draws), torch.randint(4, (size,), generator=draws)
+    mine = share(size, world.rank, world.size, slices)
+    return Batch(x[mine.start:mine.stop], y[mine.start:mine.stop], list(mine), size)
+
+
+def test_a_grad_scaler_skips_the_same_steps_at_any_world():
+    def scales(world):
+        model, state = small(world, 8, torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2))
+        with torch.no_grad():
+            state.net[-1].weight.mul_(1e4)                          # so that the first steps overflow
+        seen = []
+        for step in range(9):
+            backward(model, batch_at(world, step, 8), state, world)
+            state.update(24)
+            seen.append(state.scaler.get_scale())
+        return seen, [t.tolist() for t in state.tensors()["model"].values()]
+
+    one, three = fork_ranks(1, scales)[0], fork_ranks(3, scales)
+    assert len(set(one[0])) > 3, "some steps overflowed and were skipped"
+    assert three == [one] * 3
+
+
+def test_the_gradient_is_the_mean_over_the_samples_of_a_ragged_batch():
+    def gradient(world, virtual_ranks, size):
+        model, state = small(world, virtual_ranks)
+        for module in state.net.modules():
+            if isinstance(module, (torch.nn.Dropout, torch.nn.Dropout2d, torch.nn.BatchNorm2d)):
+                module.eval()
+        totals = world.all_sum(backward(model, batch_at(world, 0, virtual_ranks, size), state, world))
+        return [p.grad.double() for p in state.net.parameters()], totals.tolist()
+
+    for size in (3, 11, 24):                      # fewer samples than slices, ragged, even
+        wanted, totals = fork_ranks(1, gradient, 0, size)[0]
+        for found, sums in fork_ranks(3, gradient, 8, size):
+            assert sums == pytest.approx(totals, rel=1e-5)
+            for a, b in zip(found, wanted, strict=True):
+                assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
+    def infinite(world, virtual_ranks):
+        model, state = small(world, virtual_ranks)
+        backward(model, batch_at(world, 0, virtual_ranks), state, world)
+        state.update(24)
+        counted = [int(b) for n, b in state.buffers.items() if n.endswith("num_batches_tracked")]
+        return state.buffers["infinite"].tolist(), counted
+
+    for virtual_ranks in (0, 8):
+        assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
+
+
+def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are_powers_of_two():
+    def sent(world, slices):
+        tree, posted = Tree(torch.nn.Linear(1000, 2000), world, slices), 0
+        for bucket in tree.buckets:
+            posted += bucket.flat.numel() * bucket.flat.element_size()
+        return tree.bytes_sent, posted
+
+    for world, slices in ((2, 2), (2, 8), (4, 8)):
+        bytes_sent, padded = fork_ranks(world, sent, slices)[0]
+        assert bytes_sent == 2 * (world - 1) / world * padded
+        assert padded == pytest.approx(2_002_000 * 4, rel=1e-3)
+    assert fork_ranks(3, sent, 8)[0][0] > 1.3 * 2 * 2 / 3 * 2_002_000 * 4, "others send more sums: this can fail"
+
+
+# ---- the long form: pytest -m long ------------------------------------------------------------------------------------
+@pytest.mark.long
+@pytest.mark.parametrize("given, steps", [(CNN | {"epochs": 44}, 220), (GPT | {"epochs": 44}, 220),
+                                          (LSTM | {"epochs": 40, "max_steps": 200}, 200), (RESNET | {"max_steps": 12}, 12)])
+def test_long_every_net_at_every_world(tmp_path, given, steps):
+    digest, metrics = one_digest(tmp_path, given, (1, 2, 3, 4, 5, 8))
+    assert f'"step": {steps},' in metrics
+    print(f"one digest after {steps} steps: {digest}")
+
+
+@pytest.mark.long
+def test_long_twenty_kills_and_resizes_at_random(tmp_path):
+    given, draws = CNN | {"epochs": 44}, random.Random(5)
+    unbroken = run(tmp_path / "unbroken", 1, given)
+    kills = []
+    for number in range(20):
+        world = draws.choice((1, 2, 3, 4, 5, 8))
+        step, phase = 11 * number + draws.randrange(4, 11), draws.choice(("before", "within", "after"))
+        kills.append((world, draws.randrange(world), step, phase))
+    assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken

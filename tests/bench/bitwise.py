@@ -31,8 +31,8 @@ from common.state import TrainState, build_optimizer
 def cnn():
     """55,338 parameters."""
     return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-                         nn.Dropout(0.25), nn.Linear(784, 67), nn.BatchNorm1d(67), nn.ReLU(), nn.Dropout(), nn.Linear(67, 10)), (1, 28, 28)
+                         nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+                         nn.Flatten(), nn.Dropout(0.25), nn.Linear(784, 67), nn.BatchNorm1d(67), nn.ReLU(), nn.Dropout(), nn.Linear(67, 10)), (1, 28, 28)
 
 
 def mlp():
@@ -100,8 +100,8 @@ def main():
             cpu = statistics.median(sum(rank[0][k][1][1] for rank in found) / sum(rank[0][k][0][1] for rank in found)
                                     for k in range(args.rounds))
             ring = 2 * (args.world - 1) / args.world * grads
-            print(f"{name:7} {slices:2}  {plain:8.2f}  {bitwise:10.2f}   {middle:.3f} ({low:.3f}-{high:.3f})   {cpu:.3f}   {sent / ring:.4f}",
-                  flush=True)
+            print(f"{name:7} {slices:2}  {plain:8.2f}  {bitwise:10.2f}   {middle:.3f} ({low:.3f}-{high:.3f})   {cpu:.3f}   "
+                  f"{sent / ring:.4f}", flush=True)
 
 
 if __name__ == "__main__":
