@@ -27,6 +27,7 @@ weights      weights without their checkpoint: from a foreign file, compared bet
 agreement    what the ranks of one life tell each other before they train
 writer       the commit protocol: one checkpoint on the disk, whole or not at all
 checkpoint   the store on disk: atomic, asynchronous, verified, fenced
+buffers      running statistics and counters that move by the same bits at any world size
 bitwise      the sum along the tree, over slices and ranks
 reduce       how a global batch becomes one gradient
 pipeline     a net cut into stages over devices

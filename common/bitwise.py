@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from common.buffers import Buffers
 from common.sampler import share
 from common.tree import carries, held, merges
 
@@ -205,67 +206,3 @@ def _like(flat, tensor):
     """A view with the tensor's own strides where they leave no holes: fused optimizers walk gradient and weight in step."""
     dense = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
     return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset()) if dense else flat.view(tensor.shape)
-
-
-class Buffers:
-    """A net's buffers: every slice finds them as the last step left them; their moves are summed along the tree.
-
-    Floating-point ones (running statistics) move by the mean over the samples, counters by what the last slice counted:
-    it is never without samples.
-    """
-
-    def __init__(self, net, device):
-        self.device, buffers = device, list(net.buffers())
-        self.kinds, self.numel = [b.is_floating_point() for b in buffers], sum(b.numel() for b in buffers)
-        self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in buffers) else torch.float32
-        # Where they are, not what they are: a module may put a new tensor there. Walking the modules each time costs 5 %.
-        places = {id(b): (m._buffers, n) for m in net.modules() for n, b in m._buffers.items() if b is not None}
-        self.places = [places[id(b)] for b in buffers]
-        self.constants = any(not b.isfinite().all() for b in buffers)               # such as a mask of -inf
-        self.no_counts = torch.zeros(len(self._counts(buffers)), dtype=self.dtype, device=device)
-
-    def begin(self, committed):
-        """`committed`: the buffers of the last whole step; the live ones are equal to them now."""
-        self.committed = list(committed.values())
-        if self.numel:
-            self.base, self.base_counts = self._statistics(self.committed), self._counts(self.committed)
-
-    def moves(self, weight, counts):
-        """[flat tensors]: what this slice's forward has done to the buffers, its part in the mean."""
-        if not self.numel:
-            return []
-        live = self._live()
-        new = self._statistics(live)
-        moved = new - self.base
-        if self.constants:
-            moved.masked_fill_(new == self.base, 0.0)               # infinity minus infinity is no number
-        return [moved.mul_(weight), (self._counts(live) - self.base_counts).to(self.dtype) if counts else self.no_counts]
-
-    def restore(self):
-        if self.numel:
-            torch._foreach_copy_(self._live(), self.committed)
-
-    def apply(self, moved):
-        """The live buffers are the committed ones and their summed moves."""
-        if not self.numel:
-            return
-        live, middle = self._live(), len(self.base)
-        for kind, flat in ((True, self.base + moved[:middle]), (False, self.base_counts + moved[middle:].long())):
-            buffers = self._of(live, kind)
-            for buffer, piece in zip(buffers, flat.split([b.numel() for b in buffers]) if buffers else (), strict=True):
-                buffer.copy_(piece.view_as(buffer))
-
-    def _live(self):
-        return [owner[name] for owner, name in self.places]
-
-    def _of(self, buffers, floating):
-        return [b for b, kind in zip(buffers, self.kinds, strict=True) if kind == floating]
-
-    def _statistics(self, buffers):
-        return self._flat(self._of(buffers, True), self.dtype)
-
-    def _counts(self, buffers):
-        return self._flat(self._of(buffers, False), torch.int64)
-
-    def _flat(self, buffers, dtype):
-        return torch.cat([b.to(self.device, dtype).flatten() for b in buffers] or [torch.empty(0, dtype=dtype, device=self.device)])

@@ -32,7 +32,8 @@ def cnn():
     """55,338 parameters."""
     return nn.Sequential(nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
                          nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Flatten(), nn.Dropout(0.25), nn.Linear(784, 67), nn.BatchNorm1d(67), nn.ReLU(), nn.Dropout(), nn.Linear(67, 10)), (1, 28, 28)
+                         nn.Flatten(), nn.Dropout(0.25),
+                         nn.Linear(784, 67), nn.BatchNorm1d(67), nn.ReLU(), nn.Dropout(), nn.Linear(67, 10)), (1, 28, 28)
 
 
 def mlp():
