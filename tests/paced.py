@@ -16,8 +16,19 @@ class Pace(nn.Module):
         return x.double()
 
 
+class Cast(nn.Module):
+    def forward(self, x):
+        return x.float()
+
+
 def net(opts, data):
     return nn.Sequential(OrderedDict(pace=Pace(), fc1=nn.Linear(6, 32).double(), act=nn.Tanh(), fc2=nn.Linear(32, 3).double()))
+
+
+def dropping(opts, data):
+    """float32 with dropout: only fixed slices (--virtual-ranks) give the same bits at every world."""
+    return nn.Sequential(OrderedDict(pace=Pace(), cast=Cast(), fc1=nn.Linear(6, 32), act=nn.Tanh(), drop=nn.Dropout(0.3),
+                                     fc2=nn.Linear(32, 3)))
 
 
 def data():

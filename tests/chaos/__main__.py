@@ -1,0 +1,79 @@
+"""python -m tests.chaos --events 200 --seed 1            # seeded faults against real trainings; about 1.5 s an event
+python -m tests.chaos --events 20 --seed 1 --short     # one of each kind that matters most
+python -m tests.chaos --plain 20                       # plain torchrun, no variable set, so many kills in a row
+"""
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.chaos import points_names
+from tests.chaos.director import Campaign
+from tests.chaos.plain import plain_kills
+
+from jobs import Jobs  # isort: skip  (found once tests.chaos is)
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__,
+                                     formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--events", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--cold", type=float, default=0.1, help="share of submissions whose processes are executed, not forked")
+    parser.add_argument("--plain", type=int, default=0, metavar="KILLS", help="only this: kills in a row under plain torchrun")
+    parser.add_argument("--folder", type=Path, help="where to train (default: a temporary folder)")
+    parser.add_argument("--quiet", action="store_true")
+    given = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        folder = (given.folder or Path(temporary)).resolve()
+        os.environ["TMPDIR"] = str(folder)                           # killed agents leave their log folders behind
+        with Jobs(folder) as jobs:
+            if given.plain:
+                print(json.dumps(plain_kills(jobs, folder / "run", given.plain)))
+                return 0
+            began = time.monotonic()
+            campaign = Campaign(jobs, random.Random(given.seed), given.events, given.short, 0.0 if given.short else given.cold,
+                                say=(lambda text: None) if given.quiet else lambda text: print(text, flush=True))
+            try:
+                campaign.go()
+            finally:
+                print(json.dumps(summary(campaign, time.monotonic() - began), indent=1), flush=True)
+            assert_that_it_struck(campaign)
+    return 0
+
+
+def summary(campaign, seconds):
+    lost = [steps for steps, _, _ in campaign.lost]
+    recovered = [s for _, s in campaign.recovered]
+    tally = dict(sorted(campaign.tally.items()))
+    save = points_names()["save"]
+    return {
+        "events": len(campaign.log), "landed": sum(bool(e["landed"]) for e in campaign.log), "seconds": round(seconds),
+        "runs": campaign.notes, "lives": sum(n["lives"] for n in campaign.notes),
+        "changes of life with a survivor": sum(s for _, s, _ in campaign.lost),
+        "steps of survivors lost": 0,                                # more is an AssertionError
+        "steps only the dead had": sum(d for _, _, d in campaign.lost),
+        "changes of life without a survivor": sum(not s for _, s, _ in campaign.lost),
+        "steps lost there": [n for n, (_, s, _) in zip(lost, campaign.lost, strict=True) if not s],
+        "struck inside a save": sum(n for name, n in tally.items() if name.removeprefix("at ") in save),
+        "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)} if recovered else None,
+        "orphans_gone_s": round(max(campaign.orphaned), 2) if campaign.orphaned else None,
+        "tally": tally}
+
+
+def assert_that_it_struck(campaign):
+    """A campaign whose kills went astray has proven nothing."""
+    landed = sum(bool(event["landed"]) for event in campaign.log)
+    assert landed >= 0.6 * len(campaign.log), f"only {landed} of {len(campaign.log)} events landed"
+    saves = [name for name in campaign.tally if name.removeprefix("at ") in points_names()["save"]]
+    assert saves, "nothing was struck inside a save"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""What must hold after any schedule of faults; each returns or raises AssertionError with the facts."""
+import contextlib
+import io
+import json
+import re
+from pathlib import Path
+
+from jobs import audit, events, lives
+
+HARD = ("KILL", "SEGV", "LOCK", "STOP")                             # whoever gets these saves nothing any more
+
+
+def checkpoints_are_whole(run, all_of_them):
+    """At least one verifies once any is there; at the end, all do."""
+    from common.checkpoint import main
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+        code = main([str(run)])
+    assert code == 0, out.getvalue()
+    assert not all_of_them or "damaged" not in out.getvalue(), out.getvalue()
+
+
+def done_by_rank(run, life):
+    """{rank: the last step it did in this life}."""
+    found = {}
+    for path in (Path(run) / "audit").glob(f"life-{life}-rank*.jsonl"):
+        steps = re.findall(rb'"event": "done", "step": (\d+)', path.read_bytes())
+        found[int(re.search(r"rank(\d+)", path.name)[1])] = int(steps[-1]) if steps else 0
+    return found
+
+
+def steps_lost(run, struck, interval):
+    """[(steps lost, whether a replica survived, steps only the dead had)] of each change of life; raises if a survivor lost one."""
+    found, all_lives = [], lives(run)
+    for life, following in zip(all_lives, all_lives[1:], strict=False):
+        done = done_by_rank(run, life["life"])
+        survivors = [rank for rank, pid in enumerate(life["pids"]) if pid not in struck]
+        anyone = max(done.values(), default=0) - following["step"]
+        survived = max((done.get(rank, 0) for rank in survivors), default=0) - following["step"]
+        facts = f"{life} -> {following}: done {done}, survivors {survivors}"
+        assert survived <= 0, f"a survivor's step is lost: {facts}"
+        assert anyone <= (1 if survivors else 2 * interval), f"more is lost than may be: {facts}"
+        found.append((max(0, anyone), bool(survivors), max(0, anyone - max(0, survived)) if survivors else 0))
+    return found
+
+
+def samples_are_exact(run):
+    counts = audit(run)
+    assert counts["missed"] == counts["repeated"] == 0, counts
+    return counts
+
+
+def every_step_is_logged_once(run, last):
+    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "val_loss" not in line] == list(range(1, last + 1))
+    evaluations = [line["step"] for line in lines if "val_loss" in line]
+    assert evaluations == sorted(set(evaluations)) and last in evaluations, evaluations
+
+
+def weights_equal(run, reference, bitwise):
+    from jobs import weights
+    ours, theirs = weights(run), weights(reference)
+    assert ours.keys() == theirs.keys()
+    worst = max(float((tensor.double() - theirs[name].double()).abs().max()) for name, tensor in ours.items())
+    assert worst <= (0 if bitwise else 1e-9), f"weights differ from the unbroken run's by {worst}"
+    return worst
+
+
+def nothing_is_left(run, folder):
+    names = [str(p.relative_to(folder)) for p in Path(folder).rglob("*")]
+    left = [n for n in names if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$", n)]
+    assert not left, left
+
+
+def saves_and_rescues(run):
+    return len(events(run, "rescue")), len(events(run, "life"))

@@ -1,0 +1,42 @@
+"""What happens to whom, and when: drawn from the seed alone, so that a schedule can be repeated (its instants cannot)."""
+import collections
+
+Event = collections.namedtuple("Event", "target signal point steps", defaults=("", 0))
+
+# target: weight. A point is struck by the process that comes by it; everything else comes from outside at a random instant.
+TARGETS = {"point": 44, "pair": 8, "worker": 22, "workers": 4, "agent": 6, "node": 5, "store": 2, "job": 4, "resize": 5, "grow": 5,
+           "flap": 2, "freeze": 0.5, "lock": 0.5}
+SIGNALS = {"point": {"KILL": 78, "SEGV": 12, "TERM": 7, "INT": 3},
+           "worker": {"KILL": 55, "TERM": 10, "INT": 6, "USR1": 4, "SEGV": 6, "TERM TERM": 5, "STOP CONT": 14},
+           "workers": {"KILL": 2, "TERM": 1}, "resize": {"TERM": 3, "INT": 1}}
+GROUPS = {"step": 34, "save": 44, "evaluation": 14, "end": 8}
+SHORT = [Event("point", "KILL", "write:model.safetensors"), Event("point", "KILL", "rename"), Event("point", "SEGV", "step-torn"),
+         Event("pair", "KILL", "restore"), Event("agent", "KILL"), Event("node", "KILL"), Event("job", "KILL"),
+         Event("resize", "TERM"), Event("grow", ""), Event("worker", "STOP CONT"), Event("worker", "TERM TERM"),
+         Event("store", "KILL")]
+
+
+def choose(rng, weights):
+    return rng.choices(list(weights), list(weights.values()))[0]
+
+
+def draw(rng, points, rare=True):
+    """One event. `rare`: also those that cost half a minute each."""
+    target = choose(rng, {t: w for t, w in TARGETS.items() if rare or t not in ("freeze", "lock")})
+    name = choose(rng, SIGNALS.get(target, {"KILL": 1}))
+    at = ""
+    if target == "point":
+        at = rng.choice(points[choose(rng, GROUPS)])
+    elif target == "pair":                                           # a second one dies of the first one's consequences
+        at = rng.choice(points[rng.choice(["life", "save"])])
+    elif target == "lock":
+        name, at = "LOCK", "forward"
+    return Event(target, name, at, rng.randint(0, 9))
+
+
+def schedule(rng, count, points, short=False):
+    """`count` events in random order; a short one holds one of each kind that matters most."""
+    events = [event._replace(steps=rng.randint(0, 9)) for event in SHORT[:count]] if short else []
+    events += [draw(rng, points, rare=not short) for _ in range(count - len(events))]
+    rng.shuffle(events)
+    return events

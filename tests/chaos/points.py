@@ -1,0 +1,162 @@
+"""Named points of a training at which a process can be told to signal itself; all of it lives here, none in the product.
+
+The director arms a point by putting a file POINT.RANK (or POINT.any; the names are in __init__.py) into the folder
+CHAOS_ARMED, with the signal's name in it. The first process to come by takes the file (a rename: one process, once), writes a
+line to the journal, and signals itself.
+"""
+import atexit
+import ctypes
+import functools
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+ARMED, JOURNAL = os.environ["CHAOS_ARMED"], os.environ["CHAOS_JOURNAL"]
+REAL = {name: getattr(os, name) for name in ("open", "close", "write", "fsync", "rename", "mkdir")}
+
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+
+
+def point(name, act=None):
+    """Does what is armed here, if anything is."""
+    for who in (os.environ.get("RANK", "0"), "any"):
+        claimed = f"{ARMED}/claimed-{os.getpid()}-{threading.get_ident()}"
+        try:
+            REAL["rename"](f"{ARMED}/{name}.{who}", claimed)
+        except OSError:
+            continue
+        with open(claimed) as file:
+            what = file.read().strip()
+        os.unlink(claimed)
+        (act or _signal)(name, what)
+
+
+def note(name, what):
+    """On disk before the signal: a kill that leaves no line has not landed."""
+    line = json.dumps({"t": time.time(), "pid": os.getpid(), "rank": int(os.environ.get("RANK", 0)), "point": name, "signal": what})
+    fd = REAL["open"](JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    REAL["write"](fd, line.encode() + b"\n")
+    REAL["close"](fd)
+
+
+def _signal(name, what):
+    note(name, what)
+    if what == "LOCK":                                              # a lock held in C, and with it Python's own
+        python, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+        python.pthread_mutex_lock(mutex)
+        python.pthread_mutex_lock(mutex)
+    os.kill(os.getpid(), getattr(signal, f"SIG{what}"))
+
+
+def _soon(name, what):
+    """While DDP's buckets are under way: within the next moments, from a thread."""
+    def strike():
+        time.sleep(random.random() * 0.002)
+        _signal(name, what)
+    threading.Thread(target=strike, daemon=True).start()
+
+
+def around(owner, attribute, before=None, after=None):
+    real = getattr(owner, attribute)
+
+    @functools.wraps(real)
+    def wrapped(*args, **kwargs):
+        if before:
+            point(before)
+        result = real(*args, **kwargs)
+        if after:
+            point(after)
+        return result
+    setattr(owner, attribute, wrapped)
+
+
+def plant(script):
+    """Around the names that train_ddp.py uses, torch's own hooks, and the system calls of a save."""
+    import torch
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    from common.checkpoint import CheckpointStore
+    from common.ledger import Audit
+    from common.state import TrainState
+    around(script, "join", "join", "joined")
+    around(CheckpointStore, "restore", "restore", "restored")
+    around(Audit, "begin", "begin")
+    around(TrainState, "update", "step-before", "step-after")
+    register_optimizer_step_pre_hook(lambda *_: point("step-inside"))
+    register_optimizer_step_post_hook(lambda *_: point("step-torn"))
+    torch.nn.modules.module.register_module_forward_hook(_after_forward)
+    around(script, "evaluate", "evaluate", "evaluated")
+    around(TrainState, "end_epoch", "epoch-end", "epoch-ended")
+    around(CheckpointStore, "close", "close", "closed")
+    around(script, "leave", "leave", "left")
+    atexit.register(point, "exit")
+    _plant_in_saves()
+
+
+def _after_forward(module, inputs, output):
+    if type(module).__name__ == "Pace":
+        point("forward" if module.training else "evaluating")
+    elif type(module).__name__ == "Linear" and output.requires_grad:
+        output.register_hook(_in_backward)
+
+
+def _in_backward(gradient):
+    point("backward")
+    point("allreduce", _soon)
+
+
+def _plant_in_saves():
+    """A save is a staging folder, files in it, a rename out of it, two folders synced, an older one renamed into it."""
+    known = {}                                                      # descriptor -> what is being written through it
+
+    def opened(path, flags, *args, **kwargs):
+        fd, text = REAL["open"](path, flags, *args, **kwargs), os.fspath(path)
+        name = os.path.basename(text)
+        if "/checkpoints" in text:
+            if flags & os.O_DIRECTORY:
+                known[fd] = "root" if name == "checkpoints" else "folder" if name.startswith("step-") else None
+            elif flags & os.O_CREAT and name in FILES:
+                known[fd] = name
+        return fd
+
+    def closed(fd):
+        known.pop(fd, None)
+        return REAL["close"](fd)
+
+    def written(fd, data):
+        if known.get(fd) in FILES:
+            def half(name, what):
+                REAL["write"](fd, data[:len(data) // 2])
+                _signal(name, what)
+            point(f"write:{known[fd]}", half)
+        return REAL["write"](fd, data)
+
+    def synced(fd):
+        name = known.get(fd)
+        if name in FILES:
+            point(f"unsynced:{name}")
+        result = REAL["fsync"](fd)
+        if name:
+            point(f"synced:{name}" if name in FILES else f"{name}-synced")
+        return result
+
+    def renamed(source, target, **kwargs):
+        out = "/checkpoints/.life" in os.fspath(source) and os.path.basename(target).startswith("step-")
+        away = str(target).endswith(".gone")
+        if out or away:
+            point("rename" if out else "letgo")
+        result = REAL["rename"](source, target, **kwargs)
+        if out or away:
+            point("renamed" if out else "gone")
+        return result
+
+    def made(path, *args, **kwargs):
+        result = REAL["mkdir"](path, *args, **kwargs)
+        if os.path.basename(path).startswith("step-"):
+            point("mkdir")
+        return result
+
+    os.open, os.close, os.write, os.fsync, os.rename, os.mkdir = opened, closed, written, synced, renamed, made
