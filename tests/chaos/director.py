@@ -129,10 +129,12 @@ class Campaign:
         self.log.append({"event": name, "landed": landed, "step": reached(self.run) if before else 0})
         self.tally[f"{event.target} {event.signal}".strip()] += bool(landed)
         self.tally["not landed"] += not landed
+        took = ""
         if landed and new_life:
             self.recovered.append((event.target, self.settle(before)))
+            took = f": on after {self.recovered[-1][1]:.1f} s"
         self.say(f"{len(self.log):4}  step {self.log[-1]['step']:4}  {self.cluster.kind:5} x{len(self.cluster.living)}  {name}"
-                 f"{'' if landed else ': came too late'}")
+                 f"{took if landed else ': came too late'}")
 
     def arm(self, event, rank="any"):
         path = self.armed / f"{event.point}.{rank}"
@@ -237,9 +239,11 @@ class Campaign:
         return 3, True
 
     def _freeze(self, event):
-        """Stopped for good: the others must notice by themselves."""
+        """Stopped for good: the others must notice by themselves, so there have to be others."""
         found = self.cluster.someone()
-        return (self.cluster.strike(found[1:], "STOP"), True) if found else (0, False)
+        if not found or len(self.cluster.workers()) < 2:
+            return 0, False
+        return self.cluster.strike(found[1:], "STOP"), True
 
     # ---- the end of a run ------------------------------------------------------------------------------------------------
     def check(self, flavour, reference):
