@@ -12,6 +12,7 @@ from pathlib import Path
 from common import UserError
 from common.environment import check_environment, fail, world_size
 from common.flags import DEVICES, NAME, PATH, SWITCH, Parser, decides, did_you_mean, flag_of, free, one_of, real, whole
+from common.processes import die_with_the_agent
 
 LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
@@ -121,6 +122,7 @@ def uses(dataset):
 
 def parse_options(doc, argv=None, script=None):
     """The checked options of this process; a mistake ends it with exit code 2, said once per machine."""
+    die_with_the_agent()
     try:
         check_environment(os.environ)
     except UserError as error:                                   # by hand, each process has a terminal of its own

@@ -1,9 +1,30 @@
 """What can be said of a process, ours or another: who it is, and whether it will ever move again."""
+import ctypes
 import hashlib
 import os
+import signal
 import socket
+import sys
 
 STOPPED = b"TtZX"        # states in /proc/PID/stat of a process that will not move by itself
+
+
+def die_with_the_agent():
+    """A SIGKILLed agent would leave its workers training on as orphans, two rank 0 in one run after the next start.
+
+    Called before torch is imported too: that takes seconds, in which an agent can die.
+    """
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)             # PR_SET_PDEATHSIG
+    parent = os.getppid()                                           # it may have died before this line: then init has adopted
+    try:                                                            # us, or a user's systemd; in a container an agent can be 1
+        with open(f"/proc/{parent}/cmdline", "rb") as file:
+            name = os.path.basename(file.read().split(b"\0")[0])
+    except OSError:
+        return
+    if parent == 1 and not name.startswith((b"python", b"torchrun")) or name.startswith(b"systemd"):
+        os._exit(1)
 
 
 def job():

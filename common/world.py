@@ -3,10 +3,8 @@
 Everything that differs between ranks lives in `World`; the scripts hold no rank of their own.
 """
 import contextlib
-import ctypes
 import json
 import os
-import signal
 import socket
 import sys
 import time
@@ -19,6 +17,7 @@ import torch.distributed as dist
 
 from common import UserError
 from common.pinned import pin
+from common.processes import die_with_the_agent
 
 JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
 ANSWER = timedelta(seconds=5)     # of a store that is alive
@@ -109,9 +108,7 @@ def _meet(store, key, count):
 def join(opts):
     """The world torchrun (or the hand-set environment, or nothing at all) asks for; call once, on every rank."""
     env = os.environ
-    under_torchrun = "TORCHELASTIC_RUN_ID" in env
-    if under_torchrun:
-        _die_with_the_agent()
+    die_with_the_agent()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank = int(env.get("LOCAL_RANK", rank))
     local_size = int(env.get("LOCAL_WORLD_SIZE", size))
@@ -141,17 +138,6 @@ def leave(world):
     if world.size > 1:
         dist.destroy_process_group()
     sys.stdout.flush()
-
-
-def _die_with_the_agent():
-    """A SIGKILLed agent would leave its workers training on as orphans, two rank 0 in one run after the next start."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)             # PR_SET_PDEATHSIG
-    if os.getppid() == 1:                                           # it may have died before this line: then init adopted us,
-        with open("/proc/1/cmdline", "rb") as f:                    # unless the agent itself is a container's process 1
-            if not os.path.basename(f.read().split(b"\0")[0]).startswith((b"python", b"torchrun")):
-                os._exit(1)
 
 
 def _devices(opts, local_rank, local_size):

@@ -155,6 +155,14 @@ def state(pid):
     return _stat(pid)[0]
 
 
+def command(pid):
+    try:
+        with open(f"/proc/{pid}/cmdline") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
 def children(pid):
     return [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if (s := _stat(p))[1] == pid and s[0] not in "ZX"]
 

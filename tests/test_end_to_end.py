@@ -5,7 +5,7 @@ import signal
 import socket
 
 import pytest
-from jobs import PACED, STEPS, TESTS, audit, children, last_loss, lives, reached, until, wait_for, weights
+from jobs import PACED, STEPS, TESTS, audit, children, command, last_loss, lives, reached, until, wait_for, weights
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"), "ddp": ("train_ddp.py",)}
@@ -132,6 +132,16 @@ def test_workers_die_with_their_agent_and_the_next_job_loses_nothing(jobs, run, 
     job.wait()
     assert ddp(jobs, 2, run).wait() == 0
     assert_same(run, unbroken)
+
+
+def test_workers_that_still_import_torch_die_with_their_agent_too(jobs, run):
+    job = ddp(jobs, 2, run, cold=True)
+    until(lambda: len(job.workers) == 2 or job.poll() is not None, "the workers' start")
+    until(lambda: all("train_ddp.py" in command(pid) for pid in job.workers), "their own program")
+    pids = job.workers
+    job.kill()
+    until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent", 3)
+    assert not lives(run)
 
 
 def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
