@@ -39,6 +39,7 @@ class Rescue:
         os.set_blocking(self.pipe[1], False)
         self.old_handlers = {s: signal.signal(s, _do_nothing) for s in STOP}
         self.old_fd = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+        self.pulse.beat()                                           # a lock held in C may come before the watcher's first look
         self.watcher = threading.Thread(target=self._watch, daemon=True, name="rescue")
         self.watcher.start()
         return self

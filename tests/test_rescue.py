@@ -23,9 +23,9 @@ from common.state import TrainState, build_optimizer
 SAMPLES = 64
 
 
-def a_run(world, run):
+def a_run(world, run, *flags):
     """(state, store, ledger) of a small net at step 0, owned as train_ddp.py would own it."""
-    opts = parse_options("", [f"--run-dir={run}", "--global-batch-size=8", "--optimizer=adam"], script="ddp")
+    opts = parse_options("", [f"--run-dir={run}", "--global-batch-size=8", "--optimizer=adam", *flags], script="ddp")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
@@ -73,6 +73,18 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
     assert fork_ranks(size, live, may_die=range(size)) == [143] * size
     assert saved(run) == [2]
     assert [event["step"] for event in events(run, "rescue")] == [2]
+
+
+def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_moment_on(run):
+    """No Python thread can run any more, neither the watcher nor a signal handler; faulthandler's own thread can."""
+    def live(world):
+        state, store, ledger = a_run(world, run, "--hang-timeout=1")
+        with Rescue(store, state, world, ledger):
+            python, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+            python.pthread_mutex_lock(mutex)
+            python.pthread_mutex_lock(mutex)
+
+    assert fork_ranks(1, live, may_die=[0], deadline=20) == [1]
 
 
 # ---- all or nothing ------------------------------------------------------------------------------------------------------
