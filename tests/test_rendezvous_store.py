@@ -1,0 +1,54 @@
+"""launch/store.py: the one process that a job on several machines cannot do without."""
+import signal
+import socket
+
+import pytest
+import torch.distributed as dist
+from jobs import ROOT, state, until
+
+STORE = ROOT / "launch" / "store.py"
+
+
+def listening(pid):
+    """The addresses this process listens on, as the kernel writes them."""
+    import os
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}").removeprefix("socket:[").removesuffix("]"))
+        except OSError:
+            pass
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
+@pytest.fixture
+def store(jobs):
+    job = jobs.start(STORE, "127.0.0.1:0")
+    until(lambda: "store on" in job.output, "the store")
+    yield job, int(job.output.split(":")[-1])
+    job.kill()
+    job.wait()
+
+
+def test_it_keeps_what_it_was_told_when_every_client_has_gone(store):
+    for value in (1, 2, 3):
+        assert dist.TCPStore("127.0.0.1", store[1], is_master=False).add("lives", 1) == value
+
+
+def test_it_listens_on_the_address_it_was_given_and_on_no_other(store):
+    assert listening(store[0].pid) == {"0100007F"}
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_signal_ends_it_with_0(store, name):
+    store[0].kill(getattr(signal, name))
+    assert store[0].wait(20) == 0, store[0].output
+    assert state(store[0].pid) in "ZX"
+
+
+def test_what_is_no_address_of_ours_is_refused_in_two_lines(jobs):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for address, word in ((f"127.0.0.1:{taken.getsockname()[1]}", "in use"), ("192.0.2.1:0", "assign"), ("127.0.0.1", "usage")):
+            job = jobs.start(STORE, address)
+            assert job.wait(30) == 2 and word in job.output and len(job.output.splitlines()) <= 2, job.output
