@@ -17,6 +17,7 @@ from pathlib import Path
 LEAST = 60.0            # seconds without progress that are nobody's fault
 STEPS = 20              # or so many median steps, if that is longer
 OPENING = 600.0         # the first step may compile
+TRIES = 5               # times in a row that rank 0's store may not answer
 SILENT = 3.0            # seconds between two signs of a living process are fewer
 SLOW = 2.0              # a rank whose own work takes so many times the others' median is named ...
 AGAIN = 60.0            # ... so often, in seconds
@@ -33,7 +34,7 @@ class Pulse:
         self.told, self.named, self.thread = threading.Event(), -AGAIN, None
         self.views, self.heard = [], {}                             # what each rank told last, and since when
         if world.size > 1:
-            self.thread = threading.Thread(target=self._tell, args=(world.own_line(),), daemon=True, name="pulse")
+            self.thread = threading.Thread(target=self._tell, daemon=True, name="pulse")
             self.thread.start()
 
     @property
@@ -71,25 +72,29 @@ class Pulse:
         return statistics.median(rates) if rates else 0.0
 
     # ---- what the ranks tell each other, over a connection of its own: the main thread may be blocked in the other one ----
-    def _tell(self, line):
-        """Each rank's latest (step, beats, own seconds) under its name; rank 0 reads them all and names the slow."""
-        seen, beats = {}, 0
-        while not self.told.wait(1.0):
+    def _tell(self):
+        """Each rank's latest (step, beats, own seconds, place) under its name; rank 0 reads them all and names the slow."""
+        line, seen, beats, refused = None, {}, 0, 0
+        while refused < TRIES and not self.told.wait(1.0):
             try:
+                line = line or self.world.own_line()
                 frame, beats = sys._current_frames().get(self.main), beats + 1
                 place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
-                mine = f"{self.state.step} {beats} {self.state.own_seconds:.3f} {place}"
-                line.set(f"pulse/{self.world.rank}", mine)
-                self.views = [line.get(f"pulse/{r}").decode().split() if line.check([f"pulse/{r}"]) else None
-                              for r in range(self.world.size)] if self.world.rank == 0 or self._worried() else []
-                now = time.monotonic()
-                for rank, view in enumerate(self.views):
-                    if self.heard.get(rank, (None,))[0] != view:
-                        self.heard[rank] = (view, now)
+                line.set(f"pulse/{self.world.rank}", f"{self.state.step} {beats} {self.state.own_seconds:.3f} {place}")
+                if self.world.rank == 0 or self._worried():
+                    self._listen(line)
                 if self.world.rank == 0:
                     seen = self._name_the_slow(seen)
-            except Exception:                                       # the store died with rank 0: others will say so
-                return
+                refused = 0
+            except Exception:                                       # a busy machine, or the store died with rank 0
+                line, refused = None, refused + 1                   # an answer that came too late must not meet another question
+
+    def _listen(self, line):
+        names = [f"pulse/{rank}" for rank in range(self.world.size)]
+        self.views = [line.get(name).decode().split() if line.check([name]) else None for name in names]
+        for rank, view in enumerate(self.views):
+            if self.heard.get(rank, (None,))[0] != view:
+                self.heard[rank] = (view, time.monotonic())
 
     def _worried(self):
         return time.monotonic() - self.moved > self.limit / 2
@@ -116,7 +121,7 @@ class Pulse:
             if step - old[0] >= 5:
                 pace[rank] = (own - old[1]) / (step - old[0])
         if len(pace) < self.world.size:
-            return seen or {r: (int(v[0]), float(v[2])) for r, v in enumerate(self.views) if v}
+            return {r: (int(v[0]), float(v[2])) for r, v in enumerate(self.views) if v} | seen
         slowest = max(pace, key=pace.get)
         typical = statistics.median(v for r, v in pace.items() if r != slowest)
         if pace[slowest] > SLOW * typical and pace[slowest] - typical > 0.01 and now - self.named > AGAIN:

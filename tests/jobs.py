@@ -46,6 +46,7 @@ class Jobs:
                 os.kill(pid, signal.SIGKILL)
         if self.warm:
             self.warm.stdin.close()
+            self.warm.kill()                                        # some process of the test's may hold its stdin open
             self.warm.wait()
             self.reader.join()
 
