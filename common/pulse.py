@@ -18,7 +18,7 @@ LEAST = 60.0            # seconds without progress that are nobody's fault
 STEPS = 20              # or so many median steps, if that is longer
 OPENING = 600.0         # the first step may compile
 TRIES = 5               # times in a row that rank 0's store may not answer
-SILENT = 3.0            # seconds between two signs of a living process are fewer
+SILENT = 2.0            # seconds between two signs of a living process are fewer, on a machine with a core to spare
 SLOW = 2.0              # a rank whose own work takes so many times the others' median is named ...
 AGAIN = 60.0            # ... so often, in seconds
 
@@ -107,7 +107,7 @@ class Pulse:
         for rank, view in enumerate(self.views):
             place = f"step {view[0]}, {view[3]}" if view else "never heard of"
             silent = now - self.heard.get(rank, (None, now))[1]
-            if silent > SILENT:
+            if silent > max(SILENT, self.limit / 4):
                 place += f", gives no sign of life for {silent:.0f} s (stopped, cut off, or a lock held in C)"
             places.setdefault(place, []).append(rank)
         return "; ".join(f"rank {','.join(map(str, ranks))}: {place}" for place, ranks in places.items())

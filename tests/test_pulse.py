@@ -83,7 +83,7 @@ def one_is_stopped(world):
         os.kill(os.getpid(), signal.SIGSTOP)
         found.stop()
         return "rank 1: step 4, gives no sign of life for 9 s"
-    found = Pulse(state_at(4), world, 20, print)
+    found = Pulse(state_at(4), world, 32, print)
     world.store.set("go", "1")
     deadline, word = time.monotonic() + 90, ""
     while "gives no sign of life" not in word and time.monotonic() < deadline:
