@@ -22,6 +22,7 @@ from common.tree import carries, held, merges
 
 ALIGN = 64                     # bytes: every gradient starts like an allocation of its own, as vector code likes it
 FIRST, BUCKET = 1 << 20, 25 << 20    # bytes of the first bucket, early on its way, and of the others, as in DDP
+PIECE = 12 << 20                     # bytes exchanged at once: while one piece is added up, the next arrives
 
 
 class Tree:
@@ -46,8 +47,8 @@ class Tree:
     @property
     def bytes_sent(self):
         """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
-        others = self.world.size - 1
-        return sum(b.part * b.size * others * (sum(self.held) / self.world.size + 1) for b in self.buckets) if others else 0
+        others, rows = self.world.size - 1, sum(self.held) / self.world.size
+        return sum(bucket.numel / self.world.size * bucket.size * others * (rows + 1) for bucket in self.buckets)
 
     # ---- this rank's slices ---------------------------------------------------------------------------------------
     def begin(self, state):
@@ -166,40 +167,48 @@ class Bucket:
         for i in self.members:
             starts[i] = at
             at += -(-shapes[i].numel() // align) * align
-        self.part = -(-at // (align * self.world.size)) * align     # what each rank adds up and hands out
+        count = max(1, round(at * self.size / PIECE))
+        self.part = -(-at // (count * align * self.world.size)) * align      # what each rank adds up of a piece, and hands out
+        self.numel = self.part * self.world.size * count
         if self.world.size == 1:
             return
-        self.flat = torch.zeros(self.part * self.world.size, dtype=kind.dtype, device=kind.device)
-        self.received = self.flat.new_zeros(self.rows, self.part)
+        self.flat = torch.zeros(self.numel, dtype=kind.dtype, device=kind.device)
+        self.pieces = self.flat.view(count, self.world.size, self.part)
+        self.received = self.flat.new_zeros(count, self.rows, self.part)
         self.views = {i: _like(self.flat[start:start + shapes[i].numel()], shapes[i]) for i, start in starts.items()}
 
     def _fill(self, row):
         torch._foreach_copy_([self.views[i] for i in self.members], [row[i] for i in self.members])
-        return self.flat
+        return self.pieces
 
     def send(self, rows, held):
+        """Every rank gets its part of every piece of these sums."""
         if len(rows) == 1:
-            out = self._fill(rows[0])
+            self.out = self._fill(rows[0])
         else:
-            out = self.flat.new_empty(self.world.size, len(rows), self.part)
+            count, size, part = self.pieces.shape
+            self.out = self.flat.new_empty(count, size, len(rows), part)     # kept: it must live until it is sent
             for k, row in enumerate(rows):
-                out[:, k] = self._fill(row).view(self.world.size, self.part)
-        self.out = out                                              # alive until it has been sent
-        self.work = dist.all_to_all_single(self.received.view(-1), out.view(-1), [count * self.part for count in held],
-                                           [len(rows) * self.part] * self.world.size, async_op=True)
+                self.out[:, :, k] = self._fill(row)
+        self.works = [dist.all_to_all_single(received.view(-1), out.reshape(-1), [count * self.part for count in held],
+                                             [len(rows) * self.part] * self.world.size, async_op=True)
+                      for received, out in zip(self.received, self.out, strict=True)]
 
     def add(self, order, world, broadcasts):
-        """End the tree for this rank's part, and start to hand it out."""
-        self.work.wait()
-        self.out = None
-        parts = self.flat.view(world.size, self.part)
-        for i, j in order[:-1]:
-            self.received[i] += self.received[j]
-        i, j = order[-1]                                            # row 0 and the last one added to it
-        torch.add(self.received[i], self.received[j], out=parts[world.rank])
-        if broadcasts:
-            return [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(parts)]
-        return [dist.all_gather_into_tensor(self.flat, parts[world.rank], async_op=True)]
+        """End the tree for this rank's part of each piece, and start to hand it out while the next ones still arrive."""
+        handed = []
+        for work, piece, received in zip(self.works, self.pieces, self.received, strict=True):
+            work.wait()
+            for i, j in order[:-1]:
+                received[i] += received[j]
+            i, j = order[-1]                                        # row 0 and the last one added to it
+            torch.add(received[i], received[j], out=piece[world.rank])
+            if broadcasts:
+                handed += [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(piece)]
+            else:
+                handed.append(dist.all_gather_into_tensor(piece.view(-1), piece[world.rank], async_op=True))
+        self.out = self.works = None
+        return handed
 
 
 def _like(flat, tensor):

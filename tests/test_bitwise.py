@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import audit, lives, wait_for
 from ranks import fork_ranks
 
 import train_ddp
@@ -297,3 +298,39 @@ def test_long_twenty_kills_and_resizes_at_random(tmp_path):
         step, phase = 11 * number + draws.randrange(4, 11), draws.choice(("before", "within", "after"))
         kills.append((world, draws.randrange(world), step, phase))
     assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken
+
+
+# ---- under torchrun, with real processes ------------------------------------------------------------------------------
+def under_torchrun(jobs, folder, kills, seed, given):
+    """SIGKILL random workers of a run under torchrun; after every other one the job is stopped, and goes on in another world."""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (CNN | {"virtual_ranks": 8, "device": "cpu"} | given).items()]
+    flags += [f"--run-dir={folder}", "--audit", "--no-tensorboard", "--log-every=1"]
+    draws, life, job, worlds = random.Random(seed), 0, None, []
+    for number in range(kills):
+        if job is None:
+            worlds.append(draws.choice([w for w in (1, 2, 3, 4) if w not in worlds[-1:]]))
+            job = jobs.torchrun(worlds[-1], "train_ddp.py", *flags, restarts=100)
+        at = wait_for(folder, 15 * number + draws.randrange(5, 12), life, job)
+        jobs.kill(draws.choice(at["pids"]))
+        life += 1
+        if number % 2:
+            wait_for(folder, 15 * number + 13, life, job)
+            job.kill(signal.SIGTERM)
+            job.wait()
+            job, life = None, life + 1
+    assert jobs.torchrun(3, "train_ddp.py", *flags, restarts=100).wait() == 0
+    assert audit(folder)["missed"] == audit(folder)["repeated"] == 0
+    return left_by(folder), len(lives(folder)), worlds
+
+
+def test_under_torchrun_two_kills_and_a_resize_leave_no_trace_in_the_bits(tmp_path, jobs):
+    unbroken = run(tmp_path / "unbroken", 2, CNN | {"epochs": 12})
+    assert under_torchrun(jobs, tmp_path / "killed", 2, 7, {"epochs": 12})[0] == unbroken
+
+
+@pytest.mark.long
+def test_long_under_torchrun_twenty_kills_and_ten_resizes_leave_no_trace_in_the_bits(tmp_path, jobs):
+    unbroken = run(tmp_path / "unbroken", 2, CNN | {"epochs": 72})
+    found, count, worlds = under_torchrun(jobs, tmp_path / "killed", 20, 11, {"epochs": 72})
+    print(f"{count} lives, worlds {worlds}, digest {found[0]}")
+    assert found == unbroken and count >= 31
