@@ -83,7 +83,7 @@ def one_is_stopped(world):
         os.kill(os.getpid(), signal.SIGSTOP)
         found.stop()
         return "rank 1: step 4, gives no sign of life for 9 s"
-    found = Pulse(state_at(4), world, 32, print)
+    found = Pulse(state_at(4), world, 16, print)
     world.store.set("go", "1")
     deadline, word = time.monotonic() + 90, ""
     while "gives no sign of life" not in word and time.monotonic() < deadline:
@@ -93,8 +93,10 @@ def one_is_stopped(world):
     if world.rank == 2:
         world.store.get("seen")
         os.kill(int(world.store.get("pid")), signal.SIGCONT)
+        world.store.set("woken", "1")
     else:
         world.store.set("seen", "1")
+        world.store.get("woken")                                # its own signs of life go on until rank 2 has seen enough
     found.stop()
     return word
 
