@@ -11,6 +11,7 @@ from common.sampler import hash_seed
 
 FIRM = {"threads": "CPU threads per process", "device": "kind of device", "optimizer": "implementation of the optimizer"}
 SOFT = {"torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}    # other bits are likely then, not certain: said, not refused
+KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")   # choose code as the CPU does
 
 
 def pin(opts):
@@ -30,7 +31,8 @@ def facts(opts, world):
         return {}
     found = {"threads": torch.get_num_threads(), "device": world.device.type, "optimizer": "fused",
              "torch": f"{torch.__version__} {torch.version.git_version} {hash_seed(torch.__config__.show()):08x}",
-             "cpu": f"{torch.backends.cpu.get_cpu_capability()} {_processor()}"}
+             "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), _processor(), *(
+                 f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ)])}
     if world.device.type == "cuda":
         found["gpu"] = f"{torch.cuda.get_device_name(world.device)} cudnn {torch.backends.cudnn.version()}"
     return found

@@ -125,10 +125,13 @@ def test_two_threads_give_one_digest_too(tmp_path):
     one_digest(tmp_path, CNN | {"epochs": 1, "threads": 2}, (1, 3))
 
 
-def test_train_mp_ends_in_the_digest_of_train_ddp(tmp_path):
-    ddp = run(tmp_path / "ddp", 3, CNN | {"epochs": 2})
-    mp = run(tmp_path / "mp", 1, CNN | {"epochs": 2, "script": "mp", "devices": ("cpu", "cpu")}, train_mp)
-    assert ddp == mp
+def test_train_mp_ends_in_the_digest_of_train_ddp_and_takes_over_from_it(tmp_path):
+    given, mp = CNN | {"epochs": 2}, {"script": "mp", "devices": ("cpu", "cpu")}
+    ddp = run(tmp_path / "ddp", 3, given)
+    assert run(tmp_path / "mp", 1, given | mp, train_mp) == ddp
+    run(tmp_path / "both", 2, given | {"max_steps": 4})
+    both = run(tmp_path / "both", 1, given | mp, train_mp)
+    assert both[0] == ddp[0]
 
 
 def test_plain_mode_gives_other_bits_at_other_worlds_so_this_check_can_fail(tmp_path):
