@@ -56,15 +56,15 @@ class Jobs:
             env.pop(name, None)
         return env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"} | extra
 
-    def start(self, *argv, cold=False, **env):
-        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell would start it."""
+    def start(self, *argv, cold=False, within=(), **env):
+        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell (or the command `within`) would."""
         self.count += 1
         out, argv = self.folder / f"output-{self.count}", [str(a) for a in argv]
         if cold:
             command = ["-m", "torch.distributed.run", *argv[1:]] if argv[0] == "torchrun" else argv
             with open(out, "ab") as file:
-                child = subprocess.Popen([sys.executable, *command], env=self.environment(**env), cwd=self.folder, stdout=file,
-                                         stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+                child = subprocess.Popen([*within, sys.executable, *command], env=self.environment(**env), cwd=self.folder,
+                                         stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
             return Job(self, child.pid, out, child)
         self._warm_up()
         with self.news:
