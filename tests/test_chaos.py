@@ -1,9 +1,11 @@
-"""The short form of the fault campaign; the long one is a command, see tests/chaos/."""
+"""The short form of the fault campaign, and proof that it can fail; the long form is a command, see tests/chaos/."""
 import random
 
-from tests.chaos import points_names
+import pytest
+
 from tests.chaos.__main__ import assert_that_it_struck
 from tests.chaos.director import Campaign
+from tests.chaos.events import Event
 
 
 def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jobs):
@@ -11,4 +13,23 @@ def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jo
     campaign.go()                                                   # every check raises
     assert_that_it_struck(campaign)
     assert sum(survived for _, survived, _ in campaign.lost) >= 5
-    assert any(name.removeprefix("at ") in points_names()["save"] for name in campaign.tally)
+
+
+@pytest.mark.parametrize("bug, event, words", [
+    ("no_rescue", Event("worker", "KILL", steps=3), "a survivor's step is lost"),
+    ("position_ahead", Event("worker", "KILL", steps=3), "'missed': [1-9]"),
+    ("optimizer_forgotten", Event("worker", "KILL", steps=3), "weights differ"),
+    ("orphans", Event("agent", "KILL", steps=3), "the workers of dead agents to end"),
+    ("named_too_early", Event("point", "KILL", "write:optimizer.safetensors", 3), "damaged"),
+    ("half_a_step", Event("worker", "TERM", steps=3), "weights differ"),
+])
+def test_the_campaign_finds_a_mistake(jobs, bug, event, words):
+    campaign = Campaign(jobs, random.Random(1), count=0, epochs=2, CHAOS_BUG=bug)
+    campaign.todo, campaign.kinds, campaign.size = [event, event], ["plain"] * 9, 2
+    campaign.pace = "0.5" if bug == "orphans" else campaign.pace    # they must not be done before anybody looks
+    try:
+        with pytest.raises(AssertionError, match=words):
+            campaign.go()
+    finally:
+        for pid in jobs.alive():
+            jobs.kill(pid)

@@ -10,14 +10,16 @@ from jobs import audit, events, lives
 HARD = ("KILL", "SEGV", "LOCK", "STOP")                             # whoever gets these saves nothing any more
 
 
-def checkpoints_are_whole(run, all_of_them):
-    """At least one verifies once any is there; at the end, all do."""
+def checkpoints_are_whole(run, tries=1):
+    """Every one that has a name that counts verifies, and there is one. A second look: one may just be let go."""
     from common.checkpoint import main
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-        code = main([str(run)])
-    assert code == 0, out.getvalue()
-    assert not all_of_them or "damaged" not in out.getvalue(), out.getvalue()
+    for left in reversed(range(tries)):
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            code = main([str(run)])
+        if code == 0 and "damaged" not in out.getvalue():
+            return
+        assert left, out.getvalue()
 
 
 def done_by_rank(run, life):
@@ -68,7 +70,7 @@ def weights_equal(run, reference, bitwise):
 
 def nothing_is_left(run, folder):
     names = [str(p.relative_to(folder)) for p in Path(folder).rglob("*")]
-    left = [n for n in names if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$", n)]
+    left = [n for n in names if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged", n)]
     assert not left, left
 
 

@@ -17,13 +17,13 @@ CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,join_
 class Cluster:
     """One submission of the job: from its first agent to the last one's end."""
 
-    def __init__(self, jobs, rng, flags, env, cold=False, kind=None):
+    def __init__(self, jobs, rng, flags, env, cold=False, kind=None, size=None):
         self.jobs, self.rng, self.flags, self.cold = jobs, rng, flags, cold
         self.kind = kind or rng.choices(["plain", "store", "file"], [6, 3, 2])[0]
         self.agents, self.store, self.signalled = [], None, []
         self.id, self.env = uuid.uuid4().hex, dict(env)
         if self.kind == "plain":
-            self.add(rng.randint(1, 4))
+            self.add(size or rng.randint(1, 4))
             return
         # One store for all lives, which torchrun shares by default, keeps the address of a dead rank 0.
         self.env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -86,7 +86,7 @@ class Cluster:
         if os.path.exists(getattr(self, "endpoint", "")):
             os.unlink(self.endpoint)
 
-    def orphans(self, deadline=15):
+    def orphans(self, deadline=5):
         """Seconds until no worker of a dead agent is left."""
         began, dead = time.monotonic(), {agent.pid for agent in self.agents if agent.poll() is not None}
         kept = {self.store.pid} if self.store else set()

@@ -20,9 +20,10 @@ RECOVERY = 150                                                      # seconds wi
 
 
 class Campaign:
-    def __init__(self, jobs, rng, count, short=False, cold=0.0, epochs=20, say=print):
-        self.jobs, self.rng, self.cold, self.epochs, self.say = jobs, rng, cold, epochs, say
+    def __init__(self, jobs, rng, count, short=False, cold=0.0, epochs=20, say=print, **env):
+        self.jobs, self.rng, self.cold, self.epochs, self.say, self.env = jobs, rng, cold, epochs, say, env
         self.todo = events.schedule(rng, count, points_names(), short)
+        self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
         self.kinds = ["plain", "store"] if short else []            # of the first clusters; then as the dice fall
         self.tally, self.log, self.lost, self.notes = collections.Counter(), [], [], []
         self.recovered, self.orphaned, self.references = [], [], {}
@@ -31,10 +32,9 @@ class Campaign:
 
     # ---- runs ------------------------------------------------------------------------------------------------------
     def go(self):
-        number = 0
         while self.todo:
-            self.train(number, list(FLAVOURS)[number % len(FLAVOURS)])
-            number += 1
+            self.train(list(FLAVOURS)[len(self.notes) % len(FLAVOURS)])
+            self.number += 1
 
     def flags(self, run, flavour):
         return [f"--run-dir={run}", f"--epochs={self.epochs}", *COMMON, *FLAVOURS[flavour][0]]
@@ -42,15 +42,15 @@ class Campaign:
     def reference(self, flavour):
         """The same run, undisturbed; once."""
         if flavour not in self.references:
-            run = self.jobs.folder / f"reference-{flavour}"
+            run = self.jobs.folder / f"reference-{flavour}-{self.number}"
             job = self.jobs.python("train_ddp.py", *self.flags(run, flavour), PACE="0")
             assert job.wait() == 0, job.output
             self.references[flavour] = run
         return self.references[flavour]
 
-    def train(self, number, flavour):
+    def train(self, flavour):
         """One training from its first step to its last, struck all along."""
-        self.folder = self.jobs.folder / f"run-{number}"
+        self.folder = self.jobs.folder / f"run-{self.number}"
         self.run, self.armed, self.journal = (self.folder / name for name in ("run", "armed", "journal"))
         self.armed.mkdir(parents=True)
         self.now, self.struck = self.flags(self.run, flavour), []
@@ -66,17 +66,17 @@ class Campaign:
             elif self.todo and self.advance(self.todo[0].steps):
                 event = self.todo.pop(0)
                 self.strike(event)
-                if self.rng.random() < 0.3 and any((self.run / "checkpoints").glob("step-*")):
-                    checks.checkpoints_are_whole(self.run, all_of_them=False)
-            elif not self.todo:
-                until(self.cluster.ended, "the training's end", 2 * RECOVERY)
+                if any((self.run / "checkpoints").glob("step-*")):
+                    checks.checkpoints_are_whole(self.run, tries=3)
+            elif not self.cluster.ended():
+                self.until(self.cluster.ended, "the training's end", 2 * RECOVERY)
         self.cluster.close()
         self.check(flavour, reference)
 
     def launch(self):
         kind = self.kinds.pop(0) if self.kinds else None
         env = {"CHAOS_ARMED": str(self.armed), "CHAOS_JOURNAL": str(self.journal), "PACE": self.pace}
-        self.cluster = Cluster(self.jobs, self.rng, self.now, env, self.rng.random() < self.cold, kind)
+        self.cluster = Cluster(self.jobs, self.rng, self.now, env | self.env, self.rng.random() < self.cold, kind, self.size)
         self.tally[f"cluster {self.cluster.kind}{' cold' if self.cluster.cold else ''}"] += 1
 
     def relaunch(self):
@@ -98,11 +98,11 @@ class Campaign:
 
     # ---- one event -----------------------------------------------------------------------------------------------------
     def advance(self, steps):
-        """Whether the training has made so many steps more, and a random moment has passed."""
+        """Whether the training has made so many steps more and is not over, and a random moment has passed."""
         start = reached(self.run) if lives(self.run) else 0
         self.until(lambda: self.cluster.ended() or lives(self.run) and reached(self.run) >= min(start + steps, self.steps), "steps")
         time.sleep(self.rng.random() * 2 * float(self.pace))        # any instant of a step
-        return not self.cluster.ended()
+        return not self.cluster.ended() and self.step_on_disk() < self.steps
 
     def until(self, condition, what, deadline=RECOVERY):
         try:
@@ -255,7 +255,7 @@ class Campaign:
             self.tally[f"at {line['point']}"] += 1
         self.lost += checks.steps_lost(self.run, hard, INTERVAL)
         counts = checks.samples_are_exact(self.run)
-        checks.checkpoints_are_whole(self.run, all_of_them=True)
+        checks.checkpoints_are_whole(self.run)
         checks.every_step_is_logged_once(self.run, self.steps)
         worst = checks.weights_equal(self.run, reference, FLAVOURS[flavour][1])
         checks.nothing_is_left(self.run, self.folder)

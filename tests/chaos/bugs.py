@@ -1,0 +1,63 @@
+"""Mistakes that the campaign must find, each put into the worker by hand: a campaign that cannot fail proves nothing."""
+
+
+def no_rescue():
+    """Survivors leave without saving."""
+    from common.checkpoint import CheckpointStore
+    CheckpointStore.rescue = lambda self, state: False
+
+
+def position_ahead():
+    """What was fetched counts as trained on."""
+    from common.state import TrainState
+    real = TrainState.facts
+    TrainState.facts = lambda self: (facts := real(self)) | {"position": facts["position"] + 1}
+
+
+def optimizer_forgotten():
+    """A resumed run starts with fresh moments."""
+    from common.state import TrainState
+    real = TrainState.load
+
+    def load(self, tensors, facts):
+        real(self, tensors, facts)
+        for values in self.optimizer.state.values():
+            for value in values.values():
+                value.zero_()
+    TrainState.load = load
+
+
+def orphans():
+    """Workers outlive their agent."""
+    import common.options
+    import common.world
+    common.options.die_with_the_agent = common.world.die_with_the_agent = lambda: None
+
+
+def named_too_early():
+    """Files are written under the name that counts, not aside."""
+    from common.manifest import folder_name
+    from common.writer import Writer
+
+    def commit(self, images, facts, parent):
+        self._write_aside(self.root / folder_name(facts["step"]), images, facts, parent)
+    Writer.commit = commit
+
+
+def half_a_step():
+    """The counter moves before the weights do."""
+    from common.state import TrainState
+    real = TrainState.update
+
+    def update(self, size):
+        self.step, self.position = self.step + 1, self.position + size
+        self.optimizer.step, step = (lambda *args, **kwargs: None), self.optimizer.step
+        try:
+            real(self, size)
+        finally:
+            self.optimizer.step = step
+            self.step, self.position = self.step - 1, self.position - size
+    TrainState.update = update
+
+
+BUGS = {f.__name__: f for f in (no_rescue, position_ahead, optimizer_forgotten, orphans, named_too_early, half_a_step)}
