@@ -101,7 +101,7 @@ def test_an_environment_that_is_gone_an_old_python_and_a_missing_venv_are_said_i
     old = executable(tmp_path / "old/python3", '#!/bin/sh\n[ "$1" = -c ] && exit 1\necho Python 3.8.18\n')
     done = sh(clone / "launch/local.sh", path=old)
     assert done.returncode == 2 and "Python 3.8.18, but Python 3.10 or newer is needed" in done.stderr
-    bare = executable(tmp_path / "bare/python3", f'#!/bin/sh\n[ "$2" = venv ] && exit 1\nexec {sys.executable} "$@"\n')
+    bare = executable(tmp_path / "bare/python3", f'#!/bin/sh\n[ "$2" = venv ] && exit 1\nexec "{sys.executable}" "$@"\n')
     done = sh(clone / "launch/local.sh", path=bare)
     assert done.returncode == 2 and "apt install python3-venv" in done.stderr
     assert not (clone / ".venv").exists()
