@@ -7,6 +7,7 @@ ledger       append-only JSON lines: lives, saves, rescues, times; the audit and
 files        durable files: written aside, synced, renamed, read back
 metrics      metrics.jsonl, each step once after any number of restarts
 log          console line, progress bar, TensorBoard; quiet on other ranks
+processes    what can be said of a process: who it is, and whether it will ever move again
 tree         the fixed order of additions that gives the same bits at any world size
 pinned       what else decides the bits: set, recorded, compared
 world        torchrun's environment, the device, the process group, the few collectives
@@ -17,7 +18,6 @@ download     fetching published datasets, when asked to
 workers      processes that fetch samples ahead of the training
 data         datasets as batches: the same numbers at any world size
 state        everything a checkpoint holds, as named parts; the only place where counters move
-processes    what can be said of a process: who it is, and whether it will ever move again
 fence        who may write into a run folder: one job at a time, and of that job only the newest life
 manifest     a checkpoint's folder, and the proof that every byte is the one that was saved
 identity     what a run is; a restart that contradicts it is refused

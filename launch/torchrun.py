@@ -54,6 +54,9 @@ def main(arguments):
         check_options(arguments[at])
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    # What the command line says comes on top: torchrun would drop the environment's settings altogether.
+    arguments = [text.replace("=", f"={os.environ['PET_RDZV_CONF']},", 1) if text.startswith(("--rdzv_conf=", "--rdzv-conf="))
+                 else text for text in arguments[:at]] + arguments[at:]
     subprocess.Popen = Worker                    # before torch takes it from there
     with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
         os.environ.setdefault("PET_LOG_DIR", folder)                # torchrun by itself leaves such a one at every start

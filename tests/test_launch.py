@@ -1,4 +1,5 @@
 """launch/ and tests/run.sh: one command from a fresh clone to a training, and the same command again after any end."""
+import importlib
 import json
 import os
 import re
@@ -162,6 +163,20 @@ def test_a_wrong_flag_is_said_once_with_exit_code_2_before_any_process_is_starte
 def test_help_is_that_of_the_training():
     done = sh(LOCAL, "--help", VIRTUAL_ENV=str(HOME))
     assert done.returncode == 0 and "torchrun --nproc_per_node=2 train_ddp.py" in done.stdout and "--epochs" in done.stdout
+
+
+def test_settings_on_the_command_line_come_on_top_of_the_launchers_own(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    monkeypatch.setattr(subprocess, "Popen", subprocess.Popen)       # which main() replaces
+    for name in ("PET_RDZV_CONF", "PET_LOG_DIR", "PET_MAX_RESTARTS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        monkeypatch.setenv(name, "")                                 # so that monkeypatch takes back what main() sets
+        monkeypatch.delenv(name)
+    launcher = importlib.import_module("torchrun")
+    monkeypatch.setattr(launcher, "run", lambda arguments: arguments)
+    own, rest = launcher.SETTINGS["PET_RDZV_CONF"], ["nowhere/train_ddp.py", "--rdzv_conf=its=own"]
+    assert launcher.main(["--nnodes=1:2", "--rdzv_conf=is_host=0,last_call_timeout=9", *rest]) == [
+        "--nnodes=1:2", f"--rdzv_conf={own},is_host=0,last_call_timeout=9", *rest]
+    assert launcher.main(["--nproc_per_node=2", *rest])[0] == "--rdzv_backend=c10d"
 
 
 @pytest.fixture

@@ -84,6 +84,8 @@ def check(words, monkeypatch):
         check_training(words, monkeypatch)
     elif program == "tests/run.sh":
         assert all((ROOT / text).exists() for text in words[1:] if text.startswith("tests/")), words
+    elif program == "launch/store.py":
+        assert len(words) == 2 and re.fullmatch(r"\S+:\w+", words[1]), words
     elif program == "pip":
         assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file()
     else:
@@ -105,6 +107,10 @@ def test_files_that_the_readme_names_exist():
     for name in re.findall(r"`([\w./-]+\.(?:py|sh|txt|json|md|yml))`", README):
         places = (ROOT, ROOT / "common", ROOT / "launch", ROOT / "tests")
         assert name.startswith(made) or any((place / name).is_file() for place in places), name
+
+
+def test_every_launcher_is_named_in_the_readme():
+    assert all(f"`{path.name}`" in README for path in (ROOT / "launch").iterdir() if path.is_file())
 
 
 def test_every_test_that_the_readme_calls_a_proof_exists():
