@@ -25,6 +25,7 @@ owner        which process writes into which run folder
 image        the bytes of one safetensors file in one host buffer
 weights      weights without their checkpoint: from a foreign file, compared between ranks
 agreement    what the ranks of one life tell each other before they train
+restore      the newest checkpoint that anybody has, on every rank
 writer       the commit protocol: one checkpoint on the disk, whole or not at all
 checkpoint   the store on disk: atomic, asynchronous, verified, fenced
 buffers      running statistics and counters that move by the same bits at any world size

@@ -16,6 +16,15 @@ def same_everywhere(world, mine):
                             "give every node the same code, environment, data and options")
 
 
+def odd_ranks(world, mine):
+    """None if all ranks have the same integers, else those without a majority: none of them, if there is no majority."""
+    theirs = [tuple(t.tolist()) for t in world.all_gather(torch.tensor(mine))]
+    if len(set(theirs)) == 1:
+        return None
+    odd = [rank for rank, value in enumerate(theirs) if theirs.count(value) <= len(theirs) // 2]
+    return odd if len(odd) < len(theirs) else []
+
+
 def send(world, data, source):
     """The bytes that `source` has, on every rank."""
     length = world.broadcast(torch.tensor([len(data or b"")]), source)

@@ -7,22 +7,22 @@ writer.py walks through the crash points of a save, fence.py through who may wri
 """
 import contextlib
 import sys
-import threading
 import time
 from pathlib import Path
 
 import torch
 
 from common import UserError
-from common.agreement import same_everywhere, send
+from common.agreement import odd_ranks, same_everywhere
 from common.fence import rescuing
 from common.files import Damaged, parse_json, room
 from common.identity import identity_of, versions
 from common.image import Image
-from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, verify
+from common.manifest import STATE, checkpoints, facts_to_json, folder_name, glance, verify
 from common.owner import claim
+from common.restore import choices_at, load_newest
 from common.weights import fingerprint_of, load_weights
-from common.writer import Writer
+from common.writer import Background, Writer
 
 FAILURES = 3                                     # saves that may fail in a row before the run stops with exit code 4
 
@@ -42,7 +42,7 @@ class CheckpointStore:
         self.writer = Writer(self.root, self.root / f".life-{world.life}", {
             "life": world.life, "identity": self.identity, "data": fingerprint, "torch": torch.__version__})
         self.fence, self.images, self.state = None, {}, None
-        self.busy, self.thread = threading.Lock(), None              # busy: the images are being filled or written
+        self.background = Background(self._write_noting)
         self.committed, self.agreed, self.saved = -1, None, None     # steps; the facts that were saved last
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
 
@@ -54,21 +54,21 @@ class CheckpointStore:
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
         self.images = {part: Image(tensors) for part, tensors in state.tensors().items()}
-        source, skipped = self._load_newest(checkpoints(self.root), self.identity)
-        if source is None and skipped:
-            raise UserError(f"{self.root}: {skipped} checkpoints found, none verifies "
+        source, found = None, self._load(checkpoints(self.root), self.identity)
+        if found.step >= 0:
+            source = f"checkpoints/{folder_name(found.step)}"
+            if self.fence:
+                self._settle(found)
+            self.saved = state.facts()
+        elif found.damaged:
+            raise UserError(f"{self.root}: {found.damaged} checkpoints found, none verifies "
                             f"(python -m common.checkpoint {self.run_dir} says why)\n"
                             "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
-        if source is not None:
-            self.saved = state.facts()
         elif self.opts.resume not in ("auto", "none"):
-            path = Path(self.opts.resume)
-            single = checkpoints(path.parent) if path.name.startswith("step-") else None
-            choices = [c for c in single if c[1].name == path.name] if single else checkpoints(path / "checkpoints")
-            source, skipped = self._load_newest(choices, None)
-            if source is None:
-                raise UserError(f"--resume {path}: {skipped} checkpoints there, none verifies", code=3)
-            self.committed = -1                                     # not in this run yet
+            source = self.opts.resume
+            found = self._load(choices_at(source), None)
+            if found.step < 0:
+                raise UserError(f"--resume {source}: {found.damaged} checkpoints there, none verifies", code=3)
         elif self.opts.init_from:
             source = load_weights(state, self.opts.init_from)
         for image in self.images.values():
@@ -79,11 +79,9 @@ class CheckpointStore:
     def agree(self, state):
         """Every rank holds the same weights, or this life ends without saving: the next one starts from what all agreed on."""
         if self.world.size > 1:
-            mine = torch.tensor([fingerprint_of(state.tensors()["model"]), state.step])
-            theirs = [tuple(t.tolist()) for t in self.world.all_gather(mine)]
-            if len(set(theirs)) > 1:
+            odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
+            if odd is not None:
                 state.torn = True
-                odd = [rank for rank, value in enumerate(theirs) if theirs.count(value) <= len(theirs) // 2]
                 self._withdraw()
                 raise RuntimeError(f"step {state.step}: the weights of rank {odd or 'any'} differ from the others; going back "
                                    f"to step {self.agreed}, where all agreed" if self.agreed is not None else
@@ -99,38 +97,27 @@ class CheckpointStore:
                     self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed (step {self.agreed}); put aside")
                     self.writer.put_aside(folder)
 
-    def _load_newest(self, choices, identity):
-        """(where from, skipped): the newest of all nodes' choices that verifies, in every rank's state. On every rank."""
-        own, facts, skipped = newest(choices, self.images, identity, self.report) if self.fence else (-1, None, [])
-        self.world.meet(f"read {identity}")
-        layout = sum(image.layout() for image in self.images.values()) % 2**62
-        views = [v.tolist() for v in self.world.all_gather(torch.tensor([own, len(skipped), layout]))]
-        if len({view[2] for view in views}) > 1:
-            raise UserError("the ranks have different nets or optimizers: names, shapes or types differ\n"
-                            "run the same code and options on every node")
-        best = max(view[0] for view in views)
-        if best < 0:
-            return None, max(view[1] for view in views)
-        source = [view[0] for view in views].index(best)            # whoever has it sends it to those that lack it
-        facts = parse_json(send(self.world, facts and facts_to_json(facts), source), STATE)
-        for image in self.images.values():
-            self.world.broadcast(image.open().buffer, source)
-        self.state.load({part: image.views for part, image in self.images.items()}, facts)
-        folder = self.root / folder_name(best)
-        if self.fence and identity:
-            for step, bad in choices:
-                if bad in skipped or step > best:
-                    self.report(f"{bad.name}: put aside; {step - best} steps after step {best} will be made again" if step > best
-                                else f"{bad.name}: put aside")
-                    self.writer.put_aside(bad)
-            self.committed = own
-            if own == best:
-                self._let_go(facts)
-            else:
-                self.report(f"step {best} was received from another node and is saved here too")
-                self.busy.acquire()
-                self._start_writing(facts)                          # this node may be the one that survives
-        return f"checkpoints/{folder.name}" if identity else self.opts.resume, len(skipped)
+    def _load(self, choices, identity):
+        """The newest of all nodes' choices that verifies, in every rank's state; its step is -1 if there is none."""
+        found = load_newest(self.world, choices if self.fence else None, self.images, identity, self.report)
+        if found.step >= 0:
+            self.state.load({part: image.views for part, image in self.images.items()}, found.facts)
+        return found
+
+    def _settle(self, found):
+        """What is newer than the step all go on from is put aside; a node that lacked that step has it from now on."""
+        for folder in found.skipped:
+            ahead = int(folder.name[5:]) - found.step
+            again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
+            self.report(f"checkpoints/{folder.name}: put aside{again}")
+            self.writer.put_aside(folder)
+        self.committed = found.own
+        if found.own == found.step:
+            self._let_go(found.facts)
+        else:
+            self.report(f"step {found.step} was received from another node and is saved here too")
+            self.background.busy.acquire()
+            self._start_writing(found.facts)                        # this node may be the one that survives
 
     # ---- saving ---------------------------------------------------------------------------------------------------
     def due(self, state):
@@ -146,29 +133,24 @@ class CheckpointStore:
             return
         self.wait()
         with state.lock:
-            self.busy.acquire()
+            self.background.busy.acquire()
             try:
                 facts = self._snapshot(state)
             except BaseException:
-                self.busy.release()
+                self.background.busy.release()
                 raise
         self._start_writing(facts)
 
     def _start_writing(self, facts):
-        """The images are full and `busy` is held: the writer lets go of it."""
+        """The images are full and `busy` is held: the background lets go of it."""
         self.saved_at, self.saved = time.monotonic(), facts
-        self.thread = threading.Thread(target=self._write_noting, args=(facts,), name="writer")
-        try:
-            self.thread.start()
-        except RuntimeError:                                        # no more threads to be had: then without
-            self._write_noting(facts)
-            self.thread = None
+        self.background.do(facts)
 
     def rescue(self, state):
         """The newest whole step on disk before this returns, by whichever process of this node comes first; no collective."""
         self.wait()
         self.writer.stage(state.step)
-        with rescuing(self.writer.staging), state.lock, self.busy:
+        with rescuing(self.writer.staging), state.lock, self.background.busy:
             if state.torn or self._is_on_disk(state.facts()):
                 return False
             facts = self._snapshot(state)
@@ -185,14 +167,11 @@ class CheckpointStore:
 
     def wait(self):
         """Until the save under way is on the disk or has failed; while it moves, so does this rank."""
-        thread, moved = self.thread, None
-        if thread and thread is not threading.current_thread():
-            while thread.is_alive():
-                thread.join(1.0)
-                if self.state and moved != self.writer.moved:
-                    moved = self.writer.moved
-                    self.state.alive += 1
-            self.thread = None
+        moved = None
+        while not self.background.wait(1.0):
+            if self.state and moved != self.writer.moved:
+                moved = self.writer.moved
+                self.state.alive += 1
 
     def check(self):
         """Failed saves are said at the next step; training goes on, until too many have failed in a row."""
@@ -212,6 +191,7 @@ class CheckpointStore:
             self.check()
             self.save(self.state)
             self.wait()
+        self.background.close()
         if self.fence:
             self.fence.release()
             self.fence = None
@@ -240,8 +220,6 @@ class CheckpointStore:
             if isinstance(error, OSError):
                 error = room(error, error.filename or self.root, sum(image.size for image in self.images.values()))
             self.error = error
-        finally:
-            self.busy.release()
 
     def _write(self, facts):
         """Images and facts are on the disk under their name, or it raises."""
@@ -260,21 +238,6 @@ class CheckpointStore:
         if self.agreed is not None:
             protected.add(max((step for step, _ in checkpoints(self.root) if step <= self.agreed), default=-1))
         self.writer.let_go(self.opts.keep, protected)
-
-
-def newest(choices, images, identity=None, report=print):
-    """(step, facts, folders skipped) of the first of `choices` that verifies, its tensors left in the images; step -1: none."""
-    skipped = []
-    for step, folder in choices:
-        try:
-            _, facts = verify(step, folder, {part: image.open().bytes for part, image in images.items()}, identity)
-            for part, image in images.items():
-                image.check_header(TENSORS[part])
-            return step, facts, skipped
-        except Damaged as reason:
-            skipped.append(folder)
-            report(f"{folder.parent.name}/{folder.name}: {reason}; skipped, trying the one before")
-    return -1, None, skipped
 
 
 def main(arguments):

@@ -11,11 +11,14 @@ A crash (C) between any two of these points leaves the checkpoint before, or bot
 Where step-N is there already (same step, later facts), the two folders swap names in one step: old or new. Where it is
 damaged, and the file system cannot swap, it goes first: what is lost was lost.
 """
+import atexit
 import contextlib
 import errno
 import itertools
 import os
+import queue
 import shutil
+import threading
 
 from common import files
 from common.fence import Fenced
@@ -122,6 +125,50 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.rename(folder, gone)                             # a crash in mid-deletion leaves no half checkpoint
                 _delete(gone)
+
+
+class Background:
+    """One thread for all saves, as starting one makes the training wait. `busy` is held from the copy to the end of its save."""
+
+    def __init__(self, act):
+        self.act, self.busy, self.work, self.thread = act, threading.Lock(), queue.SimpleQueue(), None
+
+    def do(self, item):
+        """Act on the item, for which the caller has taken `busy`; returns at once."""
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._serve, daemon=True, name="writer")
+            try:
+                self.thread.start()
+                atexit.register(self.wait)
+            except RuntimeError:                                    # no more threads to be had: then without
+                self.thread = None
+                return self._act(item)
+        self.work.put(item)
+
+    def wait(self, timeout=-1):
+        """Whether nothing is under way any more."""
+        if self.busy.acquire(timeout=timeout):
+            self.busy.release()
+            return True
+        return False
+
+    def close(self):
+        self.wait()
+        if self.thread:
+            self.work.put(None)
+            self.thread.join()
+            self.thread = None
+            atexit.unregister(self.wait)
+
+    def _serve(self):
+        while item := self.work.get():
+            self._act(item)
+
+    def _act(self, item):
+        try:
+            self.act(item)
+        finally:
+            self.busy.release()
 
 
 def _damaged(aside):

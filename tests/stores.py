@@ -8,10 +8,11 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from common.checkpoint import CheckpointStore, newest
+from common.checkpoint import CheckpointStore
 from common.image import Image
 from common.manifest import checkpoints
 from common.options import Options
+from common.restore import newest
 from common.state import TrainState, build_optimizer
 from common.world import World
 
@@ -81,7 +82,7 @@ def a_life(opts, net=None, world=None, fingerprint="f" * 64, said=None):
 def end(store):
     """What the death of the process would do to its lock."""
     store.error = None
-    store.wait()
+    store.background.close()
     if store.fence:
         store.fence.release()
         store.fence = None

@@ -13,9 +13,9 @@ import pytest
 from stores import a_life, at_step, images_are_at, images_for, options
 
 from common import files
-from common.checkpoint import newest
 from common.files import Damaged
 from common.manifest import checkpoints, verify
+from common.restore import newest
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
 

@@ -14,9 +14,9 @@ import torch
 from stores import images_for, load, new_store, options, tiny_state, two_checkpoints
 
 from common import UserError
-from common.checkpoint import newest
 from common.files import sealed
 from common.manifest import checkpoints
+from common.restore import newest
 
 THOROUGH = 1                                     # every n-th bit and length; the test of the tests takes fewer
 
