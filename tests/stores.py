@@ -6,6 +6,7 @@ import uuid
 from types import SimpleNamespace
 
 import torch
+import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no deadline of a test should pay)
 from torch import nn
 
 from common.checkpoint import CheckpointStore

@@ -103,11 +103,12 @@ def test_rescues_do_not_pile_up(tmp_path):
 def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path):
     opts, root = two_checkpoints(tmp_path, steps=(5, 10))
     with open(root / "step-00000010" / "model.safetensors", "r+b") as file:
-        file.truncate(100)
+        file.seek(-1, 2)
+        file.write(b"\xff")
     said = []
     with a_life(opts, said=said) as life:
         assert is_at(life.state, 5)
-        assert "model.safetensors is 100 bytes, manifest says" in said[0] and "5 steps" in said[1]
+        assert "model.safetensors has SHA-256" in said[0] and "manifest says" in said[0] and "5 steps" in said[1]
         assert life.store.rescue(at_step(life.state, 7))            # below the damaged one, and not lost to it
         save(life, 10)
     assert steps_of(opts) == [10, 7] and (root / "damaged-step-00000010").exists() is False

@@ -282,8 +282,10 @@ def cheaply(function):
 
 def odd_entries(path, tmp_path):
     """Things under a checkpoint's names that are no regular files of ours."""
-    victim = tmp_path / "victim"
+    victim, same = tmp_path / "victim", tmp_path / "same"
     victim.write_text("mine")
+    same.write_bytes(path.read_bytes())
+    yield lambda: path.symlink_to(same)                             # even if it led to the right bytes
     yield lambda: path.symlink_to(victim)
     yield lambda: path.symlink_to(path.parent.parent / "step-00000001" / path.name)
     yield lambda: os.mkfifo(path)
@@ -296,7 +298,7 @@ def test_links_pipes_and_folders_in_place_of_files_are_not_followed_nor_waited_f
     opts, root = two_checkpoints(tmp_path)
     images = images_for(opts)
     for path, data in files_of(root):
-        for plant_it in odd_entries(path, tmp_path):
+        for plant_it in [*odd_entries(path, tmp_path)]:
             path.unlink()
             plant_it()
             assert load(root, images) == (1, True)

@@ -82,10 +82,12 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
 @pytest.mark.parametrize("k", range(1, 7))
 def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch, k):
     opts, seen, named, real, rename = options(tmp_path), [], [], os.fsync, os.rename
+    root = opts.run_dir / "checkpoints"
 
     def fails(fd):
         seen.append(os.readlink(f"/proc/self/fd/{fd}"))
         if len(seen) == k:
+            named.extend([("folder", path.stat().st_ino) for path in root.glob("step-*")])
             raise OSError(errno.EIO, "Input/output error")
         return real(fd)
 
@@ -98,11 +100,13 @@ def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch,
         monkeypatch.setattr(os, "rename", noted)
         save(life, 1)
         monkeypatch.undo()
-    final, failed = str(opts.run_dir / "checkpoints" / "step-00000001"), seen[k - 1]
-    assert len(seen) == 6 + k and seen[-1] == os.path.dirname(final)
+    final, failed = root / "step-00000001", seen[k - 1]
+    assert len(seen) == 6 + k and seen[-1] == str(root)
     if k <= 5:                                                      # a file, or the folder around them
-        assert seen.count(failed) == 1 and [target for _, target in named] == [final]
+        assert seen.count(failed) == 1 and [target for _, target in named] == [str(final)]
         assert not named[0][0].startswith(os.path.dirname(failed) if k < 5 else failed)
+    else:                                                           # the rename: made anew, with other files
+        assert [kind for kind, _ in named[1:]] == ["folder"] and named[1][1] != final.stat().st_ino
 
 
 def test_a_commit_whose_folder_cannot_be_synced_is_not_announced(tmp_path, monkeypatch):

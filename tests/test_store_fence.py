@@ -56,9 +56,11 @@ def test_the_lock_of_a_killed_job_is_taken_over_within_a_second(tmp_path):
         until(lambda: steps_of(opts) == [3], "the first job has saved")
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
+        store, state = new_store(opts), tiny_state(opts)
         began = time.monotonic()
-        with a_life(opts) as life:
-            assert time.monotonic() - began < 1 and is_at(life.state, 3)
+        store.restore(state)
+        assert time.monotonic() - began < 1 and is_at(state, 3)
+        store.close()
 
 
 def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, monkeypatch):
@@ -151,7 +153,7 @@ def test_on_another_machine_only_the_counter_tells_the_living_from_the_dead(tmp_
 
 def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
     """The next life of a job starts while a survivor on another node still writes: those steps must not be swept."""
-    opts, here = options(tmp_path), tmp_path / "here"
+    opts, here, lock = options(tmp_path), tmp_path / "here", tmp_path / "run" / "lock"
 
     def rescue_slowly(life):
         life.store.fence.stop.set()
@@ -161,7 +163,8 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
         def slow(path):
             if path.name.startswith("step-"):
                 here.write_text("now")
-                time.sleep(1.0)
+                until(lambda: f'"{life.store.world.life}"' not in lock.read_text(), "the next life has claimed the run")
+                time.sleep(0.5)
             real(path)
         files.sync_folder = slow
         life.store.rescue(at_step(life.state, 5))

@@ -187,7 +187,10 @@ def time_loads(bench, rounds):
             hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
         loaded = torch.load(path, mmap=True, weights_only=True)
         bench.net.load_state_dict(loaded["model"])
-        bench.state.optimizer.load_state_dict(loaded["optimizer"])
+        live = bench.state.optimizer.state_dict()["state"]         # its load_state_dict would keep pointing into the file
+        for number, values in loaded["optimizer"]["state"].items():
+            for name, value in values.items():
+                live[number][name].copy_(value)
 
     times = {"ours": [], "torch.load(mmap), hashed": []}
     for number in range(rounds + 1):

@@ -1,0 +1,185 @@
+# ruff: noqa: E501  (a table: the text that is replaced stands as it does in the store)
+"""A test of the tests: each way to break the store, built into its source, makes one of them fail; unbroken, they pass.
+
+Every mutant lives in a forked child that imports the store anew with one piece of its text replaced.
+"""
+import importlib
+import importlib.util
+import inspect
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import ranks
+
+import common
+
+DEADLINE = 100
+STORE = ("files", "manifest", "processes", "fence", "identity", "owner", "image", "weights", "agreement", "restore", "writer", "checkpoint")
+CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
+BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
+LENGTHS = ("damage", "every_length_of_every_file_but_the_right_one_falls_back")
+MANIFEST = ("damage", "harmful_manifests_are_refused_even_under_a_right_seal")
+TENSORS = ("damage", "harmful_tensors_are_refused_whatever_the_manifest_says")
+FACTS = ("damage", "harmful_facts_are_refused_whatever_the_manifest_says")
+LINKS = ("damage", "links_pipes_and_folders_in_place_of_files_are_not_followed_nor_waited_for")
+FSYNC = ("faults", "a_failed_fsync_is_never_retried_on_the_same_file")
+MOVED = ("fence", "a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save")
+DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays")
+
+MUTANTS = {
+    # what is on the disk when it is said to be
+    "a file is not synced": ("files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+                             "        pass\n    finally:\n        os.close(fd)\n    return at", *CRASH),
+    "no folder is synced": ("files", "    try:\n        os.fsync(fd)\n", "    try:\n        pass\n", *CRASH),
+    "the checkpoint's folder is not synced": ("writer", "        files.sync_folder(aside)\n", "", *CRASH),
+    "the rename is not synced": ("writer", "                files.sync_folder(self.root)\n", "", *CRASH),
+    "written in place, without a rename": (
+        "writer", "                self._write_aside(aside, images, facts, parent)\n                self._name(aside, self.root / name, unsure)\n",
+        "                self._write_aside(self.root / name, images, facts, parent)\n", *CRASH),
+    "renamed before the manifest is there": (
+        "writer", "        files.write_file(aside / MANIFEST,",
+        "        os.rename(aside, self.root / folder_name(facts['step'])); aside = self.root / folder_name(facts['step'])\n"
+        "        files.write_file(aside / MANIFEST,", *CRASH),
+    "old ones deleted before the new one is written": (
+        "writer", '        name, unsure = folder_name(facts["step"]), False\n',
+        '        name, unsure = folder_name(facts["step"]), False\n        self.let_go(1, set())\n', *CRASH),
+    "the replaced one deleted before the exchange is on the disk": (
+        "writer", "                unsure = True\n", "                unsure = _delete(aside) or True\n", *CRASH),
+    "old ones deleted without reading the new one back": (
+        "checkpoint", '                self.writer.read_back(facts["step"])\n', "                pass\n",
+        "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
+    "a failed fsync is tried again": ("files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+                                      "        try:\n            os.fsync(fd)\n        except OSError:\n            os.fsync(fd)\n"
+                                      "    finally:\n        os.close(fd)\n    return at", *FSYNC, 1),
+    "a failed fsync is overlooked": ("files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+                                     "        try:\n            os.fsync(fd)\n        except OSError:\n            pass\n"
+                                     "    finally:\n        os.close(fd)\n    return at", *FSYNC, 2),
+    "a rename of which nobody knows is taken for committed": ("writer", " and not unsure:", ":", *FSYNC, 6),
+    "a short write is taken for a whole one": ("files", "            at += n\n            if moved", "            at += CHUNK\n            if moved",
+                                               "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
+    # what is believed
+    "the hash is not compared": ("manifest", "place, from_disk)) != files[name][\"sha256\"]:",
+                                 "place, from_disk)) != files[name][\"sha256\"] and False:", *BITS),
+    "the seal is ignored": ("files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
+    "the seal is over the values, not the bytes": ("files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "
+                                                   "parse_json(data, name):\n", *LENGTHS),
+    "the size is not compared": ("files", "!= size:\n            raise", "!= size and False:\n            raise", *LENGTHS),
+    "the header is not compared": ("image", "        if found == self.header:\n", "        if True:\n", *TENSORS, "another type"),
+    "links are followed": ("files", "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK", "os.O_RDONLY | os.O_NONBLOCK", *LINKS),
+    "the kinds in a manifest are not looked at": ("manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",
+                                                  *MANIFEST, "no identity"),
+    "a manifest of another step is taken": ("manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),
+    "the digest is not compared": ("manifest", '    if manifest["digest"] != _digest(', '    if False and manifest["digest"] != _digest(',
+                                   *MANIFEST, "another digest"),
+    "facts of another step are taken": ("manifest", '    if facts["step"] != step:\n', "    if False:\n", *FACTS, "another step"),
+    "the folder's owner and mode are not looked at": ("owner", "        trusted(run_dir)\n", "", "damage",
+                                                      "a_folder_that_others_may_write_into_is_not_loaded_from"),
+    "when all are damaged, it starts afresh": ("checkpoint", "        elif found.damaged:\n", "        elif False:\n", "",
+                                               "when_all_are_damaged_nothing_starts_afresh_by_itself"),
+    "a damaged one stays in the way": ("writer", '        to = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",
+                                       "a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again"),
+    "contradicting options are let in": ("identity", "    if wrong or firm:\n", "    if False:\n", "identity",
+                                         "contradicting_options_and_changed_data_are_refused_with_both_values"),
+    # who may write
+    "no lock": ("fence", "                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                if os.path.samestat",
+                "                if os.path.samestat", "fence",
+                "a_second_job_is_refused_within_ten_seconds_with_host_and_pid_of_the_first"),
+    "nothing is swept": ("fence", "        self._sweep()\n", "", "fence",
+                         "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
+    "the fence is skipped": ("writer", "            if self.renew is None:\n", "            return os.makedirs(self.staging)\n"
+                             "            if self.renew is None:\n", *MOVED),
+    "staging is renewed without looking at the lock": (
+        "fence", "            os.mkdir(self.staging, 0o700)\n        self._check()\n\n    def release",
+        "            os.mkdir(self.staging, 0o700)\n\n    def release", *MOVED),
+    "a rescue under way is swept": ("fence", "                    _wait_for_rescue(self.root / name)\n", "                    pass\n",
+                                    "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
+    "a live owner is robbed": ("fence", 'and fate in ("stopped", "unknown"))', ")", "fence",
+                               "a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter"),
+    # what is saved
+    "a failed save counts as saved": ("checkpoint", "            self.saved = None   ", "            pass   ", "faults",
+                                      "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
+    "failures are not counted": ("checkpoint", "            self.failures += 1\n", "", "faults",
+                                 "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
+    "half a step is saved": ("checkpoint", "not self.fence or state.torn or ", "not self.fence or ", "", "a_state_cut_in_two_is_never_saved"),
+    "half a step is rescued": ("checkpoint", "if state.torn or self._is_on_disk", "if self._is_on_disk", "",
+                               "a_state_cut_in_two_is_never_saved"),
+    "NaN is saved": ("checkpoint", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",
+                     "a_state_that_is_not_finite_is_never_saved"),
+    "the same step is never saved again": ("writer", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',
+                                           "if theirs:", "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
+    "the best one is pruned": ("checkpoint", 'facts["best"]["step"]}', 'facts["step"]}', "",
+                               "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
+    # what ranks agree on
+    "replicas are not compared": ("checkpoint", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),
+    "what diverged stays": ("checkpoint", "                self._withdraw()\n", "", *DIFFER, "a buffer"),
+    "the sum over weights has holes": ("weights", "% 2**64\n", "% 2**62\n", "identity",
+                                       "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),
+}
+KILLERS = sorted({mutant[3:] for mutant in MUTANTS.values()}, key=str)
+
+
+class Mutating(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
+    """Imports one module of the store with `old` replaced by `new`."""
+
+    def __init__(self, name, old, new):
+        super().__init__(f"common.{name}", str(Path(common.__file__).parent / f"{name}.py"))
+        self.old, self.new = old, new
+
+    def find_spec(self, fullname, path, target=None):
+        return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None
+
+    def get_code(self, fullname):
+        text = self.get_data(self.path).decode()
+        assert text.count(self.old) == 1, f"{text.count(self.old)} times: {self.old}"
+        return compile(text.replace(self.old, self.new), self.path, "exec")
+
+
+def run(killer, folder, mutant=None):
+    """True if the test passes in a child with this mutant (or with none)."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        try:
+            os.setpgid(0, 0)
+            signal.alarm(DEADLINE)
+            for name in [*(f"common.{name}" for name in STORE), "stores", *(n for n in sys.modules if n.startswith("test_store"))]:
+                sys.modules.pop(name, None)
+            if mutant:
+                sys.meta_path.insert(0, Mutating(*mutant[:3]))
+                importlib.import_module(f"common.{mutant[0]}")
+            module = importlib.import_module("_".join(filter(None, ("test_store", killer[0]))))
+            module.THOROUGH = 11
+            test = getattr(module, f"test_{killer[1]}")
+            fixtures = {"tmp_path": folder, "monkeypatch": pytest.MonkeyPatch()}
+            names = inspect.signature(test).parameters
+            given = dict(zip([name for name in names if name not in fixtures], killer[2:], strict=True))
+            code = 2
+            test(**{name: value for name, value in fixtures.items() if name in names}, **given)
+            code = 0
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}"[:2000].encode())
+            code = 1 if code == 2 else code
+        finally:
+            os._exit(code)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        said = file.read().decode(errors="replace")
+    code = ranks._end(pid)
+    assert code in (0, 1), f"the child ended with {code}: {said}"
+    return code == 0, said
+
+
+@pytest.mark.parametrize("killer", KILLERS, ids=lambda killer: "-".join(str(k) for k in killer[1:])[:60])
+def test_unbroken_the_tests_pass_here_too(tmp_path, killer):
+    passed, said = run(killer, tmp_path)
+    assert passed, said
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_broken_store_is_caught(tmp_path, name):
+    mutant = MUTANTS[name]
+    assert not run(mutant[3:], tmp_path, mutant)[0]
