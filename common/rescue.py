@@ -30,7 +30,7 @@ class Rescue:
 
     def __init__(self, store, state, world, ledger, closing=()):
         self.store, self.state, self.world, self.ledger, self.closing = store, state, world, ledger, closing
-        self.asked, self.leaving = None, threading.Lock()
+        self.asked, self.leaving, self.parting = None, threading.Lock(), False
         self.under_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self.pulse = Pulse(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
 
@@ -45,6 +45,8 @@ class Rescue:
         return self
 
     def __exit__(self, kind, error, trace):
+        if error is None and not self.asked:
+            error = self._part()
         if error is not None and not isinstance(error, (UserError, SystemExit)):
             self._after(error)
         if self.asked:
@@ -55,6 +57,14 @@ class Rescue:
         self.pulse.stop()
         os.close(self.pipe[1])                                      # ends the watcher
         self.watcher.join()                                         # a thread that wakes in a dying interpreter aborts it
+
+    def _part(self):
+        """The last step is on the disk before anybody stops watching over it; returns what went wrong, if a peer has died."""
+        self.parting = True                                         # nothing is left to finish: a signal ends this wait at once
+        try:
+            self.world.meet("end")
+        except RuntimeError as error:
+            return error
 
     def leave(self, code=STOPPED):
         """The step is whole: have it on the disk, and go. Never returns; a second signal changes nothing."""
@@ -115,9 +125,12 @@ class Rescue:
                 return os.close(self.pipe[0])                       # the run is over
             numbers = [n for n in data or b"" if n in STOP]
             if numbers and deadline is None:
-                self.asked, deadline = signal.Signals(numbers[0]).name, time.monotonic() + PATIENCE
+                self.asked, deadline = signal.Signals(numbers[0]).name, time.monotonic() + (0 if self.parting else PATIENCE)
             if deadline is not None and time.monotonic() > deadline:
                 self.leave()                                        # the main thread did not come: it hangs with a dead peer
+            if self.parting:
+                self.pulse.stop()                                   # waiting for the one that saves, however long, is no hang
+                continue
             hung = self.pulse.beat()
             if hung and self.leaving.acquire(blocking=False):
                 say(hung, sys.stderr)

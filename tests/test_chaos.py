@@ -2,6 +2,7 @@
 import random
 
 import pytest
+from jobs import PACED, STEPS, audit, events, lives
 
 from tests.chaos.__main__ import assert_that_it_struck
 from tests.chaos.director import Campaign
@@ -34,3 +35,17 @@ def test_the_campaign_finds_a_mistake(jobs, bug, event, words):
     finally:
         for pid in jobs.alive():
             jobs.kill(pid)
+
+
+@pytest.mark.parametrize("point, rescues", [("close.0", 1), ("closed.0", 0), ("leave.1", 0)])
+def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(jobs, tmp_path, point, rescues):
+    """close.0: the process that saves dies with the last save hardly begun; the others may not have gone home yet."""
+    run, armed = tmp_path / "run", tmp_path / "armed"
+    armed.mkdir()
+    (armed / point).write_text("KILL")
+    job = jobs.torchrun(3, "tests/chaos/worker.py", *PACED, f"--run-dir={run}", PACE="0", CHAOS_ARMED=str(armed),
+                        CHAOS_JOURNAL=str(tmp_path / "journal"))
+    assert job.wait() == 0, job.output
+    assert len(lives(run)) == 2 and lives(run)[1]["step"] == STEPS
+    assert len(events(run, "rescue")) == rescues
+    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}

@@ -146,6 +146,8 @@ class Campaign:
 
     def _point(self, event):
         """Armed, and waited for; what only comes at the end of the run stays armed until then."""
+        if event.point in ("left", "exit") and self.cluster.kind != "plain":
+            event = event._replace(point="leave")                   # then torchrun lets the other agents wait for 300 s
         count, path = len(self.journaled()), self.arm(event)
         if event.point in points_names()["end"]:
             return 1, False
