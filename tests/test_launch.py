@@ -142,11 +142,17 @@ def test_the_shell_scripts_are_clean():
     for path in scripts:
         assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
         assert path.name == "setup.sh" or os.access(path, os.X_OK), path
-        assert "bind_all" not in path.read_text()
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed: syntax alone was checked")
     done = subprocess.run(["shellcheck", "-x", *scripts], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout
+
+
+def test_nothing_here_opens_tensorboard_to_the_network():
+    for path in [*ROOT.glob("launch/*"), *ROOT.glob("train_*.py"), *ROOT.glob("common/*.py"), ROOT / "README.md"]:
+        if path.is_file():
+            assert "bind_all" not in path.read_text()
+    assert re.findall(r"^tensorboard .*", (ROOT / "README.md").read_text(), re.MULTILINE)[0].count("--host 127.0.0.1") == 1
 
 
 # ---- the training ------------------------------------------------------------------------------------------------------
@@ -205,7 +211,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     run = tmp_path / "run of 'one'"
     command = {"local.sh": [LOCAL], "torchrun.py": [sys.executable, TORCHRUN, "--nproc_per_node=2", ROOT / "train_ddp.py"]}[agent]
     command += [*PACED, "--run-dir", run]
-    env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.05"}
+    env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.05", "A_TOKEN": "secret-4711"}
     before = len(list(Path(os.environ["TMPDIR"]).glob("torchelastic_*")))
 
     job = start(*command, **env)
@@ -231,6 +237,8 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     assert len(lives(run)) == 4
     left = list(Path(os.environ["TMPDIR"]).glob("torchelastic_*"))
     assert len(left) <= before + (agent == "torchrun.py")            # of the one that was killed
+    texts = [job.output(), *(path.read_bytes().decode(errors="replace") for path in run.rglob("*") if path.is_file())]
+    assert not any("secret-4711" in text for text in texts)          # nobody writes down the environment
     if agent == "torchrun.py":                                       # what only the workers can see is handed on too
         job = start(*command, "--seed", 7, **env)
         assert job.wait(60) == 2 and job.output().count("error: ") == 1, job.output()
