@@ -125,10 +125,11 @@ def test_every_table_row_of_the_guarantees_has_a_proof():
     assert len(table) > 4 and all("`tests/" in row for row in table)
 
 
-def test_the_map_in_the_readme_is_the_one_in_common():
+def test_the_map_in_the_readme_keeps_the_order_of_the_one_in_common():
     section = README.partition("## Map of the files")[2].partition("\n## ")[0]
     files = [name for row in re.findall(r"^\| [^|]+ \| (`.*) \|$", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
-    assert files == re.findall(r"^(\w+)  +\S", common.__doc__, re.MULTILINE)
+    order = re.findall(r"^(\w+)  +\S", common.__doc__, re.MULTILINE)
+    assert len(files) > 25 and files == [name for name in order if name in files]
 
 
 def test_the_exit_codes_in_the_readme_are_those_of_the_launcher():
