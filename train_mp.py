@@ -1,7 +1,9 @@
-"""Train one net cut into stages over several devices of this process: for nets that do not fit on one.
+"""Train one net cut into stages: for nets that do not fit on one device, with micro batches in flight to keep all of them busy.
 
-    python train_mp.py --devices cuda:0,cuda:1
-    python train_mp.py --devices cpu,cpu                            # the same path, seen without a GPU
+    torchrun --nproc_per_node=2 train_mp.py --micro-batch-size 8                # two processes, a stage each
+    torchrun --nproc_per_node=4 train_mp.py --micro-batch-size 8 --stages 2     # two pipelines of two stages
+    python train_mp.py --devices cuda:0,cuda:1 --micro-batch-size 8             # one process, two devices (or cpu,cpu)
+    torchrun --nproc_per_node=2 train_mp.py --model gpt:small --dataset text --data-dir FILE --micro-batch-size 4
 
 Checkpoints are those of train_ddp.py and train_dp.py: a run goes on under any of the three.
 """
@@ -10,7 +12,9 @@ from common.options import parse_options
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
 
-from common.checkpoint import CheckpointStore
+import torch
+from torch.distributed.elastic.multiprocessing.errors import record
+
 from common.clock import Clock
 from common.data import batches, load_data
 from common.evaluate import evaluate
@@ -18,35 +22,38 @@ from common.ledger import Audit, Ledger
 from common.log import Log
 from common.models import build_model
 from common.opening import memory, open_life, speaking_errors
-from common.pipeline import describe, split
-from common.reduce import backward, distribute, prepare
+from common.pipeline import backward, split
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
+from common.spread import SpreadStore
 from common.state import TrainState, build_optimizer
 from common.world import join, leave
 
 
+@record
 @speaking_errors
 def main(opts):
     clock = Clock("import")
     world = join(opts)
     clock.lap("join")
     data = load_data(opts, world)
-    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed,
+    order = ElasticSampler(data.train, opts.global_batch_size, world.replica, world.replicas, opts.seed,
                            slices=opts.virtual_ranks)
-    net = prepare(build_model(opts, data), opts, world)
-    stages = split(net, world.devices)                  # before the optimizer: its state lives where the weights do
-    model = distribute(stages, opts, world)
+    model = split(build_model(opts, data), opts, world, data)   # this rank's stages; the optimizer's state lives with their weights
+    net = model.net
     clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
-    ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
-    store = CheckpointStore(opts, world, data.fingerprint, ledger)
-    source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
+    state.norm = model.norm                             # for --clip-grad-norm: over all stages
+    ledger = Ledger(opts.run_dir)
+    audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)     # one rank of each pipeline
+    store = SpreadStore(opts, world, data.fingerprint, ledger)
+    source = store.restore(state)                       # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
     with Log(opts, world, state.step, state.total_steps, state.record) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
-        open_life(log, ledger, clock, opts, world, data, state, source)
-        log.note(describe(stages))
+        open_life(log, ledger, clock, opts, world, data, state, source, sum(model.parameters_of))
+        for line in model.describe(-(-opts.global_batch_size // world.replicas)):
+            log.note(line)
         store.report = log.note
         while not state.finished:                       # a finished run falls through and exits 0
             order.set_epoch(state.epoch, state.position)            # the same samples at any world size
@@ -54,12 +61,16 @@ def main(opts):
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)       # one gradient of one global batch
+                totals = torch.cat([totals, totals.new_tensor([store.overdue()])])
+                world.all_sum(totals)                               # no stage moves on before all of them can
                 state.update(batch.size)                            # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
-                    log.step(state, state.note(totals, batch.size) | memory(world))
-                if store.due(state):
+                    log.step(state, state.note(totals[:2], batch.size) | memory(world))
+                if opts.check_every and state.step % opts.check_every == 0:
+                    store.agree(state)
+                if store.due(state, totals[2]):
                     store.save(state)                               # copies; a thread writes
                 store.check()
                 if rescue.asked:

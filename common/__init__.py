@@ -3,6 +3,7 @@
 sampler      which sample, when: stateless order and its split over ranks
 gpt          a small GPT over bytes
 models       registry of nets; a net may be cut between the children of its nn.Sequential
+cuts         where a net may be cut into stages, measured and balanced
 ledger       append-only JSON lines: lives, saves, rescues, times; the audit and the goodput report
 files        durable files: written aside, synced, renamed, read back
 metrics      metrics.jsonl, each step once after any number of restarts
@@ -10,6 +11,7 @@ log          console line, progress bar, TensorBoard; quiet on other ranks
 processes    what can be said of a process: who it is, and whether it will ever move again
 tree         the fixed order of additions that gives the same bits at any world size
 pinned       what else decides the bits: set, recorded, compared
+meeting      the key-value store over which the ranks of one life find each other
 world        torchrun's environment, the device, the process group, the few collectives
 synthetic    datasets that a program draws
 text         a file of text as samples for a language model
@@ -28,10 +30,12 @@ agreement    what the ranks of one life tell each other before they train
 restore      the newest checkpoint that anybody has, on every rank
 writer       the commit protocol: one checkpoint on the disk, whole or not at all
 checkpoint   the store on disk: atomic, asynchronous, verified, fenced
+spread       a checkpoint of which each rank writes what it owns
 buffers      running statistics and counters that move by the same bits at any world size
 bitwise      the sum along the tree, over slices and ranks
 reduce       how a global batch becomes one gradient
-pipeline     a net cut into stages over devices
+stages       a stage, and a pipeline of them
+pipeline     who carries tensors from stage to stage: threads over devices, or ranks
 evaluate     exact metrics
 clock        where the time of a life goes
 pulse        whether the ranks still move: hangs are named and ended, stragglers named

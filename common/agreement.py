@@ -17,12 +17,14 @@ def same_everywhere(world, mine):
 
 
 def odd_ranks(world, mine):
-    """None if all ranks have the same integers, else those without a majority: none of them, if there is no majority."""
-    theirs = [tuple(t.tolist()) for t in world.all_gather(torch.tensor(mine))]
-    if len(set(theirs)) == 1:
-        return None
-    odd = [rank for rank, value in enumerate(theirs) if theirs.count(value) <= len(theirs) // 2]
-    return odd if len(odd) < len(theirs) else []
+    """None if all ranks of a stage have the same integers, else those without a majority: none, if there is no majority."""
+    theirs, odd = [tuple(t.tolist()) for t in world.all_gather(torch.tensor(mine))], None
+    for stage in range(world.stages):
+        kind = theirs[stage::world.stages]
+        if len(set(kind)) > 1:
+            apart = [stage + i * world.stages for i, value in enumerate(kind) if kind.count(value) <= len(kind) // 2]
+            odd = (odd or []) + (apart if len(apart) < len(kind) else [])
+    return odd
 
 
 def send(world, data, source):

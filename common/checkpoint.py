@@ -119,6 +119,10 @@ class CheckpointStore:
             self.background.busy.acquire()
             self._start_writing(found.facts)                        # this node may be the one that survives
 
+    @property
+    def writes(self):
+        return bool(self.fence)
+
     # ---- saving ---------------------------------------------------------------------------------------------------
     def due(self, state):
         """Only the owner asks its clock, and saving is no collective: nobody has to agree."""
@@ -129,7 +133,7 @@ class CheckpointStore:
 
     def save(self, state):
         """Copy the state, leave the rest to the writer thread; waits for the save before. Quiet on ranks that do not own."""
-        if not self.fence or state.torn or state.facts() == self.saved:
+        if not self.writes or state.torn or state.facts() == self.saved:
             return
         self.wait()
         with state.lock:
@@ -205,15 +209,8 @@ class CheckpointStore:
         before, began = self.committed, time.monotonic()
         try:
             self._write(facts)
-            try:
-                self.writer.read_back(facts["step"])
-            except Damaged:
-                self.committed = before
-                raise
-            self._let_go(facts)
+            self._confirm(facts, before, began)
             self.failures = 0
-            if self.ledger:
-                self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
         except Exception as error:
             self.failures += 1
             self.saved = None                                       # so that the next interval tries again
@@ -229,8 +226,22 @@ class CheckpointStore:
             self.state.torn = True
             raise NotFinite(f"step {facts['step']}: {name} is no longer finite, nothing after step {self.committed} is kept\n"
                             "lower --lr, clip with --clip-grad-norm, or look at the samples with --audit", code=5)
+        self._commit(facts)
+
+    def _commit(self, facts):
         self.writer.commit(self.images, facts, self.committed)
         self.committed = facts["step"]
+
+    def _confirm(self, facts, before, began):
+        """What was written can be read: older ones may go."""
+        try:
+            self.writer.read_back(facts["step"])
+        except Damaged:
+            self.committed = before
+            raise
+        self._let_go(facts)
+        if self.ledger:
+            self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
 
     def _let_go(self, facts):
         """The newest `keep`, the best, and the newest that all ranks agreed on stay."""

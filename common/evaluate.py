@@ -22,13 +22,15 @@ def evaluate(model, split, state, world):
     sums = torch.zeros(4, dtype=torch.int64)     # loss in fixed point, hits, samples, samples without a finite loss
     predictions, labels = [], []
     with averaged_weights(state):
-        for block in share(blocks, world.rank, world.size):
+        for block in share(blocks, world.replica, world.replicas):
             state.alive += 1
             ids = range(block * size, min((block + 1) * size, len(split)))
             x, y = split.fetch(list(ids), 0, False)
             x, y = x.to(world.device), y.to(world.device)
-            with autocast(state.opts, world):
+            with autocast(state.opts, world.device):
                 out = model(x)
+            if out is None:                      # a stage before the last
+                continue
             losses = F.cross_entropy(out.double().flatten(0, -2), y.flatten(), reduction="none").view(len(y), -1).mean(1)
             finite = losses.isfinite()
             found = out.argmax(-1)

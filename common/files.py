@@ -22,19 +22,22 @@ def write_file(path, data, moved=None):
     """Bytes on the disk under a name that was free; returns (size, SHA-256).
 
     O_EXCL and O_NOFOLLOW: neither a leftover nor a planted link is ever written into. A failed fsync is the end of the
-    file: the kernel counts its pages as clean from then on, so the caller drops it and writes another.
+    file: the kernel counts its pages as clean from then on, so the caller drops it and writes another. `data` may also
+    be an iterator of pieces.
     """
-    view, digest, at = memoryview(data).cast("B"), hashlib.sha256(), 0
+    digest, at = hashlib.sha256(), 0
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        while at < len(view):
-            n = os.write(fd, view[at:at + CHUNK])
-            digest.update(view[at:at + n])                          # what went to the disk, not what is there afterwards
-            if at // SYNC != (at + n) // SYNC:
-                os.fsync(fd)
-            at += n
-            if moved:
-                moved()
+        for piece in data if hasattr(data, "__next__") else (data,):
+            view, start = memoryview(piece).cast("B"), 0
+            while start < len(view):
+                n = os.write(fd, view[start:start + CHUNK])
+                digest.update(view[start:start + n])                # what went to the disk, not what is there afterwards
+                if at // SYNC != (at + n) // SYNC:
+                    os.fsync(fd)
+                at, start = at + n, start + n
+                if moved:
+                    moved()
         os.fsync(fd)
     finally:
         os.close(fd)

@@ -88,7 +88,13 @@ def _devices(text):
     return tuple(text.split(","))
 
 
-NAME, PATH, DEVICES = _kind("NAME", _plain), _kind("PATH", _plain), _kind("D,D", _devices)
+def _balance(text):
+    if not re.fullmatch(r"parameters|time|[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
+        raise ValueError(f"is not parameters, time or a list of counts like 3,1{did_you_mean(text, ('parameters', 'time'))}")
+    return text
+
+
+NAME, PATH, DEVICES, BALANCE = _kind("NAME", _plain), _kind("PATH", _plain), _kind("D,D", _devices), _kind("HOW", _balance)
 
 
 # ---- the parser ------------------------------------------------------------------------------------------------------

@@ -51,9 +51,7 @@ def build_net(data):
 def build_mlp(data):
     """Two linear layers with five units between them, as in the DDP tutorials."""
     features = math.prod(numbers("mlp", data))
-    net = nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes)))
-    net.placement = (0, 0, 1)
-    return net
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes)))
 
 
 def build_lstm(data):
@@ -61,10 +59,8 @@ def build_lstm(data):
     if not data.vocab:
         raise UserError(f"model lstm reads words, dataset {data.name} has samples of shape {data.sample_shape}\n"
                         "choose --dataset sentiment, or another --model")
-    net = nn.Sequential(OrderedDict(embedding=nn.Embedding(data.vocab, 50), lstm=LastHidden(50, 50, batch_first=True),
-                                    fc=nn.Linear(50, data.classes)))
-    net.placement = (0, 0, 1)
-    return net
+    return nn.Sequential(OrderedDict(embedding=nn.Embedding(data.vocab, 50), lstm=LastHidden(50, 50, batch_first=True),
+                                     fc=nn.Linear(50, data.classes)))
 
 
 MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}

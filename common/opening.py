@@ -15,18 +15,18 @@ MANY = 512        # sample ids that an error still names one by one
 OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
 
 
-def open_life(log, ledger, clock, opts, world, data, state, source):
+def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0):
     """Say what this life is, in at most six lines, and enter it in the ledger; call on every rank."""
     with world.together("opening"):
         if world.rank == 0:
             refuse_the_same_end(ledger, opts, data, state)
     pids = [int(p) for p in world.all_gather(torch.tensor([os.getpid()]))]
-    parameters = sum(p.numel() for p in state.net.parameters())
-    share = -(-opts.global_batch_size // world.size)
+    parameters = parameters or sum(p.numel() for p in state.net.parameters())
+    share = -(-opts.global_batch_size // world.replicas)
     micro = min(opts.micro_batch_size or share, share)
     what = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
         "going on" if state.step else "starting"
-    parts = f"{world.size} x {share} or less, {micro} a forward"
+    parts = f"{world.replicas} x {share} or less, {micro} a forward"
     if opts.virtual_ranks:
         parts = (f"{opts.virtual_ranks} slices of {-(-opts.global_batch_size // opts.virtual_ranks)} or less, "
                  f"{-(-opts.virtual_ranks // world.size)} or less a rank")

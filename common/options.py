@@ -11,7 +11,7 @@ from pathlib import Path
 
 from common import UserError
 from common.environment import check_environment, fail, world_size
-from common.flags import DEVICES, NAME, PATH, SWITCH, Parser, decides, did_you_mean, flag_of, free, one_of, real, whole
+from common.flags import BALANCE, DEVICES, NAME, PATH, SWITCH, Parser, decides, did_you_mean, flag_of, free, one_of, real, whole
 from common.processes import die_with_the_agent
 
 LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
@@ -68,6 +68,11 @@ class Options:
 
     device: str = free("auto", one_of("auto", "cpu", "cuda"), "auto: the GPU where there is one", "devices and speed")
     devices: tuple = free((), DEVICES, "the devices this process drives (default: all GPUs)", scripts="dp mp")
+    stages: int = free(0, whole(0, 65536), "cut the net over so many processes each; 0: over all of them, or over --devices",
+                       scripts="mp")
+    schedule: str = free("1f1b", one_of("gpipe", "1f1b", "interleaved"), "order of the micro batches in the stages", scripts="mp")
+    balance: str = free("parameters", BALANCE, "where to cut: parameters, time (measured), or pieces a stage, as 3,1", scripts="mp")
+    recompute: bool = free(False, SWITCH, "keep no activations inside the stages, compute them again", scripts="mp")
     amp: str = decides("off", one_of("off", "bf16", "fp16"), "mixed precision")
     compile: bool = decides(False, SWITCH, "torch.compile")
     channels_last: bool = decides(False, SWITCH, "memory layout for convolutions")
@@ -81,8 +86,8 @@ class Options:
     log_every: int = free(10, whole(1), "steps between log lines")
     progress: str = free("auto", one_of("auto", "on", "off"), "a bar instead of lines; auto: on a terminal")
     tensorboard: bool = free(True, SWITCH, "no curves for TensorBoard in RUN/tb")
-    hang_timeout: int = free(0, whole(0), "seconds until a silent peer counts as dead; 0: automatic", scripts="ddp")
-    check_every: int = free(500, whole(0), "steps between comparisons of the replicas; 0: never", scripts="ddp")
+    hang_timeout: int = free(0, whole(0), "seconds until a silent peer counts as dead; 0: automatic", scripts="ddp mp")
+    check_every: int = free(500, whole(0), "steps between comparisons of the replicas; 0: never", scripts="ddp mp")
     audit: bool = free(False, SWITCH, "note the samples each rank trained on, for python -m common.ledger RUN --audit")
     profile: bool = free(False, SWITCH, "a trace of a few steps in RUN")
     debug: bool = free(False, SWITCH, "tracebacks and torch's own debug checks")
@@ -150,9 +155,21 @@ def _check_together(opts, world):
     kinds = {device.partition(":")[0] for device in opts.devices}
     checkpoint = opts.resume not in ("auto", "none")
     for wrong, message in (
-        (opts.script != "ddp" and world > 1,
-         f"train_{opts.script}.py is one process for many devices, but WORLD_SIZE={world}\n"
-         f"use train_ddp.py with torchrun, or start train_{opts.script}.py with python"),
+        (opts.script == "dp" and world > 1,
+         f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
+         "use train_ddp.py with torchrun, or start train_dp.py with python"),
+        (opts.stages and world % opts.stages,
+         f"--stages {opts.stages}: a world of {world} {'process' if world == 1 else 'processes'} is no multiple of it\n"
+         f"start a multiple (torchrun --nproc_per_node={opts.stages}), or leave --stages out to use all there are"),
+        (opts.script == "mp" and opts.devices and (world > 1 or opts.stages),
+         "--devices are those of a single process, here each of several has one of its own\nleave it out, or start with python"),
+        (opts.script == "mp" and opts.virtual_ranks and (world > 1 or opts.stages),
+         f"--virtual-ranks cannot take effect with stages over processes (WORLD_SIZE={world})\n"
+         "use train_ddp.py, or --devices in one process"),
+        (opts.script == "mp" and opts.virtual_ranks and opts.schedule != "1f1b",
+         "--schedule cannot take effect with --virtual-ranks: a slice is one forward\nleave out one of them"),
+        (opts.script == "mp" and opts.amp == "fp16" and world > 1,
+         "--amp fp16 scales the loss by what one process sees\nuse --amp bf16 with stages over processes"),
         (name not in USES and not known,
          f"--dataset: {name!r} is no dataset{did_you_mean(name, USES)}\n"
          f"there are {', '.join(USES)}, and path/to/file.py:function"),

@@ -1,59 +1,199 @@
-"""A net cut into stages over the devices of this process; the net itself, and the names in its checkpoint, stay whole."""
-from torch import nn
+"""A net cut into stages, with micro batches in flight: over the devices of one process, or over the ranks of torchrun.
 
-from common import UserError
+    one process     a thread a stage; what one hands the next is a tensor moved to the next one's device
+    ranks           torch.distributed.pipelining's schedules; a world of W ranks is W / stages pipelines side by side
+"""
+import json
+import queue
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+from torch.distributed import pipelining
+
+from common import UserError, reduce
+from common.agreement import send
+from common.cuts import count, cut, measure, pieces
+from common.stages import Pipeline
+
+SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
+             "interleaved": pipelining.ScheduleInterleaved1F1B}
+LOOPS = 2                    # stages a rank or device has in turn, where they are interleaved
 
 
-class Stages(nn.Module):
-    """Runs the children of a Sequential one after the other, each on its device; the input goes where the first one is."""
+def split(net, opts, world, data):
+    """The pipeline of a net, on every rank: measured, cut as --balance says, each part on its place."""
+    if world.stages == 1 and len(world.devices) == 1 and opts.stages == 0:
+        raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
+                        "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
+                        "on one device use train_ddp.py")
+    net = reduce.fit(net, opts, world)
+    found, places = pieces(net), world.devices if world.stages == 1 else range(world.stages)
+    samples = data.train.fetch([0, len(data.train) - 1])[0]
+    cast = partial(reduce.autocast, opts, world.device)
+    measures = measure(net, found, samples, world.device, cast)
+    told = send(world, json.dumps([[m.seconds, m.kept] for m in measures]).encode(), 0) if world.size > 1 else None
+    if told:                                                        # one rank's clock decides for all
+        measures = [m._replace(seconds=s, kept=k) for m, (s, k) in zip(measures, json.loads(told), strict=True)]
+    loops = LOOPS if opts.schedule == "interleaved" else 1
+    weights = [m.seconds for m in measures] if opts.balance == "time" else [count(net, piece) + 1 for piece in found]
+    placement = getattr(net, "placement", ()) if opts.balance == "parameters" and loops == 1 and world.stages == 1 else ()
+    if len(places) == 2 and len(placement) == len(found):
+        starts = [i for i, at in enumerate(placement) if i == 0 or at != placement[i - 1]]
+        groups = [found[a:b] for a, b in zip(starts, [*starts[1:], None], strict=True)]
+        device_of = [world.devices[placement[i]] for i in starts]
+    else:
+        groups = cut(found, weights, loops * len(places), opts.balance)
+        device_of = [world.devices[i % len(places)] if world.stages == 1 else world.device for i in range(len(groups))]
+    by_name = {piece.name: m for piece, m in zip(found, measures, strict=True)}
+    kind = Local if world.stages == 1 else Ranks
+    model = kind(net, groups, [[by_name[piece.name] for piece in group] for group in groups], opts, world, device_of)
+    if opts.virtual_ranks:
+        model.tree = reduce.distribute(net, opts, world).tree
+    return model
 
-    def __init__(self, net, places):
-        super().__init__()
-        self.net, self.places = net, places
+
+class Local(Pipeline):
+    """Stages over the devices of this process: a thread each, so that all of them work at once."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        cpus = max(1, sum(d.type == "cpu" for d in self.devices))
+        each = max(1, torch.get_num_threads() // cpus)
+        self.pool = ThreadPoolExecutor(self.parts, "stage", initializer=torch.set_num_threads, initargs=(each,))
+
+    def owns(self, index):
+        return True
 
     def forward(self, x):
-        for part, device in zip(self.net, self.places, strict=True):
-            x = part(x.to(device))
-        return x.to(self.places[0])
+        for stage in self.stages:
+            x = stage(x.to(stage.device))
+        return x.to(self.world.device)
+
+    def run(self, xs, loss):
+        forward, backward = ([queue.SimpleQueue() for _ in self.stages] for _ in range(2))
+        work = [self.pool.submit(self._work, stage, xs, loss, forward, backward) for stage in self.stages]
+        errors = [error for error in (w.exception() for w in work) if error]
+        for error in sorted(errors, key=lambda error: isinstance(error, _Elsewhere)):
+            raise error                                             # the first cause, not its echo in the other threads
+
+    def _work(self, stage, xs, loss, forward, backward):
+        i, last, held = stage.index, stage.index == self.parts - 1, {}
+        try:
+            for ahead, k in orders(self.opts.schedule, len(xs), self.parts - i):
+                if ahead:
+                    x = (_take(forward[i]) if i else xs[k]).to(stage.device, non_blocking=True)
+                    x = x.detach().requires_grad_(i > 0)
+                    y = stage(x)
+                    held[k] = x, loss(y, k) if last else y
+                    if not last:
+                        forward[i + 1].put(y.detach())
+                else:
+                    x, y = held.pop(k)
+                    stage.backward(y, None if last else _take(backward[i]).to(stage.device, non_blocking=True))
+                    if i:
+                        backward[i - 1].put(x.grad)
+        except BaseException:
+            for line in (*forward, *backward):
+                line.put(_Elsewhere())
+            raise
 
 
-def split(net, devices):
-    """The net's children moved to `devices`, in contiguous runs of about equal weight, or where `net.placement` says."""
-    if len(devices) < 2:
-        raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {devices[0]}\n"
-                        "for example --devices cuda:0,cuda:1, or --devices cpu,cpu to see it work; on one device use train_ddp.py")
-    if not isinstance(net, nn.Sequential) or len(net) < len(devices):
-        what = f"an nn.Sequential of {len(net)}" if isinstance(net, nn.Sequential) else type(net).__name__
-        raise UserError(f"{len(devices)} devices, but this model is {what}\n"
-                        "a net is cut between the children of an nn.Sequential: choose another --model, or fewer --devices")
-    placement = getattr(net, "placement", None)
-    if len(devices) != 2 or placement is None:
-        placement = balance([sum(p.numel() for p in part.parameters()) + 1 for part in net], len(devices))
-    places = [devices[i] for i in placement]
-    for part, device in zip(net, places, strict=True):
-        part.to(device)
-    return Stages(net, places)
+class _Elsewhere(Exception):
+    """Another stage's thread has failed."""
 
 
-def balance(weights, count):
-    """A stage for each child: contiguous, none empty, the heaviest as light as it can be (exact, by dynamic programming)."""
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    best = {(0, 0): (0, None)}                                      # (children placed, stages used): (heaviest, cut before)
-    for stages in range(1, count + 1):
-        for end in range(stages, len(weights) + 1):
-            best[end, stages] = min((max(best[start, stages - 1][0], sums[end] - sums[start]), start)
-                                    for start in range(stages - 1, end) if (start, stages - 1) in best)
-    placement, end = [], len(weights)
-    for stage in range(count - 1, -1, -1):
-        start = best[end, stage + 1][1]
-        placement = [stage] * (end - start) + placement
-        end = start
-    return placement
+def _take(line):
+    if isinstance(item := line.get(), Exception):
+        raise item
+    return item
 
 
-def describe(stages):
-    """One line: which child is where."""
-    names = [name for name, _ in stages.net.named_children()]
-    return "stages: " + "  ".join(f"{name} on {device}" for name, device in zip(names, stages.places, strict=True))
+def orders(schedule, flights, left):
+    """(forward?, micro batch) in the order in which a stage with `left` stages from itself to the end does them."""
+    ahead = flights if schedule == "gpipe" else min(flights, left)
+    for k in range(ahead):
+        yield True, k
+    for k in range(flights):
+        yield False, k
+        if ahead + k < flights:
+            yield True, ahead + k
+
+
+class Ranks(Pipeline):
+    """Stages over ranks: torch's schedules move the micro batches, each rank has one stage or, interleaved, several."""
+
+    def __init__(self, net, groups, measures, opts, world, device_of):
+        super().__init__(net, groups, measures, opts, world, device_of)
+        self.schedules, self.sent = {}, []
+        self.edges = [(facts[-1].shape, facts[-1].dtype) for facts in measures]
+
+    def owns(self, index):
+        return index % self.world.stages == self.world.stage
+
+    def forward(self, x):
+        """The net's output on the rank that has the last stage, None on the others."""
+        for work, _ in self.sent:
+            work.wait()
+        self.sent, n = [], len(x)
+        first = self.world.rank - self.world.stage
+        for stage in self.stages:
+            if stage.index:
+                shape, dtype = self.edges[stage.index - 1]
+                x = torch.empty(n, *shape, dtype=dtype, device=stage.device)
+                dist.recv(x, first + (stage.index - 1) % self.world.stages, group=self.world.line)
+            y = stage(x)
+            if stage.index == self.parts - 1:
+                return y
+            y = y.contiguous()
+            self.sent.append((dist.isend(y, first + (stage.index + 1) % self.world.stages, group=self.world.line), y))
+        return None
+
+    def run(self, xs, loss):
+        at = 0
+        for kind, flights, size in plan(self.opts.schedule, [len(x) for x in xs], self.world.stages):
+            schedule, holder = self._schedule(kind, flights, size, xs[0])
+            holder["loss"] = loss
+            first, last = self.stages[0].index == 0, self.stages[-1].index == self.parts - 1
+            inputs = (torch.cat([x.to(self.world.device) for x in xs[at:at + flights]]),) if first else ()
+            target = torch.arange(at, at + flights, device=self.world.device).repeat_interleave(size) if last else None
+            schedule.step(*inputs, target=target, **({"losses": []} if last else {}))
+            at += flights
+
+    def _schedule(self, kind, flights, size, x):
+        """torch's schedule for so many micro batches of one size: another one for the rest of a share."""
+        key = kind, flights, size
+        if key not in self.schedules:
+            holder, stages = {}, []
+            for stage in self.stages:
+                x = x.new_empty(size, *x.shape[1:], device="meta")
+                before, after = ([torch.empty(size, *shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
+                                  for shape, dtype in self.edges[at:at + 1]] for at in (stage.index - 1, stage.index))
+                stages.append(pipelining.PipelineStage(
+                    stage, stage.index, self.parts, stage.device, input_args=tuple(before) if stage.index else (x,),
+                    output_args=tuple(after), group=self.world.line))
+            self.schedules[key] = SCHEDULES[kind](
+                stages if kind == "interleaved" else stages[0], flights, scale_grads=False,
+                loss_fn=lambda out, k: holder["loss"](out, k[0])), holder
+        return self.schedules[key]
+
+
+def plan(schedule, sizes, stages):
+    """[(schedule, micro batches, size of each)]: what torch's schedules can do in one go each, in order."""
+    runs, whole = [], sum(size == sizes[0] for size in sizes)
+    groups = [(whole, sizes[0]), *((1, size) for size in sizes[whole:])]
+    for flights, size in groups:
+        if schedule == "interleaved" and flights > stages and flights % stages:
+            runs.append((schedule, flights - flights % stages, size))
+            flights %= stages
+        runs.append(("gpipe" if schedule == "1f1b" and flights < stages else schedule, flights, size))
+    return runs
+
+
+def backward(model, batch, state, world):
+    """One gradient of one global batch, as reduce.backward for the other scripts."""
+    if state.opts.virtual_ranks:
+        return reduce.backward(SimpleNamespace(net=model, tree=model.tree), batch, state, world)
+    return model.backward(batch, state)

@@ -17,6 +17,10 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def prepare(net, opts, world):
     """The net on its device, with the layers and the memory layout the options ask for; names stay as they are."""
+    return fit(net, opts, world).to(world.device)
+
+
+def fit(net, opts, world):
     if world.device.type != "cuda" and (opts.sync_bn or opts.amp == "fp16"):
         raise UserError(f"--{'sync-bn' if opts.sync_bn else 'amp fp16'} works on GPUs only, this process has {world.device}\n"
                         "leave it out, or make a GPU visible")
@@ -25,7 +29,7 @@ def prepare(net, opts, world):
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if opts.channels_last:
         net = net.to(memory_format=torch.channels_last)
-    return net.to(world.device)
+    return net
 
 
 def distribute(net, opts, world):
@@ -173,7 +177,7 @@ def forward(model, x, y, state, world):
     if opts.channels_last and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     x, targets = mix(x, y, state)
-    with autocast(opts, world):
+    with autocast(opts, world.device):
         out = model(x)
     return summed_loss(out, targets, opts), hits(out, y) if len(y) else torch.zeros((), device=x.device)
 
@@ -192,8 +196,8 @@ def hits(out, y):
     return found if y.dim() == 1 else found / y.shape[1]
 
 
-def autocast(opts, world):
-    return torch.autocast(world.device.type, AMP[opts.amp]) if opts.amp != "off" else contextlib.nullcontext()
+def autocast(opts, device):
+    return torch.autocast(device.type, AMP[opts.amp]) if opts.amp != "off" else contextlib.nullcontext()
 
 
 def mix(x, y, state):
@@ -220,11 +224,11 @@ def mix(x, y, state):
 
 @torch.no_grad()
 def average_buffers(state, world, weight):
-    """Every rank's buffers move by the mean of what the ranks saw (weighted by samples); counters by what rank 0 counted."""
+    """Every replica's buffers move by the mean of what all saw (weighted by samples); counters by what the first one counted."""
     moved, live = [], dict(state.net.named_buffers())
     for name, base in state.buffers.items():
         delta = (live[name].double() - base.double()).masked_fill_(live[name] == base, 0.0)     # a mask of -inf moves by nan
-        moved.append((delta * (weight if base.is_floating_point() else float(world.rank == 0))).flatten())
-    flat = world.all_sum(torch.cat(moved))
+        moved.append((delta * (weight if base.is_floating_point() else float(world.replica == 0))).flatten())
+    flat = world.replica_sum(torch.cat(moved))
     for (name, base), delta in zip(state.buffers.items(), flat.split([m.numel() for m in moved]), strict=True):
         live[name].copy_(base.double() + delta.view_as(base))

@@ -106,6 +106,8 @@ class Rescue:
             if state.torn:
                 return "the step was cut in two, the newest checkpoint stands", False
             saved = self.store.rescue(state)
+            if isinstance(saved, str):
+                return saved, False
         except Exception as failure:
             return f"saving step {state.step} failed: {failure}", False
         finally:

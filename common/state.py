@@ -58,6 +58,7 @@ class TrainState:
         self.alive, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
         self.record = {}                                            # the last logged one: its writer may have died before that
         self.lock, self.torn = threading.RLock(), False
+        self.norm = torch.nn.utils.get_total_norm                   # of gradients; a rank with a part of the net asks the others
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
         self.held = {}                                              # the weights, while the net wears their averages
@@ -75,7 +76,8 @@ class TrainState:
         if self.opts.clip_grad_norm:
             if self.scaler:
                 self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.names, self.opts.clip_grad_norm)
+            norm = self.norm([p.grad for p in self.names if p.grad is not None])
+            torch.nn.utils.clip_grads_with_norm_(self.names, self.opts.clip_grad_norm, norm)
         if self.net_is_on_gpu():
             torch.cuda.synchronize()                                # no update may be queued behind a collective that can hang
         with self.lock:
@@ -152,7 +154,8 @@ class TrainState:
         model = {n: held[n] if n in held else self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
         optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
                      for key, value in values.items() if torch.is_tensor(value)}
-        return {"model": model, "optimizer": optimizer | {f"{n}/ema": t for n, t in self.ema.items()}}
+        optimizer |= {f"{n}/ema": t for n, t in self.ema.items()}
+        return {"model": model, "optimizer": optimizer}
 
     def facts(self):
         scaler = self.scaler.state_dict() if self.scaler else None

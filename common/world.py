@@ -9,17 +9,17 @@ import socket
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from common import UserError
+from common.meeting import JOINING, fresh_store
 from common.pinned import pin
 from common.processes import die_with_the_agent
 
-JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
 ANSWER = timedelta(seconds=5)     # of a store that is alive
 PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
 
@@ -37,6 +37,21 @@ class World:
     life: str            # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     restart: int
     store: object = None
+    stages: int = 1      # ranks that hold one replica of the net together, a stage each
+    line: object = None  # the group of this rank's replica, if it is more than this rank
+    peers: object = None  # the group of the ranks with the same stage, if they are not all
+
+    @property
+    def stage(self):
+        return self.rank % self.stages
+
+    @property
+    def replica(self):
+        return self.rank // self.stages
+
+    @property
+    def replicas(self):
+        return self.size // self.stages
 
     @property
     def device(self):
@@ -51,6 +66,26 @@ class World:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def replica_sum(self, tensor):
+        """Sum over the ranks that have the same stage, in place."""
+        if self.replicas > 1:
+            dist.all_reduce(tensor, group=self.peers)
+        return tensor
+
+    def line_sum(self, tensor):
+        """Sum over the ranks of this replica, in place."""
+        if self.stages > 1:
+            dist.all_reduce(tensor, group=self.line)
+        return tensor
+
+    def in_stages(self, stages):
+        """This world as size / stages replicas of so many ranks each; call on every rank."""
+        if stages == 1:
+            return self
+        lines = [dist.new_group(range(first, first + stages)) for first in range(0, self.size, stages)]
+        peers = [dist.new_group(range(stage, self.size, stages)) for stage in range(stages)]
+        return replace(self, stages=stages, line=lines[self.rank // stages], peers=peers[self.rank % stages])
 
     def all_gather(self, tensor):
         """Every rank's tensor (of one shape), in rank order."""
@@ -121,7 +156,7 @@ def join(opts):
     store = None
     if size > 1:
         _keep_to_loopback_on_one_machine(env, size, local_size)
-        store = _fresh_store(rank, size)
+        store = fresh_store(rank, size)
         _init_process_group(opts, store, rank, size, devices[0])
     life = uuid.uuid4().hex[:12]
     if size > 1:
@@ -129,7 +164,7 @@ def join(opts):
             store.set("life", life)
         life = store.get("life").decode()
     return World(rank, size, local_rank, local_size, int(env.get("GROUP_RANK", rank // local_size)), devices, life,
-                 int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), store)
+                 int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), store).in_stages(opts.stages or size if opts.script == "mp" else 1)
 
 
 def leave(world):
@@ -163,7 +198,7 @@ def _devices(opts, local_rank, local_size):
         return devices
     if not count:
         return (torch.device("cpu"),)
-    if opts.script != "ddp":
+    if opts.script != "ddp" and local_size == 1:
         return tuple(torch.device("cuda", i) for i in range(count))
     if local_size > count:
         raise UserError(f"{local_size} processes on this machine but {count} GPUs are visible\n"
@@ -191,52 +226,3 @@ def _init_process_group(opts, store, rank, size, device):
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=timeout,
                             device_id=device if device.type == "cuda" else None)
-
-
-def _fresh_store(rank, size):
-    """A key-value store that belongs to this life only.
-
-    torchrun keeps ONE store for all restarts and gives it to every life without a prefix, so a new life can read the
-    addresses its dead predecessor left there: connection refused, or a hang. Here rank 0 opens a store of its own and
-    hands its port to each rank under a nonce that this very process drew: nothing stale can be read.
-    """
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return _open_store(host, port) if rank == 0 else _find_store(host, port)
-    agent = dist.PrefixStore("life", _find_store(host, port))
-    if rank:
-        nonce = uuid.uuid4().hex
-        agent.set(f"hello/{rank}", nonce)
-        store = _find_store(host, int(agent.get(f"port/{nonce}")))
-        store.add("joined", 1)
-        return store
-    store = _open_store(host, 0)
-    deadline, answered = time.monotonic() + JOINING.total_seconds(), {}
-    while store.add("joined", 0) < size - 1:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"only {store.add('joined', 0) + 1} of {size} processes arrived within {JOINING}")
-        for other in range(1, size):
-            if agent.check([f"hello/{other}"]) and answered.get(other) != (nonce := agent.get(f"hello/{other}")):
-                agent.set(f"port/{nonce.decode()}", str(store.port))
-                answered[other] = nonce
-        time.sleep(0.01)
-    return store
-
-
-def _find_store(host, port):
-    return dist.TCPStore(host, port, is_master=False, timeout=JOINING)
-
-
-def _open_store(host, port):
-    """Bound to MASTER_ADDR alone: TCPStore by itself listens on every interface, without a password."""
-    families = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda info: info[0] != socket.AF_INET)
-    try:
-        listener = socket.create_server(families[0][4][:2], family=families[0][0], backlog=1024)
-    except OSError as error:
-        if "TORCHELASTIC_RUN_ID" in os.environ:                     # the agent chose it a moment ago: it will choose another
-            raise
-        raise UserError(f"MASTER_ADDR={host} MASTER_PORT={port}: rank 0 cannot listen there ({error.strerror})\n"
-                        "choose a free port, and an address of rank 0's own machine") from error
-    port = listener.getsockname()[1]
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=JOINING,
-                         master_listen_fd=listener.detach())

@@ -31,6 +31,12 @@ def dropping(opts, data):
                                      fc2=nn.Linear(32, 3)))
 
 
+def deep(opts, data):
+    """More places to cut it."""
+    layers = [part for _ in range(5) for part in (nn.Linear(6, 6), nn.Tanh())]
+    return nn.Sequential(Pace(), *(layer.double() for layer in layers), nn.Linear(6, 3).double())
+
+
 def data():
     """331 samples: no world and no batch divides them."""
     generator = torch.Generator().manual_seed(5)

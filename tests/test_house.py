@@ -19,9 +19,9 @@ TORCHLESS = ("common", "common.ledger", "common.log", "common.files", "common.me
 MOST_LINES = 260
 LONGER = {"common/checkpoint.py": 310}                               # may shrink, may not be joined by others
 
-COLLECTIVE = {"world", "reduce", "pipeline", "bitwise"}              # these alone say torch.distributed
+COLLECTIVE = {"meeting", "world", "reduce", "pipeline", "bitwise"}              # these alone say torch.distributed
 # os.environ: torchrun's word to a process is for these, the terminal's for log, the names of GPUs for opening.
-ENVIRON = {"world", "environment", "options", "rescue", "processes", "pinned", "log", "opening"}
+ENVIRON = {"meeting", "world", "environment", "options", "rescue", "processes", "pinned", "log", "opening"}
 TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common", "launch", "tests"}
 MADE_BY_USE = {"runs", "data", "__pycache__"}
 

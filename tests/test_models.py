@@ -72,8 +72,7 @@ def test_lstm_learns_the_two_sentences_in_ten_epochs(seed):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_net_may_be_cut_between_any_two_of_its_children(name):
     net, x = build(name, OWN[name]).eval(), samples(OWN[name])
-    placement = getattr(net, "placement", [0] * (len(net) - 1) + [1])
-    assert isinstance(net, torch.nn.Sequential) and len(placement) == len(net) and set(placement) == {0, 1}
+    assert isinstance(net, torch.nn.Sequential) and len(net) > 1
     for cut in range(len(net) + 1):
         assert torch.equal(net[cut:](net[:cut](x)), net(x))
 

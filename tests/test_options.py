@@ -101,7 +101,12 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, a
     ("dp", ["--devices", "cpu,cuda"], "one kind"),
     ("dp", ["--devices", "cuda:0,cuda:1", "--device", "cpu"], "contradicts"),
     ("mp", ["--show-scatter"], "train_dp.py"),
-    ("mp", ["--hang-timeout", "9"], "train_ddp.py"),
+    ("mp", ["--stages", "2"], "no multiple"),
+    ("mp", ["--stages", "1", "--devices", "cpu,cpu"], "--devices"),
+    ("mp", ["--balance", "tim"], "did you mean time"),
+    ("mp", ["--schedule", "gpip"], "did you mean gpipe"),
+    ("mp", ["--virtual-ranks", "4", "--schedule", "gpipe"], "--schedule cannot take effect"),
+    ("ddp", ["--stages", "2"], "train_mp.py"),
     ("mp", ["--devices", "cpu"], "two devices"),
 ])
 def test_flags_of_another_script_and_devices_that_cannot_be_are_refused(capsys, script, argv, word):
@@ -165,7 +170,7 @@ def test_the_script_is_known_by_its_file_name(monkeypatch):
 # ---- identity --------------------------------------------------------------------------------------------------------
 FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device", "devices",
         "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every", "progress", "tensorboard",
-        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter"}
+        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule", "balance", "recompute"}
 
 
 def another(value):
@@ -261,11 +266,18 @@ def test_a_resolver_that_never_answers_costs_seconds_not_minutes(monkeypatch):
     assert time.monotonic() - began < 0.9
 
 
-@pytest.mark.parametrize("script", ["dp", "mp"])
-def test_scripts_of_one_process_under_torchrun_are_sent_to_train_ddp(capsys, monkeypatch, script):
+def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert "use train_ddp.py" in refused(capsys, script=script)
+    assert "use train_ddp.py" in refused(capsys, script="dp")
+
+
+@pytest.mark.parametrize("argv, word", [(["--stages", "3"], "no multiple"), (["--devices", "cpu,cpu"], "--devices"),
+                                        (["--virtual-ranks", "4"], "use train_ddp.py"), (["--amp", "fp16"], "bf16")])
+def test_stages_over_processes_are_refused_what_cannot_work_there(capsys, monkeypatch, argv, word):
+    for name, value in TORCHRUN.items():
+        monkeypatch.setenv(name, value)
+    assert word in refused(capsys, *argv, script="mp")
 
 
 @pytest.mark.parametrize("environ, voices", [

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from ranks import fork_ranks
 
 from common import UserError
+from common.meeting import fresh_store
 from common.options import Options
-from common.world import _devices, _fresh_store, join
+from common.world import _devices, join
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -59,7 +60,7 @@ def meet_twice_at_one_agent(world):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=world.store.get("agent").decode(), TORCHELASTIC_USE_AGENT_STORE="True")
     ports = []
     for life in range(3):
-        store = _fresh_store(world.rank, world.size)
+        store = fresh_store(world.rank, world.size)
         ports.append(store.port)
         if world.rank == 0:
             store.set("word", f"life {life}")
@@ -153,7 +154,7 @@ def test_rank_0s_store_is_bound_to_the_master_address_alone():
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
-        store = _fresh_store(0, 1)
+        store = fresh_store(0, 1)
         return store.port and listeners([os.getpid()])
 
     (found,) = fork_ranks(1, addresses)
@@ -164,7 +165,7 @@ def test_a_master_address_of_another_machine_is_refused():
     def refused(world):
         os.environ.update(MASTER_ADDR="192.0.2.1", MASTER_PORT="29555")
         with pytest.raises(UserError, match="cannot listen there"):
-            _fresh_store(0, 2)
+            fresh_store(0, 2)
         return True
 
     assert fork_ranks(1, refused) == [True]

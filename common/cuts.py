@@ -1,0 +1,196 @@
+"""Where a net may be cut into stages: its pieces in order, each measured once, and groups of them that weigh about the same.
+
+The net stays whole to whoever reads its names: a stage runs its pieces, and `prune` takes the other stages' weights out.
+"""
+import time
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from common import UserError
+
+
+class Piece(NamedTuple):
+    """One of the parts that a net runs one after the other; `owns` are the beginnings of its weights' names."""
+
+    name: str
+    call: Any
+    owns: tuple
+
+
+class Measure(NamedTuple):
+    """What a piece does to two samples."""
+
+    seconds: float       # forward and backward
+    kept: int            # bytes a sample that wait for the backward
+    shape: tuple         # of the output, without the batch
+    dtype: torch.dtype
+    random: bool         # whether it draws numbers
+
+
+def pieces(net):
+    """The net as pieces, each with weights of its own: what has none goes with the piece before it."""
+    find = {"ResNet": _resnet, "VisionTransformer": _vit, "AlexNet": _features, "VGG": _features, "MobileNetV3": _features,
+            "EfficientNet": _features, "ConvNeXt": _features}.get(type(net).__name__)
+    if isinstance(net, nn.Sequential):
+        found = [Piece(name, part, (name,)) for name, part in net.named_children()]
+    else:
+        found = find(net) if find else [Piece("all of it", net, ("",))]
+    joined = []
+    for piece in found:
+        if joined and (not _owned(net, piece.owns) or not _owned(net, joined[-1].owns)):
+            last = joined.pop()
+            piece = Piece(f"{last.name}+{piece.name}", _then(last.call, piece.call), last.owns + piece.owns)
+        joined.append(piece)
+    known = [prefix for piece in joined for prefix in piece.owns]
+    loose = tuple(n for n, _ in [*net.named_parameters(), *net.named_buffers()] if not belongs(n, known))
+    return [joined[0]._replace(owns=joined[0].owns + loose), *joined[1:]]             # used by none, and still saved
+
+
+def _then(*calls):
+    def run(x):
+        for call in calls:
+            x = call(x)
+        return x
+    return run
+
+
+def _resnet(net):
+    blocks = [(f"layer{i}.{j}", block) for i in range(1, 5) for j, block in getattr(net, f"layer{i}").named_children()]
+    return [Piece("stem", _then(net.conv1, net.bn1, net.relu, net.maxpool), ("conv1", "bn1")),
+            *(Piece(name, block, (name,)) for name, block in blocks),
+            Piece("fc", _then(net.avgpool, nn.Flatten(), net.fc), ("fc",))]
+
+
+def _vit(net):
+    def patches(x):
+        x = net._process_input(x)
+        x = torch.cat([net.class_token.expand(len(x), -1, -1), x], dim=1)
+        return net.encoder.dropout(x + net.encoder.pos_embedding)
+
+    return [Piece("patches", patches, ("conv_proj", "class_token", "encoder.pos_embedding")),
+            *(Piece(name, layer, (f"encoder.layers.{name}",)) for name, layer in net.encoder.layers.named_children()),
+            Piece("heads", lambda x: net.heads(net.encoder.ln(x)[:, 0]), ("encoder.ln", "heads"))]
+
+
+def _features(net):
+    flat = [] if type(net).__name__ == "ConvNeXt" else [nn.Flatten()]
+    return [*(Piece(f"features.{name}", part, (f"features.{name}",)) for name, part in net.features.named_children()),
+            Piece("classifier", _then(net.avgpool, *flat, net.classifier), ("classifier",))]
+
+
+def _owned(net, prefixes):
+    return [(n, p) for n, p in net.named_parameters() if belongs(n, prefixes)]
+
+
+def belongs(name, prefixes):
+    return any(not prefix or name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
+
+
+def prune(net, prefixes):
+    """Takes every weight and buffer out of the net that no stage of this rank owns; the names of the others stay."""
+    for path, module in net.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for key in tensors:
+                if not belongs(f"{path}.{key}".removeprefix("."), prefixes):
+                    tensors[key] = None
+
+
+def place(net, piece, device):
+    """The piece's weights and buffers on a device."""
+    for module_path, module in net.named_modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None and belongs(f"{module_path}.{key}".removeprefix("."), piece.owns):
+                    if tensor.device != device:
+                        if isinstance(tensor, nn.Parameter):
+                            tensor.data = tensor.data.to(device)
+                        else:
+                            tensors[key] = tensor.to(device)
+
+
+def count(net, piece):
+    return sum(p.numel() for _, p in _owned(net, piece.owns))
+
+
+def measure(net, found, x, device, cast):
+    """[Measure] of each piece, run as in training on a few samples; buffers and generators are given back as they were."""
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    states, training, measures = (torch.get_rng_state(), net.training, [])
+    net.train()
+    for piece in found:
+        place(net, piece, device)
+        own = {p.data_ptr() for p in net.parameters()}
+        kept, state, seconds = Kept(), draws(device), float("inf")
+        for _ in range(2):                                          # the first one warms up
+            x = x.to(device).detach().requires_grad_(x.is_floating_point())
+            kept.clear()
+            began = time.perf_counter()
+            with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda t: t), cast():
+                y = piece.call(x)
+            if not torch.is_tensor(y) or len(y) != len(x):
+                raise UserError(f"piece {piece.name} of the net returns {type(y).__name__}, not one tensor with a row a sample\n"
+                                "a net can be cut where one tensor goes from one part to the next")
+            if y.requires_grad:
+                y.sum().backward()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds = min(seconds, time.perf_counter() - began)
+        size = sum(size for place, size in kept.items() if place not in own) // len(x)
+        measures.append(Measure(seconds, size, tuple(y.shape[1:]), y.dtype, not torch.equal(state, draws(device))))
+        x = y.detach()
+    torch.set_rng_state(states)
+    for name, buffer in net.named_buffers():
+        buffer.copy_(before[name])
+    for p in net.parameters():
+        p.grad = None
+    return net.train(training) and measures
+
+
+class Kept(dict):
+    """The tensors that a forward keeps for its backward: {address: bytes}."""
+
+    def note(self, tensor):
+        self[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+
+def draws(device):
+    """The generator's state: equal before and after what draws no numbers."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def cut(found, weights, parts, by):
+    """[[piece, ...] of each stage]: contiguous, none empty, as `by` says: parameters or time (then `weights`), or counts."""
+    names = ", ".join(piece.name for piece in found)
+    if parts > len(found):
+        raise UserError(f"{parts} stages, but this model can be cut into {len(found)} at most: {names[:150]}\n"
+                        "ask for fewer stages, or choose a --model with more places to cut it (an nn.Sequential of more parts)")
+    if by in ("parameters", "time"):
+        stage_of = balance(weights, parts)
+        return [[p for p, s in zip(found, stage_of, strict=True) if s == stage] for stage in range(parts)]
+    counts = [int(number) for number in by.split(",")]
+    if len(counts) != parts or sum(counts) != len(found):
+        raise UserError(f"--balance {by}: {len(counts)} stages of {sum(counts)} pieces, but there are {parts} stages and "
+                        f"{len(found)} pieces\nthe pieces: {names[:200]}")
+    starts = [sum(counts[:i]) for i in range(parts + 1)]
+    return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+
+
+def balance(weights, count):
+    """A stage for each piece: contiguous, none empty, the heaviest as light as it can be (exact, by dynamic programming)."""
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    best = {(0, 0): (0, None)}                                      # (pieces placed, stages used): (heaviest, cut before)
+    for stages in range(1, count + 1):
+        for end in range(stages, len(weights) + 1):
+            best[end, stages] = min((max(best[start, stages - 1][0], sums[end] - sums[start]), start)
+                                    for start in range(stages - 1, end) if (start, stages - 1) in best)
+    placement, end = [], len(weights)
+    for stage in range(count - 1, -1, -1):
+        start = best[end, stage + 1][1]
+        placement = [stage] * (end - start) + placement
+        end = start
+    return placement

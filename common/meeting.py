@@ -1,0 +1,61 @@
+"""The key-value store over which the ranks of one life find each other; nothing of an earlier life can be read from it."""
+import os
+import socket
+import time
+import uuid
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from common import UserError
+
+JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
+
+
+def fresh_store(rank, size):
+    """A key-value store that belongs to this life only.
+
+    torchrun keeps ONE store for all restarts and gives it to every life without a prefix, so a new life can read the
+    addresses its dead predecessor left there: connection refused, or a hang. Here rank 0 opens a store of its own and
+    hands its port to each rank under a nonce that this very process drew: nothing stale can be read.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _open_store(host, port) if rank == 0 else _find_store(host, port)
+    agent = dist.PrefixStore("life", _find_store(host, port))
+    if rank:
+        nonce = uuid.uuid4().hex
+        agent.set(f"hello/{rank}", nonce)
+        store = _find_store(host, int(agent.get(f"port/{nonce}")))
+        store.add("joined", 1)
+        return store
+    store = _open_store(host, 0)
+    deadline, answered = time.monotonic() + JOINING.total_seconds(), {}
+    while store.add("joined", 0) < size - 1:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"only {store.add('joined', 0) + 1} of {size} processes arrived within {JOINING}")
+        for other in range(1, size):
+            if agent.check([f"hello/{other}"]) and answered.get(other) != (nonce := agent.get(f"hello/{other}")):
+                agent.set(f"port/{nonce.decode()}", str(store.port))
+                answered[other] = nonce
+        time.sleep(0.01)
+    return store
+
+
+def _find_store(host, port):
+    return dist.TCPStore(host, port, is_master=False, timeout=JOINING)
+
+
+def _open_store(host, port):
+    """Bound to MASTER_ADDR alone: TCPStore by itself listens on every interface, without a password."""
+    families = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda info: info[0] != socket.AF_INET)
+    try:
+        listener = socket.create_server(families[0][4][:2], family=families[0][0], backlog=1024)
+    except OSError as error:
+        if "TORCHELASTIC_RUN_ID" in os.environ:                     # the agent chose it a moment ago: it will choose another
+            raise
+        raise UserError(f"MASTER_ADDR={host} MASTER_PORT={port}: rank 0 cannot listen there ({error.strerror})\n"
+                        "choose a free port, and an address of rank 0's own machine") from error
+    port = listener.getsockname()[1]
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=JOINING,
+                         master_listen_fd=listener.detach())

@@ -1,0 +1,166 @@
+"""A stage, and a pipeline of them: what is the same whoever carries the tensors from one to the next (pipeline.py)."""
+import contextlib
+import time
+from functools import partial
+from threading import Lock
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from common import reduce
+from common.cuts import belongs, count, place, prune
+from common.sampler import hash_seed
+
+BUCKET = 25 << 20            # bytes of gradients summed at once
+
+
+class Stage(nn.Module):
+    """Some pieces in a row on one device; what they draw follows from (seed, step, pipeline, stage, micro batch) alone."""
+
+    def __init__(self, net, index, group, device, opts, world, random, lock):
+        super().__init__()
+        self.index, self.group, self.device, self.opts, self.world = index, group, device, opts, world
+        self.random, self.lock = random, lock if random else contextlib.nullcontext()
+        self.run = torch.compile(self._run) if opts.compile else self._run
+        norms = [(path, m) for path, m in net.named_modules() if getattr(m, "track_running_stats", False)]
+        self.norms = [[m for path, m in norms if belongs(path, piece.owns)] for piece in group]
+        self.step, self.forwards = 0, 0
+
+    def begin(self, step):
+        self.step, self.forwards = step, 0
+
+    def forward(self, x):
+        with self.lock, reduce.autocast(self.opts, self.device):
+            if torch.is_grad_enabled() and self.random and not self.opts.virtual_ranks:
+                self._seed(hash_seed(self.opts.seed, "stage", self.step, self.world.replica, self.index, self.forwards))
+            self.forwards += torch.is_grad_enabled()
+            return self.run(x)
+
+    def backward(self, y, gradient=None):
+        with self.lock:                                             # --recompute draws again what the forward drew
+            y.backward(gradient)
+
+    def _run(self, x):
+        for piece, norms in zip(self.group, self.norms, strict=True):
+            if self.opts.recompute and torch.is_grad_enabled():
+                x = checkpoint(piece.call, x, use_reentrant=False, context_fn=partial(_contexts, norms))
+            else:
+                x = piece.call(x)
+        return x
+
+    def _seed(self, seed):
+        gpu = self.device.type == "cuda"
+        generator = torch.cuda.default_generators[self.device.index or 0] if gpu else torch.default_generator
+        generator.manual_seed(seed)
+
+
+class Pipeline(nn.Module):
+    """What train_mp.py calls: `backward` for a global batch, `forward` to evaluate; `net` has the weights this rank owns."""
+
+    def __init__(self, net, groups, measures, opts, world, device_of):
+        super().__init__()
+        self.net, self.opts, self.world, self.groups, self.measures = net, opts, world, groups, measures
+        self.parts, self.devices = len(groups), device_of
+        self.parameters_of = [sum(count(net, piece) for piece in group) for group in groups]
+        locks = {device: Lock() for device in device_of}
+        self.stages = [Stage(net, i, group, device_of[i], opts, world, any(m.random for m in facts), locks[device_of[i]])
+                       for i, (group, facts) in enumerate(zip(groups, measures, strict=True)) if self.owns(i)]
+        prune(net, [prefix for stage in self.stages for piece in stage.group for prefix in piece.owns])
+        for stage in self.stages:
+            for piece in stage.group:
+                place(net, piece, stage.device)
+
+    def backward(self, batch, state):
+        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits]. On every rank."""
+        world, n = self.world, len(batch.x)
+        totals, began = torch.zeros(2, dtype=torch.float64, device=self.stages[-1].device), time.monotonic()
+        for stage in self.stages:
+            stage.begin(state.step)
+        size = self.opts.micro_batch_size or max(1, n)
+        parts = [self._part(x, y, state) for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True)] if n else []
+
+        def loss(out, k):
+            _, y, targets = parts[int(k)]
+            y, targets = y.to(out.device), [(w, t.to(out.device)) for w, t in targets]
+            found = reduce.summed_loss(out, targets, self.opts)
+            totals[0] += found.detach()
+            totals[1] += reduce.hits(out, y)
+            found = found / batch.size
+            return state.scaler.scale(found) if state.scaler else found
+
+        if parts:
+            self.run([x for x, _, _ in parts], loss)
+        state.own_seconds += time.monotonic() - began
+        if world.replicas > 1:
+            self._sum_gradients()
+            if state.buffers:
+                reduce.average_buffers(state, world, n / batch.size)
+        return totals.to(world.device)
+
+    def _part(self, x, y, state):
+        if self.opts.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        x, targets = reduce.mix(x, y, state)
+        return x, y, targets
+
+    @torch.no_grad()
+    def _sum_gradients(self):
+        """Over the ranks that have the same stage; each has divided its share by the whole batch's size."""
+        bucket, size = [], 0
+        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        for i, p in enumerate(parameters):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            bucket.append(p.grad)
+            size += p.grad.nbytes
+            following = parameters[i + 1] if i + 1 < len(parameters) else None
+            if size >= BUCKET or following is None or following.dtype != p.dtype:
+                flat = self.world.replica_sum(torch.cat([g.flatten() for g in bucket]))
+                torch._foreach_copy_([g.view(-1) for g in bucket], list(flat.split([g.numel() for g in bucket])))
+                bucket, size = [], 0
+
+    def norm(self, gradients):
+        """The length of the whole net's gradient."""
+        own = torch.nn.utils.get_total_norm(gradients)
+        return self.world.line_sum(own.square()).sqrt() if self.world.stages > 1 else own
+
+    # ---- what a person reads --------------------------------------------------------------------------------------
+    def describe(self, samples):
+        """The cut as lines of a table, and a warning where micro batches are too few to keep the stages busy."""
+        opts, micro = self.opts, min(self.opts.micro_batch_size or samples, samples)
+        flights, stages = -(-samples // max(1, micro)), len(set(self.devices)) if self.world.stages == 1 else self.world.stages
+        spent = [sum(m.seconds for m in facts) for facts in self.measures]
+        copies = 2 + {"sgd": int(bool(opts.momentum)), "adam": 2, "adamw": 2}[opts.optimizer]
+        lines = ["stage  place     layers                              parameters   time   memory (MiB)"]
+        for i, group in enumerate(self.groups):
+            at = f"rank {i % self.world.stages}" if self.world.stages > 1 else str(self.devices[i])
+            layers = group[0].name if len(group) == 1 else f"{group[0].name} ... {group[-1].name} ({len(group)})"
+            flying = min(flights, self.parts - i) if opts.schedule != "gpipe" else flights
+            kept = sum(m.kept for m in self.measures[i]) * micro * flying
+            memory = (self.parameters_of[i] * copies * 4 + kept) / 2**20
+            lines.append(f"{i:5}  {at:8}  {layers:34}  {self.parameters_of[i]:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
+        if stages > 1:
+            bubble = (stages - 1) / (flights + stages - 1)
+            lines.append(f"{opts.schedule}: {flights} micro batches of {micro} or less over {stages} places, "
+                         f"idle {bubble:.0%} of the time")
+            if flights < stages:
+                lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; "
+                             f"--micro-batch-size {max(1, samples // (4 * stages))}: idle {(stages - 1) / (5 * stages - 1):.0%}")
+        return lines
+
+
+def _contexts(norms):
+    """What surrounds a forward, and the same forward made again: that one must not move running statistics a second time."""
+    return contextlib.nullcontext(), _frozen(norms)
+
+
+@contextlib.contextmanager
+def _frozen(norms):
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, (momentum, tracked) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, tracked

@@ -1,0 +1,109 @@
+"""Where a net may be cut: the pieces are the net, the cut is as even as can be, and what cannot be is said."""
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from common import UserError
+from common.cuts import balance, cut, measure, pieces, prune
+from common.models import build_model
+from common.options import Options
+from common.pipeline import orders, plan, split
+from common.reduce import autocast
+from common.world import World
+
+CPU = torch.device("cpu")
+IMAGES = SimpleNamespace(name="images", classes=5, sample_shape=(3, 32, 32), vocab=None)
+
+
+def world(*devices):
+    return World(0, 1, 0, 1, 0, tuple(map(torch.device, devices)), "life", 0)
+
+
+def data(*shape):
+    x = torch.rand(2, *shape)
+    return SimpleNamespace(train=type("T", (), dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
+
+
+@pytest.mark.parametrize(("weights", "count", "placement"), [
+    ([1, 1, 1, 1], 2, [0, 0, 1, 1]), ([5, 1, 1, 1], 2, [0, 1, 1, 1]), ([1, 1, 1, 5], 2, [0, 0, 0, 1]),
+    ([1, 2, 3, 4, 5, 6], 3, [0, 0, 0, 1, 1, 2]), ([1, 1], 2, [0, 1]), ([1, 100, 1], 3, [0, 1, 2])])
+def test_a_cut_is_contiguous_and_its_heaviest_stage_as_light_as_possible(weights, count, placement):
+    assert balance(weights, count) == placement
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b_32", "alexnet", "mobilenet_v3_small", "efficientnet_b0",
+                                  "convnext_tiny"])
+def test_the_pieces_of_a_torchvision_net_are_the_net(name):
+    pytest.importorskip("torchvision")
+    side = 64 if name in ("alexnet", "vit_b_32") else 32
+    facts = SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (3, side, side)}))
+    net = build_model(SimpleNamespace(model=name, seed=0), facts).eval()
+    names, x, found = list(net.state_dict()), torch.rand(2, 3, side, side), pieces(net)
+    with torch.no_grad():
+        whole, y = net(x), x
+        for piece in found:
+            y = piece.call(y)
+        torch.testing.assert_close(y, whole)
+        kept = []
+        for half in (found[:len(found) // 2], found[len(found) // 2:]):
+            part = build_model(SimpleNamespace(model=name, seed=0), facts)
+            prune(part, [prefix for piece in half for prefix in piece.owns])
+            kept += list(part.state_dict())
+    assert sorted(kept) == sorted(names) and len(found) > 5
+
+
+def test_what_has_no_weights_goes_with_its_neighbour():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Dropout())
+    assert [piece.name for piece in pieces(net)] == ["0+1+2", "3+4+5"]
+
+
+def test_measuring_leaves_weights_buffers_and_generators_alone_and_sees_what_draws():
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
+    before, x = {n: t.clone() for n, t in net.state_dict().items()}, torch.rand(3, 4)
+    state = torch.get_rng_state()
+    found = measure(net, pieces(net), x, CPU, lambda: autocast(Options(), CPU))
+    assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items()) and torch.equal(state, torch.get_rng_state())
+    assert [m.random for m in found] == [False, True] and found[0].shape == (4,) and all(m.kept > 0 for m in found)
+
+
+def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2_on_the_second():
+    net = build_model(SimpleNamespace(model="net", seed=0), SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (1, 28, 28)})))
+    model = split(net, Options(script="mp"), world("cpu", "cpu:0"), data(1, 28, 28))
+    places = {piece.name: str(device) for group, device in zip(model.groups, model.devices, strict=True) for piece in group}
+    assert places == {"block1": "cpu", "block2": "cpu:0", "fc1": "cpu", "fc2": "cpu:0"} and len(model.describe(8)) > 5
+
+
+@pytest.mark.parametrize(("net", "devices", "opts", "said"), [
+    (nn.Sequential(nn.Linear(2, 2)), ("cpu", "cpu"), {}, "cut into 1 at most"),
+    (nn.Linear(2, 2), ("cpu", "cpu"), {}, "cut into 1 at most"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu",), {}, "two devices"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"schedule": "interleaved"}, "4 stages"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"balance": "2,1"}, "--balance 2,1"),
+    (nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {}, "one tensor")])
+def test_what_cannot_be_cut_is_refused_with_a_way_out(net, devices, opts, said):
+    with pytest.raises(UserError, match=said) as caught:
+        split(net, Options(script="mp", **opts), world(*devices), data(2))
+    assert len(str(caught.value).splitlines()) <= 3
+
+
+def test_cuts_by_hand_and_by_time_are_as_asked_for():
+    found = pieces(nn.Sequential(*(nn.Linear(2, 2) for _ in range(4))))
+    assert [len(group) for group in cut(found, [], 2, "3,1")] == [3, 1]
+    assert [len(group) for group in cut(found, [9.0, 1.0, 1.0, 1.0], 2, "time")] == [1, 3]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_every_micro_batch_goes_forward_and_back_once_whatever_their_number(schedule, stages):
+    for flights in range(1, 12):
+        runs = plan(schedule, [4] * flights + [3], stages)
+        assert [size for _, n, size in runs for _ in range(n)] == [4] * flights + [3]
+        assert all(n % max(1, n // stages) == 0 for kind, n, _ in runs if kind == "interleaved")
+        assert all(n >= stages for kind, n, _ in runs if kind == "1f1b")
+        for left in range(1, stages + 1):
+            seen = list(orders(schedule, flights, left))
+            assert [k for ahead, k in seen if ahead] == [k for ahead, k in seen if not ahead] == list(range(flights))
+            assert max(sum(1 if a else -1 for a, _ in seen[:i]) for i in range(len(seen) + 1)) <= (
+                flights if schedule == "gpipe" else left)

@@ -1,0 +1,161 @@
+"""A net in stages computes what the whole one does: any cut, any schedule, over ranks or local devices, ragged shares included."""
+import signal
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weights
+from ranks import fork_ranks
+
+from common.data import batches
+from common.evaluate import evaluate
+from common.models import build_model
+from common.options import Options
+from common.pipeline import backward, split
+from common.reduce import backward as plain
+from common.reduce import distribute
+from common.sampler import ElasticSampler
+from common.state import TrainState, build_optimizer
+from common.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, 0, (CPU,), "life", 0)
+N = 22                                                              # samples: 2 global batches of 10, and one of 2
+
+
+class Samples:
+    """Drawn once, in memory, in the floating-point type of the test."""
+
+    in_memory = True
+
+    def __init__(self, x, y):
+        self.x, self.y, self.shape, self.tokens = x, y, tuple(x.shape[1:]), y.shape[1:].numel()
+
+    def __len__(self):
+        return len(self.y)
+
+    def fetch(self, ids, epoch=0, augment=False):
+        return self.x[list(ids)], self.y[list(ids)]
+
+
+def facts(model, dtype):
+    draws = torch.Generator().manual_seed(5)
+    if model.startswith("gpt"):
+        tokens = torch.randint(0, 16, (N, 9), generator=draws)
+        x, y, classes, vocab = tokens[:, :-1], tokens[:, 1:], 16, 16
+    else:
+        shape = {"mlp": (10,), "net": (1, 16, 16)}.get(model.split(":")[-1], (3, 32, 32))
+        x, y, classes, vocab = torch.rand(N, *shape, generator=draws).to(dtype), torch.randint(0, 5, (N,), generator=draws), 5, None
+    return SimpleNamespace(name="drawn", train=Samples(x, y), test=Samples(x, y), classes=classes, sample_shape=tuple(x.shape[1:]),
+                           vocab=vocab)
+
+
+def train(world, model, dtype, stages=0, devices=1, n=N, **more):
+    """{"loss": of each step, "weights": afterwards (of this rank), "metrics"} of one epoch."""
+    opts = Options(script="mp", model=model, global_batch_size=10, optimizer="sgd", stages=stages, **more)
+    world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(stages or 1) if stages or devices > 1 else world
+    data = facts(model, dtype)
+    net = build_model(opts, data).to(dtype)
+    for module in net.modules():
+        if isinstance(module, torch.nn.modules.dropout._DropoutNd):
+            module.p = 0.0                                          # whoever cuts a net differently draws differently
+    run, made = plain, distribute(net, opts, world)
+    if stages or devices > 1:
+        made, run = split(net, opts, world, data), backward
+        net = made.net
+    state = TrainState(net, build_optimizer(net, opts), opts, N)
+    if run is backward:
+        state.norm = made.norm
+    order, losses = ElasticSampler(n, 10, world.replica, world.replicas), []
+    net.train()
+    for batch in batches(data.train, order, opts):
+        totals = world.all_sum(run(made, batch, state, world))
+        state.update(batch.size)
+        losses.append(totals.tolist()[0] / batch.size)
+    return {"loss": losses, "weights": {n: t.clone() for n, t in net.state_dict().items()},
+            "metrics": evaluate(made, data.test, state, world)}
+
+
+def assert_same(ours, theirs, tolerance):
+    """`ours` is every rank's result; together they have all the weights there are."""
+    for one in ours:
+        assert one["loss"] == pytest.approx(theirs["loss"], abs=tolerance)
+        assert one["metrics"]["val_loss"] == pytest.approx(theirs["metrics"]["val_loss"], abs=max(tolerance, 1e-7))
+        assert one["metrics"]["val_acc"] == theirs["metrics"]["val_acc"]
+        for name, tensor in one["weights"].items():
+            assert (tensor.double() - theirs["weights"][name].double()).abs().max() < 100 * tolerance, name
+    assert set().union(*(one["weights"] for one in ours)) == set(theirs["weights"])
+
+
+GRID = [(model, dtype, stages, schedule, micro)
+        for model, places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8), ("resnet18", 10))
+        for stages in (1, 2, 3, 4) for schedule in ("gpipe", "1f1b", "interleaved")
+        for dtype, micro in ((torch.float64, 2),)
+        if stages * (2 if schedule == "interleaved" else 1) <= places]
+
+
+@pytest.mark.parametrize(("model", "dtype", "stages", "schedule", "micro"), GRID)
+def test_stages_over_ranks_have_the_loss_of_one_device(model, dtype, stages, schedule, micro):
+    ours = fork_ranks(stages, partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule, micro_batch_size=micro))
+    assert_same(ours, train(ALONE, model, dtype, micro_batch_size=micro), 1e-10)
+
+
+@pytest.mark.parametrize(("model", "devices", "schedule"), [
+    (model, devices, schedule) for model, places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8)) for devices in (2, 4)
+    for schedule in ("gpipe", "1f1b", "interleaved") if devices * (2 if schedule == "interleaved" else 1) <= places])
+def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices, schedule):
+    ours = train(ALONE, model, torch.float64, devices=devices, schedule=schedule, micro_batch_size=2)
+    assert_same([ours], train(ALONE, model, torch.float64, micro_batch_size=2), 1e-10)
+
+
+@pytest.mark.parametrize(("model", "size", "stages"), [("net", 4, 2), ("gpt:4x2x8", 6, 2), ("gpt:4x2x8", 6, 3), ("mlp", 8, 2),
+                                                       ("net", 3, 1)])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_pipelines_side_by_side_have_the_gradient_of_one_device_with_ragged_and_empty_shares(model, size, stages, schedule):
+    if stages == 1 or model == "mlp":
+        schedule = "gpipe"
+    more = dict(micro_batch_size=2, clip_grad_norm=0.1, momentum=0.9)
+    ours = fork_ranks(size, partial(train, model=model, dtype=torch.float64, stages=stages, schedule=schedule, **more))
+    assert_same(ours, train(ALONE, model, torch.float64, **more), 1e-10)
+
+
+def test_running_statistics_in_stages_are_those_of_as_many_replicas():
+    more = dict(model="resnet18", dtype=torch.float64, micro_batch_size=3, n=20)
+    assert_same(fork_ranks(4, partial(train, stages=2, recompute=True, **more)), fork_ranks(2, partial(train, **more))[0], 1e-10)
+
+
+# ---- elastic: the same checkpoint whatever the cut --------------------------------------------------------------------
+DEEP = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
+
+
+def mp(jobs, nproc, run, *flags, **kwargs):
+    return jobs.torchrun(nproc, "train_mp.py", *DEEP, f"--run-dir={run}", *flags, **kwargs)
+
+
+def test_a_run_goes_on_with_4_then_2_then_3_stages_and_kills_in_between(jobs, tmp_path):
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    job = jobs.python("train_ddp.py", *DEEP, f"--run-dir={alone}", PACE="0")
+    assert job.wait() == 0, job.output
+    job = mp(jobs, 4, run, "--save-every=2")
+    jobs.kill(wait_for(run, 5, job=job)["pids"][1])                 # no replica of this stage is left: the periodic save stands
+    wait_for(run, 7, 1, job)
+    job.kill(signal.SIGTERM)                                        # all are asked to stop: each stage writes its part
+    assert job.wait() != 0
+    stopped = reached(run)
+    job = mp(jobs, 4, run, "--stages=2")
+    life = wait_for(run, stopped + 2, 2, job)
+    assert life["step"] == stopped
+    jobs.kill(life["pids"][3])                                      # stage 1 lives on in rank 1: the survivors' rescue is whole
+    wait_for(run, stopped + 4, 3, job)
+    job.kill(signal.SIGTERM)
+    job.wait()
+    assert audit(run)["lost"] <= 4 and lives(run)[3]["step"] >= life["step"] + 2
+    job = mp(jobs, 3, run, "--schedule=gpipe")
+    assert job.wait() == 0, job.output
+    counts = audit(run)
+    assert counts["missed"] == counts["repeated"] == 0
+    assert abs(last_loss(run) - last_loss(alone)) < 1e-9
+    ours, theirs = weights(run), weights(alone)
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)
