@@ -60,7 +60,10 @@ from importlib.metadata import PackageNotFoundError, distribution
 try:
     from pip._vendor.packaging.requirements import Requirement
 except ImportError:
-    sys.exit(1)
+    try:
+        from packaging.requirements import Requirement
+    except ImportError:
+        sys.exit(1)
 for path in sys.argv[1:]:
     for line in open(path, encoding="utf-8"):
         if text := line.partition("#")[0].strip():
@@ -78,6 +81,8 @@ END
 install() {
     local file files=()
     for file in "$@"; do files+=(-r "$file"); done
+    "$PYTHON" -m pip --version >/dev/null 2>&1 ||
+        fail "$PYTHON lacks some of what $* ask for, and has no pip" "$PYTHON -m ensurepip, or install them in your own way"
     echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)'): torch with its GPU libraries takes some minutes and 6 GB"
     "$PYTHON" -m pip install --disable-pip-version-check "${files[@]}" ||
         fail "pip could not install what $* ask for" "pip's last lines say why; then type the same command again"

@@ -99,6 +99,9 @@ def test_what_is_missing_or_too_old_is_installed_and_a_failure_has_a_way_out(clo
 def test_an_environment_that_is_gone_an_old_python_and_a_missing_venv_are_said_in_words(clone, tmp_path):
     gone = sh(clone / "launch/local.sh", VIRTUAL_ENV=str(tmp_path / "gone"))
     assert gone.returncode == 2 and "has no bin/python\n       deactivate it" in gone.stderr
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "pipless"], check=True, timeout=60)
+    pipless = sh(clone / "launch/local.sh", VIRTUAL_ENV=str(tmp_path / "pipless"))
+    assert pipless.returncode == 2 and "has no pip\n" in pipless.stderr and "-m ensurepip" in pipless.stderr
     old = executable(tmp_path / "old/python3", '#!/bin/sh\n[ "$1" = -c ] && exit 1\necho Python 3.8.18\n')
     done = sh(clone / "launch/local.sh", path=old)
     assert done.returncode == 2 and "Python 3.8.18, but Python 3.10 or newer is needed" in done.stderr
