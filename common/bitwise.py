@@ -22,6 +22,7 @@ from common.tree import carries, held, merges
 
 ALIGN = 64                     # bytes: every gradient starts like an allocation of its own, as vector code likes it
 FIRST, BUCKET = 1 << 20, 25 << 20    # bytes of the first bucket, early on its way, and of the others, as in DDP
+DIRECT = 1 << 20                     # bytes of a bucket from which on it travels as messages, not by collectives
 PIECE = 12 << 20                     # bytes exchanged at once: while one piece is added up, the next arrives
 
 
@@ -38,7 +39,6 @@ class Tree:
         self.held, self.order = [len(b) for b in blocks], merges([block for b in blocks for block in b])
         self.buckets = [Bucket(members, shapes, world, sum(self.held)) for members in _cut(shapes)]
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
-        self.broadcasts = world.size > 1 and world.backend == "gloo"                # its all_gather copies everything twice
         self.rows, self.sending = [], False
         if world.size > 1:
             for i, p in enumerate(self.params):
@@ -106,12 +106,15 @@ class Tree:
             top[i] = p.grad
         if self.tail in bucket.members and top[self.tail] is None:
             top[self.tail] = torch.full((self.buffers.numel + 2,), -0.0, dtype=self.buffers.dtype, device=self.world.device)
-        for depth in range(1, self.carries):
-            left, right = self.rows[-1 - depth], self.rows[-depth]
-            torch._foreach_add_([left[i] for i in bucket.members], [right[i] for i in bucket.members])
+        kept, plus = len(self.rows) - max(0, self.carries - 1), None
+        for depth in range(len(self.rows) - 1, kept - 1, -1):
+            if self.sending and depth == kept:
+                plus = self.rows[depth]                             # added on the way out
+            else:
+                torch._foreach_add_(*([row[i] for i in bucket.members] for row in self.rows[depth - 1:depth + 1]))
         self.done += 1
         if self.sending:
-            bucket.send(self.rows[:len(self.rows) - max(0, self.carries - 1)], self.held)
+            bucket.send(self.rows[:kept], self.held, plus)
 
     # ---- the rest of the tree -------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -124,7 +127,7 @@ class Tree:
         else:
             works = []
             for bucket in self.buckets:
-                works += bucket.add(self.order, self.world, self.broadcasts)
+                works += bucket.add(self.order, self.held)
             for work in works:
                 work.wait()
             grads = [self.bucket_of[i].views[i] for i in range(self.tail + 1)]
@@ -170,6 +173,8 @@ class Bucket:
         count = max(1, round(at * self.size / PIECE))
         self.part = -(-at // (count * align * self.world.size)) * align      # what each rank adds up of a piece, and hands out
         self.numel = self.part * self.world.size * count
+        # gloo's collectives copy everything once or twice more; for little, they are quicker than messages.
+        self.direct = self.world.backend == "gloo" and at * self.size > DIRECT
         if self.world.size == 1:
             return
         self.flat = torch.zeros(self.numel, dtype=kind.dtype, device=kind.device)
@@ -177,38 +182,59 @@ class Bucket:
         self.received = self.flat.new_zeros(count, self.rows, self.part)
         self.views = {i: _like(self.flat[start:start + shapes[i].numel()], shapes[i]) for i, start in starts.items()}
 
-    def _fill(self, row):
-        torch._foreach_copy_([self.views[i] for i in self.members], [row[i] for i in self.members])
+    def _fill(self, row, plus=None):
+        if plus is None:
+            torch._foreach_copy_([self.views[i] for i in self.members], [row[i] for i in self.members])
+        else:
+            for i in self.members:
+                torch.add(row[i], plus[i], out=self.views[i])
         return self.pieces
 
-    def send(self, rows, held):
-        """Every rank gets its part of every piece of these sums."""
+    def send(self, rows, held, plus=None):
+        """Every rank gets its part of every piece of these sums; `plus` is still to be added to the last one."""
         if len(rows) == 1:
-            self.out = self._fill(rows[0])
+            self.out = self._fill(rows[0], plus).unsqueeze(2)
         else:
             count, size, part = self.pieces.shape
             self.out = self.flat.new_empty(count, size, len(rows), part)     # kept: it must live until it is sent
             for k, row in enumerate(rows):
-                self.out[:, :, k] = self._fill(row)
-        self.works = [dist.all_to_all_single(received.view(-1), out.reshape(-1), [count * self.part for count in held],
-                                             [len(rows) * self.part] * self.world.size, async_op=True)
-                      for received, out in zip(self.received, self.out, strict=True)]
+                self.out[:, :, k] = self._fill(row, plus if k == len(rows) - 1 else None)
+        self.works = [self._scatter(out, received, held) for out, received in zip(self.out, self.received, strict=True)]
 
-    def add(self, order, world, broadcasts):
+    def _scatter(self, out, received, held):
+        if self.direct:
+            return _swap(self.world, out, received.split(held), tag=1)
+        return [dist.all_to_all_single(received.view(-1), out.reshape(-1), [count * self.part for count in held],
+                                       [out[0].numel()] * self.world.size, async_op=True)]
+
+    def add(self, order, held):
         """End the tree for this rank's part of each piece, and start to hand it out while the next ones still arrive."""
-        handed = []
-        for work, piece, received in zip(self.works, self.pieces, self.received, strict=True):
-            work.wait()
+        handed, rank = [], self.world.rank
+        for works, piece, out, received in zip(self.works, self.pieces, self.out, self.received, strict=True):
+            for work in works:
+                work.wait()
+            rows = list(received)
+            if self.direct:                                         # its own sums have not travelled
+                rows[sum(held[:rank]):sum(held[:rank + 1])] = out[rank]
             for i, j in order[:-1]:
-                received[i] += received[j]
+                rows[i] += rows[j]
             i, j = order[-1]                                        # row 0 and the last one added to it
-            torch.add(received[i], received[j], out=piece[world.rank])
-            if broadcasts:
-                handed += [dist.broadcast(part, rank, async_op=True) for rank, part in enumerate(piece)]
+            torch.add(rows[i], rows[j], out=piece[rank])
+            if self.direct:
+                handed += _swap(self.world, [piece[rank]] * self.world.size, piece, tag=2)
             else:
-                handed.append(dist.all_gather_into_tensor(piece.view(-1), piece[world.rank], async_op=True))
+                handed.append(dist.all_gather_into_tensor(piece.view(-1), piece[rank], async_op=True))
         self.out = self.works = None
         return handed
+
+
+def _swap(world, outs, ins, tag):
+    """outs[q] goes to rank q, ins[q] comes from it."""
+    works = []
+    for k in range(1, world.size):
+        to, source = (world.rank + k) % world.size, (world.rank - k) % world.size
+        works += [dist.isend(outs[to], to, tag=tag), dist.irecv(ins[source], source, tag=tag)]
+    return works
 
 
 def _like(flat, tensor):

@@ -52,7 +52,7 @@ NETS = {"cnn": (cnn, 8, 4), "mlp": (mlp, 8, 1), "resnet": (resnet, 4, 1)}       
 
 
 def measure(world, name, slices, rounds):
-    """[(wall, CPU) seconds a step in plain mode, the same in bitwise mode] of each round, and (bytes a step, gradient's bytes)."""
+    """[(wall, CPU) seconds a step in plain mode, the same in bitwise mode] of each round; (bytes sent, bytes of all values)."""
     build, samples, steps = NETS[name]
     size, modes = samples * slices, {}
     x = torch.randn(size, *build()[1], generator=torch.Generator().manual_seed(0))
@@ -80,7 +80,7 @@ def measure(world, name, slices, rounds):
         times.append((turn["plain"], turn["bitwise"]))
     net = modes["bitwise"][1].net
     sent = modes["bitwise"][0].tree.bytes_sent
-    return times[2:], (sent, sum(p.numel() for p in net.parameters() if p.requires_grad) * 4)
+    return times[2:], (sent, sum(t.numel() for t in [*net.parameters(), *net.buffers()]) * 4)
 
 
 def main():
@@ -95,14 +95,15 @@ def main():
     for name in args.nets.split(","):
         for slices in map(int, args.slices.split(",")):
             found = fork_ranks(args.world, measure, name, slices, args.rounds, deadline=1800)
-            times, (sent, grads) = found[0]
+            times, (sent, exchanged) = found[0]
             low, middle, high = statistics.quantiles((b[0] / p[0] for p, b in times), n=4)
             plain, bitwise = (statistics.median(t[0] for t in mode) * 1000 for mode in zip(*times, strict=True))
             cpu = statistics.median(sum(rank[0][k][1][1] for rank in found) / sum(rank[0][k][0][1] for rank in found)
                                     for k in range(args.rounds))
-            ring = 2 * (args.world - 1) / args.world * grads
+            ring = 2 * (args.world - 1) / args.world * exchanged
             print(f"{name:7} {slices:2}  {plain:8.2f}  {bitwise:10.2f}   {middle:.3f} ({low:.3f}-{high:.3f})   {cpu:.3f}   "
                   f"{sent / ring:.4f}", flush=True)
+            assert args.world & args.world - 1 or slices & slices - 1 or sent < 1.005 * ring, "what is padded is little"
 
 
 if __name__ == "__main__":
