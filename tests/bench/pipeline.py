@@ -84,7 +84,7 @@ def main():
         for name, seconds in best.items():
             m = int(name.split()[-1]) if name.split()[-1].isdigit() else 0
             ideal = size * m / (m + size - 1)
-            beside = f"   ideal {ideal:.2f} x, reached {base / seconds / ideal:.2f} of it (bubble {(size - 1) / (m + size - 1):.0%})"
+            beside = f"   ideal {ideal:.2f} x, reached {base / seconds / ideal:.2f} (bubble {(size - 1) / (m + size - 1):.0%})"
             print(f"{name:20} {seconds * 1e3:8.1f} ms  {base / seconds:5.2f} x{beside if m else ''}")
     dist.barrier()
     dist.destroy_process_group()
