@@ -61,11 +61,11 @@ class Pulse:
         return (f"rank {self.world.rank}: no progress for {now - self.moved:.0f} s at step {self.state.step}; {self._others()}\n"
                 f"its main thread stands here:\n{stack}").rstrip()
 
-    def stop(self):
+    def stop(self, patience=5):
         faulthandler.cancel_dump_traceback_later()
         self.told.set()
         if self.thread:
-            self.thread.join(5)                                     # a thread that wakes in a dying interpreter aborts it
+            self.thread.join(patience)                              # a thread that wakes in a dying interpreter aborts it
 
     def _median(self):
         rates = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(self.steps, self.steps[1:], strict=False) if b[1] > a[1]]

@@ -79,7 +79,7 @@ class Rescue:
     def _after(self, error):
         """An exception ended the loop: save what is whole. A peer's death ends here; an error of our own is raised on."""
         with self.leaving:
-            self.pulse.stop()
+            self.pulse.stop(0)                                      # it may be asking a store that died with rank 0
             text, _ = self._save_noting(type(error).__name__)
             words = re.sub(r"^\[\S+\] ", "", next(iter(str(error).splitlines()), ""))[:100]      # gloo begins with a path
             say(f"rank {self.world.rank}: {type(error).__name__}: {words}; {text}", sys.stderr)
@@ -131,7 +131,7 @@ class Rescue:
             if deadline is not None and time.monotonic() > deadline:
                 self.leave()                                        # the main thread did not come: it hangs with a dead peer
             if self.parting:
-                self.pulse.stop()                                   # waiting for the one that saves, however long, is no hang
+                self.pulse.stop(0)                                  # waiting for the one that saves, however long, is no hang
                 continue
             hung = self.pulse.beat()
             if hung and self.leaving.acquire(blocking=False):

@@ -69,9 +69,26 @@ class Campaign:
                 if any((self.run / "checkpoints").glob("step-*")):
                     checks.checkpoints_are_whole(self.run, tries=3)
             elif not self.cluster.ended():
-                self.until(self.cluster.ended, "the training's end", 2 * RECOVERY)
+                self.await_end()
         self.cluster.close()
         self.check(flavour, reference)
+
+    def await_end(self):
+        """The agents' own end, or, the training being complete, ours for those that wait for each other: torchrun's exit
+        barrier takes 300 s when one node was given another life in the last moment."""
+        quiet = []
+
+        def over():
+            if self.step_on_disk() < self.steps or self.cluster.workers():
+                quiet.clear()
+            else:
+                quiet.append(time.monotonic())
+            return self.cluster.ended() or quiet and quiet[-1] - quiet[0] > 15
+        self.until(over, "the training's end", 2 * RECOVERY)
+        if not self.cluster.ended():
+            self.tally["exit barriers cut short"] += 1
+            self.cluster.strike([agent.pid for agent in self.cluster.living], "TERM")
+            self.until(self.cluster.ended, "the agents to end", 60)
 
     def launch(self):
         kind = self.kinds.pop(0) if self.kinds else None
@@ -91,7 +108,7 @@ class Campaign:
         return max([int(p.name[5:]) for p in (self.run / "checkpoints").glob("step-*")], default=-1)
 
     def done(self):
-        return self.cluster.ended() and self.step_on_disk() == self.steps and 0 in [a.poll() for a in self.cluster.agents]
+        return self.cluster.ended() and self.step_on_disk() == self.steps
 
     def outputs(self):
         return "\n".join(agent.output[-3000:] for agent in self.cluster.agents)
@@ -100,7 +117,8 @@ class Campaign:
     def advance(self, steps):
         """Whether the training has made so many steps more and is not over, and a random moment has passed."""
         start = reached(self.run) if lives(self.run) else 0
-        self.until(lambda: self.cluster.ended() or lives(self.run) and reached(self.run) >= min(start + steps, self.steps), "steps")
+        self.until(lambda: self.cluster.ended() or self.step_on_disk() == self.steps or (
+            lives(self.run) and reached(self.run) >= min(start + steps, self.steps)), "steps")
         time.sleep(self.rng.random() * 2 * float(self.pace))        # any instant of a step
         return not self.cluster.ended() and self.step_on_disk() < self.steps
 
