@@ -5,7 +5,6 @@
 
 writer.py walks through the crash points of a save, fence.py through who may write, manifest.py through what is believed.
 """
-import contextlib
 import sys
 import time
 from pathlib import Path
@@ -15,20 +14,16 @@ import torch
 from common import UserError
 from common.agreement import odd_ranks, same_everywhere
 from common.fence import rescuing
-from common.files import Damaged, parse_json, room
+from common.files import Damaged, room
 from common.identity import identity_of, versions
 from common.image import Image
-from common.manifest import STATE, checkpoints, facts_to_json, folder_name, glance, verify
+from common.manifest import checkpoints, folder_name, is_there, verify
 from common.owner import claim
 from common.restore import choices_at, load_newest
 from common.weights import fingerprint_of, load_weights
 from common.writer import Background, Writer
 
 FAILURES = 3                                     # saves that may fail in a row before the run stops with exit code 4
-
-
-class NotFinite(UserError):
-    """A weight is NaN or infinite: such a state is never saved."""
 
 
 class CheckpointStore:
@@ -155,19 +150,11 @@ class CheckpointStore:
         self.wait()
         self.writer.stage(state.step)
         with rescuing(self.writer.staging), state.lock, self.background.busy:
-            if state.torn or self._is_on_disk(state.facts()):
+            if state.torn or is_there(self.root, state.facts()):
                 return False
             facts = self._snapshot(state)
             self._write(facts)
             return True
-
-    def _is_on_disk(self, facts):
-        """Another process of this life may have saved this state, or one that is further."""
-        for step, folder in checkpoints(self.root):
-            with contextlib.suppress(Damaged):
-                there = glance(step, folder)
-                return step > facts["step"] or there == parse_json(facts_to_json(facts), STATE)
-        return False
 
     def wait(self):
         """Until the save under way is on the disk or has failed; while it moves, so does this rank."""
@@ -224,7 +211,7 @@ class CheckpointStore:
             image.wait()
         if name := self.images["model"].not_finite(self.state.names.values()):
             self.state.torn = True
-            raise NotFinite(f"step {facts['step']}: {name} is no longer finite, nothing after step {self.committed} is kept\n"
+            raise UserError(f"step {facts['step']}: {name} is no longer finite, nothing after step {self.committed} is kept\n"
                             "lower --lr, clip with --clip-grad-norm, or look at the samples with --audit", code=5)
         self._commit(facts)
 

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHUNK = 1 << 22
@@ -89,14 +90,18 @@ def read_into(path, size, buffer=None, from_disk=False):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         digest, at = hashlib.sha256(), 0
         scratch = memoryview(bytearray(min(CHUNK, max(size, 1)))) if buffer is None else None
-        while at < size:
-            want = min(CHUNK, size - at)
-            piece = scratch[:want] if buffer is None else buffer[at:at + want]
-            n = os.readv(fd, [piece])
-            if n == 0:
-                raise Damaged(f"{name} ends after {at:,} of {size:,} bytes")
-            digest.update(piece[:n])
-            at += n
+        # Into memory of our own, reading runs ahead of hashing: both are slow, and neither holds Python's lock.
+        ahead = ThreadPoolExecutor(1) if buffer is not None and size > CHUNK else None
+        hashed = ahead.submit if ahead else lambda update, data: update(data)
+        with ahead or contextlib.nullcontext():
+            while at < size:
+                want = min(CHUNK, size - at)
+                piece = scratch[:want] if buffer is None else buffer[at:at + want]
+                n = os.readv(fd, [piece])
+                if n == 0:
+                    raise Damaged(f"{name} ends after {at:,} of {size:,} bytes")
+                hashed(digest.update, piece[:n])
+                at += n
         return digest.hexdigest()
 
 

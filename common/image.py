@@ -44,22 +44,22 @@ class Image:
         self.buffer = self.bytes = self.stream = self.copied = None
         self.views = {}
 
-    def open(self):
+    def open(self, touch=True):
         """Allocate, once, and touch every page, so that no save waits for the kernel to find one.
 
         Not in huge pages: they make the copy 5 % faster, but on a machine that has run for a while finding them took 3 s/GB.
         """
-        if self.buffer is not None:
-            return self
-        memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        self.buffer[::PAGE] = 0
-        self.bytes = memoryview(memory)
-        self.bytes[:len(self.header)] = self.header
-        if len(self.gpus) == 1:
-            self._pin(*self.gpus)
-        body = self.buffer[len(self.header):]
-        self.views = {name: body[at:at + size].view(dtype).view(shape) for name, (at, size, dtype, shape) in self.places.items()}
+        if self.buffer is None:
+            memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+            self.bytes[:len(self.header)] = self.header
+            if len(self.gpus) == 1:
+                self._pin(*self.gpus)
+            body = self.buffer[len(self.header):]
+            self.views = {name: body[at:at + size].view(dtype).view(shape)
+                          for name, (at, size, dtype, shape) in self.places.items()}
+        if touch:
+            self.buffer[::PAGE].bitwise_or_(0)                      # changes nothing: it may hold a checkpoint already
         return self
 
     def close(self):
@@ -85,7 +85,7 @@ class Image:
         TrainState.update waits for all of the GPU's streams before it changes a weight, so the copy may run beside the
         next forward and backward.
         """
-        self.open()
+        self.open(touch=False)
         self.bytes[:len(self.header)] = self.header                 # a damaged file may have been read in here
         base, targets, sources = self.buffer.data_ptr() + len(self.header), [], []
         for name, (at, size, dtype, shape) in self.places.items():

@@ -33,7 +33,7 @@ def load_newest(world, choices, images, identity, report):
         source = [view[0] for view in views].index(step)
         facts = parse_json(send(world, facts and facts_to_json(facts), source), STATE)
         for image in images.values():
-            world.broadcast(image.open().buffer, source)
+            world.broadcast(image.open(touch=False).buffer, source)
     return Found(step, own, facts, skipped, max(view[1] for view in views))
 
 
@@ -42,7 +42,7 @@ def newest(choices, images, identity=None, report=print):
     skipped = []
     for step, folder in choices:
         try:
-            _, facts = verify(step, folder, {part: image.open().bytes for part, image in images.items()}, identity)
+            _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()}, identity)
             for part, image in images.items():
                 image.check_header(TENSORS[part])
             return step, facts, skipped

@@ -144,6 +144,29 @@ def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path, monkeypa
     assert (opts.run_dir / "before-1" / "options.json").exists() and main([str(opts.run_dir)]) == 0
 
 
+def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr("common.checkpoint.time.monotonic", lambda: now[0])
+    opts = options(tmp_path, save_every=10, save_seconds=60)
+    with a_life(opts) as life:
+        assert [step for step in range(1, 31) if life.store.due(at_step(life.state, step))] == [10, 20, 30]
+        now[0] += 60
+        assert life.store.due(at_step(life.state, 31))
+        save(life, 31)
+        assert not life.store.due(life.state)
+        now[0] += 59
+        assert not life.store.due(at_step(life.state, 32)) and life.store.due(at_step(life.state, 40))
+        now[0] += 1
+        assert life.store.due(at_step(life.state, 41))
+        save(life, 50)
+        now[0] += 100
+        assert not life.store.due(life.state)                       # this very state is saved already
+    off = options(tmp_path, save_every=0, save_seconds=0)
+    with a_life(off) as life:
+        now[0] += 10**6
+        assert not life.store.due(at_step(life.state, 60))
+
+
 def test_clocks_decide_nothing(tmp_path):
     opts, root = two_checkpoints(tmp_path, steps=(1, 2))
     for age, folder in enumerate(sorted(root.iterdir())):

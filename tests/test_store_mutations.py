@@ -104,7 +104,7 @@ MUTANTS = {
     "failures are not counted": ("checkpoint", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
     "half a step is saved": ("checkpoint", "not self.fence or state.torn or ", "not self.fence or ", "", "a_state_cut_in_two_is_never_saved"),
-    "half a step is rescued": ("checkpoint", "if state.torn or self._is_on_disk", "if self._is_on_disk", "",
+    "half a step is rescued": ("checkpoint", "if state.torn or is_there", "if is_there", "",
                                "a_state_cut_in_two_is_never_saved"),
     "NaN is saved": ("checkpoint", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",
                      "a_state_that_is_not_finite_is_never_saved"),
