@@ -17,7 +17,7 @@ from common.fence import rescuing
 from common.files import Damaged, room
 from common.identity import identity_of, versions
 from common.image import Image
-from common.manifest import checkpoints, folder_name, is_there, verify
+from common.manifest import checkpoints, describe, folder_name, is_there
 from common.owner import claim
 from common.restore import choices_at, load_newest
 from common.weights import fingerprint_of, load_weights
@@ -30,9 +30,8 @@ class CheckpointStore:
     """Of the processes that see one run folder, one owns it and writes; the others only ever write a rescue."""
 
     def __init__(self, opts, world, fingerprint="", ledger=None, report=print):
-        self.opts, self.world, self.fingerprint, self.report = opts, world, fingerprint, report
+        self.opts, self.world, self.fingerprint, self.ledger, self.report = opts, world, fingerprint, ledger, report
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
-        self.ledger = ledger
         self.identity = identity_of(opts, fingerprint)
         self.writer = Writer(self.root, self.root / f".life-{world.life}", {
             "life": world.life, "identity": self.identity, "data": fingerprint, "torch": torch.__version__})
@@ -78,19 +77,18 @@ class CheckpointStore:
             if odd is not None:
                 state.torn = True
                 self._withdraw()
-                raise RuntimeError(f"step {state.step}: the weights of rank {odd or 'any'} differ from the others; going back "
-                                   f"to step {self.agreed}, where all agreed" if self.agreed is not None else
+                raise RuntimeError(f"step {state.step}: the weights of rank {odd or 'any'} differ from the others; going back to "
+                                   f"step {self.agreed}, where all agreed" if self.agreed is not None else
                                    f"step {state.step}: rank {odd or 'any'} starts with other weights than the others")
             self.agreed = state.step
 
     def _withdraw(self):
         """What was saved since all ranks agreed may be a diverged replica's."""
         self.wait()
-        if self.fence and self.agreed is not None:
-            for step, folder in checkpoints(self.root):
-                if step > self.agreed:
-                    self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed (step {self.agreed}); put aside")
-                    self.writer.put_aside(folder)
+        for step, folder in checkpoints(self.root) if self.fence and self.agreed is not None else ():
+            if step > self.agreed:
+                self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed (step {self.agreed}); put aside")
+                self.writer.put_aside(folder)
 
     def _load(self, choices, identity):
         """The newest of all nodes' choices that verifies, in every rank's state; its step is -1 if there is none."""
@@ -152,8 +150,7 @@ class CheckpointStore:
         with rescuing(self.writer.staging), state.lock, self.background.busy:
             if state.torn or is_there(self.root, state.facts()):
                 return False
-            facts = self._snapshot(state)
-            self._write(facts)
+            self._write(self._snapshot(state))
             return True
 
     def wait(self):
@@ -232,14 +229,12 @@ class CheckpointStore:
 
     def _let_go(self, facts):
         """The newest `keep`, the best, and the newest that all ranks agreed on stay."""
-        protected = {facts["step"], facts["best"]["step"]}
-        if self.agreed is not None:
-            protected.add(max((step for step, _ in checkpoints(self.root) if step <= self.agreed), default=-1))
-        self.writer.let_go(self.opts.keep, protected)
+        agreed = [step for step, _ in checkpoints(self.root) if self.agreed is not None and step <= self.agreed]
+        self.writer.let_go(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed[:1]})
 
 
 def main(arguments):
-    """List and verify the checkpoints of a run; exit code 0 when the newest is whole, 3 when none is, 2 for no such run."""
+    """List and verify the checkpoints of a run; exit code 0 when there is a whole one, 3 when there is none, 2 for no such run."""
     paths = [a for a in arguments if not a.startswith("-")]
     if len(paths) != 1 or set(arguments) - set(paths) - {"--digest"}:
         print("usage: python -m common.checkpoint RUN [--digest]", file=sys.stderr)
@@ -248,23 +243,17 @@ def main(arguments):
     if not root.is_dir():
         print(f"error: {paths[0]} is no run folder: it has no checkpoints/", file=sys.stderr)
         return 2
-    whole = 0
+    found = 0
     for step, folder in checkpoints(root):
-        try:
-            manifest, _ = verify(step, folder)
-            whole += 1
-            size = sum(file["bytes"] for file in manifest["files"].values())
-            line = f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
-        except Damaged as reason:
-            line = f"{folder.name}  damaged: {reason}"
-        if "--digest" not in arguments:
+        whole, line = describe(step, folder)
+        found += whole
+        if whole or "--digest" not in arguments:
             print(line)
-        elif "  whole  " in line:
-            print(line)
-            return 0
-    if not whole:
+        if whole and "--digest" in arguments:
+            break
+    if not found:
         print(f"error: no whole checkpoint in {root}", file=sys.stderr)
-    return 0 if whole else 3
+    return 0 if found else 3
 
 
 if __name__ == "__main__":

@@ -93,15 +93,37 @@ def verify(step, folder, buffers=None, identity=None, from_disk=False):
         raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from error
 
 
+def describe(step, folder):
+    """(whole?, a line about it that ends with its digest, or with what is wrong)."""
+    try:
+        manifest, _ = verify(step, folder)
+    except Damaged as reason:
+        return False, f"{folder.name}  damaged: {reason}"
+    size = sum(file["bytes"] for file in manifest["files"].values())
+    return True, f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
+
+
+def glance(step, folder):
+    """The facts of a checkpoint that another process has just committed: all but the tensors' hashes are looked at."""
+    try:
+        files = read_manifest(step, folder)["files"]
+        for name, file in files.items():
+            if os.lstat(folder / name).st_size != file["bytes"]:
+                raise Damaged(f"{name} is not {file['bytes']:,} bytes")
+        text = read_small(folder / STATE)
+        if hashlib.sha256(text).hexdigest() != files[STATE]["sha256"]:
+            raise Damaged(f"{STATE} does not have the SHA-256 of its manifest")
+        return check_facts(parse_json(text, STATE), step)
+    except OSError as error:
+        raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from error
+
+
 def is_there(root, facts):
-    """Whether another process of this life has committed this state, or one that is further; hashes of tensors are not made."""
+    """Whether another process of this life has committed this state, or one that is further."""
     for step, folder in checkpoints(root):
-        with contextlib.suppress(Damaged, OSError):
-            files = read_manifest(step, folder)["files"]
-            text = read_small(folder / STATE)
-            if (hashlib.sha256(text).hexdigest() == files[STATE]["sha256"]
-                    and all(os.lstat(folder / name).st_size == file["bytes"] for name, file in files.items())):
-                return step > facts["step"] or text == facts_to_json(facts)
+        with contextlib.suppress(Damaged):
+            there = glance(step, folder)
+            return step > facts["step"] or there == parse_json(facts_to_json(facts), STATE)
     return False
 
 

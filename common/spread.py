@@ -22,7 +22,7 @@ from common.checkpoint import CheckpointStore
 from common.fence import rescuing
 from common.files import CHUNK, Damaged, parse_json
 from common.image import Image
-from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, verify
+from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
 from common.restore import Found
 from common.writer import Writer
 
@@ -132,7 +132,7 @@ class SpreadStore(CheckpointStore):
         self.wait()
         self.writer.stage(state.step)
         with state.lock, self.background.busy:
-            if state.torn or self._is_on_disk(state.facts()):
+            if state.torn or is_there(self.root, state.facts()):
                 return False
             facts = self._snapshot(state)
             self._write(facts)

@@ -110,7 +110,7 @@ MUTANTS = {
                      "a_state_that_is_not_finite_is_never_saved"),
     "the same step is never saved again": ("writer", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',
                                            "if theirs:", "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
-    "the best one is pruned": ("checkpoint", 'facts["best"]["step"]}', 'facts["step"]}', "",
+    "the best one is pruned": ("checkpoint", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed', "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
     "replicas are not compared": ("checkpoint", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),
