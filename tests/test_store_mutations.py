@@ -49,7 +49,7 @@ MUTANTS = {
     "the replaced one deleted before the exchange is on the disk": (
         "writer", "                unsure = True\n", "                unsure = _delete(aside) or True\n", *CRASH),
     "old ones deleted without reading the new one back": (
-        "checkpoint", '                self.writer.read_back(facts["step"])\n', "                pass\n",
+        "checkpoint", '            self.writer.read_back(facts["step"])\n', "            pass\n",
         "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
     "a failed fsync is tried again": ("files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
                                       "        try:\n            os.fsync(fd)\n        except OSError:\n            os.fsync(fd)\n"
@@ -58,7 +58,7 @@ MUTANTS = {
                                      "        try:\n            os.fsync(fd)\n        except OSError:\n            pass\n"
                                      "    finally:\n        os.close(fd)\n    return at", *FSYNC, 2),
     "a rename of which nobody knows is taken for committed": ("writer", " and not unsure:", ":", *FSYNC, 6),
-    "a short write is taken for a whole one": ("files", "            at += n\n            if moved", "            at += CHUNK\n            if moved",
+    "a short write is taken for a whole one": ("files", "at, start = at + n, start + n\n", "at, start = at + n, start + CHUNK\n",
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
     "the hash is not compared": ("manifest", "place, from_disk)) != files[name][\"sha256\"]:",
@@ -103,7 +103,7 @@ MUTANTS = {
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
     "failures are not counted": ("checkpoint", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
-    "half a step is saved": ("checkpoint", "not self.fence or state.torn or ", "not self.fence or ", "", "a_state_cut_in_two_is_never_saved"),
+    "half a step is saved": ("checkpoint", "not self.writes or state.torn or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),
     "half a step is rescued": ("checkpoint", "if state.torn or is_there", "if is_there", "",
                                "a_state_cut_in_two_is_never_saved"),
     "NaN is saved": ("checkpoint", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",
