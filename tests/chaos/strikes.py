@@ -1,0 +1,138 @@
+"""What each kind of event does to a cluster: returns how many processes it hit, and whether a new life must follow."""
+import json
+import signal
+import time
+
+from jobs import lives, reached, until
+
+from tests.chaos import points_names
+
+
+class Strikes:
+    """The half of a Campaign that harms; the other half launches, waits and checks."""
+
+    def strike(self, event):
+        before = len(lives(self.run))
+        act = getattr(self, f"_{event.target}")
+        landed, new_life = act(event)
+        name = " ".join(filter(None, [event.target, event.signal, event.point]))
+        self.log.append({"event": name, "landed": landed, "step": reached(self.run) if before else 0})
+        self.tally[f"{event.target} {event.signal}".strip()] += bool(landed)
+        self.tally["not landed"] += not landed
+        took = ""
+        if landed and new_life:
+            self.recovered.append((event.target, self.settle(before)))
+            took = f": on after {self.recovered[-1][1]:.1f} s"
+        self.say(f"{len(self.log):4}  step {self.log[-1]['step']:4}  {self.cluster.kind:5} x{len(self.cluster.living)}  {name}"
+                 f"{took if landed else ': came too late'}")
+
+    def arm(self, event, rank="any"):
+        path = self.armed / f"{event.point}.{rank}"
+        path.write_text(event.signal)
+        return path
+
+    def journaled(self):
+        return [json.loads(line) for line in self.journal.read_text().splitlines()] if self.journal.exists() else []
+
+    def _point(self, event):
+        """Armed, and waited for; what only comes at the end of the run stays armed until then."""
+        if event.point in ("left", "exit") and self.cluster.kind != "plain":
+            event = event._replace(point="leave")                   # then torchrun lets the other agents wait for 300 s
+        count, path = len(self.journaled()), self.arm(event)
+        if event.point in points_names()["end"]:
+            return 1, False
+        limit = (reached(self.run) if lives(self.run) else 0) + 30
+        self.until(lambda: self.cluster.ended() or not path.exists() or (
+            lives(self.run) and reached(self.run) > min(limit, self.steps - 1)), "somebody to come by the point")
+        landed = self.landed(path, count)
+        return landed, landed
+
+    def landed(self, path, count):
+        """How many have been struck since; the one that took the file writes its line in a moment."""
+        try:
+            path.unlink()
+        except FileNotFoundError:
+            self.until(lambda: len(self.journaled()) > count, "the line of a process that is about to die", 10)
+        return len(self.journaled()) - count
+
+    def _pair(self, event):
+        count, path, before = len(self.journaled()), self.arm(event), len(lives(self.run))
+        landed = self._worker(event._replace(signal="KILL"))[0]
+        self.until(lambda: self.cluster.ended() or not path.exists() or (
+            len(lives(self.run)) > before and reached(self.run) > lives(self.run)[-1]["step"] + 2), "somebody to come by the point")
+        self.tally["second deaths"] += self.landed(path, count)
+        return landed, landed
+
+    _lock = _point
+
+    def _worker(self, event):
+        found = self.cluster.someone()
+        if not found:
+            return 0, False
+        if event.signal == "STOP CONT":                             # slow, not dead: nothing may happen
+            landed = self.cluster.strike(found[1:], "STOP")
+            self.cluster.signalled = self.cluster.signalled[:-landed] if landed else self.cluster.signalled
+            time.sleep(self.rng.random() * 0.5)
+            self.jobs.kill(found[1], signal.SIGCONT)
+            return landed, False
+        return max([self.cluster.strike(found[1:], name) for name in event.signal.split()][0], 0), True
+
+    def _workers(self, event):
+        found = self.cluster.someone()
+        return (self.cluster.strike(found[0].workers, event.signal), True) if found else (0, False)
+
+    def _agent(self, event):
+        """Its workers must save, and be gone with it."""
+        agent = self.rng.choice(self.cluster.living)
+        landed, alone = self.cluster.strike([agent.pid], event.signal), len(self.cluster.living) == 1
+        self.until(lambda: agent.poll() is not None, "the agent to end")
+        self.orphaned.append(self.cluster.orphans())
+        return landed, not alone
+
+    def _node(self, event):
+        agent = self.rng.choice(self.cluster.living)
+        alone = len(self.cluster.living) == 1
+        landed = self.cluster.strike([agent.pid, *agent.workers], event.signal)
+        self.until(lambda: agent.poll() is not None, "the agent to end")
+        return landed, not alone
+
+    def _store(self, event):
+        if not self.cluster.store:
+            return self._job(event)
+        landed = self.jobs.kill(self.cluster.store.pid)
+        self.until(self.cluster.ended, "the agents to end with their store", 60)
+        return int(landed), False
+
+    def _job(self, event):
+        pids = [pid for agent in self.cluster.living for pid in [agent.pid, *agent.workers]]
+        return self.cluster.strike(pids, event.signal), False
+
+    def _resize(self, event):
+        """Everything is told to stop, and comes back in another shape."""
+        landed = self.cluster.strike([agent.pid for agent in self.cluster.living], event.signal)
+        self.until(self.cluster.ended, "the agents to end", 60)
+        return landed, False
+
+    def _grow(self, event):
+        if self.cluster.kind == "plain" or len(self.cluster.living) >= 3:
+            return self._resize(event._replace(signal="TERM"))
+        self.cluster.add(self.rng.randint(1, 2))
+        return 1, True
+
+    def _flap(self, event):
+        if self.cluster.kind == "plain":
+            return self._resize(event._replace(signal="TERM"))
+        for _ in range(3):
+            agent = self.cluster.add(1)
+            until(lambda agent=agent: agent.poll() is not None or agent.workers, "a node that comes and goes", 60)
+            time.sleep(self.rng.random())
+            self.cluster.strike([agent.pid, *agent.workers], "KILL")
+            self.until(lambda agent=agent: agent.poll() is not None, "the agent to end")
+        return 3, True
+
+    def _freeze(self, event):
+        """Stopped for good: the others must notice by themselves, so there have to be others."""
+        found = self.cluster.someone()
+        if not found or len(self.cluster.workers()) < 2:
+            return 0, False
+        return self.cluster.strike(found[1:], "STOP"), True
