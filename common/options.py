@@ -72,6 +72,7 @@ class Options:
                        scripts="mp")
     schedule: str = free("1f1b", one_of("gpipe", "1f1b", "interleaved"), "order of the micro batches in the stages", scripts="mp")
     balance: str = free("parameters", BALANCE, "where to cut: parameters, time (measured), or pieces a stage, as 3,1", scripts="mp")
+    shard: bool = free(False, SWITCH, "spread each stage's weights over its replicas (FSDP)", scripts="mp")
     recompute: bool = free(False, SWITCH, "keep no activations inside the stages, compute them again", scripts="mp")
     amp: str = decides("off", one_of("off", "bf16", "fp16"), "mixed precision")
     compile: bool = decides(False, SWITCH, "torch.compile")
@@ -163,6 +164,12 @@ def _check_together(opts, world):
          f"start a multiple (torchrun --nproc_per_node={opts.stages}), or leave --stages out to use all there are"),
         (opts.script == "mp" and opts.devices and (world > 1 or opts.stages),
          "--devices are those of a single process, here each of several has one of its own\nleave it out, or start with python"),
+        (opts.shard and world // (opts.stages or world) < 2,
+         f"--shard spreads a stage over its replicas, but WORLD_SIZE={world} with --stages {opts.stages} has one of each\n"
+         f"start more processes, or use fewer stages (--stages 1)"),
+        (opts.script == "mp" and opts.init_from and (world > 1 or opts.stages),
+         "--init-from: a process with a part of the net cannot read a file of the whole one\n"
+         "begin with train_ddp.py --max-steps 1 --init-from ..., then go on with train_mp.py"),
         (opts.script == "mp" and opts.virtual_ranks and (world > 1 or opts.stages),
          f"--virtual-ranks cannot take effect with stages over processes (WORLD_SIZE={world})\n"
          "use train_ddp.py, or --devices in one process"),

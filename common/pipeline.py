@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import torch
 import torch.distributed as dist
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from common import UserError, reduce
 from common.agreement import send
@@ -50,9 +52,23 @@ def split(net, opts, world, data):
     by_name = {piece.name: m for piece, m in zip(found, measures, strict=True)}
     kind = Local if world.stages == 1 else Ranks
     model = kind(net, groups, [[by_name[piece.name] for piece in group] for group in groups], opts, world, device_of)
+    if opts.shard:
+        shard(model)
     if opts.virtual_ranks:
         model.tree = reduce.distribute(net, opts, world).tree
     return model
+
+
+def shard(model):
+    """FSDP over the replicas of each stage: a rank keeps some rows of each weight, and gathers a module's while it runs."""
+    mesh = DeviceMesh.from_group(model.world.peers or dist.group.WORLD, model.world.device.type)
+    for prefix in [prefix for stage in model.stages for piece in stage.group for prefix in piece.owns]:
+        try:
+            part = model.net.get_submodule(prefix)
+        except AttributeError:
+            continue                                                # a weight in no module that is called: every replica has it
+        if next(part.parameters(), None) is not None:
+            fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)       # each share is divided by the whole batch already
 
 
 class Local(Pipeline):

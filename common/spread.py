@@ -32,7 +32,7 @@ class SpreadStore(CheckpointStore):
 
     def __init__(self, opts, world, *args, **kwargs):
         super().__init__(opts, world, *args, **kwargs)
-        self.shared = bool(getattr(opts, "shard", False)) and world.replicas > 1     # each replica has other rows of a tensor
+        self.shared = opts.shard                                     # each replica has other rows of a tensor
         self.spread = world.stages > 1 or self.shared
         self.first = world.replica == 0
         self.folder = self.writer.staging / _part(world.stage, world.replica if self.shared else None)
@@ -70,7 +70,7 @@ class SpreadStore(CheckpointStore):
         """Names, types and shapes of the whole net: each rank tells what it holds, rank 0 of each stage first."""
         world, mine = self.world, {}
         for part, tensors in self.state.tensors().items():
-            rows = self.state.sharded if self.shared else ()
+            rows = self.state.sharded()
             mine[part] = {n: [str(t.dtype).removeprefix("torch."), list(t.shape), n in rows] for n, t in tensors.items()}
         told = [json.loads(send(world, json.dumps(mine).encode(), rank)) for rank in range(world.size)]
         self.before, holders = {}, {}

@@ -62,6 +62,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.net, self.opts, self.world, self.groups, self.measures = net, opts, world, groups, measures
         self.parts, self.devices = len(groups), device_of
+        self.even = opts.shard                                      # the replicas of a stage then run in step
         self.parameters_of = [sum(count(net, piece) for piece in group) for group in groups]
         locks = {device: Lock() for device in device_of}
         self.stages = [Stage(net, i, group, device_of[i], opts, world, any(m.random for m in facts), locks[device_of[i]])
@@ -77,11 +78,14 @@ class Pipeline(nn.Module):
         totals, began = torch.zeros(2, dtype=torch.float64, device=self.stages[-1].device), time.monotonic()
         for stage in self.stages:
             stage.begin(state.step)
-        size = self.opts.micro_batch_size or max(1, n)
-        parts = [self._part(x, y, state) for x, y in zip(batch.x.split(size), batch.y.split(size), strict=True)] if n else []
+        most = -(-batch.size // world.replicas) if self.even else n     # as many as any replica has
+        size = self.opts.micro_batch_size or max(1, most)
+        parts = [self._part(batch.x[at:at + size], batch.y[at:at + size], min(size, most - at), state)
+                 for at in range(0, most, size)]
 
         def loss(out, k):
             _, y, targets = parts[int(k)]
+            out = out[:len(y)]
             y, targets = y.to(out.device), [(w, t.to(out.device)) for w, t in targets]
             found = reduce.summed_loss(out, targets, self.opts)
             totals[0] += found.detach()
@@ -98,17 +102,19 @@ class Pipeline(nn.Module):
                 reduce.average_buffers(state, world, n / batch.size)
         return totals.to(world.device)
 
-    def _part(self, x, y, state):
+    def _part(self, x, y, size, state):
+        x, targets = reduce.mix(x, y, state)
+        if len(x) < size:                                           # samples that no loss looks at
+            x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
         if self.opts.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        x, targets = reduce.mix(x, y, state)
         return x, y, targets
 
     @torch.no_grad()
     def _sum_gradients(self):
         """Over the ranks that have the same stage; each has divided its share by the whole batch's size."""
         bucket, size = [], 0
-        parameters = [p for p in self.net.parameters() if p.requires_grad]
+        parameters = [p for p in self.net.parameters() if p.requires_grad and not hasattr(p, "to_local")]
         for i, p in enumerate(parameters):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             bucket.append(p.grad)
@@ -121,8 +127,12 @@ class Pipeline(nn.Module):
 
     def norm(self, gradients):
         """The length of the whole net's gradient."""
-        own = torch.nn.utils.get_total_norm(gradients)
-        return self.world.line_sum(own.square()).sqrt() if self.world.stages > 1 else own
+        rows = [g.to_local() for g in gradients if hasattr(g, "to_local")]
+        own = torch.nn.utils.get_total_norm([g for g in gradients if not hasattr(g, "to_local")])
+        if self.world.stages == 1 and not rows:
+            return own
+        mine = self.world.replica_sum(torch.nn.utils.get_total_norm(rows).square()) if self.even else 0.0
+        return self.world.line_sum(own.square() + mine).sqrt()
 
     # ---- what a person reads --------------------------------------------------------------------------------------
     def describe(self, samples):

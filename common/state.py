@@ -11,7 +11,8 @@ from common import UserError
 
 OPTIMIZERS = {
     "sgd": lambda parameters, opts: torch.optim.SGD(
-        parameters, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay, fused=True),
+        parameters, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay,
+        fused=not any(hasattr(p, "to_local") for p in parameters)),            # torch has no fused SGD of sharded weights
     "adam": lambda parameters, opts: torch.optim.Adam(parameters, opts.lr, weight_decay=opts.weight_decay, fused=True),
     "adamw": lambda parameters, opts: torch.optim.AdamW(parameters, opts.lr, weight_decay=opts.weight_decay, fused=True),
 }
@@ -150,6 +151,14 @@ class TrainState:
     # ---- what a checkpoint sees: two sets of named tensors and one dict of facts ---------------------------------
     def tensors(self):
         """{"model": ..., "optimizer": ...}: live tensors under bare names, without `module.` or `_orig_mod.`."""
+        return {part: {n: t.to_local() if hasattr(t, "to_local") else t for n, t in named.items()}
+                for part, named in self._named().items()}
+
+    def sharded(self):
+        """Names of which this rank has some rows (train_mp.py --shard), in both sets."""
+        return {n for named in self._named().values() for n, t in named.items() if hasattr(t, "to_local")}
+
+    def _named(self):
         held = self.held
         model = {n: held[n] if n in held else self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
         optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()

@@ -170,7 +170,8 @@ def test_the_script_is_known_by_its_file_name(monkeypatch):
 # ---- identity --------------------------------------------------------------------------------------------------------
 FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device", "devices",
         "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every", "progress", "tensorboard",
-        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule", "balance", "recompute"}
+        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule", "balance",
+        "recompute", "shard"}
 
 
 def another(value):
@@ -273,7 +274,8 @@ def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, m
 
 
 @pytest.mark.parametrize("argv, word", [(["--stages", "3"], "no multiple"), (["--devices", "cpu,cpu"], "--devices"),
-                                        (["--virtual-ranks", "4"], "use train_ddp.py"), (["--amp", "fp16"], "bf16")])
+                                        (["--virtual-ranks", "4"], "use train_ddp.py"), (["--amp", "fp16"], "bf16"),
+                                        (["--shard"], "one of each")])
 def test_stages_over_processes_are_refused_what_cannot_work_there(capsys, monkeypatch, argv, word):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)

@@ -83,7 +83,7 @@ def main():
         print(f"{given.model}, {given.batch} samples of {given.length} tokens a step, {size} stages; best of {given.rounds} rounds")
         for name, seconds in best.items():
             m = int(name.split()[-1]) if name.split()[-1].isdigit() else 0
-            ideal = size * m / (m + size - 1)
+            ideal = max(1, size * m) / (m + size - 1)
             beside = f"   ideal {ideal:.2f} x, reached {base / seconds / ideal:.2f} (bubble {(size - 1) / (m + size - 1):.0%})"
             print(f"{name:20} {seconds * 1e3:8.1f} ms  {base / seconds:5.2f} x{beside if m else ''}")
     dist.barrier()
