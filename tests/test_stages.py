@@ -204,7 +204,7 @@ def test_a_run_goes_on_with_4_then_2_then_3_stages_and_kills_in_between(jobs, tm
     job.kill(signal.SIGTERM)
     job.wait()
     assert audit(run)["lost"] <= 5                                  # two steps of the interval, one save under way, and see below
-    assert lives(run)[3]["step"] >= life["step"] + 1                # at most the step in which it died, where one stage had finished it
+    assert lives(run)[3]["step"] >= life["step"] + 1                # or the step it died in, if one stage had made it
     job = mp(jobs, 3, run, "--schedule=gpipe")
     assert job.wait() == 0, job.output
     assert_ends_like(run, alone)
