@@ -20,7 +20,7 @@ class Cluster:
     def __init__(self, jobs, rng, flags, env, cold=False, kind=None, size=None):
         self.jobs, self.rng, self.flags, self.cold = jobs, rng, flags, cold
         self.kind = kind or rng.choices(["plain", "store", "file"], [6, 3, 2])[0]
-        self.agents, self.store, self.signalled = [], None, []
+        self.agents, self.store, self.signalled, self.cut = [], None, [], False
         self.id, self.env = uuid.uuid4().hex, dict(env)
         if self.kind == "plain":
             self.add(size or rng.randint(1, 4))

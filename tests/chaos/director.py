@@ -86,6 +86,7 @@ class Campaign(Strikes):
         self.until(over, "the training's end", 2 * RECOVERY)
         if not self.cluster.ended():
             self.tally["exit barriers cut short"] += 1
+            self.cluster.cut = True
             self.cluster.strike([agent.pid for agent in self.cluster.living], "TERM")
             self.until(self.cluster.ended, "the agents to end", 60)
 
@@ -107,7 +108,9 @@ class Campaign(Strikes):
         return max([int(p.name[5:]) for p in (self.run / "checkpoints").glob("step-*")], default=-1)
 
     def done(self):
-        return self.cluster.ended() and self.step_on_disk() == self.steps
+        """The last submission has come to its end by itself, or to torchrun's exit barrier."""
+        clean = self.cluster.cut or 0 in [agent.poll() for agent in self.cluster.agents]
+        return self.cluster.ended() and clean and self.step_on_disk() == self.steps
 
     def outputs(self):
         return "\n".join(agent.output[-3000:] for agent in self.cluster.agents)
