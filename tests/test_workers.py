@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_data import Noisy, options
 
-from common import UserError
+from common import UserError, workers
 from common.data import DatasetSplit, batches
 from common.sampler import ElasticSampler
 
@@ -105,3 +105,20 @@ def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(how, code):
     while any(is_alive(pid) for pid in done.stdout.split()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkeypatch, tmp_path):
+    once = tmp_path / "once"
+
+    def hangs_once(shared, number):
+        if number == 1 and not once.exists():
+            once.touch()
+            signal.pause()
+        real(shared, number)
+
+    real = workers.shelter
+    monkeypatch.setattr(workers, "shelter", hangs_once)
+    monkeypatch.setattr(workers, "BEGIN", 2.0)
+    split = DatasetSplit(Noisy(12), "noisy", SimpleNamespace(classes=3), seed=0)
+    found = [ids for batch in batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2)) for ids in batch.ids]
+    assert found == list(range(12)) and once.exists()
