@@ -38,7 +38,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
         f"global batch {opts.global_batch_size} = {parts}   "
         f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
         f"{what} at step {state.step}, "
-        f"epoch {state.epoch + 1}, position {state.position:,}" + (f", from {source}" if source else ""),
+        f"epoch {min(state.epoch + 1, opts.epochs)}, position {state.position:,}" + (f", from {source}" if source else ""),
     ])
     if world.rank == 0:
         clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None)
