@@ -107,6 +107,10 @@ class Campaign(Strikes):
     def step_on_disk(self):
         return max([int(p.name[5:]) for p in (self.run / "checkpoints").glob("step-*")], default=-1)
 
+    def over(self):
+        """Nothing more happens by itself: the submission has ended, or the last step is on the disk."""
+        return self.cluster.ended() or self.step_on_disk() == self.steps
+
     def done(self):
         """The last submission has come to its end by itself, or to torchrun's exit barrier."""
         clean = self.cluster.cut or 0 in [agent.poll() for agent in self.cluster.agents]
@@ -119,10 +123,10 @@ class Campaign(Strikes):
     def advance(self, steps):
         """Whether the training has made so many steps more and is not over, and a random moment has passed."""
         start = reached(self.run) if lives(self.run) else 0
-        self.until(lambda: self.cluster.ended() or self.step_on_disk() == self.steps or (
+        self.until(lambda: self.over() or (
             lives(self.run) and reached(self.run) >= min(start + steps, self.steps)), "steps")
         time.sleep(self.rng.random() * 2 * float(self.pace))        # any instant of a step
-        return not self.cluster.ended() and self.step_on_disk() < self.steps
+        return not self.over()
 
     def until(self, condition, what, deadline=RECOVERY):
         try:
@@ -136,7 +140,7 @@ class Campaign(Strikes):
 
         def there():
             found = lives(self.run)
-            return self.cluster.ended() or len(found) > before and reached(self.run) > found[-1]["step"] or (
+            return self.over() or len(found) > before and reached(self.run) > found[-1]["step"] or (
                 len(found) > before and found[-1]["step"] == self.steps)
         self.until(there, "training to go on")
         return time.monotonic() - began

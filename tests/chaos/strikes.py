@@ -42,7 +42,7 @@ class Strikes:
         if event.point in points_names()["end"]:
             return 1, False
         limit = (reached(self.run) if lives(self.run) else 0) + 30
-        self.until(lambda: self.cluster.ended() or not path.exists() or (
+        self.until(lambda: self.over() or not path.exists() or (
             lives(self.run) and reached(self.run) > min(limit, self.steps - 1)), "somebody to come by the point")
         landed = self.landed(path, count)
         return landed, landed
@@ -58,7 +58,7 @@ class Strikes:
     def _pair(self, event):
         count, path, before = len(self.journaled()), self.arm(event), len(lives(self.run))
         landed = self._worker(event._replace(signal="KILL"))[0]
-        self.until(lambda: self.cluster.ended() or not path.exists() or (
+        self.until(lambda: self.over() or not path.exists() or (
             len(lives(self.run)) > before and reached(self.run) > lives(self.run)[-1]["step"] + 2), "somebody to come by the point")
         self.tally["second deaths"] += self.landed(path, count)
         return landed, landed
