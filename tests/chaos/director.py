@@ -87,7 +87,7 @@ class Campaign(Strikes):
         if not self.cluster.ended():
             self.tally["exit barriers cut short"] += 1
             self.cluster.cut = True
-            self.cluster.strike([agent.pid for agent in self.cluster.living], "TERM")
+            self.cluster.strike([agent.pid for agent in self.cluster.living], "KILL")     # it hears nothing else in there
             self.until(self.cluster.ended, "the agents to end", 60)
 
     def launch(self):
