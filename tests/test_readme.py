@@ -87,6 +87,9 @@ def check(words, monkeypatch):
         assert all((ROOT / text).exists() for text in words[1:] if text.startswith("tests/")), words
     elif program == "launch/store.py":
         assert len(words) == 2 and re.fullmatch(r"\S+:\w+", words[1]), words
+    elif program.startswith("tests/bench/"):
+        text = (ROOT / program).read_text()
+        assert all(f'"{flag}"' in text for flag in words[1:] if flag.startswith("--")), words
     elif program == "pip":
         assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file()
     else:
