@@ -3,9 +3,10 @@ import json
 import signal
 import time
 
-from jobs import lives, reached, until
+from jobs import lives, reached
 
 from tests.chaos import points_names
+from tests.chaos.cluster import NODES
 
 
 class Strikes:
@@ -114,17 +115,17 @@ class Strikes:
         return landed, False
 
     def _grow(self, event):
-        if self.cluster.kind == "plain" or len(self.cluster.living) >= 3:
+        if self.cluster.kind == "plain" or len(self.cluster.living) >= NODES:
             return self._resize(event._replace(signal="TERM"))
         self.cluster.add(self.rng.randint(1, 2))
         return 1, True
 
     def _flap(self, event):
-        if self.cluster.kind == "plain":
+        if self.cluster.kind == "plain" or len(self.cluster.living) >= NODES:
             return self._resize(event._replace(signal="TERM"))
         for _ in range(3):
             agent = self.cluster.add(1)
-            until(lambda agent=agent: agent.poll() is not None or agent.workers, "a node that comes and goes", 60)
+            self.until(lambda agent=agent: agent.poll() is not None or agent.workers or self.over(), "a node that comes and goes")
             time.sleep(self.rng.random())
             self.cluster.strike([agent.pid, *agent.workers], "KILL")
             self.until(lambda agent=agent: agent.poll() is not None, "the agent to end")
