@@ -87,6 +87,7 @@ class Campaign(Strikes):
         if not self.cluster.ended():
             self.tally["exit barriers cut short"] += 1
             self.cluster.cut = True
+            self.kinds.insert(0, "plain")                           # what follows has nobody to wait for
             self.cluster.strike([agent.pid for agent in self.cluster.living], "KILL")     # it hears nothing else in there
             self.until(self.cluster.ended, "the agents to end", 60)
 
@@ -112,8 +113,8 @@ class Campaign(Strikes):
         return self.cluster.ended() or self.step_on_disk() == self.steps
 
     def done(self):
-        """The last submission has come to its end by itself, or to torchrun's exit barrier."""
-        clean = self.cluster.cut or 0 in [agent.poll() for agent in self.cluster.agents]
+        """The last submission has come to its end by itself; after one that we cut short, the next finds nothing to do."""
+        clean = not self.cluster.cut and 0 in [agent.poll() for agent in self.cluster.agents]
         return self.cluster.ended() and clean and self.step_on_disk() == self.steps
 
     def outputs(self):
