@@ -7,10 +7,13 @@
 
 train_ddp.py is faster, even on one machine; its checkpoints and these are the same.
 """
+import gc
+
 from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
+    gc.disable()                      # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 from common.checkpoint import CheckpointStore
 from common.clock import Clock

@@ -7,10 +7,13 @@
 
 Checkpoints are those of train_ddp.py and train_dp.py: a run goes on under any of the three.
 """
+import gc
+
 from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
+    gc.disable()                      # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from common import UserError
 
+ANSWER = timedelta(seconds=5)     # of a store that is alive
 JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
 
 
@@ -43,7 +44,16 @@ def fresh_store(rank, size):
 
 
 def _find_store(host, port):
-    return dist.TCPStore(host, port, is_master=False, timeout=JOINING)
+    """Knocks until somebody listens: a TCPStore that comes too early waits up to a second before it tries again."""
+    deadline = time.monotonic() + JOINING.total_seconds()
+    while True:
+        try:
+            socket.create_connection((host, port), ANSWER.total_seconds()).close()
+            return dist.TCPStore(host, port, is_master=False, timeout=JOINING)
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _open_store(host, port):

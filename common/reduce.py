@@ -4,6 +4,7 @@ import inspect
 import time
 
 import torch
+import torch._dynamo  # noqa: F401  (the first optimizer would: its second belongs to the imports, before the others wait)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel

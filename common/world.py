@@ -3,6 +3,7 @@
 Everything that differs between ranks lives in `World`; the scripts hold no rank of their own.
 """
 import contextlib
+import gc
 import json
 import os
 import socket
@@ -16,11 +17,10 @@ import torch
 import torch.distributed as dist
 
 from common import UserError
-from common.meeting import JOINING, fresh_store
+from common.meeting import ANSWER, JOINING, fresh_store
 from common.pinned import pin
 from common.processes import die_with_the_agent
 
-ANSWER = timedelta(seconds=5)     # of a store that is alive
 PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
 
 
@@ -143,6 +143,8 @@ def _meet(store, key, count):
 def join(opts):
     """The world torchrun (or the hand-set environment, or nothing at all) asks for; call once, on every rank."""
     env = os.environ
+    gc.freeze()                                                     # what was imported stays: never to be looked at again
+    gc.enable()
     die_with_the_agent()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank = int(env.get("LOCAL_RANK", rank))

@@ -8,6 +8,7 @@ GPUs unless asked (--gpu): a fork of a process that has touched CUDA is unusable
 """
 import argparse
 import ctypes
+import gc
 import os
 import runpy
 import signal
@@ -66,13 +67,15 @@ def check_options(script):
 def preload(script):
     """Everything a worker would import: the script's own imports, and those that torch leaves for the first step."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")      # counting GPUs must not touch CUDA in this process
+    gc.disable()                                                     # imports make no garbage
     runpy.run_path(script, run_name="preload")
-    import torch._dynamo  # noqa: F401
     if "--no-tensorboard" not in sys.argv:
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
             pass
+    gc.freeze()                                                      # nobody looks through it again: workers share it uncopied
+    gc.enable()
 
 
 class Life:

@@ -1,9 +1,11 @@
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from ranks import fork_ranks
 
 from common import UserError
-from common.meeting import fresh_store
+from common.meeting import _find_store, fresh_store
 from common.options import Options
 from common.world import _devices, join
 
@@ -23,6 +25,16 @@ ROOT = Path(__file__).resolve().parents[1]
 def test_without_torchrun_the_world_is_one_rank_and_opens_no_socket():
     (found,) = fork_ranks(1, lambda _: clean_environment() or join(Options(device="cpu")))
     assert (found.rank, found.size, found.backend, found.device.type) == (0, 1, "none", "cpu")
+
+
+def test_the_garbage_collector_which_the_imports_do_without_is_back_for_the_training():
+    def live(_):
+        clean_environment()
+        gc.disable()
+        join(Options(device="cpu"))
+        return gc.isenabled() and gc.get_freeze_count() > 1000
+
+    assert fork_ranks(1, live) == [True]
 
 
 def clean_environment():
@@ -159,6 +171,18 @@ def test_rank_0s_store_is_bound_to_the_master_address_alone():
 
     (found,) = fork_ranks(1, addresses)
     assert found == {"0100007F"}
+
+
+def test_nobody_asks_a_store_before_it_listens(monkeypatch):
+    """A TCPStore that comes too early waits for up to a second, which was half a second of every restart."""
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))
+        listens = threading.Event()
+        monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: listens.is_set())
+        late = threading.Timer(0.1, lambda: (listens.set(), place.listen()))
+        late.start()
+        assert _find_store(*place.getsockname())
+        late.join()
 
 
 def test_a_master_address_of_another_machine_is_refused():
