@@ -2,6 +2,7 @@
 
 Everything that differs between ranks lives in `World`; the scripts hold no rank of their own.
 """
+import atexit
 import contextlib
 import gc
 import json
@@ -144,6 +145,7 @@ def join(opts):
     """The world torchrun (or the hand-set environment, or nothing at all) asks for; call once, on every rank."""
     env = os.environ
     gc.freeze()                                                     # what was imported stays: never to be looked at again
+    atexit.register(gc.unfreeze)                                    # but at the end: triton counts what is left, and complains
     gc.enable()
     die_with_the_agent()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))

@@ -7,6 +7,7 @@ stopped on request and saved, 2 to 5 what a restart cannot mend. Not for several
 GPUs unless asked (--gpu): a fork of a process that has touched CUDA is unusable, which has not been tried on a GPU yet.
 """
 import argparse
+import atexit
 import ctypes
 import gc
 import os
@@ -75,6 +76,7 @@ def preload(script):
         except ImportError:
             pass
     gc.freeze()                                                      # nobody looks through it again: workers share it uncopied
+    atexit.register(gc.unfreeze)                                     # but at the end: triton counts what is left, and complains
     gc.enable()
 
 

@@ -166,7 +166,7 @@ def test_a_run_leaves_the_files_that_the_readme_shows(tmp_path):
     flags = "--run-dir run --max-steps 2 --log-every 1 --audit --model mlp --dataset random".split()
     done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *flags], cwd=tmp_path, capture_output=True, text=True,
                           timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == 0 and "leaked" not in done.stderr, done.stdout + done.stderr
     made = {path.name for path in (tmp_path / "run").rglob("*")}
     assert {name for name in names if not name.startswith("step-")} <= made and any(name.startswith("step-") for name in made)
     top = {path.name for path in (tmp_path / "run").iterdir()}
