@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from common import UserError
+from common.models import one_line, out_of_memory
 
 HOST = torch.device("cpu")
 TURNS, ENOUGH = 4, 1.0       # how often each piece is measured; seconds after which it is left at that
@@ -36,10 +37,12 @@ def pieces(net):
     """The net as pieces, each with weights of its own: what has none goes with the piece before it."""
     find = {"ResNet": _resnet, "VisionTransformer": _vit, "AlexNet": _features, "VGG": _features, "MobileNetV3": _features,
             "EfficientNet": _features, "ConvNeXt": _features}.get(type(net).__name__)
-    if isinstance(net, nn.Sequential):
-        found = [Piece(name, part, (name,)) for name, part in net.named_children()]
+    if type(net).forward is nn.Sequential.forward:
+        found = [Piece(name, part, (name,)) for name, part in net._modules.items()]      # a part may stand there twice
+    elif find and type(net).__module__.startswith("torchvision."):
+        found = find(net)
     else:
-        found = find(net) if find else [Piece("all of it", net, ("",))]
+        found = [Piece("all of it", net, ("",))]
     joined = []
     for piece in found:
         if joined and (not _owned(net, piece.owns) or not _owned(net, joined[-1].owns)):
@@ -113,6 +116,19 @@ def place(net, piece, device):
                             tensors[key] = tensor.to(device)
 
 
+def refuse_ties(net, groups):
+    """A tensor with two names lives in one stage: two would train a copy each."""
+    first = {}
+    for stage, group in enumerate(groups):
+        owned = [prefix for piece in group for prefix in piece.owns]
+        for name, tensor in [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]:
+            if belongs(name, owned):
+                other, there = first.setdefault(tensor, (name, stage))
+                if there != stage:
+                    raise UserError(f"{other} and {name} are one tensor, but the cut has them in stages {there} and {stage}\n"
+                                    "untie them, or cut elsewhere: --balance with counts of pieces, as in --balance 3,1")
+
+
 def count(net, piece):
     return sum(p.numel() for _, p in _owned(net, piece.owns))
 
@@ -150,10 +166,17 @@ def _measure(net, piece, x, device, cast):
         x = x.to(device).detach().requires_grad_(x.is_floating_point())
         kept.clear()
         began = time.perf_counter()
-        with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda t: t), cast():
-            y = piece.call(x)
-        if not torch.is_tensor(y) or len(y) != len(x):
-            raise UserError(f"piece {piece.name} of the net returns {type(y).__name__}, not one tensor with a row a sample\n"
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda t: t), cast():
+                y = piece.call(x)
+        except Exception as error:
+            if out_of_memory(error):
+                raise
+            raise UserError(f"piece {piece.name} of the net, given {x.dtype} of shape {tuple(x.shape)}: {type(error).__name__}: "
+                            f"{one_line(error)}\nits traceback: --debug") from error
+        if not torch.is_tensor(y) or not y.dim() or len(y) != len(x):
+            shape = f" of shape {tuple(y.shape)}" if torch.is_tensor(y) else ""
+            raise UserError(f"piece {piece.name} of the net returns {type(y).__name__}{shape}, not one tensor with a row a sample\n"
                             "a net can be cut where one tensor goes from one part to the next")
         if y.requires_grad:
             y.sum().backward()

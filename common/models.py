@@ -10,6 +10,7 @@ import inspect
 import itertools
 import math
 import random
+import re
 import sys
 import traceback
 from collections import OrderedDict
@@ -208,6 +209,16 @@ def blamed_on(path):
 def one_line(error):
     """The first line of what an exception says, at most 200 characters of it."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+
+
+def out_of_memory(error):
+    """What could not be had, as text, if that is what an exception or one of its causes tells of; else an empty one."""
+    while error is not None:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+            amount = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
+            return f"{amount[1]} could not be had" if amount else one_line(error)
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 @contextlib.contextmanager

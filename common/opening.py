@@ -1,6 +1,7 @@
 """How a script begins and how it ends badly: what a person reads first, and errors said once."""
 import functools
 import os
+import sys
 import time
 
 import torch
@@ -8,11 +9,17 @@ import torch
 from common import UserError
 from common.environment import fail, speaks
 from common.ledger import lives_of
+from common.log import say
+from common.models import out_of_memory
 from common.sampler import permute
 
 LIVES = 3         # without progress on one step
 MANY = 512        # sample ids that an error still names one by one
 OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
+LESS = {          # where memory runs out
+    "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
+    "dp": "use more --devices, or train_mp.py, which splits the net",
+    "mp": "use more stages, a smaller --micro-batch-size, --recompute or --shard"}
 
 
 def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0):
@@ -105,4 +112,10 @@ def speaking_errors(main):
                 fail(error, error.code, everyone=True)
             except SystemExit:
                 os._exit(error.code)                                # no destructors: they may wait for a dead peer
+        except Exception as error:
+            if opts.debug or not (missing := out_of_memory(error)):
+                raise
+            # Exit code 1: who took the memory may be gone soon, so an agent's restarts are worth a try.
+            say(f"error: rank {os.environ.get('RANK', 0)} is out of memory: {missing}\n       {LESS[opts.script]}", sys.stderr)
+            os._exit(1)
     return run

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from common import UserError, reduce
 from common.agreement import send
-from common.cuts import count, cut, measure, pieces
+from common.cuts import count, cut, measure, pieces, refuse_ties
 from common.stages import Pipeline
 
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
@@ -49,6 +49,7 @@ def split(net, opts, world, data):
     else:
         groups = cut(found, weights, loops * len(places), opts.balance)
         device_of = [world.devices[i % len(places)] if world.stages == 1 else world.device for i in range(len(groups))]
+    refuse_ties(net, groups)
     by_name = {piece.name: m for piece, m in zip(found, measures, strict=True)}
     kind = Local if world.stages == 1 else Ranks
     model = kind(net, groups, [[by_name[piece.name] for piece in group] for group in groups], opts, world, device_of)

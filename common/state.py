@@ -21,7 +21,7 @@ OPTIMIZERS = {
 def build_optimizer(net, opts):
     """The optimizer with its state already there, so that a checkpoint has the same names at step 0 as at step 1000."""
     parameters = [p for p in net.parameters() if p.requires_grad]
-    optimizer = OPTIMIZERS[opts.optimizer](parameters, opts)
+    optimizer = OPTIMIZERS[opts.optimizer]([{"params": parameters}], opts)       # of a frozen stage there are none
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:

@@ -59,6 +59,50 @@ def test_what_has_no_weights_goes_with_its_neighbour():
     assert [piece.name for piece in pieces(net)] == ["0+1+2", "3+4+5"]
 
 
+class Doubled(nn.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class ResNet(nn.Module):
+    """Of that name, and not torchvision's."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.conv1(x)
+
+
+def twice():
+    part = nn.Linear(4, 4)
+    return nn.Sequential(part, nn.Tanh(), part, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), ResNet, twice])
+def test_the_pieces_of_an_unusual_net_are_the_net(make):
+    net, x = make(), torch.rand(3, 4)
+    y = x
+    for piece in pieces(net):
+        y = piece.call(y)
+    assert torch.equal(net(x), y)
+
+
+def tied():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    net[2].weight = net[0].weight
+    return net
+
+
+def test_weights_that_are_one_may_be_in_one_stage_and_not_in_two():
+    with pytest.raises(UserError, match=r"0.weight and 2.weight are one tensor.*stages 0 and 1"):
+        split(tied(), Options(script="mp"), world("cpu", "cpu"), data(4))
+    first, last = twice(), nn.Linear(4, 4)
+    net = nn.Sequential(*first, last)
+    assert len(split(net, Options(script="mp"), world("cpu", "cpu"), data(4)).groups) == 2
+
+
 def test_measuring_leaves_weights_buffers_and_generators_alone_and_sees_what_draws():
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
     before, x = {n: t.clone() for n, t in net.state_dict().items()}, torch.rand(3, 4)
@@ -75,13 +119,23 @@ def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2
     assert places == {"block1": "cpu", "block2": "cpu:0", "fc1": "cpu", "fc2": "cpu:0"} and len(model.describe(8)) > 5
 
 
+class Total(nn.Linear):
+    def __init__(self):
+        super().__init__(2, 2)
+
+    def forward(self, x):
+        return super().forward(x).sum()
+
+
 @pytest.mark.parametrize(("net", "devices", "opts", "said"), [
     (nn.Sequential(nn.Linear(2, 2)), ("cpu", "cpu"), {}, "cut into 1 at most"),
     (nn.Linear(2, 2), ("cpu", "cpu"), {}, "cut into 1 at most"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu",), {}, "two devices"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"schedule": "interleaved"}, "4 stages"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"balance": "2,1"}, "--balance 2,1"),
-    (nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {}, "one tensor")])
+    (nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {}, "one tensor"),
+    (nn.Sequential(nn.Linear(2, 2), Total()), ("cpu", "cpu"), {}, "piece 1 .* shape \\(\\)"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 2)), ("cpu", "cpu"), {}, "piece 1 .*shape \\(2, 2\\)")])
 def test_what_cannot_be_cut_is_refused_with_a_way_out(net, devices, opts, said):
     with pytest.raises(UserError, match=said) as caught:
         split(net, Options(script="mp", **opts), world(*devices), data(2))
