@@ -7,6 +7,7 @@ import socket
 import sys
 
 STOPPED = b"TtZX"        # states in /proc/PID/stat of a process that will not move by itself
+TRIM, MMAP = -1, -3      # mallopt's names for when memory goes back to the kernel, and from which size on at once
 
 
 def die_with_the_agent():
@@ -25,6 +26,18 @@ def die_with_the_agent():
         return
     if parent == 1 and not name.startswith((b"python", b"torchrun")) or name.startswith(b"systemd"):
         os._exit(1)
+
+
+def keep_memory():
+    """What a step frees stays with the process, for the next step.
+
+    glibc gives freed tensors back to the kernel, which clears each page before the next step may have it: a quarter of the
+    time of a ResNet on CPUs.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):                                    # glibc; other libraries have no such habit, or no such choice
+        libc.mallopt(TRIM, 2**31 - 1)
+        libc.mallopt(MMAP, 1 << 30) or libc.mallopt(MMAP, 1 << 25)  # the most that older ones take
 
 
 def job():

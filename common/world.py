@@ -20,7 +20,7 @@ import torch.distributed as dist
 from common import UserError
 from common.meeting import ANSWER, JOINING, fresh_store
 from common.pinned import pin
-from common.processes import die_with_the_agent
+from common.processes import die_with_the_agent, keep_memory
 
 PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
 
@@ -148,6 +148,7 @@ def join(opts):
     atexit.register(gc.unfreeze)                                    # but at the end: triton counts what is left, and complains
     gc.enable()
     die_with_the_agent()
+    keep_memory()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     local_rank = int(env.get("LOCAL_RANK", rank))
     local_size = int(env.get("LOCAL_WORLD_SIZE", size))

@@ -23,6 +23,7 @@ from torch import nn
 from common.data import Batch
 from common.options import Options
 from common.pinned import pin
+from common.processes import keep_memory
 from common.reduce import backward, distribute
 from common.sampler import share
 from common.state import TrainState, build_optimizer
@@ -66,6 +67,7 @@ def measure(world, name, slices, rounds):
         state = TrainState(net, build_optimizer(net, opts), opts, 10**6)
         modes[mode] = distribute(net, opts, world), state
     pin(modes["bitwise"][1].opts)                                   # for both: it costs both the same
+    keep_memory()
     times = []
     for round in range(rounds + 2):
         turn = {}
