@@ -50,7 +50,7 @@ def main(opts):
     source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = distribute(net, opts, world)
-    with Log(opts, world, state.step, state.total_steps, state.record) as log, \
+    with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         store.report = log.note
@@ -81,6 +81,9 @@ def main(opts):
             state.end_epoch()
             store.save(state)
             clock.pause()
+        if state.unjudged:                              # the life that made the last step ended before its evaluation
+            log.evaluation(state, state.judge(evaluate(net, data.test, state, world)))
+            store.save(state)
         if opts.eval_only:
             log.evaluation(state, evaluate(net, data.test, state, world))
         store.close()

@@ -47,7 +47,7 @@ def main(opts):
     model = replicate(net, opts, world)
     if opts.show_scatter:
         show_scatter(model, net)
-    with Log(opts, world, state.step, state.total_steps, state.record) as log, \
+    with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         store.report = log.note
@@ -74,6 +74,9 @@ def main(opts):
             state.end_epoch()
             store.save(state)
             clock.pause()
+        if state.unjudged:                              # the life that made the last step ended before its evaluation
+            log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
+            store.save(state)
         if opts.eval_only:
             log.evaluation(state, evaluate(model, data.test, state, world))
         store.close()

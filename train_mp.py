@@ -52,7 +52,7 @@ def main(opts):
     store = SpreadStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)                       # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
-    with Log(opts, world, state.step, state.total_steps, state.record) as log, \
+    with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source, sum(model.parameters_of))
         for line in model.describe(-(-opts.global_batch_size // world.replicas)):
@@ -85,6 +85,9 @@ def main(opts):
             state.end_epoch()
             store.save(state)
             clock.pause()
+        if state.unjudged:                              # the life that made the last step ended before its evaluation
+            log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
+            store.save(state)
         if opts.eval_only:
             log.evaluation(state, evaluate(model, data.test, state, world))
         store.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from common import UserError
+from common import UserError, pinned
 from common.agreement import odd_ranks, same_everywhere
 from common.fence import rescuing
 from common.files import Damaged, room
@@ -33,8 +33,8 @@ class CheckpointStore:
         self.opts, self.world, self.fingerprint, self.ledger, self.report = opts, world, fingerprint, ledger, report
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
         self.identity = identity_of(opts, fingerprint)
-        self.writer = Writer(self.root, self.root / f".life-{world.life}", {
-            "life": world.life, "identity": self.identity, "data": fingerprint, "torch": torch.__version__})
+        self.writer = Writer(self.root, self.root / f".life-{world.life}", {"life": world.life, "identity": self.identity,
+            "data": fingerprint, "torch": torch.__version__, "pinned": pinned.facts(opts, world)})
         self.fence, self.images, self.state = None, {}, None
         self.background = Background(self._write_noting)
         self.committed, self.agreed, self.saved = -1, None, None     # steps; the facts that were saved last

@@ -43,10 +43,8 @@ def check_identity(run_dir, opts, world, fingerprint, report):
             raise UserError(f"{path}: {reason}\nremove it, or use another --run-dir") from reason
         old = None
         report(f"{path}: {reason}; the checkpoints say whose run this is")
-    if old is None:
-        _ask_the_checkpoints(root, path, identity_of(opts, fingerprint))
-        replace_file(path, sealed(ours))
-        return
+    lost = old is None
+    old = old or ours | _ask_the_checkpoints(root, path, identity_of(opts, fingerprint))
     wrong = [f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(old["identity"])]
     if old["data"] != fingerprint:
         wrong.append(f"the data's fingerprint was {old['data'][:12]}, now {fingerprint[:12]}")
@@ -58,19 +56,22 @@ def check_identity(run_dir, opts, world, fingerprint, report):
                         "give the same options to go on with it, or another --run-dir")
     if old.get("torch") != torch.__version__:
         report(f"{run_dir} was begun with torch {old.get('torch')}, this is {torch.__version__}: the bits may differ from here on")
+    if lost:
+        replace_file(path, sealed(ours))
 
 
 def _ask_the_checkpoints(root, path, identity):
-    """options.json is lost or torn: the sealed manifests know as well whose run it is."""
+    """options.json is lost or torn: the sealed manifests know as well whose run it is, and what computed it."""
     for step, folder in checkpoints(root):
         try:
-            theirs = read_manifest(step, folder)["identity"]
+            manifest = read_manifest(step, folder)
         except (Damaged, OSError):
             continue
-        if theirs != identity:
+        if manifest["identity"] != identity:
             raise UserError(f"{path} cannot be read, and checkpoints/{folder.name} was saved with other options or data\n"
                             "give the options of that run to go on with it, or another --run-dir")
-        return
+        return {"torch": manifest["torch"], "pinned": manifest.get("pinned", {})}
+    return {}
 
 
 def set_aside(run_dir, report):

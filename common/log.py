@@ -62,11 +62,11 @@ def say(text, stream=None):
 class Log:
     """Where rank 0 tells how the run goes; call it on every rank, the others stay silent.
 
-    `state_step` is the step this life resumed at, `total_steps` where the run ends; `record` is what a checkpoint kept
-    of the last logged step (with its "step"): written now if the process that should have written it died.
+    `state_step` is the step this life resumed at, `total_steps` where the run ends; `records` are the lines that a checkpoint
+    kept of the last logged step and the last evaluation: written now if the process that should have written them died.
     """
 
-    def __init__(self, opts, world, state_step=0, total_steps=0, record=None):
+    def __init__(self, opts, world, state_step=0, total_steps=0, records=()):
         self.opts, self.total, self.first = opts, total_steps, state_step
         self.speaks = world.rank == 0
         if not self.speaks:
@@ -74,8 +74,9 @@ class Log:
         self.console = Console(opts, state_step, total_steps)
         self.metrics = Metrics(opts.run_dir, state_step, self.note)
         self.board = Board(opts.run_dir, state_step, self.note) if opts.tensorboard else None
-        if record and record.get("step", state_step + 1) <= state_step:
-            self._keep(record)
+        for record in records:
+            if record.get("step", state_step + 1) <= state_step:
+                self._keep(record)
         self.began = time.monotonic()
         self.mark = (self.began, state_step, None, 0)                # when, step, epoch, position of the line before
 
@@ -155,8 +156,10 @@ class Console:
         if opts.progress == "on" or opts.progress == "auto" and self.out.isatty() and os.environ.get("TERM") != "dumb":
             try:
                 from tqdm import tqdm
-                self.bar = tqdm(total=total or None, initial=step, file=self.out, dynamic_ncols=True,
-                                bar_format="{percentage:3.0f}%|{bar:10}| {desc}")
+                # Some terminals report a width of 0 (serial lines, containers, expect): tqdm would show nothing there.
+                blind = self.out.isatty() and not os.get_terminal_size(self.out.fileno()).columns
+                self.bar = tqdm(total=total or None, initial=step, file=self.out, bar_format="{percentage:3.0f}%|{bar:10}| {desc}",
+                                dynamic_ncols=not blind, ncols=80 if blind else None)
             except ImportError:
                 self.line("tqdm is not installed: lines instead of a bar (pip install tqdm)")
 

@@ -56,6 +56,8 @@ def read_manifest(step, folder):
     for name, kind in KINDS.items():
         if type(manifest.get(name)) is not kind:
             raise Damaged(f"{MANIFEST} has no {name}")
+    if not isinstance(manifest.get("pinned", {}), dict):              # older ones have none
+        raise Damaged(f"{MANIFEST} has no pinned facts")
     if manifest["step"] != step:
         raise Damaged(f"{MANIFEST} is of step {manifest['step']}, the folder says {step}")
     files = manifest["files"]
@@ -135,7 +137,9 @@ def check_facts(facts, step):
     if facts["step"] != step:
         raise Damaged(f"{STATE} is of step {facts['step']}, the folder says {step}")
     if not (isinstance(best, dict) and type(best.get("step")) is int and type(best.get("val_acc")) in (int, float)
-            and isinstance(facts.get("record"), dict) and isinstance(facts.get("scaler"), (dict, type(None)))):
+            and isinstance(facts.get("scaler"), (dict, type(None)))
+            and all(isinstance(line, dict) and type(line.get("step", 0)) is int
+                    for line in (facts.get("record"), facts.get("judged", {})))):      # older ones have kept no evaluation
         raise Damaged(f"{STATE} has no best, record and scaler")
     return facts
 

@@ -57,7 +57,8 @@ class TrainState:
         self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
         self.best = {"val_acc": -1.0, "step": 0}
         self.alive, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
-        self.record = {}                                            # the last logged one: its writer may have died before that
+        self.record = {}                                            # the last logged step: its writer may have died before that
+        self.judged = {}                                            # the last evaluation, likewise
         self.lock, self.torn = threading.RLock(), False
         self.norm = torch.nn.utils.get_total_norm                   # of gradients; a rank with a part of the net asks the others
         self.names = {p: name for name, p in net.named_parameters()}
@@ -109,8 +110,9 @@ class TrainState:
         return self.record
 
     def judge(self, metrics):
-        """Remember the best evaluation; returns what it was given."""
+        """Remember this evaluation, and the best one; returns what it was given."""
         with self.lock:
+            self.judged = {"step": self.step, "val_loss": metrics["val_loss"], "val_acc": metrics["val_acc"]}
             if metrics["val_acc"] > self.best["val_acc"]:
                 self.best = {"val_acc": metrics["val_acc"], "step": self.step}
         return metrics
@@ -138,7 +140,18 @@ class TrainState:
     @property
     def evaluation_due(self):
         every = self.opts.eval_every
-        return self.step >= self.total_steps or self.epoch_over and every and (self.epoch + 1) % every == 0
+        return self.judged.get("step") != self.step and (
+            self.step >= self.total_steps or self.epoch_over and every and (self.epoch + 1) % every == 0)
+
+    @property
+    def unjudged(self):
+        """The last step of the run is made and saved, its evaluation is not."""
+        return not self.opts.eval_only and self.step == self.total_steps and self.finished and self.judged.get("step") != self.step
+
+    @property
+    def records(self):
+        """Lines of the log that the process which should have written them may not have."""
+        return self.record, self.judged
 
     def net_is_on_gpu(self):
         return next(iter(self.names)).is_cuda
@@ -169,7 +182,7 @@ class TrainState:
     def facts(self):
         scaler = self.scaler.state_dict() if self.scaler else None
         return {"step": self.step, "epoch": self.epoch, "position": self.position, "best": self.best,
-                "record": self.record, "scaler": scaler}
+                "record": self.record, "judged": self.judged, "scaler": scaler}
 
     @torch.no_grad()
     def load(self, tensors, facts):
@@ -180,6 +193,6 @@ class TrainState:
         for name, buffer in self.net.named_buffers():
             buffer.copy_(self.buffers[name])
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
-        self.best, self.record = facts["best"], facts["record"]
+        self.best, self.record, self.judged = facts["best"], facts["record"], facts.get("judged", {})
         if self.scaler and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])

@@ -181,6 +181,17 @@ def test_another_thread_count_or_kind_of_device_is_refused_with_both_values(tmp_
     assert "kind of device was cuda, now cpu" in capfd.readouterr().err
 
 
+def test_without_options_json_the_checkpoint_knows_what_is_pinned(tmp_path, capfd):
+    short = CNN | {"epochs": 1, "max_steps": 2}
+    run(tmp_path / "run", 1, short)
+    (tmp_path / "run" / "options.json").unlink()
+    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short | {"threads": 2}), may_die=[0]) == [2]
+    assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
+    assert not (tmp_path / "run" / "options.json").exists(), "whoever was refused has not become its owner"
+    run(tmp_path / "run", 1, short | {"max_steps": 3})
+    assert json.loads((tmp_path / "run" / "options.json").read_text())["pinned"]["threads"] == 1
+
+
 def test_another_build_of_torch_or_cpu_is_said_and_goes_on(tmp_path, capfd):
     short = CNN | {"epochs": 1, "max_steps": 2}
     run(tmp_path / "run", 1, short)

@@ -99,9 +99,9 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
 def test_the_record_a_survivor_saved_fills_the_line_its_dead_writer_left_out(tmp_path):
     opts = options(tmp_path)
     life(opts, 0, 4)
-    life(opts, 5, 6, record={"step": 5, "epoch": 0, "loss": 5.0})
-    life(opts, 6, 7, record={"step": 6, "epoch": 0, "loss": 6.0})    # this one had been written
-    life(opts, 7, 8, record={})
+    life(opts, 5, 6, records=[{"step": 5, "epoch": 0, "loss": 5.0}])
+    life(opts, 6, 7, records=[{"step": 6, "epoch": 0, "loss": 6.0}])  # this one had been written
+    life(opts, 7, 8, records=[{}, {}])
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
@@ -196,7 +196,7 @@ def test_a_line_says_epoch_step_eta_lr_loss_acc_and_samples_per_second(tmp_path,
 
 def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    with log_for(options(run_dir, tensorboard=True, progress="on"), rank=1, state_step=3, record={"step": 3}) as log:
+    with log_for(options(run_dir, tensorboard=True, progress="on"), rank=1, state_step=3, records=[{"step": 3}]) as log:
         log.start(["a"])
         log.step(State(4), {"loss": 1.0})
         log.evaluation(State(4), {"val_acc": 1.0})
@@ -252,10 +252,10 @@ def test_a_process_begun_without_stdout_logs_to_its_file(tmp_path, run):
     assert (done.returncode, done.stderr) == (0, b"") and len(steps(tmp_path / "a")) == 2000
 
 
-def test_a_terminal_shows_a_bar_with_notes_above_it_and_a_file_shows_lines(tmp_path, run):
-    pytest.importorskip("tqdm")
+def on_a_terminal(tmp_path, columns):
+    """What the program shows on a terminal that says it has so many columns."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 120, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     xterm = {**os.environ, "TERM": "xterm"}
     program = subprocess.Popen(command(tmp_path / "a", "auto"), cwd=ROOT, stdout=theirs, env=xterm)
     os.close(theirs)
@@ -267,9 +267,21 @@ def test_a_terminal_shows_a_bar_with_notes_above_it_and_a_file_shows_lines(tmp_p
         pass
     os.close(ours)
     assert program.wait(60) == 0
-    last = shown.decode().split("\r")[-2]
+    return shown.decode()
+
+
+def test_a_terminal_that_reports_a_width_of_0_shows_the_bar_as_one_of_80(tmp_path):
+    pytest.importorskip("tqdm")
+    last = on_a_terminal(tmp_path, 0).split("\r")[-2]
+    assert last.startswith("100%|██████████| epoch 1/3  step 2000/2000") and len(last.rstrip()) <= 80
+
+
+def test_a_terminal_shows_a_bar_with_notes_above_it_and_a_file_shows_lines(tmp_path, run):
+    pytest.importorskip("tqdm")
+    shown = on_a_terminal(tmp_path, 120)
+    last = shown.split("\r")[-2]
     assert last.startswith("100%|██████████| epoch 1/3  step 2000/2000  eta 0:00:00") and "samples/s" in last
-    assert "\rhalf way and more\r\n" in shown.decode()
+    assert "\rhalf way and more\r\n" in shown
     plain = run("b", "auto", stdout=subprocess.PIPE, text=True).stdout
     assert plain.count("\n") == 2002 and "|" not in plain and "\r" not in plain
 

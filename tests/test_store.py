@@ -71,7 +71,7 @@ def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
         life.store.save(life.state)
         life.store.wait()
         assert os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino == before
-        life.state.judge({"val_acc": 0.5})                          # an evaluation at the same step is news
+        life.state.judge({"val_loss": 1.0, "val_acc": 0.5})                          # an evaluation at the same step is news
         save(life, 0)
     with a_life(opts) as life:
         assert life.state.best == {"val_acc": 0.5, "step": 0} and steps_of(opts) == [0]
@@ -83,7 +83,7 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
         for step in range(1, 9):
             at_step(life.state, step)
             if step == 3:
-                life.state.judge({"val_acc": 0.9})
+                life.state.judge({"val_loss": 1.0, "val_acc": 0.9})
             save(life, step)
     assert steps_of(opts) == [8, 7, 3]
     assert sorted(path.name for path in (opts.run_dir / "checkpoints").iterdir()) == [

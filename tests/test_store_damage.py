@@ -249,6 +249,8 @@ HARMFUL_STATES = {
     "negative": b'{"step": 2, "epoch": -1, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, "scaler": null}',
     "a huge epoch": b'{"step": 2, "epoch": ' + b"9" * 30 + b', "position": 0}',
     "another step": b'{"step": 3, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, "scaler": null}',
+    "an evaluation of no step": b'{"step": 2, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, '
+                                b'"scaler": null, "judged": {"step": "2"}}',
     "no best": b'{"step": 2, "epoch": 0, "position": 0, "best": [], "record": {}, "scaler": null}',
     "larger than any of ours": b'{"a": "' + b" " * (1 << 22) + b'"}',
 }

@@ -1,0 +1,67 @@
+"""Every evaluation is in metrics.jsonl once, wherever the process that should have written it died."""
+import json
+import os
+import signal
+
+import pytest
+from ranks import fork_ranks
+from test_bitwise import CNN, left_by, life, options
+
+import train_ddp
+import train_dp
+import train_mp
+
+TWO = ("cpu", "cpu")
+SCRIPTS = {"ddp": (train_ddp, 2, {}), "dp": (train_dp, 1, {"script": "dp", "devices": TWO}),
+           "mp": (train_mp, 1, {"script": "mp", "devices": TWO})}
+# Evaluated at the end of an epoch, step 5, and in mid-epoch, where --max-steps ends the run.
+PLAIN = CNN | {"virtual_ranks": 0, "epochs": 2, "max_steps": 8, "save_every": 8}
+
+
+def struck(world, script, opts, step, where, how):
+    """A life whose rank 0 dies at the evaluation of `step`: before it is made, or when it is made and not yet written."""
+    def strike(at):
+        if world.rank == 0 and at == step:
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise RuntimeError("struck")
+
+    evaluate, Log = script.evaluate, script.Log
+
+    class Mortal(Log):
+        def evaluation(self, state, metrics):
+            strike(state.step)
+            super().evaluation(state, metrics)
+
+    def evaluate_or_die(model, split, state, world):
+        strike(state.step)
+        return evaluate(model, split, state, world)
+
+    if where == "made":
+        script.Log = Mortal
+    else:
+        script.evaluate = evaluate_or_die
+    life(world, script, opts)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name):
+    script, world, extra = SCRIPTS[name]
+
+    def run(folder, *strike):
+        opts = options(folder, PLAIN | extra)
+        fork_ranks(world, struck if strike else life, script, opts, *strike, may_die=range(world) if strike else ())
+
+    run(tmp_path / "whole")
+    whole = left_by(tmp_path / "whole")
+    assert [line["step"] for line in map(json.loads, whole[1].splitlines()) if "val_acc" in line] == [5, 8]
+    for how in ("killed", "raised"):
+        folder = tmp_path / how
+        for step in (5, 8):
+            run(folder, step, "due", how)
+            run(folder, step, "made", how)
+        run(folder)
+        assert left_by(folder) == whole, how
+        before = (folder / "metrics.jsonl").read_bytes(), max((folder / "checkpoints").iterdir()).stat().st_ino
+        run(folder)
+        assert before == ((folder / "metrics.jsonl").read_bytes(), max((folder / "checkpoints").iterdir()).stat().st_ino)
