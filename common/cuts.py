@@ -168,7 +168,7 @@ def _measure(net, piece, x, device, cast):
         began = time.perf_counter()
         try:
             with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda t: t), cast():
-                y = piece.call(x)
+                y = piece.call(x.clone())
         except Exception as error:
             if out_of_memory(error):
                 raise

@@ -83,6 +83,9 @@ def build_model(opts, data):
             net = build_gpt(data, name[4:])
         else:
             net = build_torchvision(name, data)
+    if lazy := next((n for n, t in [*net.named_parameters(), *net.named_buffers()] if nn.parameter.is_lazy(t)), None):
+        raise UserError(f"model {name}: nobody knows yet how large {lazy} is\n"
+                        "give its layer all sizes, or run the net once on zeros before it is returned")
     return net.cpu()
 
 

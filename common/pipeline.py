@@ -70,6 +70,7 @@ def shard(model):
             continue                                                # a weight in no module that is called: every replica has it
         if next(part.parameters(), None) is not None:
             fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)       # each share is divided by the whole batch already
+            part.set_force_sum_reduction_for_comms(True)            # gloo has no sum that also multiplies
 
 
 class Local(Pipeline):

@@ -42,12 +42,13 @@ class Stage(nn.Module):
             y.backward(gradient)
 
     def _run(self, x):
+        x = x.clone()                                               # of a leaf, or a part of the batch: layers may work in place
         for piece, norms in zip(self.group, self.norms, strict=True):
             if self.opts.recompute and torch.is_grad_enabled():
                 x = checkpoint(piece.call, x, use_reentrant=False, context_fn=partial(_contexts, norms))
             else:
                 x = piece.call(x)
-        return x
+        return x.contiguous()                                       # to be sent
 
     def _seed(self, seed):
         gpu = self.device.type == "cuda"
@@ -150,12 +151,13 @@ class Pipeline(nn.Module):
             memory = (self.parameters_of[i] * copies * 4 + kept) / 2**20
             lines.append(f"{i:5}  {at:8}  {layers:34}  {self.parameters_of[i]:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
         if stages > 1:
-            bubble = (stages - 1) / (flights + stages - 1)
+            bubble = (stages - 1) / (flights * max(1, self.parts // stages) + stages - 1)
             lines.append(f"{opts.schedule}: {flights} micro batches of {micro} or less over {stages} places, "
                          f"idle {bubble:.0%} of the time")
             if flights < stages:
-                lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; "
-                             f"--micro-batch-size {max(1, samples // (4 * stages))}: idle {(stages - 1) / (5 * stages - 1):.0%}")
+                better = max(1, samples // (4 * stages))
+                lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; --micro-batch-size {better}: "
+                             f"idle {(stages - 1) / (-(-samples // better) + stages - 1):.0%}")
         return lines
 
 

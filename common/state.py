@@ -10,11 +10,11 @@ import torch
 from common import UserError
 
 OPTIMIZERS = {
-    "sgd": lambda parameters, opts: torch.optim.SGD(
-        parameters, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay,
-        fused=not any(hasattr(p, "to_local") for p in parameters)),            # torch has no fused SGD of sharded weights
-    "adam": lambda parameters, opts: torch.optim.Adam(parameters, opts.lr, weight_decay=opts.weight_decay, fused=True),
-    "adamw": lambda parameters, opts: torch.optim.AdamW(parameters, opts.lr, weight_decay=opts.weight_decay, fused=True),
+    "sgd": lambda groups, opts: torch.optim.SGD(
+        groups, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay,
+        fused=not any(hasattr(p, "to_local") for p in groups[0]["params"])),       # torch has no fused SGD of sharded weights
+    "adam": lambda groups, opts: torch.optim.Adam(groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
+    "adamw": lambda groups, opts: torch.optim.AdamW(groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
 }
 
 
