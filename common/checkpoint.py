@@ -180,9 +180,6 @@ class CheckpointStore:
             self.save(self.state)
             self.wait()
         self.background.close()
-        if self.fence:
-            self.fence.release()
-            self.fence = None
 
     def _snapshot(self, state):
         for part, tensors in state.tensors().items():

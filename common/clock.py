@@ -9,7 +9,7 @@ class Clock:
     """Starts when the process did, so that the imports are in the first lap."""
 
     def __init__(self, lap):
-        self.laps, self.began = {}, _process_start()
+        self.laps, self.began = {}, round(_process_start(), 3)
         self.mark = self.began
         self.ledger = self.entered = self.profiler = None
         self.steps_s = 0.0

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common import UserError
+from common.restarts import BETWEEN, counted, gap, in_words, spell
 
 
 class Lines:
@@ -62,7 +63,8 @@ def _plain(value):
 class Ledger:
     """RUN/ledger.jsonl. Events named "life", "save" and "rescue" mean something to the report and carry `step`.
 
-    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time in which steps were made.
+    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time in which steps were made. "left" is
+    what a process says that leaves its life early, with the moments of its last whole step and of learning why.
     """
 
     def __init__(self, run_dir):
@@ -130,8 +132,12 @@ def summarize(run_dir):
     lives = lives_of(run_dir)
     everything = [event for events in lives for event in events]
     wall, seconds = max(event.get("t", 0) for event in everything) - everything[0]["t"], _seconds(everything)
+    gaps = [{}, *(gap(before, after) for before, after in zip(lives, lives[1:], strict=False))]
+    for parts in gaps:
+        seconds |= {name: seconds.get(name, 0) + value for name, value in parts.items() if name in BETWEEN}
     return {
-        "lives": [{**events[0], "saved": _saved(events), "seconds": _seconds(events)} for events in lives],
+        "lives": [{**events[0], "saved": _saved(events), "seconds": _seconds(events), "gap": parts}
+                  for events, parts in zip(lives, gaps, strict=True)],
         "step": max(_saved(events) for events in lives),
         "events": dict(Counter(event["event"] for event in everything)),
         "seconds": seconds,
@@ -149,16 +155,15 @@ def _seconds(events):
 
 def report(run_dir):
     """Yield the lines of the goodput report."""
-    def spell(seconds):
-        return ", ".join(f"{name[:-2].replace('_', ' ')} {value:.2f} s" for name, value in seconds.items())
-
     facts = summarize(run_dir)
     events, goodput = facts["events"], facts["goodput"]
     yield f"{run_dir}: lives {events['life']}, last saved step {facts['step']}"
     for life in facts["lives"]:
+        yield from in_words(life["gap"])
+        own = {name: value for name, value in life["seconds"].items() if name not in life["gap"]}
         yield (f"  life {life['life']}  world {life['world']}  restart {life.get('restart', '?')}  "
-               f"resumed at step {life['step']}, saved up to {life['saved']}  {spell(life['seconds'])}".rstrip())
-    yield f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}"
+               f"resumed at step {life['step']}, saved up to {life['saved']}  {spell(own)}".rstrip())
+    yield f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}, {counted([life['gap'] for life in facts['lives']])}"
     yield f"wall {facts['wall_s']:.1f} s: {spell(facts['seconds']) or 'no times were recorded'}"
     yield f"goodput {'unknown' if goodput is None else f'{goodput:.1%}'} (time in steps / wall)"
 

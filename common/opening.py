@@ -11,6 +11,7 @@ from common.environment import fail, speaks
 from common.ledger import lives_of
 from common.log import say
 from common.models import out_of_memory
+from common.processes import job
 from common.sampler import permute
 
 LIVES = 3         # without progress on one step
@@ -50,7 +51,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
     if world.rank == 0:
         clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None)
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
-                     position=state.position, pids=pids, n=len(data.train), seed=opts.seed,
+                     position=state.position, pids=pids, job=job(), began=clock.began, n=len(data.train), seed=opts.seed,
                      global_batch_size=opts.global_batch_size, **clock.laps)
 
 

@@ -30,7 +30,8 @@ class Rescue:
 
     def __init__(self, store, state, world, ledger, closing=()):
         self.store, self.state, self.world, self.ledger, self.closing = store, state, world, ledger, closing
-        self.asked, self.leaving, self.parting = None, threading.Lock(), False
+        self.asked, self.leaving, self.noticed = None, threading.Lock(), 0.0
+        self.parting = self.parted = False
         self.under_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self.pulse = Pulse(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
 
@@ -57,12 +58,15 @@ class Rescue:
         self.pulse.stop()
         os.close(self.pipe[1])                                      # ends the watcher
         self.watcher.join()                                         # a thread that wakes in a dying interpreter aborts it
+        if error is None and self.store.fence:
+            self.store.fence.release()                              # not before all have met: a survivor needs the staging
 
     def _part(self):
         """The last step is on the disk before anybody stops watching over it; returns what went wrong, if a peer has died."""
         self.parting = True                                         # nothing is left to finish: a signal ends this wait at once
         try:
             self.world.meet("end")
+            self.parted = True
         except RuntimeError as error:
             return error
 
@@ -86,7 +90,7 @@ class Rescue:
             if not _peer_is_gone(error):
                 self.ledger.event("error", step=self.state.step, rank=self.world.rank, why=f"{type(error).__name__}: {words}")
             if self.world.size == 1 or not _peer_is_gone(error):
-                return
+                return self._sign_off()
             if self.under_agent:
                 self._settle()
             self._go(STOPPED if self.asked else 1)
@@ -99,7 +103,9 @@ class Rescue:
 
     def _save_noting(self, why):
         """(what happened in words, whether this process wrote); whatever goes wrong here must not keep it from leaving."""
-        began, state = time.monotonic(), self.state
+        began, state, self.noticed = time.monotonic(), self.state, time.time()
+        if self.parted:
+            return f"step {state.step} was saved already", False    # all have met since; the staging may be gone
         if not state.lock.acquire(timeout=PATIENCE):
             return f"step {state.step + 1} hangs half way, the newest checkpoint stands", False
         try:
@@ -151,7 +157,12 @@ class Rescue:
                 stream.flush()
             except (OSError, ValueError):
                 pass
+        self._sign_off()
         os._exit(code)
+
+    def _sign_off(self):
+        self.ledger.event("left", life=self.world.life, rank=self.world.rank, stepped=round(self.state.stepped, 3),
+                          noticed=round(self.noticed, 3))
 
 
 def _do_nothing(number, frame):

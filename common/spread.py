@@ -168,16 +168,6 @@ class SpreadStore(CheckpointStore):
         if not self.spread or self.joined == facts:                 # whoever joined the parts looks after the whole
             super()._confirm(facts, before, began)
 
-    def close(self):
-        self.wait()
-        if self.spread:
-            while self.error:
-                self.check()
-                self.save(self.state)
-                self.wait()
-            self.world.meet("saved")                                # the staging goes with rank 0: nobody may be writing there
-        super().close()
-
 
 def _part(stage, replica):
     return f"part-s{stage}" + ("" if replica is None else f"r{replica}")

@@ -4,6 +4,7 @@ What can be derived from (options, step) is not here: order, learning rate, drop
 """
 import math
 import threading
+import time
 
 import torch
 
@@ -57,6 +58,7 @@ class TrainState:
         self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
         self.best = {"val_acc": -1.0, "step": 0}
         self.alive, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
+        self.stepped = time.time()                                  # for the ledger: when the last step was whole
         self.record = {}                                            # the last logged step: its writer may have died before that
         self.judged = {}                                            # the last evaluation, likewise
         self.lock, self.torn = threading.RLock(), False
@@ -95,6 +97,7 @@ class TrainState:
             self.step += 1
             self.position += size
             self.alive += 1
+            self.stepped = time.time()
             self.torn = False
         self.optimizer.zero_grad(set_to_none=True)
 

@@ -169,6 +169,25 @@ def test_what_a_person_must_mend_is_not_a_reason_to_save(run):
     assert saved(run) == []
 
 
+def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_has_taken_over(run):
+    """Rank 0 lets go of the run when all have met, and whoever is told to stop after that has nothing to save."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger) as rescue:
+            step(state)
+            store.save(state)
+            store.close()
+            if world.rank == 0:
+                world.store.set("closed", "1")
+            world.store.wait(["closed"])
+            before = rescue._save_noting("SIGTERM")
+        return before, rescue._save_noting("SIGTERM")
+
+    assert fork_ranks(2, live) == [(("step 1 was saved already", False),) * 2] * 2
+    assert saved(run) == [1]
+    assert not list((run / "checkpoints").glob(".life-*"))
+
+
 # ---- many at once ----------------------------------------------------------------------------------------------------------
 def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
     def live(world):

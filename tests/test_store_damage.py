@@ -11,7 +11,7 @@ import zipfile
 
 import pytest
 import torch
-from stores import images_for, load, new_store, options, tiny_state, two_checkpoints
+from stores import end, images_for, load, new_store, options, tiny_state, two_checkpoints
 
 from common import UserError
 from common.files import sealed
@@ -325,7 +325,7 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     store, state = new_store(opts, said=said), tiny_state(opts)
     store.restore(state)
     assert state.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
-    store.close()
+    end(store)
 
 
 def test_planted_links_are_never_written_through(tmp_path):

@@ -9,7 +9,7 @@ import threading
 import time
 
 import pytest
-from stores import a_life, at_step, child, is_at, new_store, options, save, steps_of, tiny_state
+from stores import a_life, at_step, child, end, is_at, new_store, options, save, steps_of, tiny_state
 
 from common import UserError, fence, files
 from common.fence import Fenced
@@ -60,7 +60,7 @@ def test_the_lock_of_a_killed_job_is_taken_over_within_a_second(tmp_path):
         began = time.monotonic()
         store.restore(state)
         assert time.monotonic() - began < 1 and is_at(state, 3)
-        store.close()
+        end(store)
 
 
 def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from stores import a_life, at_step, is_at, new_store, options, save, steps_of, tiny_net, tiny_state, two_checkpoints
+from stores import a_life, at_step, end, is_at, new_store, options, save, steps_of, tiny_net, tiny_state, two_checkpoints
 from torch import nn
 
 from common import UserError
@@ -180,4 +180,4 @@ def test_the_nets_of_the_three_scripts_have_bare_names(tmp_path):
     store, state = new_store(options(tmp_path)), tiny_state(options(tmp_path), tiny_net())
     store.restore(state)
     assert not [name for part in state.tensors().values() for name in part if "module." in name or "_orig_mod" in name]
-    store.close()
+    end(store)

@@ -4,9 +4,12 @@ import re
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from jobs import PACED, ROOT, TESTS, Jobs, audit, children, events, lives, until, wait_for
+
+from common.ledger import summarize
 
 WARM = ROOT / "launch" / "warm.py"
 
@@ -23,14 +26,21 @@ def warm(jobs, *arguments, nproc=2, **env):
 
 def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path):
     run = tmp_path / "run"
-    job = warm(jobs, *PACED, "--run-dir", run)
+    job, killed = warm(jobs, *PACED, "--run-dir", run), []
     for life in range(3):
         there = wait_for(run, 2 + 4 * life, life, job)
         assert jobs.kill(there["pids"][life % 2])
+        killed.append(time.time())
     assert job.wait() == 0, job.output
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
     assert all(life["import_s"] < 1.0 for life in lives(run)[1:])   # a cold worker imports torch for seconds
+    # And the ledger knows where the time went: what it tells of each restart adds up to what was seen from outside.
+    first_steps, gaps = events(run, "first_step")[1:], [life["gap"] for life in summarize(run)["lives"][1:]]
+    for parts, moment, first in zip(gaps, killed, first_steps, strict=True):
+        assert list(parts) == [f"{part}_s" for part in ("detect", "tear_down", "rendezvous", "import", "join", "load", "restore",
+                                                        "first_step")]
+        assert min(parts.values()) > -0.05 and abs(sum(parts.values()) - (first["t"] - moment)) < 0.5
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

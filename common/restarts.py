@@ -1,0 +1,55 @@
+"""What lies between two lives, from the last whole step of one to the first of the next, and who took how long over it."""
+from statistics import median
+
+BETWEEN = ("detect_s", "tear_down_s", "rendezvous_s", "away_s", "down_s")        # what no event has a field for
+
+
+def gap(before, after):
+    """{part: seconds} between two lives, each a list of the ledger's events; they add up to the whole.
+
+    `detect` begins with the last whole step, as nobody sees the moment of a death, and ends when the first survivor knows;
+    `tear_down` ends when the last one has saved and left, `rendezvous` when the agent has started the next process. A life
+    without a survivor cannot tell these apart: they are `away`. What a person started is no restart: `down`.
+    """
+    match after[0]:
+        case {"job": str(job), "began": int() | float() as began}:
+            pass
+        case _:
+            return {}
+    if before[0].get("job") != job:
+        return {"down_s": began - _last(before)}
+    lefts = [event for event in before if event["event"] == "left" and event.get("life") == before[0]["life"]
+             and all(isinstance(event.get(name), int | float) for name in ("t", "stepped", "noticed"))]
+    parts = {"away_s": began - _last(before)}
+    if lefts:
+        stepped, gone = (max(event[name] for event in lefts) for name in ("stepped", "t"))
+        noticed = max(stepped, min(event["noticed"] for event in lefts))
+        parts = {"detect_s": noticed - stepped, "tear_down_s": gone - noticed, "rendezvous_s": began - gone}
+    laps = {name: value for name, value in after[0].items() if name.endswith("_s") and isinstance(value, int | float)}
+    first = [event["t"] for event in after if event["event"] == "first_step" and isinstance(event.get("t"), int | float)]
+    return parts | laps | ({"first_step_s": first[0] - began - sum(laps.values())} if first else {})
+
+
+def in_words(parts):
+    """The gap in words, or nothing."""
+    if "down_s" in parts:
+        return [f"  down {parts['down_s']:.2f} s, then started again"]
+    if not parts:
+        return []
+    end = "step to step" if "first_step_s" in parts else "no step was made"
+    return [f"  restart of {sum(parts.values()):.2f} s, {end}: {spell(parts)}"]
+
+
+def counted(gaps):
+    """How many restarts there were, and their median from step to step."""
+    whole = [sum(parts.values()) for parts in gaps if "first_step_s" in parts]
+    number = sum(bool(parts) and "down_s" not in parts for parts in gaps)
+    return f"restarts {number}" + (f" (median {median(whole):.2f} s from step to step)" if whole else "")
+
+
+def spell(seconds):
+    return ", ".join(f"{name[:-2].replace('_', ' ')} {value:.2f} s" for name, value in seconds.items())
+
+
+def _last(events):
+    return max(event["t"] for event in events if isinstance(event.get("t"), int | float))
