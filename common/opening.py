@@ -1,6 +1,10 @@
 """How a script begins and how it ends badly: what a person reads first, and errors said once."""
+import atexit
+import contextlib
 import functools
+import json
 import os
+import signal
 import sys
 import time
 
@@ -102,6 +106,8 @@ def speaking_errors(main):
     """What a person can mend is said once, without a traceback, and the process leaves with the error's code."""
     @functools.wraps(main)
     def run(opts):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)            # until there is something to save, Ctrl-C ends it at once
         try:
             return main(opts)
         except UserError as error:
@@ -115,8 +121,21 @@ def speaking_errors(main):
                 os._exit(error.code)                                # no destructors: they may wait for a dead peer
         except Exception as error:
             if opts.debug or not (missing := out_of_memory(error)):
+                _note_whole_or_not_at_all()
                 raise
             # Exit code 1: who took the memory may be gone soon, so an agent's restarts are worth a try.
             say(f"error: rank {os.environ.get('RANK', 0)} is out of memory: {missing}\n       {LESS[opts.script]}", sys.stderr)
             os._exit(1)
     return run
+
+
+def _note_whole_or_not_at_all():
+    """`@record` is about to write a file for torchrun, which itself ends of half a file: so aside first, and renamed at exit."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        os.environ["TORCHELASTIC_ERROR_FILE"] = aside = f"{path}.new"
+
+        @atexit.register
+        def publish():
+            with contextlib.suppress(OSError, ValueError), open(aside) as file:
+                json.load(file)
+                os.rename(aside, path)

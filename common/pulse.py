@@ -7,6 +7,8 @@ peers see it, and the agent kills it).
 """
 import contextlib
 import faulthandler
+import os
+import signal
 import statistics
 import sys
 import threading
@@ -60,6 +62,13 @@ class Pulse:
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
         return (f"rank {self.world.rank}: no progress for {now - self.moved:.0f} s at step {self.state.step}; {self._others()}\n"
                 f"its main thread stands here:\n{stack}").rstrip()
+
+    def doze(self):
+        """Ctrl-Z: stopped by a person until `fg`, however long; nothing may be due by then. Call on the thread that beats."""
+        faulthandler.cancel_dump_traceback_later()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(0.1)                                             # it stands still somewhere in here
+        self.moved = time.monotonic()
 
     def stop(self, patience=5):
         faulthandler.cancel_dump_traceback_later()

@@ -18,7 +18,7 @@ from common import UserError
 from common.log import say
 from common.pulse import Pulse
 
-STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)           # the last is Slurm's early warning
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)    # USR1: Slurm's early warning; HUP: the terminal is gone
 PATIENCE = 10.0        # seconds a signalled main thread has to reach the end of its step; the agent kills after 30
 SETTLE = 2.0           # after a peer's death: the agent's SIGTERM tells a planned change of the world from a failure
 STOPPED = 143
@@ -38,7 +38,11 @@ class Rescue:
     def __enter__(self):
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
-        self.old_handlers = {s: signal.signal(s, _do_nothing) for s in STOP}
+        # nohup has SIGHUP ignored. torchrun hears it all the same and passes it on: who did not answer would be killed.
+        nohup = not self.under_agent and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        self.old_handlers = {s: signal.signal(s, _do_nothing) for s in STOP if s != signal.SIGHUP or not nohup}
+        if self.world.size == 1 and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            self.old_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, _do_nothing)
         self.old_fd = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         self.pulse.beat()                                           # a lock held in C may come before the watcher's first look
         self.watcher = threading.Thread(target=self._watch, daemon=True, name="rescue")
@@ -131,6 +135,8 @@ class Rescue:
             data = os.read(self.pipe[0], 64) if ready else None
             if data == b"":
                 return os.close(self.pipe[0])                       # the run is over
+            if signal.SIGTSTP in (data or b""):
+                self.pulse.doze()
             numbers = [n for n in data or b"" if n in STOP]
             if numbers and deadline is None:
                 self.asked, deadline = signal.Signals(numbers[0]).name, time.monotonic() + (0 if self.parting else PATIENCE)

@@ -9,6 +9,7 @@ torchrun itself turns every one into 1.
 """
 import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,9 @@ SETTINGS = {
     # A dead node is missed after 6 seconds instead of 15, a missing one waited for 3 instead of 30. Clocks may differ by less
     # than those 6 seconds: a live node would count as dead.
     "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3",
+    # Slurm's early warning too reaches the workers, which save; and nohup means what it says.
+    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1" + (
+        "" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ",SIGHUP"),
     "OMP_NUM_THREADS": "1",                      # torchrun's own default, without its warning; --threads says otherwise
 }
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -34,14 +38,14 @@ MEETING = ("nnodes", "rdzv", "standalone", "master", "node")
 
 
 class Worker(subprocess.Popen):
-    """What torchrun starts its workers with; keeps them, for their exit codes."""
+    """What torchrun starts its workers with; keeps those of the newest life, for their exit codes."""
 
     started = []
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         if kwargs.get("start_new_session"):
-            self.started.append(self)
+            self.started[:] = [worker for worker in self.started if worker.returncode is None] + [self]
 
 
 def main(arguments):
@@ -86,7 +90,7 @@ def run(arguments):
             if code in FINAL:
                 return code
         if isinstance(error, SignalException):
-            return STOPPED if STOPPED in codes else 128 + error.sigval
+            return STOPPED if STOPPED in codes or -signal.SIGKILL not in codes else 1      # killed: it never came to save
         print(error, file=sys.stderr)
         return 1
 

@@ -46,7 +46,8 @@ def main():
     if len(os.listdir("/proc/self/task")) > 1:
         print("warm: the imports have started threads, which a fork does not have; if workers hang, use torchrun", file=sys.stderr)
     # From here on signals wait until they are asked for, so that none falls between a look and a wait.
-    signal.pthread_sigmask(signal.SIG_BLOCK, (*STOP, signal.SIGCHLD))
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN        # left as it is, it stays ignored
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP, signal.SIGCHLD} - ({signal.SIGHUP} if nohup else set()))
     run_id, restarts = uuid.uuid4().hex, 0
     while True:
         code = Life(given, run_id, restarts).code()
@@ -86,7 +87,7 @@ class Life:
     """One set of workers, from fork to the last one's end."""
 
     def __init__(self, given, run_id, restart):
-        self.given, self.asked, self.deadline, self.worst = given, False, None, 0
+        self.given, self.asked, self.deadline, self.codes = given, False, None, []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -129,9 +130,14 @@ class Life:
             else:
                 self.asked = True
                 self._end(got.si_signo)
-        if self.worst in (0, *FINAL):
-            return self.worst
-        return (STOPPED if self.worst == STOPPED else 1) if self.asked else None
+        for code in self.codes:
+            if code in FINAL:
+                return code
+        if not any(self.codes):
+            return 0
+        if not self.asked:
+            return None
+        return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1      # killed: it never came to save
 
     def _reap(self):
         """One SIGCHLD may stand for several ends."""
@@ -139,13 +145,13 @@ class Life:
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 del self.workers[pid]
-                code = os.waitstatus_to_exitcode(status)
-                if code:
-                    self.worst = code if code in FINAL or self.worst == 0 else self.worst
+                self.codes.append(os.waitstatus_to_exitcode(status))
+                if self.codes[-1]:
                     self._end(signal.SIGTERM)                        # a survivor saves, if it has not done so already
 
     def _end(self, number):
         self._signal(number)
+        self._signal(signal.SIGCONT)                                 # who is stopped would only be waited for
         self.deadline = self.deadline or time.monotonic() + GRACE
 
     def _signal(self, number):

@@ -3,9 +3,10 @@ that nobody disturbed. Worlds agree to 1e-9 here (float64, no dropout), so that 
 import json
 import signal
 import socket
+import time
 
 import pytest
-from jobs import PACED, STEPS, TESTS, audit, children, command, last_loss, lives, reached, until, wait_for, weights
+from jobs import PACED, STEPS, TESTS, audit, children, command, last_loss, lives, reached, state, until, wait_for, weights
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"), "ddp": ("train_ddp.py",)}
@@ -189,6 +190,18 @@ def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, unbroken, rank, n
     jobs.kill(life["pids"][rank], getattr(signal, name))
     assert job.wait() == 0, job.output
     assert len(lives(run)) == 2
+    assert_same(run, unbroken)
+
+
+def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
+    job = plain(jobs, "ddp", run, "--hang-timeout=1", PACE="0.02")
+    wait_for(run, 3, 0, job)
+    job.kill(signal.SIGTSTP)
+    until(lambda: state(job.pid) == "T", "the process to stop")
+    woken = time.monotonic() + 2.2                                  # at 2 s faulthandler would have ended it
+    until(lambda: time.monotonic() > woken, "a while")
+    job.kill(signal.SIGCONT)
+    assert job.wait() == 0, job.output
     assert_same(run, unbroken)
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from jobs import PACED, ROOT, audit, children, lives, state, until, wait_for
@@ -177,7 +178,7 @@ def test_help_is_that_of_the_training():
 def test_settings_on_the_command_line_come_on_top_of_the_launchers_own(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "launch")
     monkeypatch.setattr(subprocess, "Popen", subprocess.Popen)       # which main() replaces
-    for name in ("PET_RDZV_CONF", "PET_LOG_DIR", "PET_MAX_RESTARTS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+    for name in ("PET_RDZV_CONF", "PET_LOG_DIR", "PET_MAX_RESTARTS", "PET_SIGNALS_TO_HANDLE", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
         monkeypatch.setenv(name, "")                                 # so that monkeypatch takes back what main() sets
         monkeypatch.delenv(name)
     launcher = importlib.import_module("torchrun")
@@ -186,6 +187,22 @@ def test_settings_on_the_command_line_come_on_top_of_the_launchers_own(monkeypat
     assert launcher.main(["--nnodes=1:2", "--rdzv_conf=is_host=0,last_call_timeout=9", *rest]) == [
         "--nnodes=1:2", f"--rdzv_conf={own},is_host=0,last_call_timeout=9", *rest]
     assert launcher.main(["--nproc_per_node=2", *rest])[0] == "--rdzv_backend=c10d"
+
+
+@pytest.mark.parametrize("codes, left_with", [
+    ([143, 143], 143), ([143, -9], 143), ([-9, -9], 1), ([-15, -15], 143), ([], 143), ([143, 3], 3)])
+def test_a_stop_is_143_unless_everybody_was_killed_before_it_had_saved(monkeypatch, codes, left_with):
+    import torch.distributed.run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    def torchrun(arguments):
+        raise SignalException("stop", signal.SIGTERM)
+
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    launcher = importlib.import_module("torchrun")
+    monkeypatch.setattr(torch.distributed.run, "main", torchrun)
+    monkeypatch.setattr(launcher.Worker, "started", [SimpleNamespace(returncode=code) for code in codes])
+    assert launcher.run([]) == left_with
 
 
 @pytest.fixture
@@ -246,3 +263,17 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
         job = start(*command, "--seed", 7, **env)
         assert job.wait(60) == 2 and job.output().count("error: ") == 1, job.output()
         assert "--seed was 0, now 7" in job.output() and "Traceback" not in job.output()
+
+
+@needs_an_environment
+@pytest.mark.parametrize("agent", ["local.sh", "torchrun.py"])
+def test_nohup_outlives_the_terminal_and_slurms_early_warning_saves(agent, start, tmp_path):
+    run = tmp_path / "run"
+    command = {"local.sh": [LOCAL], "torchrun.py": [sys.executable, TORCHRUN, "--nproc_per_node=2", ROOT / "train_ddp.py"]}[agent]
+    job = start("nohup", *command, *PACED, "--run-dir", run, VIRTUAL_ENV=str(HOME), PACE="0.05")
+    wait_for(run, 2, job=job)
+    job.send_signal(signal.SIGHUP)
+    wait_for(run, 6, job=job)
+    job.send_signal(signal.SIGUSR1)
+    assert job.wait(60) == 143, job.output()
+    assert len(lives(run)) == 1 and "stopped on SIGUSR1" in job.output(), job.output()

@@ -1,21 +1,26 @@
 """What a survivor saves, and that it never saves anything else."""
+import atexit
 import ctypes
+import json
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from jobs import events
 from ranks import fork_ranks
+from torch.distributed.elastic.multiprocessing.errors import record
 
 import common.rescue
 from common import UserError
 from common.checkpoint import CheckpointStore
 from common.ledger import Ledger
 from common.manifest import checkpoints
+from common.opening import speaking_errors
 from common.options import parse_options
 from common.rescue import Rescue
 from common.state import TrainState, build_optimizer
@@ -186,6 +191,34 @@ def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_h
     assert fork_ranks(2, live) == [(("step 1 was saved already", False),) * 2] * 2
     assert saved(run) == [1]
     assert not list((run / "checkpoints").glob(".life-*"))
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_torchrun_finds_a_whole_account_of_an_error_or_none(tmp_path, monkeypatch, dies):
+    """Its agent ends of half a file, whatever restarts were left; and it sends its SIGTERM when another rank fails first."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+
+    def live(world):
+        @record
+        @speaking_errors
+        def main(opts):
+            raise ZeroDivisionError("mine")
+
+        def half(data, file):
+            file.write('{"mess')
+            file.flush()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        if dies:
+            json.dump = half
+        atexit._clear()
+        with pytest.raises(ZeroDivisionError):
+            main(SimpleNamespace(debug=True))
+        atexit._run_exitfuncs()
+
+    fork_ranks(1, live, may_die=[0])
+    found = tmp_path / "error.json"
+    assert not found.exists() if dies else "mine" in json.loads(found.read_text())["message"]["message"]
 
 
 # ---- many at once ----------------------------------------------------------------------------------------------------------

@@ -43,7 +43,11 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
         assert min(parts.values()) > -0.05 and abs(sum(parts.values()) - (first["t"] - moment)) < 0.5
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+NOHUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN           # these tests run under nohup
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, pytest.param(
+    signal.SIGHUP, marks=pytest.mark.skipif(NOHUP, reason="nohup"))])
 def test_a_stop_on_request_leaves_143_and_the_same_command_goes_on_to_0(jobs, tmp_path, number):
     run = tmp_path / "run"
     job = warm(jobs, *PACED, "--run-dir", run)
@@ -54,6 +58,24 @@ def test_a_stop_on_request_leaves_143_and_the_same_command_goes_on_to_0(jobs, tm
     assert again.wait() == 0, again.output
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
     assert [life["world"] for life in lives(run)] == [2, 3]
+
+
+def test_a_stop_before_the_first_step_leaves_143_too(jobs, tmp_path):
+    job = warm(jobs, *PACED, "--run-dir", tmp_path / "run")
+    until(lambda: children(job.pid), "a worker")
+    job.kill(signal.SIGTERM)
+    assert job.wait() == 143, job.output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, tmp_path, rank):
+    """The agent's patience is 30 s."""
+    job = warm(jobs, *PACED, "--run-dir", tmp_path / "run", PACE="0.02")
+    assert jobs.kill(wait_for(tmp_path / "run", 3, 0, job)["pids"][rank], signal.SIGSTOP)
+    job.kill(signal.SIGTERM)
+    assert job.wait(20) == 143, job.output
+    assert warm(jobs, *PACED, "--run-dir", tmp_path / "run").wait() == 0
+    assert audit(tmp_path / "run") == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 def test_workers_die_with_a_killed_warm_agent(jobs, tmp_path):
