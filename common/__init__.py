@@ -35,7 +35,9 @@ spread       a checkpoint of which each rank writes what it owns
 buffers      running statistics and counters that move by the same bits at any world size
 bitwise      the sum along the tree, over slices and ranks
 reduce       how a global batch becomes one gradient
+line         what the ranks of one pipeline hand each other
 stages       a stage, and a pipeline of them
+flights      slices of a global batch on their way through stages, to the same bits
 pipeline     who carries tensors from stage to stage: threads over devices, or ranks
 evaluate     exact metrics
 clock        where the time of a life goes

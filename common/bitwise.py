@@ -27,48 +27,48 @@ PIECE = 12 << 20                     # bytes exchanged at once: while one piece 
 
 
 class Tree:
-    """One step: `begin`, then for each of this rank's `slices` one `leaf` with one backward in it, then `finish`."""
+    """One step: `begin`, then for each of this rank's `slices` one `leaf` with one backward in it, then `finish`.
+
+    Of a net in stages each stage has a tree of its own, over the ranks that hold it.
+    """
 
     def __init__(self, net, world, slices):
-        self.world, self.count, self.slices = world, slices, share(slices, world.rank, world.size)
+        self.world, self.count, self.slices = world, slices, share(slices, world.replica, world.replicas)
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]        # about the order of backward
         self.buffers = Buffers(net, world.device)
         self.tail = len(self.params)                                # what follows the gradients: moves of buffers, totals
         shapes = [*self.params, torch.zeros(self.buffers.numel + 2, dtype=self.buffers.dtype, device=world.device)]
-        blocks = held(slices, world.size)
+        blocks = held(slices, world.replicas)
         self.held, self.order = [len(b) for b in blocks], merges([block for b in blocks for block in b])
         self.buckets = [Bucket(members, shapes, world, sum(self.held)) for members in _cut(shapes)]
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self.rows, self.sending = [], False
-        if world.size > 1:
+        if world.replicas > 1:
             for i, p in enumerate(self.params):
                 p.register_post_accumulate_grad_hook(lambda _, i=i: self._ready(i))
 
     @property
     def bytes_sent(self):
         """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
-        others, rows = self.world.size - 1, sum(self.held) / self.world.size
-        return sum(bucket.numel / self.world.size * bucket.size * others * (rows + 1) for bucket in self.buckets)
+        others, rows = self.world.replicas - 1, sum(self.held) / self.world.replicas
+        return sum(bucket.numel / self.world.replicas * bucket.size * others * (rows + 1) for bucket in self.buckets)
 
     # ---- this rank's slices ---------------------------------------------------------------------------------------
     def begin(self, state):
         """A new step; the buffers are as its last one left them."""
-        self.rows, self.leaves = [], 0
+        self.rows = []
         self.buffers.begin(state.buffers)
 
     @contextlib.contextmanager
     def leaf(self, v):
         """Inside: `measure`, then exactly one backward; or nothing at all, for a slice without samples."""
-        if self.leaves:
-            self.buffers.restore()
-        self.leaves += 1
         self.carries = carries(v, self.slices.start)
         if not self.carries:                                        # otherwise autograd adds straight into the sibling's gradients
             self.rows.append([None] * (self.tail + 1))
             for p in self.params:
                 p.grad = None
-        self.v, self.done = v, 0
-        self.sending = v == self.slices[-1] and self.world.size > 1
+        self.done = 0
+        self.sending = v == self.slices[-1] and self.world.replicas > 1
         if self.sending:
             for bucket in self.buckets:
                 bucket.waiting = len(bucket.params)
@@ -81,10 +81,14 @@ class Tree:
             del self.rows[1 - self.carries:]
 
     @torch.no_grad()
-    def measure(self, loss, hits, weight):
-        """After the forward, before the backward: the slice's totals, and its part in the moves of the buffers."""
-        totals = torch.stack([loss.detach(), hits]).to(self.buffers.dtype)
-        tail = torch.cat([*self.buffers.moves(weight, counts=self.v == self.count - 1), totals])
+    def moves(self, v, weight):
+        """After the forward of a slice: its part in the moves of the buffers."""
+        return self.buffers.moves(weight, counts=v == self.count - 1)
+
+    @torch.no_grad()
+    def measure(self, loss, hits, moves):
+        """Before the backward: the slice's totals, and its part in the moves of the buffers."""
+        tail = torch.cat([*moves, torch.stack([loss.detach(), hits]).to(self.buffers.dtype)])
         row = self.rows[-1]
         row[self.tail] = tail if row[self.tail] is None else row[self.tail].add_(tail)
 
@@ -120,7 +124,7 @@ class Tree:
     @torch.no_grad()
     def finish(self):
         """The sum over all slices is in `.grad`, the buffers have moved; returns this rank's part of the totals."""
-        if self.world.size == 1:
+        if self.world.replicas == 1:
             for i, j in self.order:                                 # no power of two: some subtrees have no right half
                 torch._foreach_add_(self.rows[i], self.rows[j])
             grads = self.rows[0]
@@ -136,7 +140,7 @@ class Tree:
         self.buffers.apply(grads[self.tail][:-2])
         self.rows = []
         totals = grads[self.tail][-2:].double()
-        return totals if self.world.rank == 0 else torch.zeros_like(totals)         # everybody knows them, they are asked for once
+        return totals if self.world.replica == 0 else torch.zeros_like(totals)      # each replica knows them, one is asked
 
 
 def _cut(shapes):
@@ -171,14 +175,14 @@ class Bucket:
             starts[i] = at
             at += -(-shapes[i].numel() // align) * align
         count = max(1, round(at * self.size / PIECE))
-        self.part = -(-at // (count * align * self.world.size)) * align      # what each rank adds up of a piece, and hands out
-        self.numel = self.part * self.world.size * count
+        self.part = -(-at // (count * align * self.world.replicas)) * align      # what each rank adds up of a piece, and hands out
+        self.numel = self.part * self.world.replicas * count
         # gloo's collectives copy everything once or twice more; for little, they are quicker than messages.
         self.direct = self.world.backend == "gloo" and at * self.size > DIRECT
-        if self.world.size == 1:
+        if self.world.replicas == 1:
             return
         self.flat = torch.zeros(self.numel, dtype=kind.dtype, device=kind.device)
-        self.pieces = self.flat.view(count, self.world.size, self.part)
+        self.pieces = self.flat.view(count, self.world.replicas, self.part)
         self.received = self.flat.new_zeros(count, self.rows, self.part)
         self.views = {i: _like(self.flat[start:start + shapes[i].numel()], shapes[i]) for i, start in starts.items()}
 
@@ -205,11 +209,11 @@ class Bucket:
         if self.direct:
             return _swap(self.world, out, received.split(held), tag=1)
         return [dist.all_to_all_single(received.view(-1), out.reshape(-1), [count * self.part for count in held],
-                                       [out[0].numel()] * self.world.size, async_op=True)]
+                                       [out[0].numel()] * self.world.replicas, group=self.world.peers, async_op=True)]
 
     def add(self, order, held):
         """End the tree for this rank's part of each piece, and start to hand it out while the next ones still arrive."""
-        handed, rank = [], self.world.rank
+        handed, rank = [], self.world.replica
         for works, piece, out, received in zip(self.works, self.pieces, self.out, self.received, strict=True):
             for work in works:
                 work.wait()
@@ -221,19 +225,20 @@ class Bucket:
             i, j = order[-1]                                        # row 0 and the last one added to it
             torch.add(rows[i], rows[j], out=piece[rank])
             if self.direct:
-                handed += _swap(self.world, [piece[rank]] * self.world.size, piece, tag=2)
+                handed += _swap(self.world, [piece[rank]] * self.world.replicas, piece, tag=2)
             else:
-                handed.append(dist.all_gather_into_tensor(piece.view(-1), piece[rank], async_op=True))
+                handed.append(dist.all_gather_into_tensor(piece.view(-1), piece[rank], group=self.world.peers, async_op=True))
         self.out = self.works = None
         return handed
 
 
 def _swap(world, outs, ins, tag):
-    """outs[q] goes to rank q, ins[q] comes from it."""
-    works = []
-    for k in range(1, world.size):
-        to, source = (world.rank + k) % world.size, (world.rank - k) % world.size
-        works += [dist.isend(outs[to], to, tag=tag), dist.irecv(ins[source], source, tag=tag)]
+    """outs[q] goes to replica q, ins[q] comes from it."""
+    works, group = [], world.peers
+    for k in range(1, world.replicas):
+        to, source = (world.replica + k) % world.replicas, (world.replica - k) % world.replicas
+        works += [dist.isend(outs[to], group=group, group_dst=to, tag=tag),
+                  dist.irecv(ins[source], group=group, group_src=source, tag=tag)]
     return works
 
 

@@ -14,7 +14,11 @@ class Buffers:
         self.kinds, self.numel = [b.is_floating_point() for b in buffers], sum(b.numel() for b in buffers)
         self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in buffers) else torch.float32
         # Where they are, not what they are: a module may put a new tensor there. Walking the modules each time costs 5 %.
-        places = {id(b): (m._buffers, n) for m in net.modules() for n, b in m._buffers.items() if b is not None}
+        places = {id(b): [] for b in buffers}
+        for module in net.modules():
+            for name, b in module._buffers.items():
+                if b is not None:
+                    places[id(b)].append((module._buffers, name))
         self.places = [places[id(b)] for b in buffers]
         self.constants = any(not b.isfinite().all() for b in buffers)               # such as a mask of -inf
         self.no_counts = torch.zeros(len(self._counts(buffers)), dtype=self.dtype, device=device)
@@ -40,6 +44,13 @@ class Buffers:
         if self.numel:
             torch._foreach_copy_(self._live(), self.committed)
 
+    def renew(self):
+        """The same, in new memory: the backward of slices still in flight may look at what their forward has found."""
+        for places, committed in zip(self.places, self.committed, strict=True):
+            buffer = committed.clone()
+            for owner, name in places:
+                owner[name] = buffer
+
     def apply(self, moved):
         """The live buffers are the committed ones and their summed moves."""
         if not self.numel:
@@ -51,7 +62,7 @@ class Buffers:
                 buffer.copy_(piece.view_as(buffer))
 
     def _live(self):
-        return [owner[name] for owner, name in self.places]
+        return [owner[name] for (owner, name), *_ in self.places]
 
     def _of(self, buffers, floating):
         return [b for b, kind in zip(buffers, self.kinds, strict=True) if kind == floating]

@@ -41,7 +41,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
     parts = f"{world.replicas} x {share} or less, {micro} a forward"
     if opts.virtual_ranks:
         parts = (f"{opts.virtual_ranks} slices of {-(-opts.global_batch_size // opts.virtual_ranks)} or less, "
-                 f"{-(-opts.virtual_ranks // world.size)} or less a rank")
+                 f"{-(-opts.virtual_ranks // world.replicas)} or less a {'pipeline' if world.stages > 1 else 'rank'}")
     log.start([
         f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
         devices_line(world),

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from common import UserError, reduce
 from common.agreement import send
 from common.cuts import count, cut, measure, pieces, refuse_ties
-from common.stages import Pipeline
+from common.flights import backward_slices
+from common.line import NOTHING, Line
+from common.stages import Pipeline, orders
 
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
              "interleaved": pipelining.ScheduleInterleaved1F1B}
@@ -129,23 +131,12 @@ def _take(line):
     return item
 
 
-def orders(schedule, flights, left):
-    """(forward?, micro batch) in the order in which a stage with `left` stages from itself to the end does them."""
-    ahead = flights if schedule == "gpipe" else min(flights, left)
-    for k in range(ahead):
-        yield True, k
-    for k in range(flights):
-        yield False, k
-        if ahead + k < flights:
-            yield True, ahead + k
-
-
 class Ranks(Pipeline):
     """Stages over ranks: torch's schedules move the micro batches, each rank has one stage or, interleaved, several."""
 
     def __init__(self, net, groups, measures, opts, world, device_of):
         super().__init__(net, groups, measures, opts, world, device_of)
-        self.schedules, self.sent = {}, []
+        self.schedules, self.line = {}, Line(world)
         self.edges = [(facts[-1].shape, facts[-1].dtype) for facts in measures]
 
     def owns(self, index):
@@ -153,21 +144,21 @@ class Ranks(Pipeline):
 
     def forward(self, x):
         """The net's output on the rank that has the last stage, None on the others."""
-        for work, _ in self.sent:
-            work.wait()
-        self.sent, n = [], len(x)
-        first = self.world.rank - self.world.stage
+        self.line.drain()
+        n = len(x)
         for stage in self.stages:
             if stage.index:
-                shape, dtype = self.edges[stage.index - 1]
-                x = torch.empty(n, *shape, dtype=dtype, device=stage.device)
-                dist.recv(x, first + (stage.index - 1) % self.world.stages, group=self.world.line)
+                x, _ = self.line.exchange(take=self.edge(stage.index - 1, n, stage.index - 1))
             y = stage(x)
             if stage.index == self.parts - 1:
                 return y
-            y = y.contiguous()
-            self.sent.append((dist.isend(y, first + (stage.index + 1) % self.world.stages, group=self.world.line), y))
+            self.line.exchange(give=(y, (stage.index + 1) % self.world.stages, NOTHING))
         return None
+
+    def edge(self, index, n, source, note=0):
+        """What comes from the stage `source` where stage `index` ends: activations of n samples, or their gradient."""
+        shape, dtype = self.edges[index]
+        return (n, *shape), dtype, source % self.world.stages, note
 
     def run(self, xs, loss):
         at = 0
@@ -212,6 +203,8 @@ def plan(schedule, sizes, stages):
 
 def backward(model, batch, state, world):
     """One gradient of one global batch, as reduce.backward for the other scripts."""
+    if state.opts.virtual_ranks and world.stages > 1:
+        return backward_slices(model, batch, state)
     if state.opts.virtual_ranks:
         return reduce.backward(SimpleNamespace(net=model, tree=model.tree), batch, state, world)
     return model.backward(batch, state)

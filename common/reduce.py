@@ -149,11 +149,13 @@ def backward_slices(model, batch, state, world):
         seed(world, state.opts.seed, "step", state.step, v)
         if v == tree.slices[-1]:
             state.own_seconds += time.monotonic() - began           # the exchange to come waits for the others
+        if v > tree.slices.start:
+            tree.buffers.restore()
         with tree.leaf(v):
             if n:
                 x, y = (alone(t[at:at + n], world) for t in (batch.x, batch.y))
                 loss, right = forward(model.net, x, y, state, world)
-                tree.measure(loss, right, n / batch.size)
+                tree.measure(loss, right, tree.moves(v, n / batch.size))
                 scaled = loss / batch.size
                 (state.scaler.scale(scaled) if state.scaler else scaled).backward()
         at += n
@@ -174,13 +176,17 @@ def alone(x, world):
 
 def forward(model, x, y, state, world):
     """The summed loss of some samples, and how many of them are hits."""
-    opts = state.opts
-    if opts.channels_last and x.dim() == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
-    x, targets = mix(x, y, state)
-    with autocast(opts, world.device):
+    x, targets = enter(x, y, state)
+    with autocast(state.opts, world.device):
         out = model(x)
-    return summed_loss(out, targets, opts), hits(out, y) if len(y) else torch.zeros((), device=x.device)
+    return summed_loss(out, targets, state.opts), hits(out, y) if len(y) else torch.zeros((), device=x.device)
+
+
+def enter(x, y, state):
+    """(inputs, [(weight, targets)]): what goes into a net, and what should come out."""
+    if state.opts.channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return mix(x, y, state)
 
 
 def summed_loss(out, targets, opts):

@@ -33,7 +33,8 @@ class Stage(nn.Module):
     def forward(self, x):
         with self.lock, reduce.autocast(self.opts, self.device):
             if torch.is_grad_enabled() and self.random and not self.opts.virtual_ranks:
-                self._seed(hash_seed(self.opts.seed, "stage", self.step, self.world.replica, self.index, self.forwards))
+                self.generator.manual_seed(
+                    hash_seed(self.opts.seed, "stage", self.step, self.world.replica, self.index, self.forwards))
             self.forwards += torch.is_grad_enabled()
             return self.run(x)
 
@@ -48,12 +49,13 @@ class Stage(nn.Module):
                 x = checkpoint(piece.call, x, use_reentrant=False, context_fn=partial(_contexts, norms))
             else:
                 x = piece.call(x)
-        return x.contiguous()                                       # to be sent
+        return x if self.opts.virtual_ranks else x.contiguous()     # torch's schedules send it; line.py keeps what decides bits
 
-    def _seed(self, seed):
+    @property
+    def generator(self):
+        """What draws on this device."""
         gpu = self.device.type == "cuda"
-        generator = torch.cuda.default_generators[self.device.index or 0] if gpu else torch.default_generator
-        generator.manual_seed(seed)
+        return torch.cuda.default_generators[self.device.index or 0] if gpu else torch.default_generator
 
 
 class Pipeline(nn.Module):
@@ -68,10 +70,15 @@ class Pipeline(nn.Module):
         locks = {device: Lock() for device in device_of}
         self.stages = [Stage(net, i, group, device_of[i], opts, world, any(m.random for m in facts), locks[device_of[i]])
                        for i, (group, facts) in enumerate(zip(groups, measures, strict=True)) if self.owns(i)]
+        weights = [p for p in net.parameters() if p.requires_grad]
+        self.weights = len(weights)
+        self.kind = torch.float64 if any(p.dtype == torch.float64 for p in weights) else torch.float32
         prune(net, [prefix for stage in self.stages for piece in stage.group for prefix in piece.owns])
         for stage in self.stages:
             for piece in stage.group:
                 place(net, piece, stage.device)
+        own = {id(p) for p in net.parameters()}
+        self.order = [i for i, p in enumerate(weights) if id(p) in own]     # of the whole net's
 
     def backward(self, batch, state):
         """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits]. On every rank."""
@@ -128,6 +135,11 @@ class Pipeline(nn.Module):
 
     def norm(self, gradients):
         """The length of the whole net's gradient."""
+        if self.opts.virtual_ranks and self.world.stages > 1:       # the lengths in one order, wherever the net is cut
+            lengths = torch.zeros(self.weights, dtype=self.kind, device=self.world.device)
+            if gradients:
+                lengths[self.order] = torch.stack(torch._foreach_norm(gradients)).to(self.kind)
+            return torch.linalg.vector_norm(self.world.line_sum(lengths))
         rows = [g.to_local() for g in gradients if hasattr(g, "to_local")]
         own = torch.nn.utils.get_total_norm([g for g in gradients if not hasattr(g, "to_local")])
         if self.world.stages == 1 and not rows:
@@ -138,8 +150,10 @@ class Pipeline(nn.Module):
     # ---- what a person reads --------------------------------------------------------------------------------------
     def describe(self, samples):
         """The cut as lines of a table, and a warning where micro batches are too few to keep the stages busy."""
-        opts, micro = self.opts, min(self.opts.micro_batch_size or samples, samples)
-        flights, stages = -(-samples // max(1, micro)), len(set(self.devices)) if self.world.stages == 1 else self.world.stages
+        opts, sliced, ranks = self.opts, self.opts.virtual_ranks, self.world.stages > 1
+        micro = -(-opts.global_batch_size // sliced) if sliced else min(opts.micro_batch_size or samples, samples)
+        count, stages = -(-samples // max(1, micro)), self.world.stages if ranks else len(set(self.devices))
+        flights = count if ranks or not sliced else 1
         spent = [sum(m.seconds for m in facts) for facts in self.measures]
         copies = 2 + {"sgd": int(bool(opts.momentum)), "adam": 2, "adamw": 2}[opts.optimizer]
         lines = ["stage  place     layers                              parameters   time   memory (MiB)"]
@@ -152,13 +166,25 @@ class Pipeline(nn.Module):
             lines.append(f"{i:5}  {at:8}  {layers:34}  {self.parameters_of[i]:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
         if stages > 1:
             bubble = (stages - 1) / (flights * max(1, self.parts // stages) + stages - 1)
-            lines.append(f"{opts.schedule}: {flights} micro batches of {micro} or less over {stages} places, "
+            of = "micro batches" if not sliced else "slices" if ranks else "slices, one after the other,"
+            lines.append(f"{opts.schedule}: {count} {of} of {micro} or less over {stages} places, "
                          f"idle {bubble:.0%} of the time")
-            if flights < stages:
+            if flights < stages and not sliced:
                 better = max(1, samples // (4 * stages))
                 lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; --micro-batch-size {better}: "
                              f"idle {(stages - 1) / (-(-samples // better) + stages - 1):.0%}")
         return lines
+
+
+def orders(schedule, flights, left):
+    """(forward?, micro batch) in the order in which a stage with `left` stages from itself to the end does them."""
+    ahead = flights if schedule == "gpipe" else min(flights, left)
+    for k in range(ahead):
+        yield True, k
+    for k in range(flights):
+        yield False, k
+        if ahead + k < flights:
+            yield True, ahead + k
 
 
 def _contexts(norms):

@@ -37,6 +37,13 @@ def cnn(data):
     return net
 
 
+def frozen(data):
+    """The same with convolutions that do not learn."""
+    net = cnn(data)
+    net[:10].requires_grad_(False)
+    return net
+
+
 class Gpt(nn.Module):
     """Two blocks of attention, tied weights, dropout, one parameter that is never used and one that is used at times."""
 
@@ -68,3 +75,25 @@ class Gpt(nn.Module):
 
 def gpt(data):
     return Gpt()
+
+
+class Tied(nn.Module):
+    """A head whose two layers share a weight, with dropout before, and a mask that backward looks at."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.one, self.two, self.out = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, WORDS)
+        self.two.weight = self.one.weight
+        self.register_buffer("mask", torch.linspace(0.5, 1.5, width))
+
+    def forward(self, x):
+        x = F.dropout(self.one(x[:, -1]), 0.2, self.training) * self.mask
+        return self.out(torch.tanh(self.two(x)))
+
+
+def tied(data):
+    """A GPT that can be cut: each block drops out, the head has tied weights."""
+    from common.gpt import Block, Embedding
+
+    blocks = [nn.Sequential(Block(2, 16), nn.Dropout(0.1)) for _ in range(2)]
+    return nn.Sequential(Embedding(WORDS, LENGTH, 16), *blocks, Tied(16))

@@ -39,6 +39,7 @@ STEPS = 5                                         # an epoch of pictures: 24, 24
 def life(world, script, opts, kill=None):
     """A rank's life in a script, from its options to its end; `kill` = (rank, step, phase): SIGKILL, there."""
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
+    world = world.in_stages(opts.stages or world.size) if opts.script == "mp" else world
     script.join = lambda opts: (pinned.pin(opts), world)[1]
     script.leave = lambda world: world.meet("leave")
     torch.manual_seed(os.getpid())                # nothing may depend on the generator a process happens to have

@@ -18,7 +18,7 @@ TORCHLESS = ("common", "common.ledger", "common.log", "common.files", "common.me
              "common.options")
 MOST_LINES = 260
 
-COLLECTIVE = {"meeting", "world", "reduce", "pipeline", "bitwise"}              # these alone say torch.distributed
+COLLECTIVE = {"meeting", "world", "reduce", "pipeline", "bitwise", "line"}              # these alone say torch.distributed
 # os.environ: torchrun's word to a process is for these, the terminal's for log, the names of GPUs for opening.
 ENVIRON = {"meeting", "world", "environment", "options", "rescue", "processes", "pinned", "log", "opening"}
 TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common", "launch", "tests"}
