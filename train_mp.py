@@ -2,6 +2,7 @@
 
     torchrun --nproc_per_node=2 train_mp.py --micro-batch-size 8                # two processes, a stage each
     torchrun --nproc_per_node=4 train_mp.py --micro-batch-size 8 --stages 2     # two pipelines of two stages
+    torchrun --nproc_per_node=6 train_mp.py --virtual-ranks 8 --stages 2        # three, with the bits of train_ddp.py
     python train_mp.py --devices cuda:0,cuda:1 --micro-batch-size 8             # one process, two devices (or cpu,cpu)
     torchrun --nproc_per_node=2 train_mp.py --model gpt:small --dataset text --data-dir FILE --micro-batch-size 4
 
@@ -46,7 +47,7 @@ def main(opts):
     net = model.net
     clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
-    state.norm = model.norm                             # for --clip-grad-norm: over all stages
+    state.norm, state.all_sum = model.norm, world.all_sum     # --clip-grad-norm and --amp fp16 look at all stages
     ledger = Ledger(opts.run_dir)
     audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)     # one rank of each pipeline
     store = SpreadStore(opts, world, data.fingerprint, ledger)
@@ -64,9 +65,10 @@ def main(opts):
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)       # one gradient of one global batch
-                totals = torch.cat([totals, totals.new_tensor([store.overdue()])])
+                state.finish_gradient(batch.size)                   # clip; from here on this rank could make the step alone
+                totals = torch.tensor([*totals.tolist(), store.overdue()], dtype=torch.float64)
                 world.all_sum(totals)                               # no stage moves on before all of them can
-                state.update(batch.size)                            # clip, optimizer, averages, counters: or nothing
+                state.update(batch.size)                            # optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:

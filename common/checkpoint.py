@@ -35,7 +35,7 @@ class CheckpointStore:
         self.identity = identity_of(opts, fingerprint)
         self.writer = Writer(self.root, self.root / f".life-{world.life}", {"life": world.life, "identity": self.identity,
             "data": fingerprint, "torch": torch.__version__, "pinned": pinned.facts(opts, world)})
-        self.fence, self.images, self.state = None, {}, None
+        self.fence, self.images, self.state, self.part = None, {}, None, ()
         self.background = Background(self._write_noting)
         self.committed, self.agreed, self.saved = -1, None, None     # steps; the facts that were saved last
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
@@ -64,7 +64,7 @@ class CheckpointStore:
             if found.step < 0:
                 raise UserError(f"--resume {source}: {found.damaged} checkpoints there, none verifies", code=3)
         elif self.opts.init_from:
-            source = load_weights(state, self.opts.init_from)
+            source = load_weights(state, self.opts.init_from, *self.part)
         for image in self.images.values():
             image.open() if self.fence else image.close()
         self.agree(state)

@@ -154,7 +154,9 @@ def _check_together(opts, world):
             if f not in known and getattr(opts, f) != getattr(Options(dataset=name), f)]
     other = next((flag_of(name) for name in ("micro_batch_size", "sync_bn", "compile") if getattr(opts, name)), None)
     kinds = {device.partition(":")[0] for device in opts.devices}
-    checkpoint = opts.resume not in ("auto", "none")
+    checkpoint, replicas = opts.resume not in ("auto", "none"), world
+    if opts.script == "mp":
+        replicas = max(1, world // (opts.stages or world))
     for wrong, message in (
         (opts.script == "dp" and world > 1,
          f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
@@ -167,16 +169,11 @@ def _check_together(opts, world):
         (opts.shard and world // (opts.stages or world) < 2,
          f"--shard spreads a stage over its replicas, but WORLD_SIZE={world} with --stages {opts.stages} has one of each\n"
          f"start more processes, or use fewer stages (--stages 1)"),
-        (opts.script == "mp" and opts.init_from and (world > 1 or opts.stages),
-         "--init-from: a process with a part of the net cannot read a file of the whole one\n"
-         "begin with train_ddp.py --max-steps 1 --init-from ..., then go on with train_mp.py"),
-        (opts.script == "mp" and opts.virtual_ranks and (world > 1 or opts.stages),
-         f"--virtual-ranks cannot take effect with stages over processes (WORLD_SIZE={world})\n"
-         "use train_ddp.py, or --devices in one process"),
+        (opts.shard and opts.virtual_ranks,
+         "--shard cannot take effect with --virtual-ranks: it adds up gradients in an order that follows the number of replicas\n"
+         "leave out one of them"),
         (opts.script == "mp" and opts.virtual_ranks and opts.schedule != "1f1b",
-         "--schedule cannot take effect with --virtual-ranks: a slice is one forward\nleave out one of them"),
-        (opts.script == "mp" and opts.amp == "fp16" and world > 1,
-         "--amp fp16 scales the loss by what one process sees\nuse --amp bf16 with stages over processes"),
+         "--schedule cannot take effect with --virtual-ranks: slices are added up in their order\nleave out one of them"),
         (name not in USES and not known,
          f"--dataset: {name!r} is no dataset{did_you_mean(name, USES)}\n"
          f"there are {', '.join(USES)}, and path/to/file.py:function"),
@@ -187,9 +184,9 @@ def _check_together(opts, world):
          "--init-from and --resume PATH both say where the weights come from\nleave out one of them"),
         (opts.eval_only and opts.resume == "none" and not opts.init_from,
          "--eval-only with --resume none: there is nothing to evaluate\nleave out --resume none, or give --init-from"),
-        (opts.virtual_ranks and world > opts.virtual_ranks,
-         f"WORLD_SIZE={world}, but --virtual-ranks {opts.virtual_ranks} cuts a global batch into so many slices only\n"
-         f"start at most {opts.virtual_ranks} processes"),
+        (opts.virtual_ranks and replicas > opts.virtual_ranks,
+         f"WORLD_SIZE={world}{f' with --stages {opts.stages}' if opts.stages else ''}, but --virtual-ranks {opts.virtual_ranks} "
+         f"cuts a global batch into so many slices only\nstart at most {opts.virtual_ranks * (world // replicas)} processes"),
         (opts.virtual_ranks > opts.global_batch_size,
          f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size {opts.global_batch_size} into slices without samples\n"
          f"use --virtual-ranks {opts.global_batch_size} at most"),

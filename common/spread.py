@@ -88,6 +88,7 @@ class SpreadStore(CheckpointStore):
                     seen = whole.get(name)
                     whole[name] = (kind, [seen[1][0] + shape[0], *shape[1:]] if seen else shape)
             self.whole[part] = Image({n: torch.empty((), dtype=kind).expand(shape) for n, (kind, shape) in whole.items()})
+        self.part = {name: shape for name, (_, _, _, shape) in self.whole["model"].places.items()}, self._own
         key = {rank: self.writer.staging / _part(rank % world.stages, rank // world.stages if self.shared else None)
                for rank in range(world.size)}
         self.parts = sorted({key[rank] for rank in key if self.shared or rank < world.stages})
@@ -110,6 +111,12 @@ class SpreadStore(CheckpointStore):
                 self.report(f"{folder.parent.name}/{folder.name}: {reason}; skipped, trying the one before")
         return -1, None, skipped
 
+    def _own(self, name, tensor):
+        """What this rank owns of a whole weight."""
+        _, _, dtype, shape = self.images["model"].places[name]
+        start = self.before["model"][name] // dtype.itemsize
+        return tensor.reshape(-1)[start:start + prod(shape)].view(shape)
+
     def agree(self, state):
         if not self.shared:                                         # a shard is like no other
             super().agree(state)
@@ -126,18 +133,30 @@ class SpreadStore(CheckpointStore):
         return self.writes and bool(told or every and state.step % every == 0) and state.facts() != self.saved
 
     def rescue(self, state):
-        """True: the newest whole step is on the disk; False: it was; a text: this rank has done its part of it."""
+        """True: the newest whole step is on the disk; False: it was; a text: this rank has done its part of it.
+
+        Whoever waited for the others with its gradient complete makes the next step too, and leaves its part of both: one
+        of the others may have passed that wait, and then has only the next one; or one may lack it, and has only this one.
+        """
         if not self.spread:
             return super().rescue(state)
         self.wait()
         self.writer.stage(state.step)
         with state.lock, self.background.busy:
-            if state.torn or is_there(self.root, state.facts()):
-                return False
-            facts = self._snapshot(state)
-            self._write(facts)
-            return self.joined == facts or (f"step {facts['step']}: this rank's part is written; it counts once every stage's is, "
-                                            "until then the newest checkpoint stands")
+            done = not state.torn and self._rescue_part(state)
+            if state.complete and not state.torn:
+                state.update(state.complete)
+                state.torn = True                                   # the main thread may come to where it makes this step
+                done = self._rescue_part(state)
+            return done
+
+    def _rescue_part(self, state):
+        if is_there(self.root, state.facts()):
+            return False
+        facts = self._snapshot(state)
+        self._write(facts)
+        return self.joined == facts or (f"step {facts['step']}: this rank's part is written; it counts once every stage's is, "
+                                        "until then the newest checkpoint stands")
 
     def _commit(self, facts):
         if not self.spread:
@@ -147,22 +166,25 @@ class SpreadStore(CheckpointStore):
             for folder in (self.folder, self.own.staging):
                 if not folder.is_dir():
                     os.mkdir(folder, 0o700)
-            if not self._has(self.folder, facts):
+            if not self._facts(self.folder, facts):
                 self.own.commit(self.images, facts, -1)
-            if all(self._has(folder, facts) for folder in self.parts):
+            if all(found := [self._facts(folder, facts) for folder in self.parts]):
+                record = max((part["record"] for part in found), key=lambda record: record.get("step", -1))
                 name = folder_name(facts["step"])
                 images = {part: Joined(self.whole[part], self.sources[part], name, file) for part, file in TENSORS.items()}
                 self.committed = max((step for step, _ in checkpoints(self.root) if step < facts["step"]), default=-1)
-                self.writer.commit(images, facts, self.committed)
+                self.writer.commit(images, facts | {"record": record}, self.committed)
                 self.committed, self.joined = facts["step"], facts
                 for folder in self.parts:
                     shutil.rmtree(folder / name, ignore_errors=True)
 
-    def _has(self, folder, facts):
+    def _facts(self, folder, facts):
+        """Those of the part in this folder, or None; whoever did not see the end of a step lacks its record."""
         try:
-            return glance(facts["step"], folder / folder_name(facts["step"])) == parse_json(facts_to_json(facts), STATE)
+            found = glance(facts["step"], folder / folder_name(facts["step"]))
         except Damaged:
-            return False
+            return None
+        return found if parse_json(facts_to_json(facts | {"record": found["record"]}), STATE) == found else None
 
     def _confirm(self, facts, before, began):
         if not self.spread or self.joined == facts:                 # whoever joined the parts looks after the whole

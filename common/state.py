@@ -63,6 +63,8 @@ class TrainState:
         self.judged = {}                                            # the last evaluation, likewise
         self.lock, self.torn = threading.RLock(), False
         self.norm = torch.nn.utils.get_total_norm                   # of gradients; a rank with a part of the net asks the others
+        self.all_sum = None                                         # over the ranks that have other parts of the net
+        self.complete = 0                                           # samples whose gradient is here, clipped: only to be used
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
         self.held = {}                                              # the weights, while the net wears their averages
@@ -73,18 +75,31 @@ class TrainState:
     def lr(self):
         return learning_rate(self.step, self.opts, self.steps_per_epoch)
 
-    def update(self, size):
-        """One optimizer step of a global batch of `size` samples: all of it or, for whoever saves meanwhile, nothing."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+    def finish_gradient(self, size):
+        """The last that a step needs others for, where each has a part of the net: whether it overflows, and how long it is."""
+        if self.scaler and (self.opts.clip_grad_norm or self.all_sum):
+            none = torch.zeros((), device=next(iter(self.names)).device)
+            self.scaler.scale(none)                                 # its first call: not all have a loss
+            self.scaler.unscale_(self.optimizer)
+            if self.all_sum:                                        # a step that one of them skips, all skip
+                found = self.scaler._found_inf_per_device(self.optimizer)
+                found[none.device] = self.all_sum(sum((f.to(none.device) for f in found.values()), none)).clamp_(max=1.0)
         if self.opts.clip_grad_norm:
-            if self.scaler:
-                self.scaler.unscale_(self.optimizer)
             norm = self.norm([p.grad for p in self.names if p.grad is not None])
             torch.nn.utils.clip_grads_with_norm_(self.names, self.opts.clip_grad_norm, norm)
         if self.net_is_on_gpu():
             torch.cuda.synchronize()                                # no update may be queued behind a collective that can hang
+        self.complete = size
+
+    def update(self, size):
+        """One optimizer step of a global batch of `size` samples: all of it or, for whoever saves meanwhile, nothing."""
+        if not self.complete:
+            self.finish_gradient(size)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr
         with self.lock:
+            if self.torn:
+                raise RuntimeError("no step follows: the rescue has made this one already")
             self.torn = True                                        # stays True if the body raises: half a step is no state
             if self.scaler:
                 self.scaler.step(self.optimizer)
@@ -98,7 +113,7 @@ class TrainState:
             self.position += size
             self.alive += 1
             self.stepped = time.time()
-            self.torn = False
+            self.complete, self.torn = 0, False
         self.optimizer.zero_grad(set_to_none=True)
 
     def note(self, totals, size):

@@ -1,4 +1,6 @@
 """Weights without their checkpoint: read from a foreign file, and compared between ranks."""
+import zipfile
+
 import torch
 
 from common import UserError
@@ -21,10 +23,14 @@ def fingerprint_of(tensors):
     return total - 2**64 if total >= 2**63 else total
 
 
-def load_weights(state, path):
-    """--init-from: a foreign .pt file, weights only; wrapped names are stripped. Explicit, because this one is a pickle."""
+def load_weights(state, path, shapes=None, own=lambda name, tensor: tensor):
+    """--init-from: a foreign .pt file, weights only; wrapped names are stripped. Explicit, because this one is a pickle.
+
+    A rank with a part of the net gives the `shapes` of the whole, and which part of a tensor is its `own`: of the others no
+    byte is read.
+    """
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
         words = next(iter(str(error).splitlines()), type(error).__name__)
         raise UserError(f"--init-from {path}: not a file of weights ({words[:120]})") from error
@@ -33,7 +39,7 @@ def load_weights(state, path):
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not loaded or not all(torch.is_tensor(v) for v in loaded.values()):
         raise UserError(f"--init-from {path}: holds no dict of tensors\nsave it with torch.save(net.state_dict(), path)")
-    ours, weights = state.net.state_dict(), {}
+    ours, weights = shapes or {name: tensor.shape for name, tensor in state.net.state_dict().items()}, {}
     for name, tensor in loaded.items():
         name = name if name in ours else name.replace("_orig_mod.", "")
         name = name if name in ours else name.removeprefix("module.")
@@ -41,18 +47,21 @@ def load_weights(state, path):
             raise UserError(f"--init-from {path}: {name} is there twice, wrapped and bare\nsave net.state_dict() alone")
         weights[name] = tensor
     wrong = sorted(n for n in ours.keys() | weights.keys()
-                   if n not in ours or n not in weights or ours[n].shape != weights[n].shape)
+                   if n not in ours or n not in weights or tuple(ours[n]) != tuple(weights[n].shape))
     if wrong:
+        found = {name: tensor.shape for name, tensor in weights.items()}
         raise UserError(f"--init-from {path}: {len(wrong)} tensors do not fit this model, the first: {wrong[0]} "
-                        f"(in the file {_shape(weights, wrong[0])}, in the model {_shape(ours, wrong[0])})\n"
+                        f"(in the file {_shape(found, wrong[0])}, in the model {_shape(ours, wrong[0])})\n"
                         "choose the --model these weights belong to")
-    state.net.load_state_dict(weights)
-    state.take_buffers()
+    for name, live in state.tensors()["model"].items():
+        live.copy_(own(name, weights[name]))
+    for name, buffer in state.net.named_buffers():
+        buffer.copy_(state.buffers[name])
     for name, parameter in state.net.named_parameters():
         if name in state.ema:
             state.ema[name].copy_(parameter.detach())               # an average starts where the weights start
     return str(path)
 
 
-def _shape(tensors, name):
-    return tuple(tensors[name].shape) if name in tensors else "absent"
+def _shape(shapes, name):
+    return tuple(shapes[name]) if name in shapes else "absent"

@@ -274,7 +274,8 @@ def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, m
 
 
 @pytest.mark.parametrize("argv, word", [(["--stages", "3"], "no multiple"), (["--devices", "cpu,cpu"], "--devices"),
-                                        (["--virtual-ranks", "4"], "use train_ddp.py"), (["--amp", "fp16"], "bf16"),
+                                        (["--virtual-ranks", "1", "--stages", "1"], "start at most 1 processes"),
+                                        (["--virtual-ranks", "4", "--stages", "1", "--shard"], "--shard cannot take effect"),
                                         (["--shard"], "one of each")])
 def test_stages_over_processes_are_refused_what_cannot_work_there(capsys, monkeypatch, argv, word):
     for name, value in TORCHRUN.items():

@@ -1,0 +1,208 @@
+"""Stages over ranks, to the last bit: one digest at any number of stages and of replicas, that of train_ddp.py --virtual-ranks.
+
+And what stages must agree on: a step that overflows in one of them, foreign weights of which each takes its own, and a step
+that somebody's death cuts off between the last gradient and the first update.
+"""
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from jobs import audit, wait_for
+from ranks import fork_ranks
+from test_bitwise import CNN, NETS, batch_at, left_by, life, options, run, small
+
+import train_mp
+from common import pinned
+from common.line import Line
+from common.models import build_model
+from common.pipeline import backward, split
+from common.reduce import backward as whole_backward
+from common.state import TrainState, build_optimizer
+from common.world import World
+
+GPT = {"model": f"{NETS}:tied", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw", "weight_decay": 0.1,
+       "clip_grad_norm": 0.5, "ema_decay": 0.9, "epochs": 3}
+MP = {"script": "mp", "hang_timeout": 20}
+
+
+def newest(folder):
+    return max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+# ---- any number of stages and of replicas ----------------------------------------------------------------------------
+@pytest.mark.parametrize(("given", "cuts"), [
+    (CNN | {"epochs": 2}, ((2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (1, 2))),
+    (GPT, ((2, 1), (2, 3), (4, 1))),
+    (CNN | {"model": f"{NETS}:frozen", "epochs": 1}, ((2, 1), (2, 3))),
+    (CNN | {"epochs": 1, "virtual_ranks": 7, "amp": "bf16", "channels_last": True, "recompute": True}, ((2, 1), (2, 3), (4, 1)))],
+    ids=["cnn", "gpt", "frozen", "bf16"])
+def test_any_stages_and_replicas_end_in_the_digest_of_train_ddp(tmp_path, given, cuts):
+    ddp = run(tmp_path / "ddp", 1, given | {"recompute": False})
+    for stages, replicas in cuts:
+        found = run(tmp_path / f"{stages}x{replicas}", stages * replicas, given | MP | {"stages": stages}, train_mp)
+        assert found == ddp, f"{stages} stages, {replicas} replicas: weights, or a loss, a hit, an evaluation of some step"
+
+
+def test_resnet18_in_two_stages_ends_in_the_digest_of_train_ddp(tmp_path):
+    given = {"model": "resnet18", "dataset": f"{NETS}:colours", "global_batch_size": 24, "optimizer": "sgd", "max_steps": 2}
+    assert run(tmp_path / "mp", 2, given | MP, train_mp) == run(tmp_path / "ddp", 1, given)
+
+
+def test_a_tensor_arrives_with_the_strides_it_had_and_without_holes():
+    x = torch.arange(240.0).view(2, 5, 4, 6)
+    tensors = [x, x.to(memory_format=torch.channels_last), x.permute(3, 1, 0, 2), x[:1], x[..., ::2],
+               x[1:, :, :1].expand(3, 5, 4, 6)]
+
+    def hand_on(world):
+        line, found = Line(world.in_stages(2)), []
+        for t in tensors:
+            take = (tuple(t.shape), t.dtype, 0, 3)
+            came = line.exchange(take=take) if world.rank else line.exchange((t, 1, torch.tensor([1, 2, 3], dtype=torch.uint8)))
+            found.append(came and (came[0].tolist(), came[0].stride(), came[1].tolist()))
+        line.drain()
+        return found
+
+    for t, (values, strides, note) in zip(tensors, fork_ranks(2, hand_on)[1], strict=True):
+        assert values == t.tolist() and note == [1, 2, 3]
+        assert strides == (t if t.untyped_storage().nbytes() == t.nbytes or t is tensors[3] else t.contiguous()).stride()
+
+
+def test_plain_stages_give_other_bits_with_other_replicas_so_this_check_can_fail(tmp_path):
+    plain = CNN | MP | {"virtual_ranks": 0, "epochs": 1, "stages": 2}
+    found = [run(tmp_path / name, world, plain, train_mp)[0] for name, world in (("2", 2), ("4", 4), ("again", 4))]
+    assert found[0] != found[1] == found[2]
+
+
+def test_kills_and_resizes_of_stages_and_replicas_leave_no_trace_in_the_bits(tmp_path):
+    unbroken = run(tmp_path / "unbroken", 2, CNN)
+    lives = (2, 3, (5, 3, "before")), (2, 2, (0, 8, "after")), (1, 3, (1, 11, "within")), (3, 1, (2, 15, "before")), \
+        (2, 4, (2, 21, "after"))
+    for stages, replicas, kill in lives:
+        run(tmp_path / "killed", stages * replicas, CNN | MP | {"stages": stages}, train_mp, kill=kill)
+    found = run(tmp_path / "killed", 4, CNN | MP | {"stages": 2}, train_mp)
+    assert found[0] == unbroken[0]
+    lines, whole = (set(metrics.splitlines()) for _, metrics in (found, unbroken))
+    assert lines <= whole and {json.loads(line)["step"] for line in whole - lines} <= {8, 21}, "those a rescue made are not logged"
+
+
+def test_under_torchrun_a_kill_and_other_stages_and_replicas_leave_no_trace_in_the_bits(tmp_path, jobs):
+    given, folder = CNN | {"epochs": 12}, tmp_path / "killed"
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (given | {"virtual_ranks": 8, "device": "cpu"}).items()]
+    flags += [f"--run-dir={folder}", "--audit", "--no-tensorboard", "--log-every=1"]
+    job = jobs.torchrun(4, "train_mp.py", *flags, "--stages=2", restarts=3)
+    jobs.kill(wait_for(folder, 5, job=job)["pids"][3])
+    wait_for(folder, 12, 1, job)
+    job.kill(signal.SIGTERM)
+    job.wait()
+    assert jobs.torchrun(3, "train_mp.py", *flags, "--stages=3").wait() == 0
+    assert audit(folder)["missed"] == audit(folder)["repeated"] == 0
+    assert left_by(folder)[0] == run(tmp_path / "unbroken", 1, given)[0]
+
+
+# ---- a step that overflows ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("slices", "clip"), [(8, 1.0), (8, 0.0), (0, 1.0)])
+def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2)
+
+    def alone(world):
+        model, state = small(world, slices, scaler())
+        state.opts = options("unused", CNN | {"virtual_ranks": slices, "mixup": 0.0, "clip_grad_norm": clip})
+        with torch.no_grad():
+            state.net[0].weight.mul_(1e-4)                          # before a BatchNorm: its gradient is 1e4 times as long
+        seen = []
+        for step in range(9):
+            whole_backward(model, batch_at(world, step, slices), state, world)
+            state.update(24)
+            seen.append(state.scaler.get_scale())
+        return seen, {n: t.tolist() for n, t in state.tensors()["model"].items()}
+
+    def staged(world):
+        opts = options("unused", CNN | MP | {"virtual_ranks": slices, "mixup": 0.0, "clip_grad_norm": clip, "stages": 2})
+        pinned.pin(opts)
+        world, x = world.in_stages(2), torch.randn(2, 1, 12, 12)
+        data = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures",
+                               train=type("T", (), dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
+        net = build_model(opts, data)
+        with torch.no_grad():
+            net[0].weight.mul_(1e-4)
+        model, seen, own = split(net, opts, world, data), [], []
+        state = TrainState(net, build_optimizer(net, opts), opts, 107)
+        state.scaler, state.norm = scaler(), model.norm
+        state.all_sum = lambda overflows: (own.append(bool(overflows)), world.all_sum(overflows))[1]
+        for step in range(9):
+            backward(model, batch_at(SimpleNamespace(rank=world.replica, size=world.replicas), step, slices), state, world)
+            state.update(24)
+            seen.append(state.scaler.get_scale())
+        return seen, {n: t.tolist() for n, t in state.tensors()["model"].items()}, own
+
+    scales, weights = fork_ranks(1, alone)[0]
+    assert len(set(scales)) > 3, "some steps overflowed and were skipped"
+    ranks = fork_ranks(4, staged)
+    assert any(len({own[step] for _, _, own in ranks}) == 2 for step in range(9)), "in some step only one stage overflowed"
+    assert len({str(seen) for seen, _, _ in ranks}) == 1
+    if slices:
+        assert ranks[0][0] == scales
+        assert {n: t for _, mine, _ in ranks for n, t in mine.items()} == weights
+
+
+# ---- foreign weights -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def foreign(tmp_path):
+    net = build_model(SimpleNamespace(model=CNN["model"], seed=77), SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None,
+                                                                                   name="pictures"))
+    weights = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
+    torch.save(weights, tmp_path / "foreign.pt")
+    return tmp_path / "foreign.pt", weights
+
+
+def test_each_stage_takes_its_own_of_foreign_weights(tmp_path, foreign):
+    given = CNN | {"epochs": 1, "init_from": str(foreign[0])}
+    ddp = run(tmp_path / "ddp", 1, given)
+    assert run(tmp_path / "mp", 3, given | MP, train_mp) == ddp != run(tmp_path / "other", 1, given | {"init_from": ""})
+    shard = {"virtual_ranks": 0, "eval_only": True, "epochs": 1}
+    for name, world, more, script in (("shard", 4, MP | {"stages": 2, "shard": True}, train_mp), ("whole", 2, MP, train_mp)):
+        fork_ranks(world, life, script, options(tmp_path / name, given | shard | more))
+    assert (tmp_path / "shard/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text() != ""
+
+
+@pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
+def test_foreign_weights_that_are_not_those_of_the_whole_net_are_refused_by_every_stage(tmp_path, foreign, change, capfd):
+    path, weights = foreign
+    if change == "missing":
+        del weights["module.0.weight"]
+    else:
+        weights["module.0.weight" if change == "shape" else "module.0.what"] = torch.ones(3)
+    torch.save(weights, path)
+    given = CNN | MP | {"epochs": 1, "init_from": str(path)}
+    assert fork_ranks(2, life, train_mp, options(tmp_path / "run", given), may_die=range(2)) == [2, 2]
+    said = capfd.readouterr().err
+    assert "1 tensors do not fit this model" in said and ("0.what" if change == "unexpected" else "0.weight") in said
+
+
+# ---- between the last gradient and the first update ----------------------------------------------------------------------
+def cut_off(world, opts, step, passes):
+    """Rank 3 dies when its gradient is complete; rank `passes`, if it is one, takes the step for agreed on by all."""
+    original, all_sum, armed = train_mp.backward, World.all_sum, [False]
+
+    def backward(model, batch, state, world):
+        totals = original(model, batch, state, world)
+        if state.step + 1 == step and world.rank == 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        armed.append(state.step + 1 == step and world.rank == passes)
+        return totals
+
+    train_mp.backward = backward
+    World.all_sum = lambda world, tensor: tensor if armed[-1] and tensor.dtype == torch.float64 else all_sum(world, tensor)
+    return life(world, train_mp, opts)
+
+
+@pytest.mark.parametrize("passes", [None, 0, 1])
+def test_a_death_before_the_update_costs_no_step_whether_or_not_a_stage_has_made_it(tmp_path, passes):
+    given = CNN | MP | {"stages": 2, "epochs": 2, "save_every": 100}
+    fork_ranks(4, cut_off, options(tmp_path / "run", given), 3, passes, may_die=range(4))
+    assert newest(tmp_path / "run") == 3
+    assert run(tmp_path / "run", 2, given | MP, train_mp)[0] == run(tmp_path / "unbroken", 1, CNN | {"epochs": 2})[0]
