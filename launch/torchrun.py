@@ -9,6 +9,7 @@ torchrun itself turns every one into 1.
 """
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,7 +56,10 @@ def main(arguments):
     if at < len(arguments) and Path(arguments[at]).is_file():
         sys.path.insert(0, str(Path(arguments[at]).resolve().parent))
         sys.argv = arguments[at:]
-        check_options(arguments[at])
+        each = re.search(r"(?m)^--nproc[_-]per[_-]node=(\d+)$", "\n".join(arguments[:at]))
+        check_options(arguments[at], int(each[1]) if each else 1)
+        for name in PLACES:
+            os.environ.pop(name, None)           # they were the check's
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     # What the command line says comes on top: torchrun would drop the environment's settings altogether.

@@ -41,7 +41,7 @@ def main():
     sys.argv = [given.script, *given.arguments]
     os.environ.setdefault("OMP_NUM_THREADS", "1" if given.nproc > 1 else str(os.cpu_count()))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ["OMP_NUM_THREADS"])    # its threads would not survive the fork
-    check_options(given)
+    check_options(given.script, given.nproc)
     preload(given.script)
     if len(os.listdir("/proc/self/task")) > 1:
         print("warm: the imports have started threads, which a fork does not have; if workers hang, use torchrun", file=sys.stderr)
@@ -57,14 +57,14 @@ def main():
         print(f"warm: a worker died, restart {restarts}", file=sys.stderr, flush=True)
 
 
-def check_options(given):
+def check_options(script, processes):
     """A wrong flag ends here, before torch is imported and before there is anything to clean up."""
     import ast
 
     from common.options import parse_options
     # As a worker will see it: flags may depend on their number. Each gets these names with values of its own.
-    os.environ.update(RANK="0", WORLD_SIZE=str(given.nproc), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
-    with open(given.script, encoding="utf-8") as file:
+    os.environ.update(RANK="0", WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    with open(script, encoding="utf-8") as file:
         parse_options(ast.get_docstring(ast.parse(file.read())) or "")
 
 
