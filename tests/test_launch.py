@@ -142,7 +142,7 @@ def test_a_server_runs_exactly_what_a_person_types(clone):
 
 
 def test_the_shell_scripts_are_clean():
-    scripts = [*ROOT.glob("launch/*.sh"), ROOT / "tests/run.sh", ROOT / ".ci/run"]
+    scripts = [*ROOT.glob("launch/*.sh"), ROOT / "launch/slurm.sbatch", ROOT / "tests/run.sh", ROOT / ".ci/run"]
     for path in scripts:
         assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
         assert path.name == "setup.sh" or os.access(path, os.X_OK), path
@@ -277,3 +277,14 @@ def test_nohup_outlives_the_terminal_and_slurms_early_warning_saves(agent, start
     job.send_signal(signal.SIGUSR1)
     assert job.wait(60) == 143, job.output()
     assert len(lives(run)) == 1 and "stopped on SIGUSR1" in job.output(), job.output()
+
+
+def test_slurm_hands_on_the_trainings_exit_code(tmp_path):
+    """That it saves and is queued again before its time is up was tried by hand, on one machine: Slurm lets that take minutes."""
+    if not shutil.which("sbatch") or subprocess.run(["sinfo"], capture_output=True, timeout=60).returncode:
+        pytest.skip("no Slurm to submit to")
+    submit = ["sbatch", "--wait", "--output", tmp_path / "log", "launch/slurm.sbatch", *PACED, "--run-dir", tmp_path / "run"]
+    for more, code in (([], 0), (["--seed=7"], 2)):
+        done = subprocess.run([*submit, *more], cwd=ROOT, env=environment(PYTHON=sys.executable), timeout=120)
+        assert done.returncode == code, (tmp_path / "log").read_text()
+    assert audit(tmp_path / "run") == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}

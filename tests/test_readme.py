@@ -38,7 +38,7 @@ def documented():
     for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), ROOT / "common/checkpoint.py", ROOT / "common/ledger.py"]:
         doc = ast.get_docstring(ast.parse(path.read_text()), clean=False)
         found += [(path.name, words) for words in commands("\n".join(re.findall(r"^    .*", doc, re.MULTILINE)))]
-    for path in [*ROOT.glob("launch/*.sh"), ROOT / "tests/run.sh"]:
+    for path in [*ROOT.glob("launch/*.s*h"), ROOT / "tests/run.sh"]:
         text = "\n".join(re.findall(r"^#     (.*)", path.read_text(), re.MULTILINE))
         text = re.sub(r"  +\w.*", "", text)                         # what follows two spaces explains
         found += [(path.name, words) for words in commands(text)]
@@ -90,6 +90,9 @@ def check(words, monkeypatch):
     elif program.startswith("tests/bench/"):
         text = (ROOT / program).read_text()
         assert all(f'"{flag}"' in text for flag in words[1:] if flag.startswith("--")), words
+    elif program == "sbatch":
+        at = words.index("launch/slurm.sbatch")
+        check_training(["train_ddp.py", *words[at + 1:]], monkeypatch)
     elif program == "pip":
         assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file()
     else:
