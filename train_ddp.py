@@ -42,7 +42,7 @@ def main(opts):
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed,
                            slices=opts.virtual_ranks)
-    net = prepare(build_model(opts, data), opts, world)
+    net = prepare(build_model(opts, data), opts, world, data)
     clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)

@@ -34,6 +34,7 @@ checkpoint   the store on disk: atomic, asynchronous, verified, fenced
 spread       a checkpoint of which each rank writes what it owns
 buffers      running statistics and counters that move by the same bits at any world size
 bitwise      the sum along the tree, over slices and ranks
+single       one sample in a forward, which BatchNorm may not take
 reduce       how a global batch becomes one gradient
 line         what the ranks of one pipeline hand each other
 stages       a stage, and a pipeline of them

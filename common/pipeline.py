@@ -33,7 +33,7 @@ def split(net, opts, world, data):
         raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
                         "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
                         "on one device use train_ddp.py")
-    net = reduce.fit(net, opts, world)
+    net = reduce.fit(net, opts, world, data)
     found, places = pieces(net), world.devices if world.stages == 1 else range(world.stages)
     samples = data.train.fetch([0, len(data.train) - 1])[0]
     cast = partial(reduce.autocast, opts, world.device)

@@ -12,22 +12,24 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from common import UserError, pinned
 from common.bitwise import Tree
 from common.sampler import hash_seed, share
+from common.single import refuse_single
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare(net, opts, world):
+def prepare(net, opts, world, data):
     """The net on its device, with the layers and the memory layout the options ask for; names stay as they are."""
-    return fit(net, opts, world).to(world.device)
+    return fit(net, opts, world, data).to(world.device)
 
 
-def fit(net, opts, world):
+def fit(net, opts, world, data):
     if world.device.type != "cuda" and (opts.sync_bn or opts.amp == "fp16"):
         raise UserError(f"--{'sync-bn' if opts.sync_bn else 'amp fp16'} works on GPUs only, this process has {world.device}\n"
                         "leave it out, or make a GPU visible")
     torch.autograd.set_detect_anomaly(opts.debug)
     if opts.sync_bn and world.size > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    refuse_single(net, opts, world, data)
     if opts.channels_last:
         net = net.to(memory_format=torch.channels_last)
     return net
