@@ -141,7 +141,7 @@ def imagefolder(opts):
     augment = transforms.Compose([transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), *whole])
     plain = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), *whole])
     return Source(*parts, classes=len(parts[0].classes), class_names=tuple(parts[0].classes), augment=augment,
-                  plain=plain, fingerprint=hash_files(parts))
+                  plain=plain, fingerprint=lambda: hash_files(parts))
 
 
 def decode(path):

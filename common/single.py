@@ -17,8 +17,11 @@ def refuse_single(net, opts, world, data):
     if wrong is None or opts.eval_only or takes_one(net, data):
         return
     which = f"the last batch of an epoch, {tail} of {n:,} samples," if wrong == tail else f"a global batch of {wrong}"
-    cut = f"{opts.virtual_ranks} slices" if opts.virtual_ranks else f"{world.replicas} shares" if world.replicas > 1 else "one process"
-    ways = "--virtual-ranks" if opts.virtual_ranks else "number of processes" if world.replicas > 1 else "--micro-batch-size"
+    cut, ways = "one process", "--micro-batch-size"
+    if opts.virtual_ranks:
+        cut, ways = f"{opts.virtual_ranks} slices", "--virtual-ranks"
+    elif world.replicas > 1:
+        cut, ways = f"{world.replicas} shares", "number of processes"
     raise UserError(f"a BatchNorm of this net cannot train on one sample alone, and {which} in {cut} leaves one\n"
                     f"another --global-batch-size (now {size}) or {ways}, or GroupNorm or LayerNorm in its place")
 

@@ -26,7 +26,7 @@ class Source:
     std: tuple = (1.0,)
     augment: Any = None  # for tensors: one of the names in data.AUGMENTATIONS; for a Dataset: a transform of a sample
     plain: Any = None  # for a Dataset: the transform of a sample when it is not augmented
-    fingerprint: str | None = None  # for a Dataset; tensors are hashed
+    fingerprint: Any = None  # for a Dataset, a text or a function that finds it out; tensors are hashed
 
 
 # ---- digits ----

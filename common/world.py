@@ -131,6 +131,16 @@ class World:
         if self.local_size > 1:
             _meet(self.store, f"{name}/{self.node}", self.local_size)
 
+    def once_a_node(self, name, find):
+        """The text that `find` returns on the first rank of this node, on all of its ranks; each name is good for once."""
+        if self.local_size == 1:
+            return find()
+        key = f"once/{self.node}/{name}"
+        if self.local_rank == 0:
+            self.store.set(key, find())
+        self.store.wait([key], JOINING)
+        return self.store.get(key).decode()
+
 
 def _meet(store, key, count):
     if store.add(key, 1) == count:

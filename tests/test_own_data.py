@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from test_datasets import load, options, refusal, write_mnist
+from ranks import fork_ranks
+from test_datasets import ALONE, load, options, refusal, write_mnist
 
 from common.data import batches, load_data
 from common.sampler import ElasticSampler
@@ -28,7 +29,7 @@ def write_images(root, train=("cat", "dog"), val=("cat", "dog"), n=3):
 def test_a_folder_of_images_gives_the_same_batches_with_workers_and_at_any_world_size(tmp_path):
     pytest.importorskip("torchvision")
     opts = options("imagefolder", write_images(tmp_path), workers=2)
-    data = load_data(opts, None)
+    data = load_data(opts, ALONE)
     assert (data.sample_shape, data.classes, data.class_names) == ((3, 224, 224), 2, ("cat", "dog"))
     alone = list(batches(data.train, ElasticSampler(data.train, 4), options("imagefolder")))
     halves = [list(batches(data.train, ElasticSampler(data.train, 4, rank, 2), opts)) for rank in range(2)]
@@ -55,6 +56,15 @@ def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
     assert marks[0] == marks[1] and len(set(marks)) == 3
 
 
+def test_one_rank_of_each_node_looks_at_the_files_of_a_folder():
+    def find(world):
+        looked = []
+        return world.once_a_node("fingerprint", lambda: looked.append(1) or f"of node {world.node}"), len(looked)
+
+    assert fork_ranks(4, find, node_size=2) == [("of node 0", 1), ("of node 0", 0), ("of node 1", 1), ("of node 1", 0)]
+    assert fork_ranks(1, find) == [("of node 0", 1)]
+
+
 def png_that_claims(width, height):
     head = struct.pack(">II5B", width, height, 8, 2, 0, 0, 0)
     chunk = struct.pack(">I", len(head)) + b"IHDR" + head + struct.pack(">I", zlib.crc32(b"IHDR" + head))
@@ -69,7 +79,7 @@ def png_that_claims(width, height):
 def test_a_broken_or_boastful_image_is_named(tmp_path, content, said, workers):
     pytest.importorskip("torchvision")
     opts = options("imagefolder", write_images(tmp_path), workers=workers)
-    data = load_data(opts, None)
+    data = load_data(opts, ALONE)
     (tmp_path / "train/dog/1.png").write_bytes(content)
     with pytest.raises(Exception) as caught:
         list(batches(data.train, ElasticSampler(data.train, 4), opts))
@@ -102,11 +112,26 @@ def mine(tmp_path, text):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_users_datasets_are_trained_on(tmp_path, workers):
     opts = options(mine(tmp_path, "def make(): return Squares(6), Squares(3)\n"), workers=workers)
-    data = load_data(opts, None)
+    data = load_data(opts, ALONE)
     assert (data.classes, data.class_names, data.sample_shape, len(data.test)) == (2, ("even", "odd"), (2,), 3)
     batch, = batches(data.train, ElasticSampler(data.train, 6, shuffle=False), opts)
     assert batch.x[:, 0].tolist() == [0, 1, 4, 9, 16, 25] and batch.x.dtype == torch.float32
     assert batch.y.tolist() == [0, 1, 0, 1, 0, 1]
+
+
+def test_the_fingerprint_of_a_users_dataset_sees_other_labels_and_contents_but_no_dice_and_no_last_bits(tmp_path):
+    def mark(text):
+        (folder := tmp_path / str(len(list(tmp_path.iterdir())))).mkdir()
+        return load(mine(folder, text + "\ndef make(): return Squares(9), Squares(3)\n")).fingerprint
+
+    plain = mark("")
+    assert mark("") == plain != mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), i * i + 1.0), i % 2)")
+    assert mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), i * i * (1 + 1e-6)), i % 2)") == plain
+    assert mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), float(i * i)), 1 - i % 2)") != plain
+    dice = "import random; own = random.Random()\nSquares.__getitem__ = lambda self, i: (torch.full((2,), own.random()), i % 2)"
+    assert mark(dice) == mark(dice) != plain
+    named = "Squares.fingerprint = 'mine'"
+    assert mark(named) == "mine"
 
 
 @pytest.mark.parametrize("text, shape, classes, vocab", [
