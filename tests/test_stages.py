@@ -56,6 +56,7 @@ def train(world, model, dtype, stages=0, devices=1, n=N, drop=0.0, **more):
     opts = Options(script="mp", model=model, global_batch_size=10, optimizer="sgd", stages=stages, **more)
     world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(stages or 1) if stages or devices > 1 else world
     data = facts(model, dtype)
+    data.train = Samples(data.train.x[:n], data.train.y[:n])
     net = build_model(opts, data).to(dtype)
     for module in net.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
