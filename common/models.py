@@ -5,6 +5,7 @@ line in MODELS. Code that lives elsewhere needs no edit here: `--model path/to/f
 """
 import contextlib
 import difflib
+import errno
 import importlib.util
 import inspect
 import itertools
@@ -217,7 +218,8 @@ def one_line(error):
 def out_of_memory(error):
     """What could not be had, as text, if that is what an exception or one of its causes tells of; else an empty one."""
     while error is not None:
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error):
+        known = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", 0) == errno.ENOMEM
+        if known or any(words in str(error) for words in ("can't allocate memory", "can't start new thread")):
             amount = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
             return f"{amount[1]} could not be had" if amount else one_line(error)
         error = error.__cause__ or error.__context__

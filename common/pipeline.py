@@ -52,6 +52,9 @@ def split(net, opts, world, data):
         groups = cut(found, weights, loops * len(places), opts.balance)
         device_of = [world.devices[i % len(places)] if world.stages == 1 else world.device for i in range(len(groups))]
     refuse_ties(net, groups)
+    if opts.shard and world.stages == 1 and len(groups) > 1:
+        raise UserError(f"--shard: the {len(groups)} stages of one process are threads, which would gather weights in any order\n"
+                        "give each process one stage: without --devices, and with --schedule gpipe or 1f1b")
     by_name = {piece.name: m for piece, m in zip(found, measures, strict=True)}
     kind = Local if world.stages == 1 else Ranks
     model = kind(net, groups, [[by_name[piece.name] for piece in group] for group in groups], opts, world, device_of)

@@ -1,7 +1,12 @@
 """Nets and data for the tests of --virtual-ranks, given to the scripts as `--model tests/nets.py:cnn` and so on."""
+import os
+import resource
+
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from common.gpt import build_gpt
 
 WORDS, LENGTH = 23, 12
 
@@ -102,3 +107,11 @@ def tied(data):
 
     blocks = [nn.Sequential(Block(2, 16), nn.Dropout(0.1)) for _ in range(2)]
     return nn.Sequential(Embedding(WORDS, LENGTH, 16), *blocks, Tied(16))
+
+
+def rationed(data):
+    """A GPT of 30 million parameters, in a process that may take ROOM MiB more than it has."""
+    with open("/proc/self/status") as file:
+        held = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmData"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + (int(os.environ["ROOM"]) << 20), resource.RLIM_INFINITY))
+    return build_gpt(data, "6x4x640")

@@ -134,6 +134,7 @@ class Total(nn.Linear):
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"schedule": "interleaved"}, "4 stages"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"balance": "2,1"}, "--balance 2,1"),
     (nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {}, "one tensor"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"shard": True}, "--shard: the 2 stages"),
     (nn.Sequential(nn.Linear(2, 2), Total()), ("cpu", "cpu"), {}, "piece 1 .* shape \\(\\)"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 2)), ("cpu", "cpu"), {}, "piece 1 .*shape \\(2, 2\\)")])
 def test_what_cannot_be_cut_is_refused_with_a_way_out(net, devices, opts, said):

@@ -1,0 +1,34 @@
+"""A net whose weights and optimizer do not fit in one process trains over several; what does not fit says so."""
+import pytest
+from jobs import TESTS
+
+# Of 29.9 million parameters, 120 MB: weights, gradients, Adam's two averages and the image of a checkpoint are 7 times that,
+# 840 MB, divided by the number of stages; buffers, activations and threads are some 150 MB more in each process.
+FLAGS = (f"--model={TESTS}/nets.py:rationed", "--dataset=text:16", "--global-batch-size=8", "--micro-batch-size=1", "--max-steps=1",
+         "--log-every=1", "--eval-every=0", "--no-tensorboard", "--hang-timeout=60")
+
+
+@pytest.fixture
+def flags(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 20)
+    return (*FLAGS, f"--data-dir={path}", f"--run-dir={tmp_path / 'run'}")
+
+
+def assert_too_little(job, script):
+    assert job.wait() == 1 and "is out of memory" in job.output, job.output
+    assert script == "mp" or len(job.output.splitlines()) == 2, job.output       # of its peers, one may tell of a lost connection
+    assert ("more stages" if script == "mp" else "train_mp.py, which splits the net") in job.output
+
+
+def test_a_gpt_that_does_not_fit_in_one_process_trains_in_two_stages(jobs, flags):
+    assert_too_little(jobs.python("train_ddp.py", *flags, ROOM="700"), "ddp")
+    job = jobs.torchrun(2, "train_mp.py", *flags, restarts=0, ROOM="700")
+    assert job.wait() == 0 and "step 1/1" in job.output, job.output
+
+
+@pytest.mark.long
+def test_a_gpt_that_does_not_fit_in_two_stages_trains_in_four(jobs, flags):
+    assert_too_little(jobs.torchrun(2, "train_mp.py", *flags, restarts=0, ROOM="450"), "mp")
+    job = jobs.torchrun(4, "train_mp.py", *flags, restarts=0, ROOM="450")
+    assert job.wait() == 0 and "step 1/1" in job.output, job.output
