@@ -107,16 +107,19 @@ def test_stages_over_ranks_have_the_loss_of_one_device(model, dtype, stages, sch
 WHOLE = [(model, dtype, stages, schedule, shard)
          for model, places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8), ("resnet18", 10)) for stages in (1, 2, 3, 4)
          for schedule in ("gpipe", "1f1b", "interleaved") for shard in (False, True) for dtype in (torch.float64, torch.float32)
-         if stages * (2 if schedule == "interleaved" else 1) <= places and (stages, shard, schedule) != (1, True, "interleaved")
-         and (model, shard, dtype) != ("resnet18", True, torch.float32)]        # rounding, magnified
+         if stages * (2 if schedule == "interleaved" else 1) <= places and (stages, shard, schedule) != (1, True, "interleaved")]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("model", "dtype", "stages", "schedule", "shard"), WHOLE)
 def test_every_cut_schedule_and_sharding_has_the_loss_of_one_device(model, dtype, stages, schedule, shard):
-    """With BatchNorm, two replicas have the loss of two replicas: each normalizes what it sees."""
+    """With BatchNorm, two replicas have the loss of two replicas: each normalizes what it sees.
+
+    And it magnifies rounding: one weight of a float32 ResNet moved by its last bit moves the second step's loss by 0.04.
+    """
     normed = model == "resnet18"                                    # BatchNorm refuses a sample alone: micro batches of 3 and 2
-    more = dict(model=model, dtype=dtype, micro_batch_size=3 if normed and shard else 2, n=20 if normed else N)
+    steps = 1 if dtype == torch.float32 and shard else 2
+    more = dict(model=model, dtype=dtype, micro_batch_size=3 if normed and shard else 2, n=10 * steps if normed else N)
     ours = fork_ranks(stages * (1 + shard), partial(train, stages=stages, schedule=schedule, shard=shard, **more))
     theirs = fork_ranks(2, partial(train, **more))[0] if shard and normed else train(ALONE, **more)
     assert_same(ours, theirs, 1e-10 if dtype == torch.float64 else 1e-5)
