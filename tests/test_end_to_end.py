@@ -145,6 +145,32 @@ def test_workers_that_still_import_torch_die_with_their_agent_too(jobs, run):
     assert not lives(run)
 
 
+DYING = """
+import itertools, os, signal, sys
+sys.path.insert(0, {tests!r})
+import paced
+
+def net(opts, data):
+    net, count = paced.net(opts, data), itertools.count()
+
+    def die(module, inputs):
+        if next(count) == 4 * 5 + 2 and os.environ["RANK"] == "1" and not os.path.exists({mark!r}):
+            open({mark!r}, "w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+    net.register_forward_pre_hook(die)
+    return net
+"""
+
+
+def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run, unbroken, tmp_path):
+    mark = tmp_path / "died"
+    (tmp_path / "dying.py").write_text(DYING.format(tests=str(TESTS), mark=str(mark)))
+    job = ddp(jobs, 2, run, f"--model={tmp_path}/dying.py:net", "--micro-batch-size=4")     # four forwards a step: in step 6
+    assert job.wait() == 0 and mark.exists(), job.output
+    assert lives(run)[-1]["step"] == 5
+    assert_same(run, unbroken)
+
+
 def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
     files = (f"--dataset={TESTS}/paced.py:files", "--workers=1")
     job = ddp(jobs, 2, run, *files, PACE="0.05")
