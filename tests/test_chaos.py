@@ -13,7 +13,7 @@ def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jo
     campaign = Campaign(jobs, random.Random(1), count=20, short=True)
     campaign.go()                                                   # every check raises
     assert_that_it_struck(campaign)
-    assert sum(survived for _, survived, _ in campaign.lost) >= 5
+    assert sum(change.survived for change in campaign.changes) >= 5
 
 
 @pytest.mark.parametrize("bug, event, words", [

@@ -49,18 +49,18 @@ def main(argv=None):
 
 
 def summary(campaign, seconds):
-    lost = [steps for steps, _, _ in campaign.lost]
+    alone = [change for change in campaign.changes if not change.survived]
     recovered = [s for _, s in campaign.recovered]
     tally = dict(sorted(campaign.tally.items()))
     save = points_names()["save"]
     return {
         "events": len(campaign.log), "landed": sum(bool(e["landed"]) for e in campaign.log), "seconds": round(seconds),
         "runs": campaign.notes, "lives": sum(n["lives"] for n in campaign.notes),
-        "changes of life with a survivor": sum(s for _, s, _ in campaign.lost),
-        "steps of survivors lost": 0,                                # more is an AssertionError
-        "steps only the dead had": sum(d for _, _, d in campaign.lost),
-        "changes of life without a survivor": sum(not s for _, s, _ in campaign.lost),
-        "steps lost there": [n for n, (_, s, _) in zip(lost, campaign.lost, strict=True) if not s],
+        "changes of life with a survivor": len(campaign.changes) - len(alone),
+        "steps of survivors lost": sum(change.of_survivors for change in campaign.changes),
+        "steps only the dead had": sum(change.of_the_dead for change in campaign.changes),
+        "changes of life without a survivor": len(alone),
+        "steps lost there": [change.lost for change in alone],
         "struck inside a save": sum(n for name, n in tally.items() if name.removeprefix("at ") in save),
         "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)} if recovered else None,
         "orphans_gone_s": round(max(campaign.orphaned), 2) if campaign.orphaned else None,

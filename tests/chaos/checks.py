@@ -1,4 +1,5 @@
 """What must hold after any schedule of faults; each returns or raises AssertionError with the facts."""
+import collections
 import contextlib
 import io
 import json
@@ -31,19 +32,26 @@ def done_by_rank(run, life):
     return found
 
 
-def steps_lost(run, struck, interval):
-    """[(steps lost, whether a replica survived, steps only the dead had)] of each change of life; raises if a survivor lost one."""
+Change = collections.namedtuple("Change", "lost of_survivors of_the_dead survived facts")      # steps, of one change of life
+
+
+def changes(run, struck):
+    """What each change of life has cost: the steps that are made again, a survivor's among them, and those only the dead had."""
     found, all_lives = [], lives(run)
     for life, following in zip(all_lives, all_lives[1:], strict=False):
         done = done_by_rank(run, life["life"])
         survivors = [rank for rank, pid in enumerate(life["pids"]) if pid not in struck]
-        anyone = max(done.values(), default=0) - following["step"]
-        survived = max((done.get(rank, 0) for rank in survivors), default=0) - following["step"]
-        facts = f"{life} -> {following}: done {done}, survivors {survivors}"
-        assert survived <= 0, f"a survivor's step is lost: {facts}"
-        assert anyone <= (1 if survivors else 2 * interval), f"more is lost than may be: {facts}"
-        found.append((max(0, anyone), bool(survivors), max(0, anyone - max(0, survived)) if survivors else 0))
+        lost = max(0, max(done.values(), default=0) - following["step"])
+        of_survivors = max(0, max((done.get(rank, 0) for rank in survivors), default=0) - following["step"])
+        found.append(Change(lost, of_survivors, lost - of_survivors if survivors else 0, bool(survivors),
+                            f"{life} -> {following}: done {done}, survivors {survivors}"))
     return found
+
+
+def little_is_lost(found, interval):
+    for change in found:
+        assert not change.of_survivors, f"a survivor's step is lost: {change.facts}"
+        assert change.lost <= (1 if change.survived else 2 * interval), f"more is lost than may be: {change.facts}"
 
 
 def samples_are_exact(run):

@@ -24,7 +24,7 @@ class Campaign(Strikes):
         self.todo = events.schedule(rng, count, points_names(), short)
         self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
         self.kinds = ["plain", "store"] if short else []            # of the first clusters; then as the dice fall
-        self.tally, self.log, self.lost, self.notes = collections.Counter(), [], [], []
+        self.tally, self.log, self.changes, self.notes = collections.Counter(), [], [], []
         self.recovered, self.orphaned, self.references = [], [], {}
         self.steps = epochs * 11
         self.pace = "0.008"
@@ -154,7 +154,8 @@ class Campaign(Strikes):
         hard = {s["pid"] for s in self.struck + journal if s["signal"] in checks.HARD}
         for line in journal:
             self.tally[f"at {line['point']}"] += 1
-        self.lost += checks.steps_lost(self.run, hard, INTERVAL)
+        self.changes += checks.changes(self.run, hard)
+        checks.little_is_lost(self.changes, INTERVAL)
         counts = checks.samples_are_exact(self.run)
         checks.checkpoints_are_whole(self.run)
         checks.every_step_is_logged_once(self.run, self.steps)

@@ -126,8 +126,10 @@ def main():
         store.wait(20)
         codes = [agent.poll() for agent in agents]
         counts = checks.samples_are_exact(run)
-        lost = checks.steps_lost(run, set(), 0)
-        print(f"agents left with {codes}; {counts}; worlds {[life['world'] for life in lives(run)]}; steps lost {lost}")
+        found = checks.changes(run, set())
+        checks.little_is_lost(found, 0)
+        worlds, lost = [life["world"] for life in lives(run)], [change.lost for change in found]
+        print(f"agents left with {codes}; {counts}; worlds {worlds}; steps lost {lost}")
         assert 0 in codes and counts["lost"] == 0
     return 0
 
