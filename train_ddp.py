@@ -51,7 +51,7 @@ def main(opts):
     clock.lap("restore")
     model = distribute(net, opts, world)
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
-            Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
+            Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         store.report = log.note
         while not state.finished:                       # a finished run falls through and exits 0

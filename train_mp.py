@@ -54,7 +54,7 @@ def main(opts):
     source = store.restore(state)                       # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
-            Rescue(store, state, world, ledger, closing=[log.close]) as rescue:
+            Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source, sum(model.parameters_of))
         for line in model.describe(-(-opts.global_batch_size // world.replicas)):
             log.note(line)

@@ -214,7 +214,7 @@ def cut(found, weights, parts, by):
     counts = [int(number) for number in by.split(",")]
     if len(counts) != parts or sum(counts) != len(found):
         raise UserError(f"--balance {by}: {len(counts)} stages of {sum(counts)} pieces, but there are {parts} stages and "
-                        f"{len(found)} pieces\nthe pieces: {names[:200]}")
+                        f"{len(found)} pieces\ngive {parts} counts that add up to {len(found)}; the pieces: {names[:200]}")
     starts = [sum(counts[:i]) for i in range(parts + 1)]
     return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]
 

@@ -156,10 +156,12 @@ class Console:
         if opts.progress == "on" or opts.progress == "auto" and self.out.isatty() and os.environ.get("TERM") != "dumb":
             try:
                 from tqdm import tqdm
-                # Some terminals report a width of 0 (serial lines, containers, expect): tqdm would show nothing there.
-                blind = self.out.isatty() and not os.get_terminal_size(self.out.fileno()).columns
+                # Some terminals report a width or height of 0 (serial lines, containers, expect): tqdm would show nothing there.
+                size = os.get_terminal_size(self.out.fileno()) if self.out.isatty() else None
+                blind = size and not all(size)
+                given = {"ncols": size.columns or 80, "nrows": size.lines or 24} if blind else {"dynamic_ncols": True}
                 self.bar = tqdm(total=total or None, initial=step, file=self.out, bar_format="{percentage:3.0f}%|{bar:10}| {desc}",
-                                dynamic_ncols=not blind, ncols=80 if blind else None)
+                                **given)
             except ImportError:
                 self.line("tqdm is not installed: lines instead of a bar (pip install tqdm)")
 

@@ -167,7 +167,7 @@ def _check_together(opts, world):
         (opts.script == "mp" and opts.devices and (world > 1 or opts.stages),
          "--devices are those of a single process, here each of several has one of its own\nleave it out, or start with python"),
         (opts.shard and world // (opts.stages or world) < 2,
-         f"--shard spreads a stage over its replicas, but WORLD_SIZE={world} with --stages {opts.stages} has one of each\n"
+         f"--shard spreads a stage over its replicas, but {world} processes in {opts.stages or world} stages have one of each\n"
          f"start more processes, or use fewer stages (--stages 1)"),
         (opts.shard and opts.virtual_ranks,
          "--shard cannot take effect with --virtual-ranks: it adds up gradients in an order that follows the number of replicas\n"

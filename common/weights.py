@@ -32,8 +32,9 @@ def load_weights(state, path, shapes=None, own=lambda name, tensor: tensor):
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:
-        words = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"--init-from {path}: not a file of weights ({words[:120]})") from error
+        words = next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
+        raise UserError(f"--init-from {path}: not a file of weights ({words[:120]})\n"
+                        "save one with torch.save(net.state_dict(), path)") from error
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]

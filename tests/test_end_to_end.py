@@ -6,7 +6,7 @@ import socket
 import time
 
 import pytest
-from jobs import PACED, STEPS, TESTS, audit, children, command, last_loss, lives, reached, state, until, wait_for, weights
+from jobs import PACED, STEPS, TESTS, audit, children, command, events, last_loss, lives, reached, state, until, wait_for, weights
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"), "ddp": ("train_ddp.py",)}
@@ -192,6 +192,7 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, s
     assert job.wait(30) == 143, job.output
     assert "Traceback" not in job.output and any(f"stopped on {name}" in job.output for name in signals), job.output
     step = reached(run)
+    assert sum(event["steps_s"] for event in events(run, "steps")) > 0.05       # what was made counts, however it ended
     assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     assert plain(jobs, script, run, PACE="0").wait() == 0
     assert lives(run)[1]["step"] == step

@@ -252,10 +252,10 @@ def test_a_process_begun_without_stdout_logs_to_its_file(tmp_path, run):
     assert (done.returncode, done.stderr) == (0, b"") and len(steps(tmp_path / "a")) == 2000
 
 
-def on_a_terminal(tmp_path, columns):
-    """What the program shows on a terminal that says it has so many columns."""
+def on_a_terminal(tmp_path, columns, rows=24):
+    """What the program shows on a terminal that says it has so many columns and rows."""
     ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     xterm = {**os.environ, "TERM": "xterm"}
     program = subprocess.Popen(command(tmp_path / "a", "auto"), cwd=ROOT, stdout=theirs, env=xterm)
     os.close(theirs)
@@ -270,9 +270,10 @@ def on_a_terminal(tmp_path, columns):
     return shown.decode()
 
 
-def test_a_terminal_that_reports_a_width_of_0_shows_the_bar_as_one_of_80(tmp_path):
+@pytest.mark.parametrize(("columns", "rows"), [(0, 24), (80, 0), (0, 0)])
+def test_a_terminal_that_reports_a_width_or_height_of_0_shows_the_bar_as_one_of_80(tmp_path, columns, rows):
     pytest.importorskip("tqdm")
-    last = on_a_terminal(tmp_path, 0).split("\r")[-2]
+    last = on_a_terminal(tmp_path, columns, rows).split("\r")[-2]
     assert last.startswith("100%|██████████| epoch 1/3  step 2000/2000") and len(last.rstrip()) <= 80
 
 
