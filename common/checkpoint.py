@@ -217,7 +217,7 @@ class CheckpointStore:
         """What was written can be read: older ones may go."""
         try:
             self.writer.read_back(facts["step"])
-        except Damaged:
+        except (Damaged, OSError):
             self.committed = before
             raise
         self._let_go(facts)

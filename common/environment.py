@@ -118,7 +118,8 @@ def fail(message, code=2, everyone=False):
     """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a UserError."""
     if everyone or speaks():
         say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
-        dismiss_agent()
+        if code != 1:                                               # 1: a restart may cure it
+            dismiss_agent()
     sys.exit(code)
 
 

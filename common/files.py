@@ -2,21 +2,50 @@
 import contextlib
 import ctypes
 import errno
+import functools
 import hashlib
 import json
 import math
 import os
 import stat
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 CHUNK = 1 << 22
 SYNC = 1 << 28                                   # bytes between two fsyncs of a long file: no stall of minutes at its end
 SMALL = 1 << 16                                  # no JSON of ours is larger: a longer one is not ours, and is not parsed
+WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)     # what is there is no file of ours
+PAUSES = (0.1, 0.4, 1.0, 2.5)                    # seconds between the tries of a read that fails
 
 
 class Damaged(Exception):
-    """This file cannot be trusted; the text says why, with both values."""
+    """This file is proven wrong; the text says why, with both values."""
+
+
+@contextlib.contextmanager
+def proven(path):
+    """An OSError that tells what is there is damage; any other (no memory, no server) proves nothing, and stays an OSError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in WRONG:
+            raise Damaged(f"{Path(error.filename or path).name}: {error.strerror or error}") from error
+        error.filename = error.filename or str(path)
+        raise
+
+
+def patient(read):
+    """A read that an OSError does not end at once: it may be gone in seconds, and nothing may be given up for it."""
+    @functools.wraps(read)
+    def again(*args, **kwargs):
+        for pause in PAUSES:
+            try:
+                return read(*args, **kwargs)
+            except OSError:
+                time.sleep(pause)
+        return read(*args, **kwargs)
+    return again
 
 
 def write_file(path, data, moved=None):
@@ -83,7 +112,7 @@ def read_into(path, size, buffer=None, from_disk=False):
     `from_disk` drops what the kernel still has in memory first: what is read then is what a power loss would leave.
     """
     name = Path(path).name
-    with _opened(path) as fd:
+    with opened(path) as fd:
         if (there := os.fstat(fd).st_size) != size:
             raise Damaged(f"{name} is {there:,} bytes, manifest says {size:,}")
         if from_disk and hasattr(os, "posix_fadvise"):
@@ -107,7 +136,7 @@ def read_into(path, size, buffer=None, from_disk=False):
 
 def read_small(path, limit=SMALL):
     """All bytes of a small regular file; a larger one is refused, not read."""
-    with _opened(path) as fd:
+    with opened(path) as fd:
         data = b""
         while len(data) <= limit and (piece := os.read(fd, limit + 1 - len(data))):
             data += piece
@@ -117,19 +146,16 @@ def read_small(path, limit=SMALL):
 
 
 @contextlib.contextmanager
-def _opened(path):
-    """Open for reading: no link is followed, no pipe or device waited for, every error is damage with its reason."""
-    name = Path(path).name
-    try:
+def opened(path):
+    """Open for reading: no link is followed, no pipe or device waited for."""
+    with proven(path):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise Damaged(f"{name} is not a regular file")
+                raise Damaged(f"{Path(path).name} is not a regular file")
             yield fd
         finally:
             os.close(fd)
-    except OSError as error:
-        raise Damaged(f"{name}: {error.strerror or error}") from error
 
 
 def parse_json(data, name):

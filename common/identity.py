@@ -38,7 +38,7 @@ def check_identity(run_dir, opts, world, fingerprint, report):
         old = unseal(read_small(path), path.name) if os.path.lexists(path) else None
         if old and not (isinstance(old.get("identity"), dict) and isinstance(old.get("data"), str)):
             raise Damaged(f"{path.name} has no identity and data")
-    except Damaged as reason:
+    except (Damaged, OSError) as reason:
         if os.path.islink(path) or os.path.lexists(path) and not os.path.isfile(path):
             raise UserError(f"{path}: {reason}\nremove it, or use another --run-dir") from reason
         old = None

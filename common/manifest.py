@@ -10,7 +10,7 @@ import re
 import stat
 from pathlib import Path
 
-from common.files import SMALL, Damaged, parse_json, read_into, read_small, sealed, to_json, unseal
+from common.files import SMALL, Damaged, parse_json, patient, proven, read_into, read_small, sealed, to_json, unseal
 
 TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 STATE = "state.json"
@@ -21,6 +21,7 @@ KINDS = {"format": int, "step": int, "parent": int, "life": str, "digest": str, 
          "torch": str}
 
 
+@patient
 def checkpoints(root):
     """Committed checkpoints under `root`, newest first, as (step, folder); what they hold is not looked at."""
     try:
@@ -48,8 +49,9 @@ def _digest(files):
 
 def read_manifest(step, folder):
     """The manifest of the checkpoint of `step`: its seal, and every field's kind and range."""
-    if not stat.S_ISDIR(os.lstat(folder).st_mode):
-        raise Damaged("not a folder")
+    with proven(folder):
+        if not stat.S_ISDIR(os.lstat(folder).st_mode):
+            raise Damaged("not a folder")
     manifest = unseal(read_small(folder / MANIFEST), MANIFEST)
     if manifest.get("format") != FORMAT:
         raise Damaged(f"{MANIFEST} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}")
@@ -72,27 +74,28 @@ def read_manifest(step, folder):
     return manifest
 
 
+@patient
 def verify(step, folder, buffers=None, identity=None, from_disk=False):
-    """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable memory}."""
-    try:
-        manifest = read_manifest(step, folder)
-        files = manifest["files"]
-        if identity is not None and manifest["identity"] != identity:
-            raise Damaged("it was saved by a run with other options or data "
-                          f"({manifest['identity'][:12]}..., now {identity[:12]}...)")
-        for part, name in TENSORS.items():
-            if buffers is not None and len(buffers[part]) != files[name]["bytes"]:
-                raise Damaged(f"{name} is {files[name]['bytes']:,} bytes, this model and optimizer need {len(buffers[part]):,}")
-        if files[STATE]["bytes"] > SMALL:
-            raise Damaged(f"{STATE} is {files[STATE]['bytes']:,} bytes, more than {SMALL:,}")
-        text = memoryview(bytearray(files[STATE]["bytes"]))
-        places = {STATE: text} | {name: buffers[part] if buffers is not None else None for part, name in TENSORS.items()}
-        for name, place in places.items():
-            if (sha := read_into(folder / name, files[name]["bytes"], place, from_disk)) != files[name]["sha256"]:
-                raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {files[name]['sha256'][:12]}...")
-        return manifest, check_facts(parse_json(bytes(text), STATE), step)
-    except OSError as error:
-        raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from error
+    """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable memory}.
+
+    Damaged: proven wrong. OSError: it could not be read, also not some seconds later; what it holds is not known.
+    """
+    manifest = read_manifest(step, folder)
+    files = manifest["files"]
+    if identity is not None and manifest["identity"] != identity:
+        raise Damaged("it was saved by a run with other options or data "
+                      f"({manifest['identity'][:12]}..., now {identity[:12]}...)")
+    for part, name in TENSORS.items():
+        if buffers is not None and len(buffers[part]) != files[name]["bytes"]:
+            raise Damaged(f"{name} is {files[name]['bytes']:,} bytes, this model and optimizer need {len(buffers[part]):,}")
+    if files[STATE]["bytes"] > SMALL:
+        raise Damaged(f"{STATE} is {files[STATE]['bytes']:,} bytes, more than {SMALL:,}")
+    text = memoryview(bytearray(files[STATE]["bytes"]))
+    places = {STATE: text} | {name: buffers[part] if buffers is not None else None for part, name in TENSORS.items()}
+    for name, place in places.items():
+        if (sha := read_into(folder / name, files[name]["bytes"], place, from_disk)) != files[name]["sha256"]:
+            raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {files[name]['sha256'][:12]}...")
+    return manifest, check_facts(parse_json(bytes(text), STATE), step)
 
 
 def describe(step, folder):
@@ -101,29 +104,30 @@ def describe(step, folder):
         manifest, _ = verify(step, folder)
     except Damaged as reason:
         return False, f"{folder.name}  damaged: {reason}"
+    except OSError as error:
+        return False, f"{folder.name}  could not be read: {error}"
     size = sum(file["bytes"] for file in manifest["files"].values())
     return True, f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
 
 
+@patient
 def glance(step, folder):
     """The facts of a checkpoint that another process has just committed: all but the tensors' hashes are looked at."""
-    try:
-        files = read_manifest(step, folder)["files"]
+    files = read_manifest(step, folder)["files"]
+    with proven(folder):
         for name, file in files.items():
             if os.lstat(folder / name).st_size != file["bytes"]:
                 raise Damaged(f"{name} is not {file['bytes']:,} bytes")
-        text = read_small(folder / STATE)
-        if hashlib.sha256(text).hexdigest() != files[STATE]["sha256"]:
-            raise Damaged(f"{STATE} does not have the SHA-256 of its manifest")
-        return check_facts(parse_json(text, STATE), step)
-    except OSError as error:
-        raise Damaged(f"{Path(error.filename or folder).name}: {error.strerror or error}") from error
+    text = read_small(folder / STATE)
+    if hashlib.sha256(text).hexdigest() != files[STATE]["sha256"]:
+        raise Damaged(f"{STATE} does not have the SHA-256 of its manifest")
+    return check_facts(parse_json(text, STATE), step)
 
 
 def is_there(root, facts):
     """Whether another process of this life has committed this state, or one that is further."""
     for step, folder in checkpoints(root):
-        with contextlib.suppress(Damaged):
+        with contextlib.suppress(Damaged, OSError):
             there = glance(step, folder)
             return step > facts["step"] or there == parse_json(facts_to_json(facts), STATE)
     return False

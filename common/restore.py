@@ -15,20 +15,21 @@ class Found:
     step: int                                    # the newest that verifies anywhere, or -1
     own: int                                     # the newest of this node
     facts: dict
-    skipped: list                                # this node's folders that do not verify
+    skipped: list                                # this node's folders that are proven wrong
     damaged: int                                 # and how many the node with the most of them has
 
 
 def load_newest(world, choices, images, identity, report):
     """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do not read."""
-    own, facts, skipped = newest(choices or [], images, identity, report)
+    own, facts, skipped, unread = newest(choices or [], into(images, identity), report)
     world.meet(f"read {identity}")                                  # reading may take longer than a collective may
     layout = sum(image.layout() for image in images.values()) % 2**62
-    views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout]))]
+    views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout, unread[0]]))]
     if len({view[2] for view in views}) > 1:
         raise UserError("the ranks have different nets or optimizers: names, shapes or types differ\n"
                         "run the same code and options on every node")
     step = max(view[0] for view in views)
+    refuse_to_fall_back(world, f"unread {identity}", unread, step)
     if step >= 0:
         source = [view[0] for view in views].index(step)
         facts = parse_json(send(world, facts and facts_to_json(facts), source), STATE)
@@ -37,19 +38,44 @@ def load_newest(world, choices, images, identity, report):
     return Found(step, own, facts, skipped, max(view[1] for view in views))
 
 
-def newest(choices, images, identity=None, report=print):
-    """(step, facts, folders skipped) of the first of `choices` that verifies, its tensors left in the images; step -1: none."""
-    skipped = []
+def into(images, identity=None):
+    """What `newest` reads with: every tensor into the images of this rank."""
+    def read(step, folder):
+        _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()}, identity)
+        for part, image in images.items():
+            image.check_header(TENSORS[part])
+        return facts
+    return read
+
+
+def newest(choices, read, report=print):
+    """(step, what `read(step, folder)` returns, folders proven wrong, (step, text) of the newest that could not be read).
+
+    Of the first of `choices` that verifies; each step is -1 where there is none.
+    """
+    skipped, unread = [], (-1, "")
     for step, folder in choices:
+        place = f"{folder.parent.name}/{folder.name}"
         try:
-            _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()}, identity)
-            for part, image in images.items():
-                image.check_header(TENSORS[part])
-            return step, facts, skipped
+            return step, read(step, folder), skipped, unread
         except Damaged as reason:
             skipped.append(folder)
-            report(f"{folder.parent.name}/{folder.name}: {reason}; skipped, trying the one before")
-    return -1, None, skipped
+            report(f"{place}: {reason}; skipped, trying the one before")
+        except OSError as error:
+            unread = max(unread, (step, f"{folder}: cannot be read: {error.strerror or error}"))
+            report(f"{place}: {error.strerror or error}; trying the one before")
+    return -1, None, skipped, unread
+
+
+def refuse_to_fall_back(world, name, unread, step):
+    """Whoever could not read a newer checkpoint than all go on from ends this life: its steps are not thrown away for that.
+
+    Exit code 1: the disk or the server may answer when the agent starts the next life.
+    """
+    with world.together(name):
+        if unread[0] > step:
+            raise UserError(f"{unread[1]}; nothing shows that it is damaged, so it is not skipped\n"
+                            "start again once it can be read, or move that folder away to go on from the one before", code=1)
 
 
 def choices_at(path):

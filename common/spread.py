@@ -20,10 +20,10 @@ from common import UserError
 from common.agreement import send
 from common.checkpoint import CheckpointStore
 from common.fence import rescuing
-from common.files import CHUNK, Damaged, parse_json
+from common.files import CHUNK, Damaged, opened, parse_json
 from common.image import Image
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
-from common.restore import Found
+from common.restore import Found, newest, refuse_to_fall_back
 from common.writer import Writer
 
 
@@ -47,17 +47,16 @@ class SpreadStore(CheckpointStore):
     def _load(self, choices, identity):
         if not self.spread:
             return super()._load(choices, identity)
-        world, facts = self.world, None
+        world = self.world
         with world.together(f"one folder {identity}"):
             if self.fence and world.rank:
                 raise UserError(f"--run-dir {self.run_dir}: rank {world.rank} does not see the folder of rank 0\n"
                                 "a net in stages over machines needs one run folder that all of them share")
         self._learn()
-        step, skipped = -1, []
-        if world.rank == 0:
-            step, facts, skipped = self._newest_whole(choices, identity)
+        step, facts, skipped, unread = newest(choices if world.rank == 0 else [], self._read_whole(identity), self.report)
         world.meet(f"read {identity}")
         best, damaged = world.broadcast(torch.tensor([step, len(skipped)]), 0).tolist()
+        refuse_to_fall_back(world, f"unread {identity}", unread, best)
         if best >= 0:
             facts, folder = parse_json(send(world, facts and facts_to_json(facts), 0), STATE), dict(choices)[best]
             self.state.load({part: Slices(folder / name, self.whole[part], self.images[part], self.before[part])
@@ -95,21 +94,16 @@ class SpreadStore(CheckpointStore):
         self.sources = {part: {n: [(key[rank], told[rank][part]) for rank, _ in found] for n, found in names.items()}
                         for part, names in holders.items()}
 
-    def _newest_whole(self, choices, identity):
-        skipped = []
-        for step, folder in choices:
-            try:
-                manifest, facts = verify(step, folder, None, identity)
-                for part, name in TENSORS.items():
-                    image = self.whole[part]
-                    with open(folder / name, "rb") as file:
-                        if manifest["files"][name]["bytes"] != image.size or file.read(len(image.header)) != image.header:
-                            raise Damaged(f"{name} is not that of this model and optimizer")
-                return step, facts, skipped
-            except Damaged as reason:
-                skipped.append(folder)
-                self.report(f"{folder.parent.name}/{folder.name}: {reason}; skipped, trying the one before")
-        return -1, None, skipped
+    def _read_whole(self, identity):
+        def read(step, folder):
+            _, facts = verify(step, folder, None, identity)
+            for part, name in TENSORS.items():
+                with opened(folder / name) as fd:
+                    header = self.whole[part].header
+                    if os.fstat(fd).st_size != self.whole[part].size or os.read(fd, len(header)) != header:
+                        raise Damaged(f"{name} is not that of this model and optimizer")
+            return facts
+        return read
 
     def _own(self, name, tensor):
         """What this rank owns of a whole weight."""

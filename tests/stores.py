@@ -13,7 +13,7 @@ from common.checkpoint import CheckpointStore
 from common.image import Image
 from common.manifest import checkpoints
 from common.options import Options
-from common.restore import newest
+from common.restore import into, newest
 from common.state import TrainState, build_optimizer
 from common.world import World
 
@@ -113,7 +113,7 @@ def images_for(opts, net=None):
 
 def load(root, images):
     """(step, images really hold that step) of the newest that verifies; nothing may be raised."""
-    step, facts, _ = newest(checkpoints(root), images, report=lambda text: None)
+    step, facts, *_ = newest(checkpoints(root), into(images), report=lambda text: None)
     return step, step >= 0 and images_are_at(images, step) and facts["step"] == step
 
 

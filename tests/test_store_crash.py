@@ -15,7 +15,7 @@ from stores import a_life, at_step, images_are_at, images_for, options
 from common import files
 from common.files import Damaged
 from common.manifest import checkpoints, verify
-from common.restore import newest
+from common.restore import into, newest
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
 
@@ -212,7 +212,7 @@ def judge(root, tree, ordered, allowed, whole, images):
     for path, data in sorted(tree.items()):
         if path.startswith("step-"):                                # the rest is swept unread
             (root / path).mkdir() if data is None else (root / path).write_bytes(data)
-    step, facts, _ = newest(checkpoints(root), images, report=lambda text: None)
+    step, facts, *_ = newest(checkpoints(root), into(images), report=lambda text: None)
     assert facts in allowed, (step, allowed)                        # None: nothing, before the first was announced
     assert facts is None or images_are_at(images, step)
     if ordered:                                                     # as a journal keeps it: nothing that is named is damaged

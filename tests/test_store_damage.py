@@ -16,7 +16,7 @@ from stores import end, images_for, load, new_store, options, tiny_state, two_ch
 from common import UserError
 from common.files import sealed
 from common.manifest import checkpoints
-from common.restore import newest
+from common.restore import into, newest
 
 THOROUGH = 1                                     # every n-th bit and length; the test of the tests takes fewer
 
@@ -80,20 +80,6 @@ def test_a_missing_file_and_a_file_of_the_other_checkpoint_fall_back(tmp_path):
         shutil.copy(root / "step-00000001" / path.name, path)
         assert load(root, images) == (1, True)
         restore(path, data)
-
-
-def test_a_read_error_falls_back(tmp_path, monkeypatch):
-    opts, root = two_checkpoints(tmp_path)
-    images, real, count = images_for(opts), os.readv, []
-
-    def fails(fd, buffers):
-        count.append(fd)
-        if len(count) == 2:
-            raise OSError(5, "Input/output error")
-        return real(fd, buffers)
-
-    monkeypatch.setattr(os, "readv", fails)
-    assert load(root, images) == (1, True)
 
 
 # ---- files made to harm ---------------------------------------------------------------------------------------------
@@ -343,10 +329,10 @@ def test_planted_links_are_never_written_through(tmp_path):
 def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
     opts, root = two_checkpoints(tmp_path)
     net, said = torch.nn.Sequential(torch.nn.Linear(30, 20)), []
-    assert newest(checkpoints(root), images_for(opts, net), report=said.append)[0] == -1
+    assert newest(checkpoints(root), into(images_for(opts, net)), report=said.append)[0] == -1
     assert "this model and optimizer need" in said[0]
     plant(root, "model.safetensors", tensors(shape=[3, 2])(tmp_path, (root / "step-00000002" / "model.safetensors").read_bytes()))
-    newest(checkpoints(root), images_for(opts), report=said.append)
+    newest(checkpoints(root), into(images_for(opts)), report=said.append)
     assert "0.weight is F32[3, 2]" in said[-1] and "this run has F32[2, 3]" in said[-1]
 
 

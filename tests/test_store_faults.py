@@ -8,13 +8,28 @@ import threading
 
 import pytest
 import torch
-from stores import a_life, at_step, child, images_for, is_at, load, new_store, options, save, steps_of, tiny_state
+from stores import (
+    a_life,
+    at_step,
+    child,
+    images_for,
+    is_at,
+    load,
+    new_store,
+    options,
+    save,
+    steps_of,
+    tiny_state,
+    two_checkpoints,
+)
 
 from common import UserError, files
 from common.checkpoint import FAILURES
 from common.files import Damaged
-from common.manifest import checkpoints, verify
+from common.manifest import checkpoints, describe, verify
 
+TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
+READS = ("open", "readv", "read", "fstat", "lstat", "listdir")
 CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "readv", "listdir", "unlink", "rmdir")
 
 
@@ -40,6 +55,11 @@ class Failing:
 
     def __exit__(self, *error):
         setattr(os, self.name, self.real)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch):
+    monkeypatch.setattr(files, "PAUSES", (0.0,) * len(files.PAUSES))
 
 
 @contextlib.contextmanager
@@ -311,3 +331,71 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
                     assert fault.failed and "bytes free" in str(error)
     assert not [path for path in opts.run_dir.iterdir() if path.name.endswith(".new")]
     assert checkpoints(opts.run_dir / "checkpoints") == []
+
+
+# ---- what cannot be read is not wrong ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("number", TRANSIENT)
+@pytest.mark.parametrize("name", READS)
+def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, name, number):
+    opts, root = two_checkpoints(tmp_path)
+    images, k, fired = images_for(opts), 0, True
+    while fired:
+        k += 1
+        with Failing(name, k, getattr(errno, number)) as fault:
+            assert load(root, images) == (2, True), k
+            fired = fault.failed
+    assert k > 1
+
+
+def test_a_read_that_fails_at_a_start_costs_no_checkpoint(tmp_path, monkeypatch):
+    opts, real, count, said = options(tmp_path), os.readv, [], []
+    with a_life(opts) as life:
+        save(life, 1), save(life, 9)
+
+    def fails(fd, buffers):
+        count.append(fd)
+        if len(count) == 1:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real(fd, buffers)
+
+    monkeypatch.setattr(os, "readv", fails)
+    with a_life(opts, said=said) as life:
+        assert is_at(life.state, 9) and len(count) > 1
+    assert not said and steps_of(opts) == [9, 1]
+
+
+@pytest.mark.parametrize("number", TRANSIENT)
+def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted(tmp_path, monkeypatch, number):
+    opts, real = options(tmp_path), os.open
+    with a_life(opts) as life:
+        save(life, 1), save(life, 9)
+    before = sorted((opts.run_dir / "checkpoints").rglob("*"))
+
+    def fails(path, *args, **kwargs):
+        if str(path).endswith("step-00000009/optimizer.safetensors"):
+            raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), str(path))
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fails)
+    said = "step-00000009: cannot be read: .*; nothing shows that it is damaged"
+    with pytest.raises(UserError, match=said) as error, a_life(opts):
+        pass
+    assert error.value.code == 1 and str(error.value).count("\n") <= 2          # an agent tries again: the disk may answer then
+    assert sorted((opts.run_dir / "checkpoints").rglob("*")) == before
+    assert describe(9, opts.run_dir / "checkpoints/step-00000009")[1].startswith("step-00000009  could not be read: ")
+    monkeypatch.undo()
+    with a_life(opts) as life:
+        assert is_at(life.state, 9)
+
+
+def test_a_new_checkpoint_that_cannot_be_read_back_is_a_failed_save_and_stays(tmp_path, monkeypatch):
+    opts, real = options(tmp_path), os.readv
+    with a_life(opts) as life:
+        save(life, 1), save(life, 2)
+        monkeypatch.setattr(os, "readv", lambda *args: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+        with pytest.raises(OSError, match="ESTALE"):
+            save(life, 3)
+        monkeypatch.setattr(os, "readv", real)
+        assert steps_of(opts) == [3, 2, 1] and life.store.committed == 2       # nothing older goes before it was read
+        save(life, 4)
+        assert steps_of(opts) == [4, 3]

@@ -27,6 +27,7 @@ FACTS = ("damage", "harmful_facts_are_refused_whatever_the_manifest_says")
 LINKS = ("damage", "links_pipes_and_folders_in_place_of_files_are_not_followed_nor_waited_for")
 FSYNC = ("faults", "a_failed_fsync_is_never_retried_on_the_same_file")
 MOVED = ("fence", "a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save")
+UNREAD = ("faults", "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted", "EIO")
 DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays")
 
 MUTANTS = {
@@ -81,6 +82,10 @@ MUTANTS = {
                                                "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     "a damaged one stays in the way": ("writer", '        to = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",
                                        "a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again"),
+    "a read that fails is not tried again": ("files", "        for pause in PAUSES:\n", "        for pause in ():\n", "faults",
+                                             "a_read_that_fails_at_a_start_costs_no_checkpoint"),
+    "what cannot be read is taken for damaged": ("files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),
+    "what cannot be read is passed over": ("restore", "        if unread[0] > step:\n", "        if False:\n", *UNREAD),
     "contradicting options are let in": ("identity", "    if wrong or firm:\n", "    if False:\n", "identity",
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
     # who may write

@@ -1,4 +1,5 @@
 """Node-local folders or a shared one: the newest checkpoint that anybody has, on every rank; replicas that differ end the life."""
+import errno
 import os
 import time
 
@@ -21,7 +22,7 @@ from stores import (
 from torch import nn
 
 import train_ddp
-from common import UserError, checkpoint, owner
+from common import UserError, checkpoint, files, owner
 from common.options import Options
 
 
@@ -73,6 +74,33 @@ def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused
         return error.value.code
 
     assert fork_ranks(2, refuse, node_size=1) == [3, 3]
+
+
+def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step_is_thrown_away(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(owner, "PATIENCE", 0.2)
+    for node, steps in ((0, (3, 9)), (1, (3, 9)), (2, (3, 4))):
+        two_checkpoints(tmp_path / f"node{node}", steps=steps)
+    real = os.readv
+
+    def begin(world, second):
+        def fails(fd, buffers):
+            if os.readlink(f"/proc/self/fd/{fd}").endswith("node0/run/checkpoints/step-00000009/model.safetensors"):
+                raise OSError(errno.EIO, "Input/output error")
+            return real(fd, buffers)
+        os.readv = fails
+        store, state = new_store(options(tmp_path / f"node{second if world.rank else 0}"), world), tiny_state(options(tmp_path))
+        try:
+            store.restore(state)
+            return is_at(state, 9)
+        except UserError as error:
+            return error.code, "step-00000009: cannot be read: Input/output error" in str(error)
+        finally:
+            end(store)
+
+    assert fork_ranks(2, begin, 1, node_size=1) == [True, True]
+    assert fork_ranks(2, begin, 2, node_size=1) == [(1, True)] * 2
+    assert [steps_of(options(tmp_path / f"node{node}")) for node in range(3)] == [[9, 3], [9, 3], [4, 3]]
 
 
 def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path):
