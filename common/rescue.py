@@ -6,6 +6,8 @@ raises (gloo) ends in `__exit__`; a collective that hangs (NCCL) is ended by the
 whatever the main thread is blocked in. The Python handler does nothing: raising there could cut an optimizer step in two.
 A third way is the pulse: nobody dies, but nothing moves.
 """
+import contextlib
+import functools
 import os
 import re
 import select
@@ -31,7 +33,7 @@ class Rescue:
     def __init__(self, store, state, world, ledger, closing=()):
         self.store, self.state, self.world, self.ledger, self.closing = store, state, world, ledger, closing
         self.asked, self.leaving, self.noticed = None, threading.Lock(), 0.0
-        self.parting = self.parted = False
+        self.parting = self.parted = self.over = False
         self.under_agent = "TORCHELASTIC_RUN_ID" in os.environ
         self.pulse = Pulse(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
 
@@ -44,6 +46,8 @@ class Rescue:
         if self.world.size == 1 and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
             self.old_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, _do_nothing)
         self.old_fd = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
+        # A forked process (a loading one, say) inherits the pipe: a signal to it alone must not reach this rank's watcher.
+        os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
         self.pulse.beat()                                           # a lock held in C may come before the watcher's first look
         self.watcher = threading.Thread(target=self._watch, daemon=True, name="rescue")
         self.watcher.start()
@@ -60,8 +64,12 @@ class Rescue:
         for number, handler in self.old_handlers.items():
             signal.signal(number, handler)
         self.pulse.stop()
-        os.close(self.pipe[1])                                      # ends the watcher
+        self.over = True
+        with contextlib.suppress(BlockingIOError):                  # it is full: the watcher is awake already
+            os.write(self.pipe[1], bytes(1))                        # (closing it ends nothing: forked processes hold it open too)
         self.watcher.join()                                         # a thread that wakes in a dying interpreter aborts it
+        for end in self.pipe:
+            os.close(end)
         if error is None and self.store.fence:
             self.store.fence.release()                              # not before all have met: a survivor needs the staging
 
@@ -89,10 +97,10 @@ class Rescue:
         with self.leaving:
             self.pulse.stop(0)                                      # it may be asking a store that died with rank 0
             text, _ = self._save_noting(type(error).__name__)
-            words = re.sub(r"^\[\S+\] ", "", next(iter(str(error).splitlines()), ""))[:100]      # gloo begins with a path
-            say(f"rank {self.world.rank}: {type(error).__name__}: {words}; {text}", sys.stderr)
+            words = _in_words(error)
+            say(f"rank {self.world.rank}: {words}; {text}", sys.stderr)
             if not _peer_is_gone(error):
-                self.ledger.event("error", step=self.state.step, rank=self.world.rank, why=f"{type(error).__name__}: {words}")
+                self.ledger.event("error", step=self.state.step, rank=self.world.rank, why=words)
             if self.world.size == 1 or not _peer_is_gone(error):
                 return self._sign_off()
             if self.under_agent:
@@ -130,14 +138,12 @@ class Rescue:
     def _watch(self):
         """Signals arrive here even if the main thread is stuck in C; it has a while to finish its step by itself."""
         deadline = None
-        while True:
+        while not self.over:
             ready = select.select([self.pipe[0]], [], [], 1.0 if deadline is None else 0.1)[0]
-            data = os.read(self.pipe[0], 64) if ready else None
-            if data == b"":
-                return os.close(self.pipe[0])                       # the run is over
-            if signal.SIGTSTP in (data or b""):
+            data = os.read(self.pipe[0], 64) if ready else b""
+            if signal.SIGTSTP in data:
                 self.pulse.doze()
-            numbers = [n for n in data or b"" if n in STOP]
+            numbers = [n for n in data if n in STOP]
             if numbers and deadline is None:
                 self.asked, deadline = signal.Signals(numbers[0]).name, time.monotonic() + (0 if self.parting else PATIENCE)
             if deadline is not None and time.monotonic() > deadline:
@@ -173,6 +179,15 @@ class Rescue:
 
 def _do_nothing(number, frame):
     """Being there is enough: the byte in the wake-up pipe is what counts."""
+
+
+def _in_words(error):
+    """One line that names the cause. Of an error in a loading process that is the last line of the traceback it sent."""
+    lines = str(error).strip().splitlines() or [""]
+    if "Original Traceback" in str(error):
+        return lines[-1][:120]
+    first = re.sub(r"^\[\S+\] ", "", lines[0])                     # gloo begins with a path
+    return f"{type(error).__name__}: {first}"[:120]
 
 
 def _peer_is_gone(error):

@@ -172,13 +172,24 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
 
 
 def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
-    files = (f"--dataset={TESTS}/paced.py:files", "--workers=1")
+    """Of two, so that the other lives on; long before --hang-timeout, which is 600 s in a life's first steps."""
+    files = (f"--dataset={TESTS}/paced.py:files", "--workers=2")
     job = ddp(jobs, 2, run, *files, PACE="0.05")
     life = wait_for(run, 4, 0, job)
     assert any(jobs.kill(child) for pid in life["pids"] for child in children(pid))
-    assert job.wait() == 0, job.output
+    assert job.wait(40) == 0, job.output
     assert len(lives(run)) == 2
     assert_same(run, unbroken)
+
+
+@pytest.mark.parametrize("nproc", [0, 2])
+def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run, nproc):
+    flags = ("--model=mlp", f"--dataset={TESTS}/poisoned.py:data", "--workers=2", "--global-batch-size=10", "--no-tensorboard",
+             f"--run-dir={run}")
+    job = jobs.torchrun(nproc, "train_ddp.py", *flags, restarts=0) if nproc else jobs.python("train_ddp.py", *flags)
+    assert job.wait(40) != 0
+    assert "sample 37 cannot be read" in job.output, job.output
+    assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
 
 
 # ---- asked to stop -----------------------------------------------------------------------------------------------------

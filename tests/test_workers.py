@@ -9,10 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import fork_ranks
 from test_data import Noisy, options
+from test_rescue import a_run
 
 from common import UserError, workers
 from common.data import DatasetSplit, batches
+from common.rescue import Rescue
 from common.sampler import ElasticSampler
 
 
@@ -71,8 +74,15 @@ def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
-def test_a_worker_leaves_the_signals_of_a_job_to_its_rank(name):
-    drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1)
+def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, tmp_path):
+    """A forked process inherits the wake-up pipe of its rank's Rescue: the rank would believe that it was asked to stop."""
+    def live(world):
+        state, store, ledger = a_run(world, tmp_path / "run")
+        with Rescue(store, state, world, ledger) as rescue:
+            drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1)
+        return rescue.asked
+
+    assert fork_ranks(1, live) == [None]
 
 
 LEAVING = """
