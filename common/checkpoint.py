@@ -7,6 +7,7 @@ writer.py walks through the crash points of a save, fence.py through who may wri
 """
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from common.identity import identity_of, versions
 from common.image import Image
 from common.manifest import checkpoints, describe, folder_name, is_there
 from common.owner import claim
-from common.restore import choices_at, load_newest
+from common.restore import choices_at, load_newest, take
 from common.weights import fingerprint_of, load_weights
 from common.writer import Background, Writer
 
@@ -48,7 +49,7 @@ class CheckpointStore:
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
         self.images = {part: Image(tensors) for part, tensors in state.tensors().items()}
-        source, found = None, self._load(checkpoints(self.root), self.identity)
+        source, found = None, self._load(checkpoints(self.root), partial(identity_of, self.opts))
         if found.step >= 0:
             source = f"checkpoints/{folder_name(found.step)}"
             if self.fence:
@@ -94,7 +95,8 @@ class CheckpointStore:
         """The newest of all nodes' choices that verifies, in every rank's state; its step is -1 if there is none."""
         found = load_newest(self.world, choices if self.fence else None, self.images, identity, self.report)
         if found.step >= 0:
-            self.state.load({part: image.views for part, image in self.images.items()}, found.facts)
+            tensors = {part: image.views for part, image in self.images.items()}
+            take(self.state, tensors, found.facts, self.fingerprint, self.fence and self.report)
         return found
 
     def _settle(self, found):

@@ -44,33 +44,38 @@ def check_identity(run_dir, opts, world, fingerprint, report):
         old = None
         report(f"{path}: {reason}; the checkpoints say whose run this is")
     lost = old is None
-    old = old or ours | _ask_the_checkpoints(root, path, identity_of(opts, fingerprint))
+    old = old or ours | _ask_the_checkpoints(root, path, opts)
     wrong = [f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(old["identity"])]
-    if old["data"] != fingerprint:
-        wrong.append(f"the data's fingerprint was {old['data'][:12]}, now {fingerprint[:12]}")
+    was, now = old["data"][:12], fingerprint[:12]
+    data = [f"the data's fingerprint was {was}, now {now}"] * (old["data"] != fingerprint)
     firm, soft = pinned.differences(old.get("pinned", {}), ours["pinned"])
     for text in soft:
         report(f"--virtual-ranks: the {text}: from here on the bits may be others")
-    if wrong or firm:
-        raise UserError(f"{run_dir} is another run: {'; '.join(wrong + firm)}\n"
-                        "give the same options to go on with it, or another --run-dir")
+    if wrong := wrong + firm + ([] if opts.accept_data_change else data):
+        way = "give the same options" if wrong != data else \
+            "add --accept-data-change (with another number of samples the epoch begins again)"
+        raise UserError(f"{run_dir} is another run: {'; '.join(wrong)}\n"
+                        f"{way} to go on with it, or another --run-dir\n"
+                        f"--run-dir NEW --resume {run_dir} begins another run at its newest checkpoint")
+    for text in data:
+        report(f"--accept-data-change: {text}")
     if old.get("torch") != torch.__version__:
         report(f"{run_dir} was begun with torch {old.get('torch')}, this is {torch.__version__}: the bits may differ from here on")
-    if lost:
-        replace_file(path, sealed(ours))
+    if lost or data:
+        replace_file(path, sealed((ours if lost else old) | {"data": fingerprint}))
 
 
-def _ask_the_checkpoints(root, path, identity):
+def _ask_the_checkpoints(root, path, opts):
     """options.json is lost or torn: the sealed manifests know as well whose run it is, and what computed it."""
     for step, folder in checkpoints(root):
         try:
             manifest = read_manifest(step, folder)
         except (Damaged, OSError):
             continue
-        if manifest["identity"] != identity:
-            raise UserError(f"{path} cannot be read, and checkpoints/{folder.name} was saved with other options or data\n"
-                            "give the options of that run to go on with it, or another --run-dir")
-        return {"torch": manifest["torch"], "pinned": manifest.get("pinned", {})}
+        if manifest["identity"] != identity_of(opts, manifest["data"]):
+            raise UserError(f"{path} cannot be read, and checkpoints/{folder.name} was saved with other "
+                            "options\ngive the options of that run to go on with it, or another --run-dir")
+        return {"data": manifest["data"], "torch": manifest["torch"], "pinned": manifest.get("pinned", {})}
     return {}
 
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common import UserError
-from common.restarts import BETWEEN, counted, gap, in_words, spell
+from common.restarts import BETWEEN, counted, gap, in_words, planned, spell
 
 
 class Lines:
@@ -199,15 +199,12 @@ def audit(run_dir, explain=lambda line: None):
         raise UserError(f"{folder} tells of no finished step\nthere is nothing to audit yet")
 
     first = lives[0][0]
-    try:
-        n, batch, seed = first["n"], first["global_batch_size"], first["seed"]
-    except KeyError as error:
-        raise UserError(f"{run_dir}: the first life lacks {error}, without which there is no order") from None
+    if lacks := {"n", "global_batch_size", "seed"} - set(first):
+        raise UserError(f"{run_dir}: the first life lacks {sorted(lacks)}, without which there is no order")
     found = {"missed": 0, "repeated": 0, "lost": lost, "redone": executions.total() - len(executions)}
-    for step in range(1, reached + 1):
-        epoch, number = divmod(step - 1, -(-n // batch))
-        position = number * batch
-        expected = Counter(permute(range(position, min(position + batch, n)), n, seed, epoch).tolist())
+    for step, epoch, batch, n in planned([events[0] for events in lives], reached, explain):
+        position = batch.start
+        expected = Counter(permute(batch, n, first["seed"], epoch).tolist())
         trained = Counter(chain.get(step, ()))
         missed, repeated = (expected - trained).total(), (trained - expected).total()
         if missed or repeated:

@@ -78,13 +78,14 @@ def read_manifest(step, folder):
 def verify(step, folder, buffers=None, identity=None, from_disk=False):
     """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable memory}.
 
+    `identity`, if given, says what a run of these options is called with the data that the manifest names.
     Damaged: proven wrong. OSError: it could not be read, also not some seconds later; what it holds is not known.
     """
     manifest = read_manifest(step, folder)
     files = manifest["files"]
-    if identity is not None and manifest["identity"] != identity:
-        raise Damaged("it was saved by a run with other options or data "
-                      f"({manifest['identity'][:12]}..., now {identity[:12]}...)")
+    if identity and (now := identity(manifest["data"])) != manifest["identity"]:
+        raise Damaged("it was saved by a run with other options "
+                      f"({manifest['identity'][:12]}..., now {now[:12]}...)")
     for part, name in TENSORS.items():
         if buffers is not None and len(buffers[part]) != files[name]["bytes"]:
             raise Damaged(f"{name} is {files[name]['bytes']:,} bytes, this model and optimizer need {len(buffers[part]):,}")
@@ -95,7 +96,8 @@ def verify(step, folder, buffers=None, identity=None, from_disk=False):
     for name, place in places.items():
         if (sha := read_into(folder / name, files[name]["bytes"], place, from_disk)) != files[name]["sha256"]:
             raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {files[name]['sha256'][:12]}...")
-    return manifest, check_facts(parse_json(bytes(text), STATE), step)
+    # Facts of earlier versions do not say in which order their position counts; the data's fingerprint must do.
+    return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(bytes(text), STATE), step)
 
 
 def describe(step, folder):
@@ -135,7 +137,7 @@ def is_there(root, facts):
 
 def check_facts(facts, step):
     """The counters of a checkpoint, each of the kind that TrainState.load expects."""
-    best = facts.get("best")
+    best, order = facts.get("best"), facts.get("order", [""])
     if not all(type(facts.get(name)) is int and 0 <= facts[name] < 2**62 for name in ("step", "epoch", "position")):
         raise Damaged(f"{STATE} has no step, epoch and position")
     if facts["step"] != step:
@@ -145,6 +147,8 @@ def check_facts(facts, step):
             and all(isinstance(line, dict) and type(line.get("step", 0)) is int
                     for line in (facts.get("record"), facts.get("judged", {})))):      # older ones have kept no evaluation
         raise Damaged(f"{STATE} has no best, record and scaler")
+    if not (isinstance(order, list) and [type(part) for part in order] in ([int, int], [str])):
+        raise Damaged(f"{STATE} does not say in which order its position counts")  # older ones say nothing
     return facts
 
 

@@ -56,7 +56,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
         clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None)
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
                      position=state.position, pids=pids, job=job(), began=clock.began, n=len(data.train), seed=opts.seed,
-                     global_batch_size=opts.global_batch_size, **clock.laps)
+                     data=data.fingerprint[:12], global_batch_size=opts.global_batch_size, **clock.laps)
 
 
 def refuse_the_same_end(ledger, opts, data, state):
@@ -72,7 +72,8 @@ def refuse_the_same_end(ledger, opts, data, state):
     for events in reversed(lives):
         names = {event["event"] for event in events}
         further = any(event["step"] > state.step for event in events if type(event.get("step")) is int)
-        if events[0]["step"] != state.step or further or state.finished or names & {"stop", "refused"}:
+        mended = events[0].get("data", data.fingerprint[:12]) != data.fingerprint[:12]
+        if mended or events[0]["step"] != state.step or further or state.finished or names & {"stop", "refused"}:
             break
         failed.append(events)
     if len(failed) < LIVES:

@@ -47,6 +47,8 @@ class Options:
     data_dir: str = free("data", PATH, "where the dataset's files are")
     download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
     workers: int = free(None, whole(0, 256), "loading processes per rank, if samples are files (default: up to 4)")
+    accept_data_change: bool = free(False, SWITCH, "go on although the data has changed; with another number of "
+                                    "samples the epoch begins again")
     augment: str = decides("auto", one_of("auto", "none"), "random crops and flips that suit the dataset")
 
     global_batch_size: int = decides(64, whole(1), "samples per step, at any number of processes", "optimization")

@@ -53,3 +53,29 @@ def spell(seconds):
 
 def _last(events):
     return max(event["t"] for event in events if isinstance(event.get("t"), int | float))
+
+
+def planned(lives, steps, explain):
+    """Yield (step, epoch, positions, n) of each step that should have been made, from what each life's first event says.
+
+    Where a life found another number of samples than the one before, the epoch begins again. A run that took its first
+    steps over from another folder goes on where it was told to; what came before is expected as if made here.
+    """
+    first, changes = lives[0], {}
+    for life in lives:
+        changes = {step: n for step, n in changes.items() if step <= life["step"]}      # others: steps undone
+        last = [first["n"], *changes.values()][-1]
+        if life.get("n", last) != last:
+            changes.pop(life["step"], None)
+            changes[life["step"]] = life["n"]
+    n, batch, epoch, position = first["n"], first["global_batch_size"], 0, 0
+    for step in range(steps):
+        if step == first["step"] > 0:
+            epoch, position = first["epoch"], first["position"]
+        if position >= n:
+            epoch, position = epoch + 1, 0
+        if step in changes:
+            n, position = changes[step], 0
+            explain(f"after step {step}: epoch {epoch + 1} began again, with {n:,} samples")
+        yield step + 1, epoch, range(position, min(position + batch, n)), n
+        position += batch

@@ -22,14 +22,14 @@ class Found:
 def load_newest(world, choices, images, identity, report):
     """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do not read."""
     own, facts, skipped, unread = newest(choices or [], into(images, identity), report)
-    world.meet(f"read {identity}")                                  # reading may take longer than a collective may
+    world.meet(f"read {bool(identity)}")                            # reading may take longer than a collective may
     layout = sum(image.layout() for image in images.values()) % 2**62
     views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout, unread[0]]))]
     if len({view[2] for view in views}) > 1:
         raise UserError("the ranks have different nets or optimizers: names, shapes or types differ\n"
                         "run the same code and options on every node")
     step = max(view[0] for view in views)
-    refuse_to_fall_back(world, f"unread {identity}", unread, step)
+    refuse_to_fall_back(world, f"unread {bool(identity)}", unread, step)
     if step >= 0:
         source = [view[0] for view in views].index(step)
         facts = parse_json(send(world, facts and facts_to_json(facts), source), STATE)
@@ -76,6 +76,16 @@ def refuse_to_fall_back(world, name, unread, step):
         if unread[0] > step:
             raise UserError(f"{unread[1]}; nothing shows that it is damaged, so it is not skipped\n"
                             "start again once it can be read, or move that folder away to go on from the one before", code=1)
+
+
+def take(state, tensors, facts, data, report):
+    """The state as `tensors` and `facts` have it; `data` is the fingerprint of what it is trained on from here."""
+    if facts["order"] == [data]:
+        facts["order"] = state.order
+    state.load(tensors, facts)
+    if state.position < facts["position"] and report:
+        report(f"step {state.step} was saved at position {facts['position']:,} of other data or of another order; "
+               f"epoch {state.epoch + 1} begins again with {state.samples:,} samples, some of them for the second time")
 
 
 def choices_at(path):

@@ -23,7 +23,7 @@ from common.fence import rescuing
 from common.files import CHUNK, Damaged, opened, parse_json
 from common.image import Image
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
-from common.restore import Found, newest, refuse_to_fall_back
+from common.restore import Found, newest, refuse_to_fall_back, take
 from common.writer import Writer
 
 
@@ -48,20 +48,20 @@ class SpreadStore(CheckpointStore):
         if not self.spread:
             return super()._load(choices, identity)
         world = self.world
-        with world.together(f"one folder {identity}"):
+        with world.together(f"one folder {bool(identity)}"):
             if self.fence and world.rank:
                 raise UserError(f"--run-dir {self.run_dir}: rank {world.rank} does not see the folder of rank 0\n"
                                 "a net in stages over machines needs one run folder that all of them share")
         self._learn()
         step, facts, skipped, unread = newest(choices if world.rank == 0 else [], self._read_whole(identity), self.report)
-        world.meet(f"read {identity}")
+        world.meet(f"read {bool(identity)}")
         best, damaged = world.broadcast(torch.tensor([step, len(skipped)]), 0).tolist()
-        refuse_to_fall_back(world, f"unread {identity}", unread, best)
+        refuse_to_fall_back(world, f"unread {bool(identity)}", unread, best)
         if best >= 0:
             facts, folder = parse_json(send(world, facts and facts_to_json(facts), 0), STATE), dict(choices)[best]
-            self.state.load({part: Slices(folder / name, self.whole[part], self.images[part], self.before[part])
-                             for part, name in TENSORS.items()}, facts)
-            world.meet(f"loaded {identity}")                        # only now may rank 0 let anything go
+            take(self.state, {part: Slices(folder / name, self.whole[part], self.images[part], self.before[part])
+                              for part, name in TENSORS.items()}, facts, self.fingerprint, self.fence and self.report)
+            world.meet(f"loaded {bool(identity)}")                  # only now may rank 0 let anything go
             self.committed = best if identity else -1
         return Found(best, step, facts, skipped, damaged)
 

@@ -54,6 +54,7 @@ class TrainState:
     def __init__(self, net, optimizer, opts, samples):
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
+        self.order = [samples, opts.seed]                           # in another one a position means nothing
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
         self.best = {"val_acc": -1.0, "step": 0}
@@ -72,8 +73,14 @@ class TrainState:
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
 
     @property
+    def planned(self):
+        """Steps that lead to this position; `step` counts more of them where an epoch has begun again."""
+        left = -(-(self.samples - self.position) // self.opts.global_batch_size)
+        return (self.epoch + 1) * self.steps_per_epoch - left
+
+    @property
     def lr(self):
-        return learning_rate(self.step, self.opts, self.steps_per_epoch)
+        return learning_rate(self.planned, self.opts, self.steps_per_epoch)
 
     def finish_gradient(self, size):
         """The last that a step needs others for, where each has a part of the net: whether it overflows, and how long it is."""
@@ -120,7 +127,7 @@ class TrainState:
         """The record of the step just made, from [summed loss, hits] of its global batch; kept, as its writer may die."""
         loss, hits = totals.tolist()
         self.record = {"step": self.step, "epoch": self.epoch, "loss": loss / size, "acc": hits / size,
-                       "lr": learning_rate(self.step - 1, self.opts, self.steps_per_epoch)}
+                       "lr": learning_rate(self.planned - 1, self.opts, self.steps_per_epoch)}
         if not math.isfinite(loss):
             self.torn = True                                        # never saved: a restart goes back to before it
             raise UserError(f"step {self.step}: the loss is {loss} (every rank saw the same), nothing after the last checkpoint "
@@ -144,7 +151,7 @@ class TrainState:
     # ---- how far the run is -------------------------------------------------------------------------------------
     @property
     def total_steps(self):
-        whole = self.opts.epochs * self.steps_per_epoch
+        whole = self.step - self.planned + self.opts.epochs * self.steps_per_epoch
         return min(whole, self.opts.max_steps or whole)
 
     @property
@@ -199,18 +206,23 @@ class TrainState:
 
     def facts(self):
         scaler = self.scaler.state_dict() if self.scaler else None
-        return {"step": self.step, "epoch": self.epoch, "position": self.position, "best": self.best,
+        return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order, "best": self.best,
                 "record": self.record, "judged": self.judged, "scaler": scaler}
 
     @torch.no_grad()
     def load(self, tensors, facts):
-        """apply(capture()) is the identity: `tensors` and `facts` as the two methods above gave them."""
+        """apply(capture()) is the identity: `tensors` and `facts` as the two methods above gave them.
+
+        In another order than that of `facts` no position is the same: the epoch begins again, unless it was complete.
+        """
         for part, live in self.tensors().items():
             for name, tensor in live.items():
                 tensor.copy_(tensors[part][name])
         for name, buffer in self.net.named_buffers():
             buffer.copy_(self.buffers[name])
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
+        if (order := facts.get("order", self.order)) != self.order:
+            self.position = self.samples if len(order) == 2 and self.position >= order[0] else 0
         self.best, self.record, self.judged = facts["best"], facts["record"], facts.get("judged", {})
         if self.scaler and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])

@@ -5,10 +5,12 @@ import signal
 import uuid
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no deadline of a test should pay)
 from torch import nn
 
+from common import UserError
 from common.checkpoint import CheckpointStore
 from common.image import Image
 from common.manifest import checkpoints
@@ -33,9 +35,9 @@ def tiny_net():
     return nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
 
 
-def tiny_state(opts, net=None):
+def tiny_state(opts, net=None, samples=None):
     net = net or tiny_net()
-    return TrainState(net, build_optimizer(net, opts), opts, samples=10 * opts.global_batch_size)
+    return TrainState(net, build_optimizer(net, opts), opts, samples=samples or 10 * opts.global_batch_size)
 
 
 @torch.no_grad()
@@ -69,15 +71,23 @@ def new_store(opts, world=None, fingerprint="f" * 64, said=None):
 
 
 @contextlib.contextmanager
-def a_life(opts, net=None, world=None, fingerprint="f" * 64, said=None):
+def a_life(opts, net=None, world=None, fingerprint="f" * 64, said=None, samples=None):
     """store, state, source: one life of the run from restore to close, in this process."""
-    store, state = new_store(opts, world, fingerprint, said), tiny_state(opts, net)
+    store, state = new_store(opts, world, fingerprint, said), tiny_state(opts, net, samples)
     try:
         source = store.restore(state)
         yield SimpleNamespace(store=store, state=state, source=source)
         store.close()
     finally:
         end(store)
+
+
+def refused(opts, match, fingerprint="f" * 64):
+    with pytest.raises(UserError, match=match) as error:
+        with a_life(opts, fingerprint=fingerprint):
+            pass
+    assert error.value.code == 2 and str(error.value).count("\n") <= 2
+    return str(error.value)
 
 
 def end(store):

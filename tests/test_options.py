@@ -169,7 +169,7 @@ def test_the_script_is_known_by_its_file_name(monkeypatch):
 
 # ---- identity --------------------------------------------------------------------------------------------------------
 FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device", "devices",
-        "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every", "progress", "tensorboard",
+        "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every", "progress", "tensorboard",
         "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule", "balance",
         "recompute", "shard"}
 

@@ -4,20 +4,24 @@ import os
 
 import pytest
 import torch
-from stores import a_life, at_step, end, is_at, new_store, options, save, steps_of, tiny_net, tiny_state, two_checkpoints
+from stores import (
+    a_life,
+    at_step,
+    end,
+    is_at,
+    new_store,
+    options,
+    refused,
+    save,
+    steps_of,
+    tiny_net,
+    tiny_state,
+    two_checkpoints,
+)
 from torch import nn
 
-from common import UserError
 from common.files import sealed
 from common.weights import fingerprint_of
-
-
-def refused(opts, match, fingerprint="f" * 64):
-    with pytest.raises(UserError, match=match) as error:
-        with a_life(opts, fingerprint=fingerprint):
-            pass
-    assert error.value.code == 2 and str(error.value).count("\n") <= 2
-    return str(error.value)
 
 
 def test_contradicting_options_and_changed_data_are_refused_with_both_values(tmp_path):
@@ -56,11 +60,11 @@ def test_no_flipped_bit_of_the_options_passes_for_another_value(tmp_path):
         assert path.read_bytes() == data
     for content in (b"", data[:50], b"\0" * len(data)):
         path.write_bytes(content)
-        refused(options(tmp_path, seed=1), "saved with other options or data")
+        refused(options(tmp_path, seed=1), "saved with other options")
         with a_life(opts) as life:
             assert is_at(life.state, 2)
     path.unlink()
-    refused(options(tmp_path, seed=1), "saved with other options or data")
+    refused(options(tmp_path, seed=1), "saved with other options")
     path.mkdir()
     refused(opts, "is not a regular file")
 
