@@ -71,8 +71,9 @@ def _check_meeting_point(environ, size):
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT={port!r} is not a port\n"
                         "take a free one from 1024 to 65535, the same for every rank")
-    # Two jobs under torchrun's default id at one endpoint are silently merged into one.
-    if environ.get("TORCHELASTIC_RUN_ID") == "none" and environ.get("GROUP_WORLD_SIZE", "1") != "1":
+    # Two jobs under torchrun's default id at one endpoint are silently merged into one; where each node has its number, not.
+    if (environ.get("TORCHELASTIC_RUN_ID") == "none" and environ.get("GROUP_WORLD_SIZE", "1") != "1"
+            and agents_flag("rdzv_backend", environ) not in (None, "static")):
         raise UserError("torchrun on several machines without a run id: two jobs at one endpoint would be merged\n"
                         "add --rdzv_id=NAME to every torchrun, a name no other job uses")
     _resolve(host)
@@ -121,6 +122,21 @@ def fail(message, code=2, everyone=False):
         if code != 1:                                               # 1: a restart may cure it
             dismiss_agent()
     sys.exit(code)
+
+
+def agents_flag(name, environ=os.environ):
+    """What the agent above this process was given as --NAME or PET_NAME; None where that is left open, or cannot be seen."""
+    try:
+        with open(f"/proc/{os.getppid()}/cmdline", encoding="utf-8", errors="replace") as file:
+            return flag_in(file.read().split("\0"), name, environ)
+    except OSError:
+        return flag_in((), name, environ)
+
+
+def flag_in(arguments, name, environ):
+    """torchrun's --NAME among these arguments, as torchrun reads them: the last one, or else the variable PET_NAME; or None."""
+    found = re.findall(rf"^--{name.replace('_', '[-_]')}[=\n](.*)$", "\n".join(arguments), re.MULTILINE)
+    return found[-1] if found else environ.get(f"PET_{name.upper()}")
 
 
 def dismiss_agent(environ=os.environ):

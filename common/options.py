@@ -128,8 +128,11 @@ def uses(dataset):
     return USES.get(name if name in ("random", "text") else dataset, ())
 
 
-def parse_options(doc, argv=None, script=None):
-    """The checked options of this process; a mistake ends it with exit code 2, said once per machine."""
+def parse_options(doc, argv=None, script=None, processes=None):
+    """The checked options of this process; a mistake ends it with exit code 2, printed once per machine.
+
+    An agent checks for its workers: then `processes` is how many will train, or 0 where it cannot know that yet.
+    """
     die_with_the_agent()
     try:
         check_environment(os.environ)
@@ -142,35 +145,24 @@ def parse_options(doc, argv=None, script=None):
         if "run_dir" in given:
             given["run_dir"] = Path(given["run_dir"])
         opts = Options(script=script, **given)
-        _check_together(opts, world_size())
+        _check_together(opts)
+        if world := world_size() if processes is None else processes:
+            _check_world(opts, world)
         _check_places(opts)
         return opts
     except UserError as error:
         fail(error)
 
 
-def _check_together(opts, world):
+def _check_together(opts):
     """Flags that contradict each other or cannot take effect together: an error, never silence."""
     name, known = opts.dataset, uses(opts.dataset)
     idle = [f for f in FILES + IMAGES + ("workers",)
             if f not in known and getattr(opts, f) != getattr(Options(dataset=name), f)]
     other = next((flag_of(name) for name in ("micro_batch_size", "sync_bn", "compile") if getattr(opts, name)), None)
     kinds = {device.partition(":")[0] for device in opts.devices}
-    checkpoint, replicas = opts.resume not in ("auto", "none"), world
-    if opts.script == "mp":
-        replicas = max(1, world // (opts.stages or world))
-    for wrong, message in (
-        (opts.script == "dp" and world > 1,
-         f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
-         "use train_ddp.py with torchrun, or start train_dp.py with python"),
-        (opts.stages and world % opts.stages,
-         f"--stages {opts.stages}: a world of {world} {'process' if world == 1 else 'processes'} is no multiple of it\n"
-         f"start a multiple (torchrun --nproc_per_node={opts.stages}), or leave --stages out to use all there are"),
-        (opts.script == "mp" and opts.devices and (world > 1 or opts.stages),
-         "--devices are those of a single process, here each of several has one of its own\nleave it out, or start with python"),
-        (opts.shard and world // (opts.stages or world) < 2,
-         f"--shard spreads a stage over its replicas, but {world} processes in {opts.stages or world} stages have one of each\n"
-         f"start more processes, or use fewer stages (--stages 1)"),
+    checkpoint = opts.resume not in ("auto", "none")
+    _refuse(
         (opts.shard and opts.virtual_ranks,
          "--shard cannot take effect with --virtual-ranks: it adds up gradients in an order that follows the number of replicas\n"
          "leave out one of them"),
@@ -186,9 +178,6 @@ def _check_together(opts, world):
          "--init-from and --resume PATH both say where the weights come from\nleave out one of them"),
         (opts.eval_only and opts.resume == "none" and not opts.init_from,
          "--eval-only with --resume none: there is nothing to evaluate\nleave out --resume none, or give --init-from"),
-        (opts.virtual_ranks and replicas > opts.virtual_ranks,
-         f"WORLD_SIZE={world}{f' with --stages {opts.stages}' if opts.stages else ''}, but --virtual-ranks {opts.virtual_ranks} "
-         f"cuts a global batch into so many slices only\nstart at most {opts.virtual_ranks * (world // replicas)} processes"),
         (opts.virtual_ranks > opts.global_batch_size,
          f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size {opts.global_batch_size} into slices without samples\n"
          f"use --virtual-ranks {opts.global_batch_size} at most"),
@@ -204,9 +193,33 @@ def _check_together(opts, world):
          f"--devices {','.join(opts.devices)}: train_dp.py splits a batch over devices of one kind\nname one kind"),
         (opts.script == "mp" and len(opts.devices) == 1,
          f"--devices {','.join(opts.devices)}: a model is split over two devices or more\n"
-         "for example --devices cpu,cpu"),
-    ):
-        if wrong:
+         "for example --devices cpu,cpu"))
+
+
+def _check_world(opts, world):
+    """Flags that need another number of processes."""
+    replicas = max(1, world // (opts.stages or world)) if opts.script == "mp" else world
+    _refuse(
+        (opts.script == "dp" and world > 1,
+         f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
+         "use train_ddp.py with torchrun, or start train_dp.py with python"),
+        (opts.stages and world % opts.stages,
+         f"--stages {opts.stages}: a world of {world} {'process' if world == 1 else 'processes'} is no multiple of it\n"
+         f"start a multiple (torchrun --nproc_per_node={opts.stages}), or leave --stages out to use all there are"),
+        (opts.script == "mp" and opts.devices and (world > 1 or opts.stages),
+         "--devices are those of a single process, here each of several has one of its own\nleave it out, or start with python"),
+        (opts.shard and world // (opts.stages or world) < 2,
+         f"--shard spreads a stage over its replicas, but {world} processes in {opts.stages or world} stages have one of each\n"
+         f"start more processes, or use fewer stages (--stages 1)"),
+        (opts.virtual_ranks and replicas > opts.virtual_ranks,
+         f"WORLD_SIZE={world}{f' with --stages {opts.stages}' if opts.stages else ''}, but --virtual-ranks {opts.virtual_ranks} "
+         f"cuts a global batch into so many slices only\nstart at most {opts.virtual_ranks * (world // replicas)} processes"))
+
+
+def _refuse(*rules):
+    """Raises for the first of these (whether it is broken, what to say)."""
+    for broken, message in rules:
+        if broken:
             raise UserError(message)
 
 

@@ -9,7 +9,6 @@ torchrun itself turns every one into 1.
 """
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -34,7 +33,6 @@ SETTINGS = {
         "" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ",SIGHUP"),
     "OMP_NUM_THREADS": "1",                      # torchrun's own default, without its warning; --threads says otherwise
 }
-PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 MEETING = ("nnodes", "rdzv", "standalone", "master", "node")
 
 
@@ -50,16 +48,11 @@ class Worker(subprocess.Popen):
 
 
 def main(arguments):
-    for name in PLACES:
-        os.environ.pop(name, None)               # of an outer job: torchrun gives the workers their own
     at = next((i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")), len(arguments))
     if at < len(arguments) and Path(arguments[at]).is_file():
         sys.path.insert(0, str(Path(arguments[at]).resolve().parent))
         sys.argv = arguments[at:]
-        each = re.search(r"(?m)^--nproc[_-]per[_-]node=(\d+)$", "\n".join(arguments[:at]))
-        check_options(arguments[at], int(each[1]) if each else 1)
-        for name in PLACES:
-            os.environ.pop(name, None)           # they were the check's
+        check_options(arguments[at], count(arguments[:at]))
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
     # What the command line says comes on top: torchrun would drop the environment's settings altogether.
@@ -75,6 +68,13 @@ def main(arguments):
             arguments = ["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={uuid.uuid4()}",
                          "--local_addr=127.0.0.1", *arguments]
         return run(arguments)
+
+
+def count(arguments):
+    """How many processes torchrun will start, or 0 where only torchrun knows: several machines, or as many as there are GPUs."""
+    from common.environment import flag_in
+    each, nodes = (flag_in(arguments, name, os.environ) for name in ("nproc_per_node", "nnodes"))
+    return int(each or 1) if nodes in (None, "1", "1:1") and (each or "1").isdecimal() else 0
 
 
 def run(arguments):

@@ -23,6 +23,7 @@ FINAL = (2, 3, 4, 5)               # bad input, no whole checkpoint, saves fail,
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 GRACE = 30.0                       # seconds from the first signal to SIGKILL, as torchrun gives
 STOPPED = 143
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main():
@@ -58,14 +59,14 @@ def main():
 
 
 def check_options(script, processes):
-    """A wrong flag ends here, before torch is imported and before there is anything to clean up."""
+    """A wrong flag ends here, before torch is imported and before there is anything to clean up; 0 processes: not known yet."""
     import ast
 
     from common.options import parse_options
-    # As a worker will see it: flags may depend on their number. Each gets these names with values of its own.
-    os.environ.update(RANK="0", WORLD_SIZE=str(processes), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    for name in PLACES:
+        os.environ.pop(name, None)                                   # of an outer job: each worker gets its own
     with open(script, encoding="utf-8") as file:
-        parse_options(ast.get_docstring(ast.parse(file.read())) or "")
+        parse_options(ast.get_docstring(ast.parse(file.read())) or "", processes=processes)
 
 
 def preload(script):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -189,6 +190,16 @@ def test_settings_on_the_command_line_come_on_top_of_the_launchers_own(monkeypat
     assert launcher.main(["--nproc_per_node=2", *rest])[0] == "--rdzv_backend=c10d"
 
 
+@pytest.mark.parametrize("arguments, environ, processes", [
+    ([], {}, 1), (["--nproc_per_node=3"], {}, 3), (["--nproc-per-node", "3"], {}, 3), ([], {"PET_NPROC_PER_NODE": "3"}, 3),
+    (["--nproc_per_node=2"], {"PET_NPROC_PER_NODE": "3"}, 2), (["--nproc_per_node=gpu"], {}, 0), (["--nnodes=1:1"], {}, 1),
+    (["--nnodes=2", "--nproc_per_node=1"], {}, 0), (["--nnodes=1:4"], {}, 0), (["--nproc_per_node=2"], {"PET_NNODES": "2"}, 0)])
+def test_the_launcher_counts_processes_as_torchrun_does_or_not_at_all(monkeypatch, arguments, environ, processes):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    monkeypatch.setattr(os, "environ", environ)
+    assert importlib.import_module("torchrun").count(arguments) == processes
+
+
 @pytest.mark.parametrize("codes, left_with", [
     ([143, 143], 143), ([143, -9], 143), ([-9, -9], 1), ([-15, -15], 143), ([], 143), ([143, 3], 3)])
 def test_a_stop_is_143_unless_everybody_was_killed_before_it_had_saved(monkeypatch, codes, left_with):
@@ -263,6 +274,19 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
         job = start(*command, "--seed", 7, **env)
         assert job.wait(60) == 2 and job.output().count("error: ") == 1, job.output()
         assert "--seed was 0, now 7" in job.output() and "Traceback" not in job.output()
+
+
+def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, tmp_path):
+    """`--node_rank --master_addr --master_port`: what most people type, and as variables what Kubeflow sets."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    env = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "PACE": "0.02"}
+    nodes = [jobs.torchrun(1, "train_ddp.py", *PACED, "--run-dir", tmp_path / "run", PET_NODE_RANK=str(rank), **env)
+             for rank in (0, 1)]
+    life = wait_for(tmp_path / "run", 3, job=nodes[0])
+    assert life["world"] == 2 and jobs.kill(life["pids"][1])
+    assert [node.wait(100) for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
+    assert audit(tmp_path / "run") == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 @needs_an_environment

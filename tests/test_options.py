@@ -21,7 +21,7 @@ TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 
 @pytest.fixture(autouse=True)
 def alone_in_an_empty_folder(monkeypatch, tmp_path):
-    for name in (*TORCHRUN, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"):
+    for name in (*TORCHRUN, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PET_RDZV_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -227,7 +227,7 @@ def test_options_survive_json():
     ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
     ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
     ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b' cannot be resolved"),      # not even DNS could
-    ({"GROUP_WORLD_SIZE": "2"}, "--rdzv_id=NAME"),
+    ({"GROUP_WORLD_SIZE": "2", "PET_RDZV_BACKEND": "c10d"}, "--rdzv_id=NAME"),
     ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS='abc'"),
     ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS"),
     ({"CUDA_VISIBLE_DEVICES": "abc"}, "CUDA_VISIBLE_DEVICES='abc'"),
@@ -249,13 +249,22 @@ def test_an_environment_in_which_nobody_could_meet_is_refused_and_its_secrets_un
     {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
     TORCHRUN, TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, TORCHRUN | {"MASTER_ADDR": "::1"},
     TORCHRUN | {"MASTER_ADDR": socket.gethostname()},
-    TORCHRUN | {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7"},
+    TORCHRUN | {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7", "PET_RDZV_BACKEND": "c10d"},
+    TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, TORCHRUN | {"GROUP_WORLD_SIZE": "2", "PET_RDZV_BACKEND": "static"},
     *({"CUDA_VISIBLE_DEVICES": v} for v in ("", "0", "0,2", "-1", "GPU-8f2c1a3b-0000", "MIG-GPU-8f/1/0", "NoDevFiles")),
     {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4,2"},
 ])
 def test_what_torchrun_slurm_and_people_rightly_set_is_accepted_without_dns(monkeypatch, environ):
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("no name server is needed here"))
     environment.check_environment(environ)
+
+
+@pytest.mark.parametrize("command, value", [
+    (["--rdzv_backend=c10d"], "c10d"), (["--rdzv-backend", "c10d", "x"], "c10d"), (["--rdzv_backend=a", "--rdzv-backend=b"], "b"),
+    (["--rdzv_id=c10d"], "of the variable"), ([], "of the variable"), (["--rdzv_backend="], "")])
+def test_the_agents_flags_are_read_as_torchrun_reads_them(command, value):
+    assert environment.flag_in(command, "rdzv_backend", {"PET_RDZV_BACKEND": "of the variable"}) == value
+    assert environment.flag_in([], "rdzv_backend", {}) is None
 
 
 def test_a_resolver_that_never_answers_costs_seconds_not_minutes(monkeypatch):
@@ -281,6 +290,13 @@ def test_stages_over_processes_are_refused_what_cannot_work_there(capsys, monkey
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
     assert word in refused(capsys, *argv, script="mp")
+
+
+def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_workers(capsys):
+    assert parse_options("", ["--stages", "2"], "mp", processes=0).stages == 2
+    with pytest.raises(SystemExit):
+        parse_options("", ["--stages", "2"], "mp", processes=1)
+    assert "a world of 1 process is no multiple" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("environ, voices", [
