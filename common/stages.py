@@ -45,8 +45,9 @@ class Stage(nn.Module):
     def _run(self, x):
         x = x.clone()                                               # of a leaf, or a part of the batch: layers may work in place
         for piece, norms in zip(self.group, self.norms, strict=True):
-            if self.opts.recompute and torch.is_grad_enabled():
-                x = checkpoint(piece.call, x, use_reentrant=False, context_fn=partial(_contexts, norms))
+            if self.opts.recompute and torch.is_grad_enabled():     # whoever draws nothing leaves the others' generator alone
+                x = checkpoint(piece.call, x, use_reentrant=False, preserve_rng_state=self.random,
+                               context_fn=partial(_contexts, norms))
             else:
                 x = piece.call(x)
         return x if self.opts.virtual_ranks else x.contiguous()     # torch's schedules send it; line.py keeps what decides bits
@@ -141,10 +142,11 @@ class Pipeline(nn.Module):
                 lengths[self.order] = torch.stack(torch._foreach_norm(gradients)).to(self.kind)
             return torch.linalg.vector_norm(self.world.line_sum(lengths))
         rows = [g.to_local() for g in gradients if hasattr(g, "to_local")]
-        own = torch.nn.utils.get_total_norm([g for g in gradients if not hasattr(g, "to_local")])
+        own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)      # of nothing it is on the CPU
+                     for part in ([g for g in gradients if not hasattr(g, "to_local")], rows))
         if self.world.stages == 1 and not rows:
             return own
-        mine = self.world.replica_sum(torch.nn.utils.get_total_norm(rows).square()) if self.even else 0.0
+        mine = self.world.replica_sum(mine.square()) if self.even else 0.0
         return self.world.line_sum(own.square() + mine).sqrt()
 
     # ---- what a person reads --------------------------------------------------------------------------------------

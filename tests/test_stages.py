@@ -8,7 +8,7 @@ import torch
 from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weights
 from ranks import fork_ranks
 
-from common.data import batches
+from common.data import Batch, batches
 from common.evaluate import evaluate
 from common.models import build_model
 from common.options import Options
@@ -16,6 +16,7 @@ from common.pipeline import backward, split
 from common.reduce import backward as plain
 from common.reduce import distribute
 from common.sampler import ElasticSampler
+from common.stages import Pipeline
 from common.state import TrainState, build_optimizer
 from common.world import World
 
@@ -125,11 +126,67 @@ def test_every_cut_schedule_and_sharding_has_the_loss_of_one_device(model, dtype
     assert_same(ours, theirs, 1e-10 if dtype == torch.float64 else 1e-5)
 
 
-def test_dropout_in_stages_is_the_same_whatever_the_timing_of_the_threads():
-    more = dict(model="net", dtype=torch.float32, micro_batch_size=2, drop=0.5)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_in_stages_is_the_same_in_threads_and_in_ranks(recompute):
+    more = dict(model="net", dtype=torch.float32, micro_batch_size=2, drop=0.5, recompute=recompute)
     ranks = fork_ranks(4, partial(train, stages=4, **more))[0]["loss"]     # first: a thread that ends during a fork hangs the child
     first, again = (train(ALONE, devices=4, **more)["loss"] for _ in range(2))
     assert first == again == pytest.approx(ranks, abs=1e-6) and first != train(ALONE, devices=4, **(more | {"drop": 0.0}))["loss"]
+
+
+class Plain(torch.nn.Module):
+    """Draws nothing, and gives other threads many moments to run."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 16)
+
+    def forward(self, x):
+        for _ in range(60):
+            x = torch.tanh(x) + 0.1 * x
+        return self.layer(x)
+
+
+class Drawing(torch.nn.Module):
+    """Draws many times, and remembers for each micro batch every mask it drew."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.masks = torch.nn.Linear(16, 16), {}
+
+    def forward(self, x):
+        mask = torch.cat([torch.nn.functional.dropout(torch.ones(8), 0.5) for _ in range(60)])
+        self.masks.setdefault(hash(x.detach().numpy().tobytes()), []).append(mask)
+        return self.layer(x) * mask.mean()
+
+
+def test_recomputation_draws_what_the_forward_drew_whatever_the_timing_of_the_threads():
+    opts = Options(script="mp", recompute=True, micro_batch_size=2, global_batch_size=32, optimizer="sgd")
+    world = World(**(vars(ALONE) | {"devices": (CPU, CPU)}))
+    for _ in range(15):
+        drawing = Drawing()
+        net = torch.nn.Sequential(Plain(), torch.nn.Sequential(drawing, torch.nn.Linear(16, 4)))
+        x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
+        model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)))
+        drawing.masks.clear()                                       # those of the measurement
+        backward(model, Batch(x, y, [], 32), TrainState(net, build_optimizer(net, opts), opts, 32), world)
+        model.pool.shutdown()                                       # no thread may end while a later test forks
+        assert [len(masks) for masks in drawing.masks.values()] == [2] * 16
+        assert all(torch.equal(*masks) for masks in drawing.masks.values())
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on_the_cpu(sharded):
+    """On GPUs two groups sum what lies on CPUs and on GPUs: each rank would wait in another one."""
+    device, told = torch.device("meta"), []
+
+    def tell(tensor):
+        told.append(tensor)
+        return tensor
+
+    world = SimpleNamespace(device=device, stages=2, line_sum=tell, replica_sum=tell)
+    Pipeline.norm(SimpleNamespace(opts=Options(clip_grad_norm=1.0), world=world, even=sharded), [])
+    assert [t.device for t in told] == [device] * (1 + sharded)
 
 
 @pytest.mark.parametrize(("model", "devices", "schedule"), [
