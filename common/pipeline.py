@@ -74,7 +74,8 @@ def shard(model):
         except AttributeError:
             continue                                                # a weight in no module that is called: every replica has it
         if next(part.parameters(), None) is not None:
-            fully_shard(part, mesh=mesh).set_gradient_divide_factor(1.0)       # each share is divided by the whole batch already
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)   # a root, as each is, would stay whole until backward
+            part.set_gradient_divide_factor(1.0)                    # each share is divided by the whole batch already
             part.set_force_sum_reduction_for_comms(True)            # gloo has no sum that also multiplies
 
 
@@ -91,8 +92,11 @@ class Local(Pipeline):
         return True
 
     def forward(self, x):
+        before = self.stages[0]
         for stage in self.stages:
-            x = stage(x.to(stage.device))
+            if self.opts.virtual_ranks and stage.device != before.device:      # as one generator would go on
+                stage.generator.set_state(before.generator.get_state())
+            x, before = stage(x.to(stage.device)), stage
         return x.to(self.world.device)
 
     def run(self, xs, loss):

@@ -90,7 +90,10 @@ class TrainState:
             self.scaler.unscale_(self.optimizer)
             if self.all_sum:                                        # a step that one of them skips, all skip
                 found = self.scaler._found_inf_per_device(self.optimizer)
-                found[none.device] = self.all_sum(sum((f.to(none.device) for f in found.values()), none)).clamp_(max=1.0)
+                overflows = self.all_sum(sum((f.to(none.device) for f in found.values()), none)).clamp_(max=1.0)
+                for other in found.values():                        # their sum goes to the optimizer, which knows 0 and 1 alone
+                    other.zero_()
+                found[none.device] = overflows
         if self.opts.clip_grad_norm:
             norm = self.norm([p.grad for p in self.names if p.grad is not None])
             torch.nn.utils.clip_grads_with_norm_(self.names, self.opts.clip_grad_norm, norm)

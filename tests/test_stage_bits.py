@@ -6,10 +6,12 @@ that somebody's death cuts off between the last gradient and the first update.
 import json
 import os
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import fake_generators
 from jobs import audit, wait_for
 from ranks import fork_ranks
 from test_bitwise import CNN, NETS, batch_at, left_by, life, options, run, small
@@ -30,6 +32,13 @@ MP = {"script": "mp", "hang_timeout": 20}
 
 def newest(folder):
     return max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+
+
+def pictures():
+    """As much of a dataset as it takes to build a net of the tests and to cut it."""
+    x = torch.randn(2, 1, 12, 12)
+    return SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures",
+                           train=type("T", (), dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
 
 
 # ---- any number of stages and of replicas ----------------------------------------------------------------------------
@@ -102,6 +111,25 @@ def test_under_torchrun_a_kill_and_other_stages_and_replicas_leave_no_trace_in_t
     assert left_by(folder)[0] == run(tmp_path / "unbroken", 1, given)[0]
 
 
+# ---- devices that each have a generator ---------------------------------------------------------------------------------
+@pytest.mark.parametrize("recompute", [False, True])
+def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another_generator(recompute):
+    def gradient(world, devices):
+        opts = options("unused", CNN | MP | {"mixup": 0.0, "recompute": recompute})
+        pinned.pin(opts)
+        data = pictures()
+        net = build_model(opts, data)
+        with fake_generators(*devices):
+            model = split(net, opts, replace(world, devices=devices), data)
+            state = TrainState(net, build_optimizer(net, opts), opts, 107)
+            backward(model, batch_at(world, 0, 8), state, world)
+        return [p.grad.tolist() for p in net.parameters()]
+
+    one, two = torch.device("cpu", 0), torch.device("cpu", 1)
+    same = fork_ranks(1, gradient, (one, one, one))
+    assert fork_ranks(1, gradient, (one, two, one)) == same == fork_ranks(1, gradient, (torch.device("cpu"),) * 3)
+
+
 # ---- a step that overflows ---------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("slices", "clip"), [(8, 1.0), (8, 0.0), (0, 1.0)])
 def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
@@ -123,9 +151,7 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
     def staged(world):
         opts = options("unused", CNN | MP | {"virtual_ranks": slices, "mixup": 0.0, "clip_grad_norm": clip, "stages": 2})
         pinned.pin(opts)
-        world, x = world.in_stages(2), torch.randn(2, 1, 12, 12)
-        data = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures",
-                               train=type("T", (), dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
+        world, data = world.in_stages(2), pictures()
         net = build_model(opts, data)
         with torch.no_grad():
             net[0].weight.mul_(1e-4)

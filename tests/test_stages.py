@@ -219,6 +219,32 @@ def test_sharded_weights_have_the_gradient_of_one_device(model, size, stages, sc
     assert_same(ours, train(ALONE, model, dtype, **more), 1e-10 if dtype == torch.float64 else 1e-5)
 
 
+def whole_weights(world):
+    """After each piece of a sharded net, in forwards and backwards of two steps: the pieces whose weights are gathered."""
+    opts = Options(script="mp", model="gpt:4x2x8", global_batch_size=8, micro_batch_size=2, shard=True, stages=1)
+    world, data, found = world.in_stages(1), facts("gpt:4x2x8", torch.float32), []
+    model = split(build_model(opts, data), opts, world, data)
+    state = TrainState(model.net, build_optimizer(model.net, opts), opts, N)
+    pieces = [piece for piece in model.net if next(piece.parameters(), None) is not None]
+
+    def look(*_):
+        found.append([i for i, piece in enumerate(pieces) if not all(hasattr(p, "to_local") for p in piece.parameters())])
+
+    for piece in pieces:
+        piece.register_forward_pre_hook(look)
+        piece.register_full_backward_pre_hook(look)
+    model.stages[0].register_forward_hook(look)
+    for _ in range(2):
+        backward(model, Batch(data.train.x[:4], data.train.y[:4], [], 8), state, world)
+        state.update(8)
+    return found, len(pieces)
+
+
+def test_of_a_sharded_net_two_pieces_at_most_are_whole_while_a_step_runs():
+    for found, pieces in fork_ranks(2, whole_weights):
+        assert pieces > 4 and max(map(len, found)) <= 2 and any(found), found
+
+
 def test_running_statistics_in_stages_are_those_of_as_many_replicas():
     more = dict(model="resnet18", dtype=torch.float64, micro_batch_size=3, n=20)
     assert_same(fork_ranks(4, partial(train, stages=2, recompute=True, **more)), fork_ranks(2, partial(train, **more))[0], 1e-10)

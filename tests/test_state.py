@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from fakes import OverDevices
 from torch import nn
 
 from common import UserError
@@ -60,6 +61,23 @@ def test_names_are_bare_and_the_same_before_the_first_step_and_after():
     train(state, 1)
     assert before == {part: sorted(tensors) for part, tensors in state.tensors().items()}
     assert set(before["model"]) == set(state.net.state_dict())
+
+
+@pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("flags", [{"optimizer": "adam"}, {"optimizer": "sgd"}, {"optimizer": "adamw", "clip_grad_norm": 1.0}])
+def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, overflows):
+    state = make(**flags)
+    parts = [list(module.parameters()) for module in state.net]
+    state.scaler, state.all_sum = OverDevices("cpu", init_scale=2.0, growth_interval=100, parts=parts), lambda total: total
+    before = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in state.tensors().items()}
+    loss = nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,)))
+    state.scaler.scale(loss).backward()
+    for index in overflows:
+        parts[index][0].grad.view(-1)[0] = float("inf")
+    state.update(8)
+    moved = [n for part, tensors in state.tensors().items() for n, t in tensors.items()
+             if not torch.equal(t, before[part][n]) and n not in state.buffers]
+    assert state.scaler.get_scale() == (1.0 if overflows else 2.0) and bool(moved) != bool(overflows), moved
 
 
 def test_what_forward_moved_in_mid_step_is_not_in_a_checkpoint():

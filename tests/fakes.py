@@ -1,0 +1,158 @@
+"""GPUs for tests on CPUs: what a test must not leave to luck, each thing as late, or as far apart, as CUDA allows.
+
+    with fake_streams() as default:        copies to the host (common/image.py) land only when somebody waits for them
+        default.hang()                     whatever waits for the default stream stands still until `.set()`
+    with fake_generators(a, b):            each of these devices of a pipeline draws from a generator of its own
+    OverDevices("cpu", parts=[[p, q], [r]])    a GradScaler that notes overflows of parameters on as many devices
+    in_replica_threads(modules, inputs)    what nn.DataParallel does with its replicas: a thread each, the autocast of nobody
+"""
+import contextlib
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common import image, reduce
+from common.stages import Stage
+
+
+# ---- streams -----------------------------------------------------------------------------------------------------------
+class Stream:
+    """Work in order, none of it done before somebody waits for it."""
+
+    def __init__(self, device=None, **_):
+        self.device, self.work, self.done, self.turn = device, [], 0, threading.RLock()
+
+    def submit(self, job):
+        self.work.append(job)
+
+    def run(self, count):
+        with self.turn:
+            while self.done < count:
+                self.work[self.done]()
+                self.done += 1
+
+    def synchronize(self):
+        self.run(len(self.work))
+
+    def wait_event(self, event):
+        self.submit(event.synchronize)
+
+    def wait_stream(self, other):
+        event = Event()
+        event.record(other)
+        self.wait_event(event)
+
+    def hang(self):
+        """From here on nothing gets through, until the event that is returned is set."""
+        gate = threading.Event()
+        self.submit(gate.wait)
+        return gate
+
+
+class Event:
+    def __init__(self, **_):
+        self.stream, self.count = None, 0
+
+    def record(self, stream=None):
+        self.stream = stream or torch.cuda.current_stream()
+        self.count = len(self.stream.work)
+
+    def synchronize(self):
+        if self.stream:
+            self.stream.run(self.count)
+
+
+@contextlib.contextmanager
+def fake_streams():
+    """Images take CPU tensors for a GPU's; yields the default stream, whose own work is done at once (the CPU does it)."""
+    default, here, copy = Stream(), threading.local(), torch._foreach_copy_
+
+    def current(device=None):
+        return getattr(here, "stream", default)
+
+    @contextlib.contextmanager
+    def stream(chosen):
+        before, here.stream = current(), chosen
+        try:
+            yield
+        finally:
+            here.stream = before
+
+    def foreach_copy(targets, sources, non_blocking=False):
+        if current() is default:
+            return copy(targets, sources)
+        current().submit(lambda: copy(targets, sources))
+
+    def pin(self, gpu):
+        self.stream, self.copied = Stream(gpu), Event()
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream), ("Event", Event)):
+            patch.setattr(torch.cuda, name, fake)
+        patch.setattr(torch, "_foreach_copy_", foreach_copy)
+        patch.setattr(image.Image, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
+        patch.setattr(image.Image, "_pin", pin)
+        patch.setattr(image, "LARGE", float("inf"))                 # no memmove beside the stream
+        yield default
+
+
+# ---- generators --------------------------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def fake_generators(*devices):
+    """A stage made in here draws from its device's generator; stages run one after the other. A seed is for all generators."""
+    own = {device: torch.Generator() for device in devices}
+    call, seed, generator = Stage._run, reduce.seed, torch.default_generator
+
+    def run(self, x):
+        generator.set_state(own[self.device].get_state())
+        try:
+            return call(self, x)
+        finally:
+            own[self.device].set_state(generator.get_state())
+
+    def seeded(world, *key):
+        seed(world, *key)
+        for each in own.values():
+            each.set_state(generator.get_state())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stage, "_run", run)
+        patch.setattr(Stage, "generator", property(lambda self: own[self.device]))
+        patch.setattr(reduce, "seed", seeded)
+        yield own
+
+
+# ---- overflows ---------------------------------------------------------------------------------------------------------
+class OverDevices(torch.amp.GradScaler):
+    """`parts`: the parameters of each device."""
+
+    def __init__(self, *args, parts, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.parts = parts
+
+    def _unscale_grads_(self, optimizer, inverse, found, allow_fp16):
+        noted = {}
+        for index, part in enumerate(self.parts):
+            groups = SimpleNamespace(param_groups=[{"params": part}])
+            (overflow,) = super()._unscale_grads_(groups, inverse, found.clone(), allow_fp16).values()
+            noted[torch.device("cpu", index) if index else torch.device("cpu")] = overflow
+        return noted
+
+
+# ---- replicas ----------------------------------------------------------------------------------------------------------
+def in_replica_threads(modules, inputs):
+    """The outputs; autocast is on in each thread where it was on, but of the type of a new thread, as torch leaves it."""
+    on, gradients, outputs = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), [None] * len(modules)
+
+    def work(i):
+        with torch.set_grad_enabled(gradients), torch.amp.autocast("cpu", enabled=on):
+            outputs[i] = modules[i](inputs[i])
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(modules))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outputs
