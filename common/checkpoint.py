@@ -7,16 +7,13 @@ writer.py walks through the crash points of a save, fence.py through who may wri
 """
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
-import torch
-
-from common import UserError, pinned
+from common import UserError
 from common.agreement import odd_ranks, same_everywhere
 from common.fence import rescuing
 from common.files import Damaged, room
-from common.identity import identity_of, versions
+from common.identity import marks, versions
 from common.image import Image
 from common.manifest import checkpoints, describe, folder_name, is_there
 from common.owner import claim
@@ -33,9 +30,8 @@ class CheckpointStore:
     def __init__(self, opts, world, fingerprint="", ledger=None, report=print):
         self.opts, self.world, self.fingerprint, self.ledger, self.report = opts, world, fingerprint, ledger, report
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
-        self.identity = identity_of(opts, fingerprint)
-        self.writer = Writer(self.root, self.root / f".life-{world.life}", {"life": world.life, "identity": self.identity,
-            "data": fingerprint, "torch": torch.__version__, "pinned": pinned.facts(opts, world)})
+        self.writer = Writer(self.root, self.root / f".life-{world.life}",
+                             {"life": world.life} | marks(opts, world, fingerprint))
         self.fence, self.images, self.state, self.part = None, {}, None, ()
         self.background = Background(self._write_noting)
         self.committed, self.agreed, self.saved = -1, None, None     # steps; the facts that were saved last
@@ -49,7 +45,7 @@ class CheckpointStore:
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
         self.images = {part: Image(tensors) for part, tensors in state.tensors().items()}
-        source, found = None, self._load(checkpoints(self.root), partial(identity_of, self.opts))
+        source, found = None, self._load(checkpoints(self.root), "own")
         if found.step >= 0:
             source = f"checkpoints/{folder_name(found.step)}"
             if self.fence:
@@ -61,7 +57,7 @@ class CheckpointStore:
                             "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
         elif self.opts.resume not in ("auto", "none"):
             source = self.opts.resume
-            found = self._load(choices_at(source), None)
+            found = self._load(choices_at(source), "given")
             if found.step < 0:
                 raise UserError(f"--resume {source}: {found.damaged} checkpoints there, none verifies", code=3)
         elif self.opts.init_from:
@@ -91,9 +87,9 @@ class CheckpointStore:
                 self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed (step {self.agreed}); put aside")
                 self.writer.put_aside(folder)
 
-    def _load(self, choices, identity):
+    def _load(self, choices, key):
         """The newest of all nodes' choices that verifies, in every rank's state; its step is -1 if there is none."""
-        found = load_newest(self.world, choices if self.fence else None, self.images, identity, self.report)
+        found = load_newest(self.world, choices if self.fence else None, self.images, key, self.report)
         if found.step >= 0:
             tensors = {part: image.views for part, image in self.images.items()}
             take(self.state, tensors, found.facts, self.fingerprint, self.fence and self.report)

@@ -1,4 +1,5 @@
 """What a run is: its options, its data, the code; kept in RUN/options.json. A restart that contradicts it is refused."""
+import contextlib
 import hashlib
 import os
 import platform
@@ -8,75 +9,106 @@ from pathlib import Path
 import torch
 
 from common import UserError, pinned
-from common.files import Damaged, read_small, replace_file, sealed, to_json, unseal
+from common.files import Damaged, patient, read_small, replace_file, sealed, to_json, unseal
 from common.manifest import checkpoints, read_manifest
 
 KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")
+# What decided the result when a checkpoint told it by a hash alone. Flags that came later do not belong here.
+FIRST = ("amp augment channels_last clip_grad_norm compile cutmix dataset ema_decay global_batch_size init_from "
+         "label_smoothing lr lr_schedule micro_batch_size mixup model momentum optimizer seed sync_bn virtual_ranks "
+         "warmup_epochs weight_decay").split()
 
 
-def identity_of(opts, fingerprint):
-    """One SHA-256 over everything that decides the result; each checkpoint carries it."""
-    return hashlib.sha256(to_json(opts.identity() | {"data": fingerprint})).hexdigest()
+def identity_of(opts, fingerprint, names=None):
+    """One SHA-256 over everything that decides the result (or over `names` of it)."""
+    values = opts.identity()
+    chosen = {name: values[name] for name in names or values}
+    return hashlib.sha256(to_json(chosen | {"data": fingerprint})).hexdigest()
+
+
+def marks(opts, world, fingerprint):
+    """What each checkpoint says of its run: all that decides the result, and (for older versions) a hash of it."""
+    return {"decides": opts.identity(), "identity": identity_of(opts, fingerprint), "data": fingerprint,
+            "torch": torch.__version__, "pinned": pinned.facts(opts, world)}
+
+
+def contradictions(saved, opts):
+    """The options that a manifest or options.json contradicts, with both values; what it lacks was at its default."""
+    fields, values = saved.get("decides", saved["identity"]), opts.identity()
+    if isinstance(fields, str):
+        same = fields == identity_of(opts, saved["data"], FIRST)
+        fields = {name: values[name] for name in FIRST} if same else None
+    return ["other options"] if fields is None else [
+        f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(fields)]
 
 
 def versions(opts, fingerprint):
     """What all ranks of one life must have in common, as {what: value}."""
     house = Path(__file__).parent
     code = hashlib.sha256()
-    for path in sorted([*house.glob("*.py"), *house.parent.glob("train_*.py")]):
+    for path in sorted([*house.glob("[!.]*.py"), *house.parent.glob("train_*.py")]):     # .#NAME.py is an editor's link
         code.update(path.name.encode() + path.read_bytes())
     return {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__, "code": code.hexdigest()[:12],
             "data": fingerprint[:12], "options": identity_of(opts, fingerprint)[:12]}
 
 
 def check_identity(run_dir, opts, world, fingerprint, report):
-    """Write RUN/options.json where there is none; UserError, naming each value, where it contradicts these options."""
+    """Write RUN/options.json where there is none; UserError, naming each value, where it or a checkpoint contradicts.
+
+    A folder in which nothing was saved yet is bound to nothing.
+    """
     path, root = run_dir / "options.json", run_dir / "checkpoints"
     ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint, "torch": torch.__version__,
             "pinned": pinned.facts(opts, world)}
+    old, saved = _read_options(path, report), dict(_manifests(root))
+    first = old or next(iter(saved.values()), ours)
+    wrong, was, now = contradictions(first, opts), first["data"][:12], fingerprint[:12]
+    data = [f"the data's fingerprint was {was}, now {now}"] * (first["data"] != fingerprint)
+    firm, soft = pinned.differences(first.get("pinned", {}), ours["pinned"])
+    if changes := wrong + data + firm:
+        if not any(name.startswith(("step-", "damaged-")) for name in os.listdir(root)):
+            report(f"{path}: nothing was saved here yet, so the options may change: {'; '.join(changes)}")
+            return replace_file(path, sealed(ours))
+    for text in soft:
+        report(f"--virtual-ranks: the {text}: from here on the bits may be others")
+    if refused := wrong + firm + ([] if opts.accept_data_change else data):
+        way = "give the same options" if refused != data else \
+            "add --accept-data-change (with another number of samples the epoch begins again)"
+        raise UserError(f"{run_dir} is another run: {'; '.join(refused)}\n"
+                        f"{way} to go on with it, or another --run-dir\n"
+                        f"--run-dir NEW --resume {run_dir} begins another run at its newest checkpoint")
+    for name, manifest in saved.items():
+        if wrong := contradictions(manifest, opts):
+            raise UserError(f"{root / name} is of another run: {'; '.join(wrong)}\n"
+                            "give the options of that run, move it away, or use another --run-dir")
+    for text in data:
+        report(f"--accept-data-change: {text}")
+    if first["torch"] != torch.__version__:
+        report(f"{run_dir} was begun with torch {first['torch']}, this is {torch.__version__}: "
+               "the bits may differ from here on")
+    if not old or data:
+        replace_file(path, sealed((old or ours) | {"data": fingerprint}))
+
+
+def _read_options(path, report):
+    """What options.json holds; None where it is lost or torn: the sealed manifests know too whose run it is."""
     try:
         old = unseal(read_small(path), path.name) if os.path.lexists(path) else None
         if old and not (isinstance(old.get("identity"), dict) and isinstance(old.get("data"), str)):
             raise Damaged(f"{path.name} has no identity and data")
+        return old and {"torch": None} | old
     except (Damaged, OSError) as reason:
         if os.path.islink(path) or os.path.lexists(path) and not os.path.isfile(path):
             raise UserError(f"{path}: {reason}\nremove it, or use another --run-dir") from reason
-        old = None
         report(f"{path}: {reason}; the checkpoints say whose run this is")
-    lost = old is None
-    old = old or ours | _ask_the_checkpoints(root, path, opts)
-    wrong = [f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(old["identity"])]
-    was, now = old["data"][:12], fingerprint[:12]
-    data = [f"the data's fingerprint was {was}, now {now}"] * (old["data"] != fingerprint)
-    firm, soft = pinned.differences(old.get("pinned", {}), ours["pinned"])
-    for text in soft:
-        report(f"--virtual-ranks: the {text}: from here on the bits may be others")
-    if wrong := wrong + firm + ([] if opts.accept_data_change else data):
-        way = "give the same options" if wrong != data else \
-            "add --accept-data-change (with another number of samples the epoch begins again)"
-        raise UserError(f"{run_dir} is another run: {'; '.join(wrong)}\n"
-                        f"{way} to go on with it, or another --run-dir\n"
-                        f"--run-dir NEW --resume {run_dir} begins another run at its newest checkpoint")
-    for text in data:
-        report(f"--accept-data-change: {text}")
-    if old.get("torch") != torch.__version__:
-        report(f"{run_dir} was begun with torch {old.get('torch')}, this is {torch.__version__}: the bits may differ from here on")
-    if lost or data:
-        replace_file(path, sealed((ours if lost else old) | {"data": fingerprint}))
+        return None
 
 
-def _ask_the_checkpoints(root, path, opts):
-    """options.json is lost or torn: the sealed manifests know as well whose run it is, and what computed it."""
+def _manifests(root):
+    """(folder's name, manifest) of each checkpoint, newest first; what is damaged cannot tell."""
     for step, folder in checkpoints(root):
-        try:
-            manifest = read_manifest(step, folder)
-        except (Damaged, OSError):
-            continue
-        if manifest["identity"] != identity_of(opts, manifest["data"]):
-            raise UserError(f"{path} cannot be read, and checkpoints/{folder.name} was saved with other "
-                            "options\ngive the options of that run to go on with it, or another --run-dir")
-        return {"data": manifest["data"], "torch": manifest["torch"], "pinned": manifest.get("pinned", {})}
-    return {}
+        with contextlib.suppress(Damaged, OSError):
+            yield folder.name, patient(read_manifest)(step, folder)
 
 
 def set_aside(run_dir, report):

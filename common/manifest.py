@@ -58,8 +58,9 @@ def read_manifest(step, folder):
     for name, kind in KINDS.items():
         if type(manifest.get(name)) is not kind:
             raise Damaged(f"{MANIFEST} has no {name}")
-    if not isinstance(manifest.get("pinned", {}), dict):              # older ones have none
-        raise Damaged(f"{MANIFEST} has no pinned facts")
+    for name in ("pinned", "decides"):                                # older ones have none
+        if not isinstance(manifest.get(name, {}), dict):
+            raise Damaged(f"{MANIFEST}: {name} is no object")
     if manifest["step"] != step:
         raise Damaged(f"{MANIFEST} is of step {manifest['step']}, the folder says {step}")
     files = manifest["files"]
@@ -75,17 +76,13 @@ def read_manifest(step, folder):
 
 
 @patient
-def verify(step, folder, buffers=None, identity=None, from_disk=False):
+def verify(step, folder, buffers=None, from_disk=False):
     """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable memory}.
 
-    `identity`, if given, says what a run of these options is called with the data that the manifest names.
     Damaged: proven wrong. OSError: it could not be read, also not some seconds later; what it holds is not known.
     """
     manifest = read_manifest(step, folder)
     files = manifest["files"]
-    if identity and (now := identity(manifest["data"])) != manifest["identity"]:
-        raise Damaged("it was saved by a run with other options "
-                      f"({manifest['identity'][:12]}..., now {now[:12]}...)")
     for part, name in TENSORS.items():
         if buffers is not None and len(buffers[part]) != files[name]["bytes"]:
             raise Damaged(f"{name} is {files[name]['bytes']:,} bytes, this model and optimizer need {len(buffers[part]):,}")

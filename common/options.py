@@ -6,7 +6,7 @@ others. Nothing here imports torch, so `--help` and a wrong flag answer at once.
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from common import UserError
@@ -107,12 +107,14 @@ class Options:
                 object.__setattr__(self, name, value)
 
     def identity(self):
-        """What decides the result; the same on every restart of a run."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("decides")}
+        """What decides the result, as JSON gives it back; the same on every restart of a run."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("decides")}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def compare(self, old):
         """[(field, old, new)] where these options contradict the identity `old`; what it lacks had its default then."""
-        was = Options().identity() | old
+        missing = {f.name: f.default for f in fields(self) if f.metadata.get("decides") and f.name not in old}
+        was = replace(self, **missing).identity() | old
         return [(name, was[name], new) for name, new in self.identity().items() if was[name] != new]
 
     def to_json(self):

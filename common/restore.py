@@ -19,17 +19,17 @@ class Found:
     damaged: int                                 # and how many the node with the most of them has
 
 
-def load_newest(world, choices, images, identity, report):
+def load_newest(world, choices, images, key, report):
     """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do not read."""
-    own, facts, skipped, unread = newest(choices or [], into(images, identity), report)
-    world.meet(f"read {bool(identity)}")                            # reading may take longer than a collective may
+    own, facts, skipped, unread = newest(choices or [], into(images), report)
+    world.meet(f"read {key}")                                       # reading may take longer than a collective may
     layout = sum(image.layout() for image in images.values()) % 2**62
     views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout, unread[0]]))]
     if len({view[2] for view in views}) > 1:
         raise UserError("the ranks have different nets or optimizers: names, shapes or types differ\n"
                         "run the same code and options on every node")
     step = max(view[0] for view in views)
-    refuse_to_fall_back(world, f"unread {bool(identity)}", unread, step)
+    refuse_to_fall_back(world, f"unread {key}", unread, step)
     if step >= 0:
         source = [view[0] for view in views].index(step)
         facts = parse_json(send(world, facts and facts_to_json(facts), source), STATE)
@@ -38,10 +38,10 @@ def load_newest(world, choices, images, identity, report):
     return Found(step, own, facts, skipped, max(view[1] for view in views))
 
 
-def into(images, identity=None):
+def into(images):
     """What `newest` reads with: every tensor into the images of this rank."""
     def read(step, folder):
-        _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()}, identity)
+        _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()})
         for part, image in images.items():
             image.check_header(TENSORS[part])
         return facts

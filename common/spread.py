@@ -44,25 +44,25 @@ class SpreadStore(CheckpointStore):
         return bool(self.fence) or self.spread and (self.first or self.shared)
 
     # ---- reading --------------------------------------------------------------------------------------------------
-    def _load(self, choices, identity):
+    def _load(self, choices, key):
         if not self.spread:
-            return super()._load(choices, identity)
+            return super()._load(choices, key)
         world = self.world
-        with world.together(f"one folder {bool(identity)}"):
+        with world.together(f"one folder {key}"):
             if self.fence and world.rank:
                 raise UserError(f"--run-dir {self.run_dir}: rank {world.rank} does not see the folder of rank 0\n"
                                 "a net in stages over machines needs one run folder that all of them share")
         self._learn()
-        step, facts, skipped, unread = newest(choices if world.rank == 0 else [], self._read_whole(identity), self.report)
-        world.meet(f"read {bool(identity)}")
+        step, facts, skipped, unread = newest(choices if world.rank == 0 else [], self._read_whole, self.report)
+        world.meet(f"read {key}")
         best, damaged = world.broadcast(torch.tensor([step, len(skipped)]), 0).tolist()
-        refuse_to_fall_back(world, f"unread {bool(identity)}", unread, best)
+        refuse_to_fall_back(world, f"unread {key}", unread, best)
         if best >= 0:
             facts, folder = parse_json(send(world, facts and facts_to_json(facts), 0), STATE), dict(choices)[best]
             take(self.state, {part: Slices(folder / name, self.whole[part], self.images[part], self.before[part])
                               for part, name in TENSORS.items()}, facts, self.fingerprint, self.fence and self.report)
-            world.meet(f"loaded {bool(identity)}")                  # only now may rank 0 let anything go
-            self.committed = best if identity else -1
+            world.meet(f"loaded {key}")                             # only now may rank 0 let anything go
+            self.committed = best if key == "own" else -1
         return Found(best, step, facts, skipped, damaged)
 
     def _learn(self):
@@ -94,16 +94,14 @@ class SpreadStore(CheckpointStore):
         self.sources = {part: {n: [(key[rank], told[rank][part]) for rank, _ in found] for n, found in names.items()}
                         for part, names in holders.items()}
 
-    def _read_whole(self, identity):
-        def read(step, folder):
-            _, facts = verify(step, folder, None, identity)
-            for part, name in TENSORS.items():
-                with opened(folder / name) as fd:
-                    header = self.whole[part].header
-                    if os.fstat(fd).st_size != self.whole[part].size or os.read(fd, len(header)) != header:
-                        raise Damaged(f"{name} is not that of this model and optimizer")
-            return facts
-        return read
+    def _read_whole(self, step, folder):
+        _, facts = verify(step, folder)
+        for part, name in TENSORS.items():
+            with opened(folder / name) as fd:
+                header = self.whole[part].header
+                if os.fstat(fd).st_size != self.whole[part].size or os.read(fd, len(header)) != header:
+                    raise Damaged(f"{name} is not that of this model and optimizer")
+        return facts
 
     def _own(self, name, tensor):
         """What this rank owns of a whole weight."""

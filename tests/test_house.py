@@ -116,7 +116,7 @@ def test_no_file_names_a_place_of_one_machine():
     for path in [p for folder in ("common", "launch", "tests", ".github", ".ci") for p in (ROOT / folder).rglob("*")] + [
             *SCRIPTS, ROOT / "README.md"]:
         if path.is_file() and path.suffix != ".pyc":
-            named = homes.search(path.read_text(encoding="utf-8"))
+            named = homes.search(path.read_text(encoding="utf-8", errors="replace"))
             assert not named, f"{path.relative_to(ROOT)}: {named[0]}"
 
 

@@ -205,6 +205,7 @@ HARMFUL_MANIFESTS = {
     "another step": change_manifest(step=3),
     "a format of the future": change_manifest(format=2),
     "no identity": change_manifest(identity=None),
+    "what decides as a list": change_manifest(decides=[1]),
     "no files": change_manifest(files={}),
     "files as a list": change_manifest(files=[1]),
     "a path out of the folder": change_manifest(files={"../../options.json": {"bytes": 1, "sha256": "0" * 64}}),

@@ -1,9 +1,13 @@
 """A run is its options and its data: what contradicts them is refused with both values. And weights from elsewhere."""
 import json
 import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+from ranks import fork_ranks
 from stores import (
     a_life,
     at_step,
@@ -20,8 +24,14 @@ from stores import (
 )
 from torch import nn
 
+import train_ddp
+from common import checkpoint, identity
 from common.files import sealed
+from common.flags import PATH, decides, whole
+from common.options import Options
 from common.weights import fingerprint_of
+
+OLD_DATA = json.loads(Path(__file__).with_name("old_run").joinpath("options.json").read_text())["data"]
 
 
 def test_contradicting_options_and_changed_data_are_refused_with_both_values(tmp_path):
@@ -60,11 +70,11 @@ def test_no_flipped_bit_of_the_options_passes_for_another_value(tmp_path):
         assert path.read_bytes() == data
     for content in (b"", data[:50], b"\0" * len(data)):
         path.write_bytes(content)
-        refused(options(tmp_path, seed=1), "saved with other options")
+        refused(options(tmp_path, seed=1), "another run: --seed was 0, now 1")
         with a_life(opts) as life:
             assert is_at(life.state, 2)
     path.unlink()
-    refused(options(tmp_path, seed=1), "saved with other options")
+    refused(options(tmp_path, seed=1), "another run: --seed was 0, now 1")
     path.mkdir()
     refused(opts, "is not a regular file")
 
@@ -76,7 +86,90 @@ def test_a_run_torn_at_its_birth_begins_again(tmp_path):
     os.truncate(opts.run_dir / "options.json", 10)
     with a_life(options(tmp_path, seed=2)) as life:
         assert life.source is None
+        save(life, 1)
     refused(opts, "--seed was 2, now 0")
+
+
+def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
+    opts, said = options(tmp_path), []
+    with a_life(opts):
+        pass
+    with a_life(options(tmp_path, seed=2), said=said, fingerprint="0" * 64) as life:
+        assert "nothing was saved here yet, so the options may change: --seed was 0, now 2; the data's" in said[0]
+        save(life, 1)
+    refused(opts, "--seed was 2, now 0")
+    os.rename(opts.run_dir / "checkpoints/step-00000001", opts.run_dir / "checkpoints/damaged-step-00000001")
+    refused(opts, "--seed was 2, now 0")                            # what is put aside was saved all the same
+
+
+def test_a_checkpoint_of_another_run_is_no_damage_and_is_named_with_each_field(tmp_path):
+    opts, root = two_checkpoints(tmp_path, steps=(1,))
+    _, others = two_checkpoints(tmp_path / "other", steps=(9,), seed=3, lr=0.5)
+    shutil.copytree(others / "step-00000009", root / "step-00000009")
+    text = refused(opts, "step-00000009 is of another run: --seed was 3, now 0; --lr was 0.5, now 0.001")
+    assert "move it away" in text and sorted(os.listdir(root)) == ["step-00000001", "step-00000009"]
+    shutil.rmtree(root / "step-00000009")
+    with a_life(opts) as life:
+        assert is_at(life.state, 1)
+
+
+# ---- runs that other versions have begun ------------------------------------------------------------------
+@dataclass(frozen=True)
+class Later(Options):
+    """Flags of a version that is still to come."""
+
+    new_flag: int = decides(0, whole(0), "decides, and was not there when the run began")
+    new_names: tuple = decides((), PATH, "of a kind that JSON gives back as another")
+
+
+OLD_RUN = dict(script="ddp", model="mlp", dataset="random", epochs=2, global_batch_size=20, log_every=1,
+               tensorboard=False, progress="off", device="cpu", save_seconds=0)
+
+
+def train(run_dir, kind=Options, **flags):
+    """(the last step, the run's training loss at each step), in a process of its own."""
+    opts = kind(**OLD_RUN | flags, run_dir=run_dir)
+
+    def live(world):
+        train_ddp.join = lambda opts: world
+        train_ddp.main.__wrapped__.__wrapped__(opts)
+
+    fork_ranks(1, live)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return steps_of(opts)[0], [line["loss"] for line in lines if "loss" in line]
+
+
+@pytest.fixture
+def old_run(tmp_path):
+    """A copy of what `train_ddp.py` of the first version with a README has left at step 3 of 10."""
+    shutil.copytree(Path(__file__).with_name("old_run"), tmp_path / "run")
+    for path in (tmp_path / "run", *(tmp_path / "run").rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("kind", [Options, Later])
+@pytest.mark.parametrize("lost", ["nothing", "options.json"])
+def test_a_run_of_an_old_version_goes_on_and_a_flag_that_came_later_has_its_default_there(old_run, tmp_path, kind, lost):
+    assert checkpoint.main([str(old_run)]) == 0
+    if lost == "options.json":
+        (old_run / lost).unlink()
+    step, losses = train(old_run, kind)
+    assert step == 10 and train(tmp_path / "whole", kind) == (10, losses)
+    assert checkpoint.main([str(old_run)]) == 0
+    assert train(old_run, Later, epochs=3)[0] == 15                 # old and new checkpoints side by side
+
+
+@pytest.mark.parametrize("lost", ["nothing", "options.json"])
+def test_a_flag_that_came_later_may_not_be_changed_on_the_way(old_run, lost):
+    if lost == "options.json":
+        (old_run / lost).unlink()
+    for flags, words in (({"new_flag": 5}, "--new-flag was 0, now 5"),
+                         ({"new_names": ("a",)}, r"--new-names was \[\], now \['a'\]")):
+        refused(Later(**OLD_RUN | flags, run_dir=old_run), words, fingerprint=OLD_DATA)
+    words = "--seed was 0, now 1" if lost == "nothing" else "another run: other options"
+    refused(Later(**OLD_RUN | {"seed": 1}, run_dir=old_run), words, fingerprint=OLD_DATA)
+    refused(Later(**OLD_RUN, run_dir=old_run), "the data's fingerprint was 0e3debf5db05, now ffff")
 
 
 def test_starting_afresh_keeps_what_was_there_and_a_restart_of_the_same_job_goes_on(tmp_path, monkeypatch):
@@ -94,6 +187,15 @@ def test_starting_afresh_keeps_what_was_there_and_a_restart_of_the_same_job_goes
     with a_life(afresh) as life:
         assert life.source is None and steps_of(opts) == []
     assert (opts.run_dir / "before-2" / "checkpoints" / "step-00000005").exists()
+
+
+def test_an_unsaved_buffer_of_an_editor_is_no_code(tmp_path, monkeypatch):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common" / "state.py").write_text("x = 1")
+    monkeypatch.setattr(identity, "__file__", str(tmp_path / "common" / "identity.py"))
+    before = identity.versions(options(tmp_path), "f" * 64)
+    (tmp_path / "common" / ".#state.py").symlink_to("me@host.1234:1")        # as emacs does: it dangles
+    assert identity.versions(options(tmp_path), "f" * 64) == before
 
 
 # ---- weights from elsewhere -------------------------------------------------------------------------------------------
