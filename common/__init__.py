@@ -16,6 +16,7 @@ meeting      the key-value store over which the ranks of one life find each othe
 world        torchrun's environment, the device, the process group, the few collectives
 synthetic    datasets that a program draws
 text         a file of text as samples for a language model
+pictures     a folder of images: its samples, and all its broken files at once
 datasets     registry of datasets; those that live in files, and users' own
 download     fetching published datasets, when asked to
 workers      processes that fetch samples ahead of the training

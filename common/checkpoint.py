@@ -18,6 +18,7 @@ from common.image import Image
 from common.manifest import checkpoints, describe, folder_name, is_there
 from common.owner import claim
 from common.restore import choices_at, load_newest, take
+from common.state import not_finite
 from common.weights import fingerprint_of, load_weights
 from common.writer import Background, Writer
 
@@ -203,8 +204,7 @@ class CheckpointStore:
             image.wait()
         if name := self.images["model"].not_finite(self.state.names.values()):
             self.state.torn = True
-            raise UserError(f"step {facts['step']}: {name} is no longer finite, nothing after step {self.committed} is kept\n"
-                            "lower --lr, clip with --clip-grad-norm, or look at the samples with --audit", code=5)
+            raise not_finite(self.opts, f"step {facts['step']}: {name} is no longer finite")
         self._commit(facts)
 
     def _commit(self, facts):

@@ -1,14 +1,15 @@
 """Registry of datasets; those that live in files, and users' own.
 
+    python -m common.datasets DIR --check       # every file of a folder of images that cannot be read
+
 Adding one: a function of the options that returns a Source, and a line in DATASETS. Code that lives elsewhere needs no
 edit here: `--dataset path/to/file.py:function`. Files are strangers: their sizes are checked before memory is taken,
 and nothing in them is ever executed.
 """
 import gzip
-import hashlib
 import math
-import os
 import struct
+import sys
 import zlib
 from pathlib import Path
 
@@ -17,11 +18,11 @@ from torch.utils.data import TensorDataset
 
 from common import UserError
 from common.models import call_user, one_line, unknown
+from common.pictures import imagefolder, main
 from common.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.text import text
 
 LARGEST = 2**31  # bytes an IDX file may unpack to
-MOST_PIXELS = 2**26  # of one image: what unpacks to more is no photograph
 
 
 # ---- MNIST and its relatives: IDX files ----
@@ -119,57 +120,6 @@ def unpickle_cifar(opts, train):
     return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
 
 
-# ---- a folder of images ----
-
-def imagefolder(opts):
-    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout: crops of 224x224 pixels."""
-    from torchvision import datasets, transforms
-    parts = []
-    for folder in (Path(opts.data_dir) / "train", Path(opts.data_dir) / "val"):
-        if not folder.is_dir():
-            raise UserError(f"dataset imagefolder: {folder} is not there\nit wants --data-dir with train/CLASS/IMAGE "
-                            "and val/CLASS/IMAGE")
-        try:
-            parts.append(datasets.ImageFolder(folder, loader=decode))
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"dataset imagefolder: {folder}\n{one_line(error)}") from error
-    if parts[0].classes != parts[1].classes:
-        odd = sorted(set(parts[0].classes) ^ set(parts[1].classes))
-        raise UserError(f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
-                        f"in one alone: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
-    whole = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    augment = transforms.Compose([transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), *whole])
-    plain = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), *whole])
-    return Source(*parts, classes=len(parts[0].classes), class_names=tuple(parts[0].classes), augment=augment,
-                  plain=plain, fingerprint=lambda: hash_files(parts))
-
-
-def decode(path):
-    from PIL import Image
-    try:
-        with Image.open(path) as image:
-            if image.width * image.height > MOST_PIXELS:
-                raise UserError(f"{path} claims {image.width}x{image.height} pixels, more than {MOST_PIXELS:,}\n"
-                                "shrink or remove it")
-            return image.convert("RGB")
-    except UserError:
-        raise
-    except Exception as error:  # PIL's decoders raise nearly anything on a broken file
-        if getattr(error, "errno", None):
-            raise  # a failing disk or network: a restart may mend that, no person has to
-        raise UserError(f"{path} is not an image that can be read\n{one_line(error)}\nreplace or remove it") from error
-
-
-def hash_files(parts):
-    """Names and sizes: reading every byte of ImageNet at each start would take longer than the restart."""
-    digest = hashlib.sha256()
-    for part in parts:
-        for path, label in part.samples:
-            digest.update(f"{os.path.relpath(path, part.root)}\0{label}\0{os.path.getsize(path)}\n".encode())
-        digest.update(b"--\n")
-    return digest.hexdigest()
-
-
 # ---- a user's own ----
 
 def user_dataset(opts):
@@ -235,3 +185,7 @@ def find_source(opts):
     if name not in DATASETS or (size and name not in ("random", "text")):
         raise unknown("dataset", opts.dataset, DATASETS)
     return DATASETS[name](opts)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -238,6 +238,10 @@ def _check_places(opts):
             raise UserError(f"--run-dir: {str(run)!r} is the root of the file system\ngive the run a folder of its own")
         if whole_path == Path(opts.data_dir).resolve():
             raise UserError(f"--run-dir: {str(run)!r} is the data folder too\ngive the run a folder of its own")
+        for folder in (Path(opts.data_dir, "train"), Path(opts.data_dir, "val")):
+            if opts.dataset == "imagefolder" and not folder.is_dir():
+                raise UserError(f"dataset imagefolder: {folder} is not there\nit wants --data-dir with train/CLASS/IMAGE and "
+                                "val/CLASS/IMAGE")
         there = next(place for place in (run, *run.parents) if os.path.lexists(place))
         if not there.is_dir():
             raise UserError(f"--run-dir: {str(there)!r} is not a folder\ngive the run a folder of its own")

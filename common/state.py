@@ -48,6 +48,14 @@ def learning_rate(step, opts, steps_per_epoch):
     return opts.lr
 
 
+def not_finite(opts, fact):
+    """What a person can do: the learning rate decides the result, so with another one it is another run."""
+    kept = max((opts.run_dir / "checkpoints").glob("step-*"), default=None)
+    what, where = (f"nothing after {kept.name} is", f" --resume {kept}") if kept else ("nothing is", "")
+    return UserError(f"{fact}, {what} kept\nlower --lr in another run: --run-dir NEW{where} --lr X\n"
+                     "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
+
+
 class TrainState:
     """Net, optimizer, averages and counters between two steps; `lock` is held while they move from one step to the next."""
 
@@ -133,8 +141,7 @@ class TrainState:
                        "lr": learning_rate(self.planned - 1, self.opts, self.steps_per_epoch)}
         if not math.isfinite(loss):
             self.torn = True                                        # never saved: a restart goes back to before it
-            raise UserError(f"step {self.step}: the loss is {loss} (every rank saw the same), nothing after the last checkpoint "
-                            "is kept\nlower --lr, clip with --clip-grad-norm, or look at the samples with --audit", code=5)
+            raise not_finite(self.opts, f"step {self.step}: the loss is {loss} (every rank saw the same)")
         return self.record
 
     def judge(self, metrics):

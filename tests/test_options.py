@@ -75,6 +75,8 @@ def refused(capsys, *argv, script=None):
     (["--run-dir", "/tmp/.."], "root of the file system"),
     (["--run-dir", "data"], "data folder"),
     (["--run-dir", "x/../pictures/", "--dataset", "imagefolder", "--data-dir", "pictures"], "data folder"),
+    (["--dataset", "imagefolder"], "data/train is not there"),
+    (["--dataset", "imagefolder", "--data-dir", "pictures"], "pictures/train is not there"),
     (["--run-dir", "a" * 300], "cannot be used"),
     (["--resume", "nowhere"], "--resume: 'nowhere' is no folder"),
     (["--init-from", "nowhere.pt"], "--init-from"),
@@ -149,7 +151,7 @@ def test_values_left_open_follow_from_the_others():
     sgd = parse("--optimizer", "sgd")
     assert (sgd.lr, sgd.momentum) == (0.05, 0.9) and parse("--optimizer", "adamw").lr == 1e-3
     assert parse("--optimizer", "sgd", "--momentum", "0").momentum == 0
-    assert parse().workers == 0 and 1 <= parse("--dataset", "imagefolder").workers <= 4
+    assert parse().workers == 0 and 1 <= Options(dataset="imagefolder").workers <= 4
     assert parse("--dataset", "random:100x10", "--model", "mlp").run_dir == Path("runs/mlp-random-100x10")
     assert parse("--model", "my/nets.py:tiny").run_dir == Path("runs/nets.py-tiny-digits")
 

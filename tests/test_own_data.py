@@ -10,6 +10,7 @@ from ranks import fork_ranks
 from test_datasets import ALONE, load, options, refusal, write_mnist
 
 from common.data import batches, load_data
+from common.datasets import main
 from common.sampler import ElasticSampler
 
 # ---- a folder of images ----
@@ -85,11 +86,31 @@ def test_a_broken_or_boastful_image_is_named(tmp_path, content, said, workers):
         list(batches(data.train, ElasticSampler(data.train, 4), opts))
     assert type(caught.value).__name__ == "UserError" and len(str(caught.value).splitlines()) <= 3
     assert "train/dog/1.png" in str(caught.value) and said in str(caught.value)
+    assert f"python -m common.datasets {tmp_path} --check" in str(caught.value)
+    assert "--accept-data-change" in str(caught.value)
+
+
+def test_all_broken_images_of_a_folder_are_found_at_once(tmp_path, capsys):
+    pytest.importorskip("torchvision")
+    root = write_images(tmp_path / "a")
+    assert main([str(root), "--check"]) == 0
+    assert capsys.readouterr().out == "12 of 12 images can be read\n"
+    whole = (root / "val/cat/0.png").read_bytes()
+    broken = {"train/cat/1.png": b"", "train/dog/2.png": whole[:len(whole) // 2],
+              "val/cat/2.png": png_that_claims(10000, 8000)}
+    for name, content in broken.items():
+        (root / name).write_bytes(content)
+    assert main([str(root), "--check"]) == 1
+    *said, last = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said] == [f"{root}/{name}" for name in broken]
+    assert last == "9 of 12 images can be read"
+    assert main([str(tmp_path / "none"), "--check"]) == 2 and "none/train" in capsys.readouterr().err
+    assert main([str(root)]) == 2 and "usage" in capsys.readouterr().err
 
 
 def test_folders_that_are_no_dataset_are_refused(tmp_path):
     pytest.importorskip("torchvision")
-    assert "train is not there" in refusal("imagefolder", tmp_path)
+    assert f"{tmp_path}/train" in refusal("imagefolder", tmp_path)
     (tmp_path / "train").mkdir()
     assert "class folder" in refusal("imagefolder", tmp_path)
     assert "in one alone: cow, dog" in refusal("imagefolder", write_images(tmp_path / "a", val=("cat", "cow")))

@@ -191,6 +191,10 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         with pytest.raises(UserError, match="0.weight is no longer finite") as error:
             life.store.check()
         assert error.value.code == 5 and life.state.torn and not life.store.rescue(life.state)
+        newest = opts.run_dir / "checkpoints/step-00000002"
+        assert f"--run-dir NEW --resume {newest} --lr X" in str(error.value) and "after step-00000002 is kept" in str(error.value)
+    with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:       # what it says works
+        assert life.state.step == 2
     assert steps_of(opts) == [2, 1]
 
 
