@@ -2,19 +2,24 @@
 
 torch answers most of these mistakes with a traceback, or with half an hour of waiting for a rank that cannot come.
 """
+import contextlib
 import ipaddress
+import json
 import os
 import re
 import signal
 import socket
 import sys
 import threading
+import time
+from pathlib import Path
 
 from common import UserError
 from common.log import say
 
 NUMBERS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}  # name: smallest value
 DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")              # the last is Slurm's word for none
+LIVES = 5                                # that end before they train
 RESOLVING = 3                            # seconds; without a network a resolver may take minutes
 
 
@@ -122,6 +127,49 @@ def fail(message, code=2, everyone=False):
         if code != 1:                                               # 1: a restart may cure it
             dismiss_agent()
     sys.exit(code)
+
+
+def end_a_crash_loop(environ=os.environ):
+    """Raises UserError once LIVES lives in a row were over before they were open; before that, each waits a bit longer.
+
+    An agent would restart them for ever. It counts its restarts, and `life_is_open` leaves the number of the life beside
+    its logs, which go with the agent: so each machine judges what became of its own. What fails later is told by the ledger.
+    """
+    notes = _notes(environ)
+    if not notes:
+        return
+    life = int(environ["TORCHELASTIC_RESTART_COUNT"])
+    try:
+        opened = int((notes / "open").read_text())
+    except (OSError, ValueError):
+        opened = -1
+    failed = life - opened - 1
+    if failed >= LIVES:
+        raise UserError(f"{failed} lives in a row ended before they could train; {_why_it_ended(notes / f'attempt_{life - 1}')}\n"
+                        "mend the cause, then start again", code=5)
+    if failed > 1:
+        time.sleep(min(30, 2 ** (failed - 3)))
+
+
+def life_is_open(environ=os.environ):
+    """This life has all it needs to train: earlier ends do not count any more."""
+    notes = _notes(environ)
+    if notes and environ.get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):
+            (notes / "open").write_text(environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+def _notes(environ):
+    """The folder in which an agent keeps attempt_0, attempt_1, ... with a folder for each rank's error; None without one."""
+    path = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return path.parents[2] if path.match(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT')}/*/*") else None
+
+
+def _why_it_ended(attempt):
+    for path in sorted(attempt.glob("*/error.json*")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            return f"the last error: {' '.join(json.loads(path.read_text())['message']['message'].split())[:200]}"
+    return "no error was noted (killed? out of memory?)"
 
 
 def agents_flag(name, environ=os.environ):

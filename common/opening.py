@@ -11,7 +11,7 @@ import time
 import torch
 
 from common import UserError
-from common.environment import fail, speaks
+from common.environment import fail, life_is_open, speaks
 from common.ledger import lives_of
 from common.log import say
 from common.models import out_of_memory
@@ -57,6 +57,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
                      position=state.position, pids=pids, job=job(), began=clock.began, n=len(data.train), seed=opts.seed,
                      data=data.fingerprint[:12], global_batch_size=opts.global_batch_size, **clock.laps)
+    life_is_open()
 
 
 def refuse_the_same_end(ledger, opts, data, state):

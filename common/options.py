@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from common import UserError
-from common.environment import check_environment, fail, world_size
+from common.environment import check_environment, end_a_crash_loop, fail, world_size
 from common.flags import BALANCE, DEVICES, NAME, PATH, SWITCH, Parser, decides, did_you_mean, flag_of, free, one_of, real, whole
 from common.processes import die_with_the_agent
 
@@ -138,8 +138,9 @@ def parse_options(doc, argv=None, script=None, processes=None):
     die_with_the_agent()
     try:
         check_environment(os.environ)
+        end_a_crash_loop()
     except UserError as error:                                   # by hand, each process has a terminal of its own
-        fail(error, everyone="TORCHELASTIC_RUN_ID" not in os.environ)
+        fail(error, error.code, everyone="TORCHELASTIC_RUN_ID" not in os.environ)
     named = re.fullmatch(r"train_(ddp|dp|mp)(\.py)?", os.path.basename(sys.argv[0]))
     script = script or (named[1] if named else "ddp")
     try:

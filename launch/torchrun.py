@@ -5,18 +5,23 @@
         train_ddp.py --run-dir /shared/run                          # on each of one to four machines
 
 A wrong flag of the training is refused before any process is started, and the training's exit code is handed on, where
-torchrun itself turns every one into 1.
+torchrun itself turns every one into 1. A signal that comes before there are processes ends it at once, with 143. Machines
+that cannot meet end with 1, for another try may succeed.
 """
 import logging
 import os
+import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import uuid
 from pathlib import Path
 
-from warm import FINAL, STOPPED, check_options
+from warm import FINAL, STOP, STOPPED, Patience, check_options
 
 SETTINGS = {
     # Counted on each node, other nodes' failures too, and the first node to run out ends the job for all. What has to be
@@ -33,6 +38,7 @@ SETTINGS = {
         "" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ",SIGHUP"),
     "OMP_NUM_THREADS": "1",                      # torchrun's own default, without its warning; --threads says otherwise
 }
+SILENCE = 20                                     # seconds
 MEETING = ("nnodes", "rdzv", "standalone", "master", "node")
 
 
@@ -40,14 +46,53 @@ class Worker(subprocess.Popen):
     """What torchrun starts its workers with; keeps those of the newest life, for their exit codes."""
 
     started = []
+    starting = threading.RLock()                 # held while one is born, so that nobody leaves without it
 
     def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        if kwargs.get("start_new_session"):
-            self.started[:] = [worker for worker in self.started if worker.returncode is None] + [self]
+        with self.starting:
+            super().__init__(*args, **kwargs)
+            if kwargs.get("start_new_session"):
+                self.started[:] = [worker for worker in self.started if worker.returncode is None] + [self]
+
+    def alive(self):
+        return [worker.pid for worker in self.started if worker.poll() is None]
+
+    def wait(self, timeout=None):
+        """torchrun gives its workers 30 s to end, which a large state is not saved in: who moves has longer."""
+        if timeout and timeout > 1:
+            patience = Patience(self.alive())
+            while (alive := self.alive()) and patience.lasts(alive):
+                time.sleep(0.05)
+            timeout = 0.05
+        return super().wait(timeout)
+
+
+def leave_before_there_are_workers(folders):
+    """torchrun hears signals once its workers run; until then process 1 of a container hears none, and nobody does in C."""
+    def wait_for_a_signal():
+        if not select.select([reader], [], [], SILENCE)[0] and not Worker.started:
+            print(f"torchrun: nothing has met for {SILENCE} s: the rendezvous does not answer, or machines are missing",
+                  file=sys.stderr, flush=True)
+        while True:
+            number = os.read(reader, 1)[0]
+            with Worker.starting:
+                if number in STOP and all(worker.returncode is not None for worker in Worker.started):
+                    for folder in folders:
+                        shutil.rmtree(folder, ignore_errors=True)
+                    os._exit(code_of_a_stop())
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    for number in STOP:
+        if signal.getsignal(number) is not signal.SIG_IGN:           # nohup
+            signal.signal(number, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=wait_for_a_signal, daemon=True).start()
 
 
 def main(arguments):
+    folders = []
+    leave_before_there_are_workers(folders)
     at = next((i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")), len(arguments))
     if at < len(arguments) and Path(arguments[at]).is_file():
         sys.path.insert(0, str(Path(arguments[at]).resolve().parent))
@@ -60,6 +105,7 @@ def main(arguments):
                  else text for text in arguments[:at]] + arguments[at:]
     subprocess.Popen = Worker                    # before torch takes it from there
     with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
+        folders.append(folder)
         os.environ.setdefault("PET_LOG_DIR", folder)                # torchrun by itself leaves such a one at every start
         elsewhere = any(text.lstrip("-").startswith(MEETING) for text in arguments[:at])
         if not elsewhere and not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(os.environ):
@@ -79,8 +125,10 @@ def count(arguments):
 
 def run(arguments):
     """torchrun; returns the exit code."""
+    began = time.monotonic()
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
     if "LOGLEVEL" not in os.environ:
         for name in ("agent.server.api", "multiprocessing.api"):    # they report each signal they pass on
@@ -88,15 +136,43 @@ def run(arguments):
     try:
         torchrun(arguments)
         return 0
-    except (SignalException, ChildFailedError) as error:
-        codes = [worker.returncode for worker in reversed(Worker.started)]
-        for code in codes:
-            if code in FINAL:
-                return code
-        if isinstance(error, SignalException):
-            return STOPPED if STOPPED in codes or -signal.SIGKILL not in codes else 1      # killed: it never came to save
-        print(error, file=sys.stderr)
+    except SignalException:
+        return code_of_a_stop()
+    except (ChildFailedError, RendezvousError) as error:
+        if final := [code for code in codes() if code in FINAL]:
+            return final[0]
+        child = isinstance(error, ChildFailedError)
+        print(error if child else f"error: {not_met(error, arguments, time.monotonic() - began)}", file=sys.stderr)
         return 1
+
+
+def codes():
+    """The exit codes of the newest life's workers, the last one first."""
+    return [worker.returncode for worker in reversed(Worker.started)]
+
+
+def code_of_a_stop():
+    """What to leave with when asked to stop."""
+    found = codes()
+    if final := [code for code in found if code in FINAL]:
+        return final[0]
+    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1      # killed: it never came to save
+
+
+def not_met(error, arguments, seconds):
+    """Why the machines did not find each other, in three lines."""
+    from common.environment import flag_in
+    place, name = (flag_in(arguments, flag, os.environ) for flag in ("rdzv_endpoint", "rdzv_id"))
+    match type(error).__name__:
+        case "RendezvousClosedError":
+            return (f"job {name} at {place} is over: it is complete, or a machine gave it up\n"
+                    "       to train on, start all machines again with a new --rdzv_id")
+        case "RendezvousTimeoutError":
+            return (f"job {name} at {place}: too few machines came in {seconds:.0f} s\n"
+                    "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?")
+    return (f"job {name}: no rendezvous at {place} in {seconds:.0f} s ({' '.join(str(error).split())[:100]})\n"
+            "       does `python launch/store.py` run there? is the address one of that machine, not 127.0.1.1?\n"
+            "       does a firewall stand between? then start it again")
 
 
 if __name__ == "__main__":

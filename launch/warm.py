@@ -15,14 +15,16 @@ import runpy
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 import uuid
 
 FINAL = (2, 3, 4, 5)               # bad input, no whole checkpoint, saves fail, no progress: a restart would end the same
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-GRACE = 30.0                       # seconds from the first signal to SIGKILL, as torchrun gives
 STOPPED = 143
+GRACE = 30.0                       # seconds from the first signal to SIGKILL for workers that do nothing, as torchrun gives
+LONGEST = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))        # and for those that still work: they save
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -38,10 +40,11 @@ def main():
         parser.error(f"--nproc {given.nproc}: at least 1" if given.nproc < 1 else f"no file {given.script}")
     if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not given.gpu:
         parser.error("this machine has GPUs, with which forked workers have not been tried\nuse torchrun, or insist with --gpu")
+    handlers = leave_on_a_signal()
     sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
     sys.argv = [given.script, *given.arguments]
     os.environ.setdefault("OMP_NUM_THREADS", "1" if given.nproc > 1 else str(os.cpu_count()))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", os.environ["OMP_NUM_THREADS"])    # its threads would not survive the fork
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")               # numpy's: it starts them when imported, and no fork has them
     check_options(given.script, given.nproc)
     preload(given.script)
     if len(os.listdir("/proc/self/task")) > 1:
@@ -49,13 +52,30 @@ def main():
     # From here on signals wait until they are asked for, so that none falls between a look and a wait.
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN        # left as it is, it stays ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP, signal.SIGCHLD} - ({signal.SIGHUP} if nohup else set()))
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
+        sys.exit(train(given, folder))
+
+
+def train(given, folder):
+    """Life after life; returns the exit code."""
     run_id, restarts = uuid.uuid4().hex, 0
     while True:
-        code = Life(given, run_id, restarts).code()
+        code = Life(given, run_id, restarts, folder).code()
         if code is not None or restarts >= given.max_restarts:
-            sys.exit(1 if code is None else code)
+            return 1 if code is None else code
         restarts += 1
         print(f"warm: a worker died, restart {restarts}", file=sys.stderr, flush=True)
+
+
+def leave_on_a_signal():
+    """Until there are workers a signal ends this at once, also where it is process 1, which has no default for them."""
+    handlers = {number: signal.getsignal(number) for number in STOP}
+    for number in STOP:
+        if handlers[number] is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: os._exit(STOPPED))
+    return handlers
 
 
 def check_options(script, processes):
@@ -84,11 +104,45 @@ def preload(script):
     gc.enable()
 
 
+class Patience:
+    """How long workers that were told to end are waited for: as long as they move, and at most LONGEST."""
+
+    def __init__(self, pids, grace=GRACE, longest=LONGEST):
+        self.grace, self.work = grace, work_of(pids)
+        self.look, self.end = time.monotonic() + grace, time.monotonic() + longest
+
+    def lasts(self, pids):
+        """Whether to wait on for these; wakes who is stopped, for nobody else would."""
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        now, before = time.monotonic(), self.work
+        if now >= self.look:
+            self.look, self.work = now + self.grace, work_of(pids)
+            return now < self.end and self.work != before
+        return now < self.end
+
+
+def work_of(pids):
+    """A number that changes while these processes compute, read or write; with one that waits for a disk, at every look."""
+    done = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/io") as file:
+                done += sum(int(line.split()[1]) for line in file)
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                done += int(fields[11]) + int(fields[12]) + (time.monotonic_ns() if fields[0] == "D" else 0)
+        except OSError:
+            pass                                                     # it has ended, or this is no Linux
+    return done
+
+
 class Life:
     """One set of workers, from fork to the last one's end."""
 
-    def __init__(self, given, run_id, restart):
-        self.given, self.asked, self.deadline, self.codes = given, False, None, []
+    def __init__(self, given, run_id, restart, folder):
+        self.given, self.asked, self.patience, self.codes = given, False, None, []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -96,8 +150,12 @@ class Life:
                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id,
                   "TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_MAX_RESTARTS": given.max_restarts,
                   "TORCHELASTIC_USE_AGENT_STORE": False}
-        agent = os.getpid()
-        self.workers = {self._fork(common | {"RANK": rank, "LOCAL_RANK": rank}, agent): rank for rank in range(given.nproc)}
+        agent, self.workers = os.getpid(), {}
+        for rank in range(given.nproc):
+            notes = f"{folder}/warm/attempt_{restart}/{rank}"        # as torchrun has them
+            os.makedirs(notes)
+            own = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": f"{notes}/error.json"}
+            self.workers[self._fork(common | own, agent)] = rank
 
     def _fork(self, environ, agent):
         sys.stdout.flush()
@@ -120,12 +178,11 @@ class Life:
     def code(self):
         """What the agent should leave with, or None for another life."""
         while self.workers:
-            left = None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
             waited = (*STOP, signal.SIGCHLD)
-            got = signal.sigwaitinfo(waited) if left is None else signal.sigtimedwait(waited, left)
+            got = signal.sigtimedwait(waited, 1.0) if self.patience else signal.sigwaitinfo(waited)
             if got is None:
-                self._signal(signal.SIGKILL)
-                self.deadline = time.monotonic() + GRACE
+                if not self.patience.lasts(self.workers):
+                    self._signal(signal.SIGKILL)
             elif got.si_signo == signal.SIGCHLD:
                 self._reap()
             else:
@@ -152,8 +209,8 @@ class Life:
 
     def _end(self, number):
         self._signal(number)
-        self._signal(signal.SIGCONT)                                 # who is stopped would only be waited for
-        self.deadline = self.deadline or time.monotonic() + GRACE
+        self.patience = self.patience or Patience(self.workers)
+        self.patience.lasts(self.workers)
 
     def _signal(self, number):
         for pid in self.workers:

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -216,6 +217,64 @@ def test_a_stop_is_143_unless_everybody_was_killed_before_it_had_saved(monkeypat
     assert launcher.run([]) == left_with
 
 
+@pytest.mark.parametrize("name, words", [
+    ("RendezvousConnectionError", "no rendezvous at there:29400 in"), ("RendezvousTimeoutError", "too few machines came in"),
+    ("RendezvousClosedError", "is over: it is complete, or a machine gave it up")])
+def test_machines_that_do_not_meet_are_told_where_how_long_and_what_to_look_at(monkeypatch, capsys, name, words):
+    import torch.distributed.elastic.rendezvous as rendezvous
+    import torch.distributed.run
+
+    def torchrun(arguments):
+        raise getattr(rendezvous, name)("The connection\nhas failed. See inner exception for details.")
+
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    launcher = importlib.import_module("torchrun")
+    monkeypatch.setattr(torch.distributed.run, "main", torchrun)
+    monkeypatch.setattr(launcher.Worker, "started", [])
+    assert launcher.run(["--rdzv_id=J7", "--rdzv_endpoint", "there:29400"]) == 1     # another try may succeed
+    said = capsys.readouterr().err
+    assert said.startswith("error: job J7") and words in said and said.count("\n") <= 3
+
+
+def hears(pid):
+    """Whether a process has a handler of its own for SIGTERM."""
+    caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())[1]
+    return int(caught, 16) >> signal.SIGTERM - 1 & 1
+
+
+WAITS = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_id=one", "--rdzv_endpoint=meeting", "--rdzv_conf=store_type=file"]
+
+
+@pytest.mark.parametrize("agent, when", [(["warm.py"], hears), (["torchrun.py", *WAITS], hears),
+                                         (["torchrun.py", *WAITS], lambda _: os.path.getsize("meeting"))])
+def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(start, monkeypatch, tmp_path, agent, when):
+    alone = ["unshare", "--pid", "--fork", "--kill-child"]
+    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True, timeout=60).returncode:
+        pytest.skip("no PID namespace can be made here")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "meeting").touch()
+    job = start(*alone, sys.executable, ROOT / "launch" / agent[0], *agent[1:], ROOT / "train_ddp.py", *PACED)
+    until(lambda: children(job.pid) and when(children(job.pid)[0]), "the launcher to be there")
+    os.kill(children(job.pid)[0], signal.SIGTERM)
+    assert job.wait(10) == 143, job.output()
+    assert not (tmp_path / "runs").exists() and "Traceback" not in job.output()
+
+
+def test_a_worker_that_still_saves_is_given_time_and_one_that_does_nothing_is_not(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    launcher = importlib.import_module("warm")
+
+    def waited_for(code):
+        with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{code}"], stdout=subprocess.PIPE) as worker:
+            worker.stdout.readline()
+            began, patience = time.monotonic(), launcher.Patience([worker.pid], grace=0.3, longest=1.5)
+            until(lambda: not patience.lasts([worker.pid]), "the end of patience", 20)
+            worker.kill()
+            return time.monotonic() - began
+
+    assert waited_for("import time; time.sleep(60)") < 1.4 < waited_for("while True: pass")
+
+
 @pytest.fixture
 def start(tmp_path):
     """Starts a command in a session of its own; nothing of it outlives the test."""
@@ -267,7 +326,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
     assert len(lives(run)) == 4
     left = list(Path(os.environ["TMPDIR"]).glob("torchelastic_*"))
-    assert len(left) <= before + (agent == "torchrun.py")            # of the one that was killed
+    assert len(left) <= before + 1                                   # of the one that was killed
     texts = [job.output(), *(path.read_bytes().decode(errors="replace") for path in run.rglob("*") if path.is_file())]
     assert not any("secret-4711" in text for text in texts)          # nobody writes down the environment
     if agent == "torchrun.py":                                       # what only the workers can see is handed on too

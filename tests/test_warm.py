@@ -1,5 +1,6 @@
 """launch/warm.py: restarts without imports, exit codes passed on; and the breaker of runs that come to nothing."""
 import json
+import os
 import re
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import time
 import pytest
 from jobs import PACED, ROOT, TESTS, Jobs, audit, children, events, lives, until, wait_for
 
+from common import UserError, environment
 from common.ledger import summarize
 
 WARM = ROOT / "launch" / "warm.py"
@@ -88,6 +90,15 @@ def test_workers_die_with_a_killed_warm_agent(jobs, tmp_path):
     until(lambda: not set(workers) & set(jobs.alive()), "the workers' end", 10)
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_shell_without_settings_is_told_nothing_of_threads(nproc, tmp_path):
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "OPENBLAS_"))}
+    done = subprocess.run([sys.executable, WARM, "--nproc", str(nproc), "--max-restarts", "0", ROOT / "train_ddp.py",
+                           "--model", "resnet999", "--no-tensorboard", "--run-dir", tmp_path], capture_output=True, text=True,
+                          timeout=120, env=env)
+    assert done.returncode == 2 and "resnet999" in done.stderr and "threads" not in done.stderr
+
+
 def test_a_wrong_flag_is_said_once_by_the_agent_with_exit_code_2():
     done = subprocess.run([sys.executable, WARM, "--nproc", "2", ROOT / "train_ddp.py", "--learning-rate", "1"],
                           capture_output=True, text=True, timeout=60)
@@ -110,6 +121,36 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
     assert {e["why"] for e in events(run, "error")} == {"OSError: sample 37 cannot be read"}
     again = warm(jobs, *flags)                                      # somebody says it is mended: it is tried, and said once more
     assert again.wait() == 5 and len(lives(run)) == len(starts) + 3, again.output
+
+
+@pytest.mark.parametrize("agent", ["warm", "torchrun"])
+def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path, agent):
+    """Nothing of them is in the ledger, as where there is too little memory to build the net."""
+    (tmp_path / "net.py").write_text("import os\ndef killed(data):\n    os.kill(os.getpid(), 9)\n")
+    flags = ("--dataset", "random", "--model", tmp_path / "net.py:killed")
+    job = warm(jobs, *flags, nproc=1) if agent == "warm" else jobs.torchrun(2, "train_ddp.py", *flags, restarts=5)
+    assert job.wait() == (5 if agent == "warm" else 1), job.output  # torchrun turns every code into 1
+    said = "error: 5 lives in a row ended before they could train; no error was noted (killed? out of memory?)"
+    assert job.output.count(said) == 1, job.output
+
+
+def test_a_life_that_was_open_ends_the_count_of_those_before_and_the_cause_is_told(tmp_path, monkeypatch):
+    pauses = []
+    monkeypatch.setattr(environment.time, "sleep", pauses.append)
+    for life in range(15):
+        folder = tmp_path / f"attempt_{life}" / "0"
+        folder.mkdir(parents=True)
+        environ = {"TORCHELASTIC_RESTART_COUNT": str(life), "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}
+        if life == 14:
+            with pytest.raises(UserError, match="5 lives in a row .* the last error: OSError: no such disk") as refused:
+                environment.end_a_crash_loop(environ)
+            assert refused.value.code == 5
+            break
+        environment.end_a_crash_loop(environ)
+        (folder / "error.json").write_text('{"message": {"message": "OSError: no such disk"}}')
+        if life in (4, 8):
+            environment.life_is_open(environ)
+            assert pauses == ([0.5, 1, 2] if life == 4 else [0.5, 1, 2, 0.5, 1])
 
 
 def test_lives_that_were_told_to_stop_do_not_count_as_failures(tmp_path):
