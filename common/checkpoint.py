@@ -45,7 +45,7 @@ class CheckpointStore:
         same_everywhere(self.world, versions(self.opts, self.fingerprint))
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
-        self.images = {part: Image(tensors) for part, tensors in state.tensors().items()}
+        self.images = state.images = {part: Image(tensors) for part, tensors in state.tensors().items()}
         source, found = None, self._load(checkpoints(self.root), "own")
         if found.step >= 0:
             source = f"checkpoints/{folder_name(found.step)}"

@@ -55,12 +55,14 @@ def averaged_weights(state):
         yield
         return
     own = {p: p.detach().clone() for p in state.net.parameters()}
-    state.held = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}   # for a save meanwhile
-    try:
+    with state.changing():
+        state.held = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}   # for a save meanwhile
         for name, p in state.net.named_parameters():
             p.copy_(state.ema[name])
+    try:
         yield
     finally:
-        for p, weights in own.items():
-            p.copy_(weights)
-        state.held = {}
+        with state.changing():
+            for p, weights in own.items():
+                p.copy_(weights)
+            state.held = {}

@@ -82,8 +82,7 @@ class Image:
     def copy(self, tensors):
         """The one copy the training loop pays for. Of a GPU's tensors it is only begun: `wait` before you read.
 
-        TrainState.update waits for all of the GPU's streams before it changes a weight, so the copy may run beside the
-        next forward and backward.
+        Whoever changes a weight waits too (TrainState.changing), so the copy may run beside the next forward and backward.
         """
         self.open(touch=False)
         self.bytes[:len(self.header)] = self.header                 # a damaged file may have been read in here

@@ -2,6 +2,7 @@
 
 What can be derived from (options, step) is not here: order, learning rate, dropout and augmentation randomness.
 """
+import contextlib
 import math
 import threading
 import time
@@ -71,6 +72,7 @@ class TrainState:
         self.record = {}                                            # the last logged step: its writer may have died before that
         self.judged = {}                                            # the last evaluation, likewise
         self.lock, self.torn = threading.RLock(), False
+        self.images = {}                                            # the store's: a save may still be copying into them
         self.norm = torch.nn.utils.get_total_norm                   # of gradients; a rank with a part of the net asks the others
         self.all_sum = None                                         # over the ranks that have other parts of the net
         self.complete = 0                                           # samples whose gradient is here, clipped: only to be used
@@ -89,6 +91,14 @@ class TrainState:
     @property
     def lr(self):
         return learning_rate(self.planned, self.opts, self.steps_per_epoch)
+
+    @contextlib.contextmanager
+    def changing(self):
+        """Whoever changes weights does it in here: no save begins meanwhile, and what one has begun to copy is copied."""
+        with self.lock:
+            for image in self.images.values():
+                image.wait()
+            yield
 
     def finish_gradient(self, size):
         """The last that a step needs others for, where each has a part of the net: whether it overflows, and how long it is."""
@@ -115,7 +125,7 @@ class TrainState:
             self.finish_gradient(size)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
-        with self.lock:
+        with self.changing():
             if self.torn:
                 raise RuntimeError("no step follows: the rescue has made this one already")
             self.torn = True                                        # stays True if the body raises: half a step is no state

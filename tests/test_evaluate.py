@@ -1,19 +1,25 @@
+import threading
+
 import pytest
 import torch
+from fakes import fake_streams
 from ranks import fork_ranks
+from safetensors.torch import load_file
+from test_rescue import a_run, step
 from torch import nn
 
 from common.data import TensorSplit
 from common.evaluate import BLOCK, evaluate
+from common.manifest import checkpoints
 from common.options import Options
 from common.state import TrainState, build_optimizer
 from common.synthetic import Source
 
 
-def split_of(n):
+def split_of(n, width=5):
     torch.manual_seed(n)
     source = Source(train=None, test=None, classes=3)
-    return TensorSplit(torch.randn(n, 5), torch.randint(0, 3, (n,)), source, 0)
+    return TensorSplit(torch.randn(n, width), torch.randint(0, min(3, width - 2), (n,)), source, 0)
 
 
 def metrics_of(world, n, ema=0.0):
@@ -48,3 +54,47 @@ def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
     assert found["val_loss"] == pytest.approx(1.0986, abs=1e-3)     # all zero: log 3
     assert found["predictions"] == [0] * 9
     assert any(weight[0])
+
+
+@pytest.mark.parametrize("between", ["evaluate", "update"])
+def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(tmp_path, between):
+    """--save-every falls on the last step of an epoch: its evaluation puts the averages into the net at once."""
+    def live(world):
+        with fake_streams():
+            state, store, _ = a_run(world, tmp_path / "run", "--ema-decay=0.5")
+            step(state), step(state)
+            wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
+            write, changed = store._write, threading.Event()
+            store._write = lambda facts: (changed.wait(20), write(facts))
+            store.save(state)
+            split, land = split_of(8, 4), lambda: (changed.set(), store.wait())
+            if between == "evaluate":
+                fetch = split.fetch
+                split.fetch = lambda *args: (land(), fetch(*args))[1]       # while the net has the averages
+                evaluate(state.net, split, state, world)
+            else:
+                step(state)
+                land()
+            store.close()
+        (_, folder), = checkpoints(tmp_path / "run/checkpoints")
+        return [n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])]
+
+    assert fork_ranks(1, live) == [[]]
+
+
+def test_no_save_begins_while_averages_move_into_the_net_or_out_of_it():
+    def live(world):
+        opts, net = Options(ema_decay=0.5), nn.Linear(5, 3)
+        state, free = TrainState(net, build_optimizer(net, opts), opts, 9), []
+
+        class Looking(dict):                                        # the averages: asked for while they are copied
+            def __getitem__(self, name):
+                other = threading.Thread(target=lambda: free.append(state.lock.acquire(blocking=False)))
+                other.start(), other.join()
+                return super().__getitem__(name)
+
+        state.ema = Looking(state.ema)
+        evaluate(net, split_of(9), state, world)
+        return free
+
+    assert fork_ranks(1, live) == [[False, False]]
