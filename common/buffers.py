@@ -1,4 +1,4 @@
-"""A net's buffers under --virtual-ranks: what forward moves outside of the gradient, summed along the same tree."""
+"""A net's buffers, what forward moves outside of the gradient: averaged, or under --virtual-ranks summed along the same tree."""
 import torch
 
 
@@ -75,3 +75,15 @@ class Buffers:
 
     def _flat(self, buffers, dtype):
         return torch.cat([b.to(self.device, dtype).flatten() for b in buffers] or [torch.empty(0, dtype=dtype, device=self.device)])
+
+
+@torch.no_grad()
+def average_buffers(state, world, weight):
+    """Every replica's buffers move by the mean of what all saw (weighted by samples); counters by what the first one counted."""
+    moved, live = [], dict(state.net.named_buffers())
+    for name, base in state.buffers.items():
+        delta = (live[name].double() - base.double()).masked_fill_(live[name] == base, 0.0)     # a mask of -inf moves by nan
+        moved.append((delta * (weight if base.is_floating_point() else float(world.replica == 0))).flatten())
+    flat = world.replica_sum(torch.cat(moved))
+    for (name, base), delta in zip(state.buffers.items(), flat.split([m.numel() for m in moved]), strict=True):
+        live[name].copy_(base.double() + delta.view_as(base))

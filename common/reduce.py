@@ -11,8 +11,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common import UserError, pinned
 from common.bitwise import Tree
+from common.buffers import average_buffers
 from common.sampler import hash_seed, share
-from common.single import refuse_single
+from common.single import refuse_single, rounds
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -26,10 +27,13 @@ def fit(net, opts, world, data):
     if world.device.type != "cuda" and (opts.sync_bn or opts.amp == "fp16"):
         raise UserError(f"--{'sync-bn' if opts.sync_bn else 'amp fp16'} works on GPUs only, this process has {world.device}\n"
                         "leave it out, or make a GPU visible")
+    if opts.script == "dp" and opts.compile and len(world.devices) > 1:
+        raise UserError(f"--compile: train_dp.py copies the net to its {len(world.devices)} devices anew in each forward, "
+                        "which compiled code does not survive\nleave it out, or use train_ddp.py, or one device")
     torch.autograd.set_detect_anomaly(opts.debug)
+    refuse_single(net, opts, world, data)
     if opts.sync_bn and world.size > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    refuse_single(net, opts, world, data)
     if opts.channels_last:
         net = net.to(memory_format=torch.channels_last)
     return net
@@ -45,28 +49,43 @@ def distribute(net, opts, world):
     # Buffers are averaged below, once a step: DDP would instead copy rank 0's, which sees only its own share.
     parameters = inspect.signature(DistributedDataParallel).parameters
     off = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"    # renamed in torch 2.15
-    return DistributedDataParallel(Replica(net), gradient_as_bucket_view=True, **{off: False})
+    return DistributedDataParallel(Replica(net, opts.sync_bn), gradient_as_bucket_view=True, **{off: False})
 
 
 def replicate(net, opts, world):
     """What train_dp.py calls: one process, the batch scattered over its devices."""
-    net = torch.compile(net) if opts.compile else net
     if len(world.devices) == 1:
-        return net
+        return torch.compile(net) if opts.compile else net
+    net = Casting(net, opts, world.device)
     if world.device.type == "cuda":
         return DataParallel(net, device_ids=[d.index for d in world.devices])
     return CpuReplicas(net, len(world.devices))
 
 
-class Replica(nn.Module):
-    """The net, except that an empty share of a short last batch yields zero gradients: the rank still takes part."""
+class Casting(nn.Module):
+    """The net under --amp in whatever thread: nn.DataParallel's have autocast on, but of a type of their own."""
 
-    def __init__(self, net):
+    def __init__(self, net, opts, device):
         super().__init__()
-        self.net = net
+        self.net, self.opts, self.device = net, opts, device
 
     def forward(self, x):
-        if len(x):
+        with autocast(self.opts, self.device):
+            return self.net(x)
+
+
+class Replica(nn.Module):
+    """The net, except that an empty share of a short last batch yields zero gradients: the rank still takes part.
+
+    With --sync-bn it takes part in the net itself, in whose layers the others wait for it.
+    """
+
+    def __init__(self, net, synced=False):
+        super().__init__()
+        self.net, self.synced = net, synced
+
+    def forward(self, x):
+        if len(x) or self.synced:
             return self.net(x)
         return sum(p.flatten()[:0].sum() for p in self.net.parameters() if p.requires_grad) + x.new_zeros(0, 1)
 
@@ -124,6 +143,9 @@ def backward(model, batch, state, world):
     x, y = batch.x.to(world.device, non_blocking=True), batch.y.to(world.device, non_blocking=True)
     size = opts.micro_batch_size or max(1, len(x))
     parts = list(zip(x.split(size), y.split(size), strict=True))
+    if opts.sync_bn and batch.size % world.size:                    # its layers wait for each other: as many forwards on each rank
+        count = rounds(batch.size, opts, world)
+        parts = list(zip(x.tensor_split(count), y.tensor_split(count), strict=True))
     began = time.monotonic()
     for i, part in enumerate(parts):
         last = i == len(parts) - 1
@@ -229,15 +251,3 @@ def mix(x, y, state):
     x[..., top:top + h, left:left + w] = other[..., top:top + h, left:left + w]
     keep = 1 - h * w / (height * width)
     return x, [(keep, y), (1 - keep, y.roll(1))]
-
-
-@torch.no_grad()
-def average_buffers(state, world, weight):
-    """Every replica's buffers move by the mean of what all saw (weighted by samples); counters by what the first one counted."""
-    moved, live = [], dict(state.net.named_buffers())
-    for name, base in state.buffers.items():
-        delta = (live[name].double() - base.double()).masked_fill_(live[name] == base, 0.0)     # a mask of -inf moves by nan
-        moved.append((delta * (weight if base.is_floating_point() else float(world.replica == 0))).flatten())
-    flat = world.replica_sum(torch.cat(moved))
-    for (name, base), delta in zip(state.buffers.items(), flat.split([m.numel() for m in moved]), strict=True):
-        live[name].copy_(base.double() + delta.view_as(base))

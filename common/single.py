@@ -2,9 +2,10 @@
 import itertools
 
 import torch
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from common import UserError
+from common.sampler import share
 
 REFUSED = "more than 1 value per channel"        # from torch's ValueError
 
@@ -27,14 +28,23 @@ def refuse_single(net, opts, world, data):
 
 
 def forwards(batch, opts, world):
-    """How many samples the forwards of a global batch have, on any rank."""
+    """How many samples the forwards of a global batch have, on any rank; with --sync-bn on all of them together."""
     parts = opts.virtual_ranks or world.replicas
+    if opts.sync_bn and parts > 1 and batch:                        # one BatchNorm over the forwards of all ranks
+        count, shares = rounds(batch, opts, world), [len(share(batch, rank, parts)) for rank in range(parts)]
+        return {sum(n // count + (k < n % count) for n in shares) for k in range(count)}
     found = {-(-batch // parts)} | ({batch // parts} if not opts.shard else set())     # with --shard the others fill up
     if not opts.virtual_ranks:
-        found = pieces(found, lambda share: opts.micro_batch_size or share)
+        found = pieces(found, lambda part: opts.micro_batch_size or part)
         if opts.script == "dp":
             found = pieces(found, lambda micro: -(-micro // len(world.devices)))
     return found
+
+
+def rounds(batch, opts, world):
+    """How many forwards the largest share of a global batch takes."""
+    most = -(-batch // world.replicas)
+    return -(-most // (opts.micro_batch_size or most))
 
 
 def pieces(sizes, most):
@@ -44,7 +54,7 @@ def pieces(sizes, most):
 
 def takes_one(net, data):
     """Whether the net's forward in training takes one sample; tried without values, on torch's meta device."""
-    if not any(isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in net.modules()):
+    if not any(isinstance(m, _BatchNorm) for m in net.modules()):
         return True
     was, x = net.training, data.train.fetch([0])[0]
     hollow = {n: torch.empty_like(t, device="meta") for n, t in itertools.chain(net.named_parameters(), net.named_buffers())}

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common import reduce
+from common.buffers import average_buffers
 from common.cuts import belongs, count, place, prune
 from common.sampler import hash_seed
 
@@ -108,7 +109,7 @@ class Pipeline(nn.Module):
         if world.replicas > 1:
             self._sum_gradients()
             if state.buffers:
-                reduce.average_buffers(state, world, n / batch.size)
+                average_buffers(state, world, n / batch.size)
         return totals.to(world.device)
 
     def _part(self, x, y, size, state):

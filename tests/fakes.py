@@ -4,7 +4,8 @@
         default.hang()                     whatever waits for the default stream stands still until `.set()`
     with fake_generators(a, b):            each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", parts=[[p, q], [r]])    a GradScaler that notes overflows of parameters on as many devices
-    in_replica_threads(modules, inputs)    what nn.DataParallel does with its replicas: a thread each, the autocast of nobody
+    ThreadedReplicas(net, count)           for reduce.CpuReplicas: replicas in threads, as nn.DataParallel runs them
+    SyncedNorm(channels)                   a SyncBatchNorm for CPUs
 """
 import contextlib
 import threading
@@ -12,6 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from common import image, reduce
 from common.stages import Stage
@@ -142,17 +145,47 @@ class OverDevices(torch.amp.GradScaler):
 
 
 # ---- replicas ----------------------------------------------------------------------------------------------------------
-def in_replica_threads(modules, inputs):
-    """The outputs; autocast is on in each thread where it was on, but of the type of a new thread, as torch leaves it."""
-    on, gradients, outputs = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled(), [None] * len(modules)
+class ThreadedReplicas(nn.Module):
+    """In place of reduce.CpuReplicas what nn.DataParallel does: a thread a replica, with autocast on, of a new thread's type."""
 
-    def work(i):
-        with torch.set_grad_enabled(gradients), torch.amp.autocast("cpu", enabled=on):
-            outputs[i] = modules[i](inputs[i])
+    def __init__(self, net, count):
+        super().__init__()
+        self.module, self.count = net, count
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(modules))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return outputs
+    def forward(self, x):
+        chunks, outputs = x.chunk(self.count), {}
+        on, gradients = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
+
+        def work(i):
+            with torch.set_grad_enabled(gradients), torch.amp.autocast("cpu", enabled=on):
+                outputs[i] = self.module(chunks[i])
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(chunks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return torch.cat([outputs[i] for i in range(len(chunks))])
+
+
+# ---- BatchNorm over ranks ----------------------------------------------------------------------------------------------
+class SyncedNorm(nn.BatchNorm1d):
+    """Over all ranks: each waits in forward and in backward until all are there. Takes [samples, channels]."""
+
+    def forward(self, x):
+        total, count = Sum.apply(x.sum(0)), Sum.apply(torch.tensor(float(len(x)), dtype=x.dtype))
+        mean = total / count
+        variance = Sum.apply((x - mean).square().sum(0)) / count
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        dist.all_reduce(x := x.clone())
+        return x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        dist.all_reduce(gradient := gradient.clone())
+        return gradient

@@ -2,12 +2,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import SyncedNorm, ThreadedReplicas
 from ranks import fork_ranks
 from torch import nn
 
+from common import UserError, reduce
 from common.data import Batch
 from common.options import Options
-from common.reduce import CpuReplicas, backward, distribute, mix
+from common.reduce import CpuReplicas, backward, distribute, mix, prepare, replicate
 from common.sampler import share
 from common.state import TrainState, build_optimizer
 
@@ -90,6 +92,47 @@ def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
     assert seen == sizes
     for p, wanted in zip(net.parameters(), full_batch_gradient(size)[0], strict=True):
         torch.testing.assert_close(p.grad, wanted, rtol=0, atol=1e-12)
+
+
+def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
+    """A new thread's own type is bfloat16 on CPUs, so the other one is asked for; on GPUs it is float16."""
+    monkeypatch.setattr(reduce, "CpuReplicas", ThreadedReplicas)
+    net, opts, seen = small_net().float(), Options(script="dp", amp="fp16"), []
+    net[0].register_forward_hook(lambda _, inputs, output: seen.append((len(output), output.dtype)))
+    state = SimpleNamespace(net=net, opts=opts, step=0)
+    world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
+    batch = batch_of(7)
+    reduce.forward(replicate(net, opts, world), batch.x.float(), batch.y, state, world)
+    assert sorted(seen, key=str) == [(3, torch.float16), (4, torch.float16)]
+
+
+def test_compiled_code_is_not_copied_to_many_devices():
+    net, opts, one = small_net(), Options(script="dp", compile=True), torch.device("cpu")
+    with pytest.raises(UserError, match="--compile: train_dp.py copies the net to its 2 devices") as caught:
+        prepare(net, opts, SimpleNamespace(devices=(one, one), device=one), None)
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+
+
+def synced(world, size, micro):
+    """(gradient, samples of each forward) of a rank under --sync-bn."""
+    net, seen = small_net(norm=True), []
+    if world.size > 1:
+        net[2] = SyncedNorm(8).double()
+    state = make_state(net, sync_bn=True, micro_batch_size=micro)
+    net[2].register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
+    backward(distribute(net, state.opts, world), batch_of(size, world.rank, world.size), state, world)
+    return [p.grad for p in net.parameters()], seen
+
+
+@pytest.mark.parametrize(("world", "size", "micro"), [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2), (2, 32, 16)])
+def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(world, size, micro):
+    found = fork_ranks(world, synced, size, micro, deadline=30)
+    forwards = [seen for _, seen in found]
+    assert len({len(seen) for seen in forwards}) == 1 and sum(map(sum, forwards)) == size
+    assert all(n <= (micro or size) for seen in forwards for n in seen)
+    if len(forwards[0]) == 1:                                       # one BatchNorm over the global batch
+        for ours, wanted in zip(found[0][0], fork_ranks(1, synced, size, 0)[0][0], strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("flags", [{"mixup": 0.4}, {"cutmix": 0.4}, {"mixup": 0.4, "cutmix": 0.4}])

@@ -27,10 +27,19 @@ def test_the_sizes_of_forwards_are_those_of_shares_cut_into_micro_batches_and_sc
         micros = [t for s in shares if s for t in torch.tensor(s).split(micro or len(s))]
         wanted = {len(t) for m in micros for t in m.chunk(devices)}
         world = SimpleNamespace(replicas=parts, devices=("cpu",) * devices)
-        opts = SimpleNamespace(virtual_ranks=0, micro_batch_size=micro, shard=False, script="dp")
+        opts = Options(virtual_ranks=0, micro_batch_size=micro, script="dp")
         assert forwards(batch, opts, world) - {0} == wanted, (batch, parts, micro, devices)
-        slices = SimpleNamespace(virtual_ranks=parts, shard=False, script="ddp")
+        slices = Options(virtual_ranks=parts)
         assert forwards(batch, slices, SimpleNamespace(replicas=1)) == set(map(len, shares))
+
+
+def test_with_sync_bn_a_forward_has_the_samples_of_all_ranks():
+    for batch, parts, micro in product(range(0, 24), range(2, 9), (0, 1, 2, 3, 7)):
+        shares = [torch.arange(batch)[r.start:r.stop] for r in (share(batch, rank, parts) for rank in range(parts))]
+        opts, world = Options(sync_bn=True, micro_batch_size=micro), SimpleNamespace(replicas=parts)
+        count = max(len(s.split(micro or batch or 1)) for s in shares)
+        wanted = {sum(map(len, together)) for together in zip(*(s.tensor_split(count) for s in shares), strict=True)}
+        assert forwards(batch, opts, world) - {0} == wanted - {0}, (batch, parts, micro)
 
 
 @pytest.mark.parametrize("script, world, given, said", [
