@@ -14,6 +14,7 @@ def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jo
     campaign.go()                                                   # every check raises
     assert_that_it_struck(campaign)
     assert sum(change.survived for change in campaign.changes) >= 5
+    assert campaign.tally["loader KILL"]
 
 
 @pytest.mark.parametrize("bug, event, words", [
@@ -21,11 +22,13 @@ def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jo
     ("position_ahead", Event("worker", "KILL", steps=3), "'missed': [1-9]"),
     ("optimizer_forgotten", Event("worker", "KILL", steps=3), "weights differ"),
     ("orphans", Event("agent", "KILL", steps=3), "the workers of dead agents to end"),
+    ("loaders_hold_up_their_rank", Event("loader", "KILL", steps=3), "the rank of a dead loading process to leave"),
     ("named_too_early", Event("point", "KILL", "write:optimizer.safetensors", 9),
      "damaged|a survivor's step is lost"),
     ("half_a_step", Event("worker", "TERM", steps=3), "weights differ"),
 ])
-def test_the_campaign_finds_a_mistake(jobs, bug, event, words):
+def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
+    monkeypatch.setattr("tests.chaos.strikes.MISSED", 3)
     campaign = Campaign(jobs, random.Random(1), count=0, epochs=2, CHAOS_BUG=bug)
     campaign.todo, campaign.kinds, campaign.size = [event, event], ["plain"] * 9, 2
     campaign.pace = "0.5" if bug == "orphans" else campaign.pace    # they must not be done before anybody looks

@@ -4,6 +4,11 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]     # for common, and for the tests' own helpers
 
+EPOCH = 11                                                          # steps of the campaign's trainings
+HANG = 15                                                           # seconds until a silent process counts as dead
+MISSED = 10                                                         # until a rank has left that misses a loading process
+RECOVERY = 150                                                      # seconds within which training must go on after anything
+
 
 def points_names():
     """{group: [names]} of tests/chaos/points.py, which only a worker can import."""

@@ -60,9 +60,12 @@ def summary(campaign, seconds):
         "steps of survivors lost": sum(change.of_survivors for change in campaign.changes),
         "steps only the dead had": sum(change.of_the_dead for change in campaign.changes),
         "changes of life without a survivor": len(alone),
-        "steps lost there": [change.lost for change in alone],
+        "steps lost there": [change.lost for change in alone],      # an interval, and what was made during a save under way
         "struck inside a save": sum(n for name, n in tally.items() if name.removeprefix("at ") in save),
         "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)} if recovered else None,
+        "loading processes missed": len(campaign.missed),
+        "missed_s": {"median": round(statistics.median(campaign.missed), 2), "max": round(max(campaign.missed), 2)}
+        if campaign.missed else None,
         "orphans_gone_s": round(max(campaign.orphaned), 2) if campaign.orphaned else None,
         "tally": tally}
 

@@ -34,6 +34,20 @@ def orphans():
     common.options.die_with_the_agent = common.world.die_with_the_agent = lambda: None
 
 
+def loaders_hold_up_their_rank():
+    """Where an error ends a rank, it stands until the hang limit, as if its other loading processes kept it."""
+    import time
+
+    from common.rescue import Rescue
+    real = Rescue.__exit__
+
+    def held(self, kind, error, trace):
+        if error is not None:
+            time.sleep(30)
+        return real(self, kind, error, trace)
+    Rescue.__exit__ = held
+
+
 def named_too_early():
     """Files are written under the name that counts, not aside."""
     from common.manifest import folder_name
@@ -60,4 +74,5 @@ def half_a_step():
     TrainState.update = update
 
 
-BUGS = {f.__name__: f for f in (no_rescue, position_ahead, optimizer_forgotten, orphans, named_too_early, half_a_step)}
+BUGS = {f.__name__: f for f in (no_rescue, position_ahead, optimizer_forgotten, orphans, loaders_hold_up_their_rank,
+                                named_too_early, half_a_step)}

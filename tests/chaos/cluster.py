@@ -64,6 +64,11 @@ class Cluster:
         agent, pids = self.rng.choice(busy)
         return agent, self.rng.choice(pids)
 
+    def loader(self):
+        """(a rank, a process that fetches samples for it); None where there is none at the moment."""
+        busy = [(rank, pid) for rank in self.workers() for pid in children(rank)]
+        return self.rng.choice(busy) if busy else None
+
     def strike(self, pids, name):
         """The signal to each, all at once; how many it reached."""
         number, landed = getattr(signal, f"SIG{name}"), 0

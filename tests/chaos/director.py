@@ -4,18 +4,17 @@ import time
 
 from jobs import PACED, TESTS, lives, reached, until
 
-from tests.chaos import checks, events, points_names
+from tests.chaos import EPOCH, HANG, RECOVERY, checks, events, points_names
 from tests.chaos.cluster import Cluster
 from tests.chaos.strikes import Strikes
 
 INTERVAL = 7                                                        # steps between saves: often within one
-COMMON = [f"--save-every={INTERVAL}", "--save-seconds=0", "--keep=2", "--hang-timeout=10", "--check-every=25", "--audit",
+COMMON = [f"--save-every={INTERVAL}", "--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}", "--check-every=25", "--audit",
           "--no-tensorboard", "--log-every=1", "--global-batch-size=32"]
 FLAVOURS = {                                                        # name: (flags, whether any world gives the same bits)
-    "plain": ([*PACED[:2], "--lr=0.01"], False),                    # float64, no dropout: 1e-9
+    "plain": ([PACED[0], f"--dataset={TESTS}/paced.py:files", "--workers=2", "--lr=0.01"], False),     # no dropout: 1e-9
     "bitwise": ([f"--model={TESTS}/paced.py:dropping", PACED[1], "--virtual-ranks=8", "--ema-decay=0.9",
                  "--optimizer=adamw"], True)}
-RECOVERY = 150                                                      # seconds within which training must go on after anything
 
 
 class Campaign(Strikes):
@@ -25,8 +24,8 @@ class Campaign(Strikes):
         self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
         self.kinds = ["plain", "store"] if short else []            # of the first clusters; then as the dice fall
         self.tally, self.log, self.changes, self.notes = collections.Counter(), [], [], []
-        self.recovered, self.orphaned, self.references = [], [], {}
-        self.steps = epochs * 11
+        self.recovered, self.missed, self.orphaned, self.references = [], [], [], {}
+        self.steps = epochs * EPOCH
         self.pace = "0.008"
 
     # ---- runs ------------------------------------------------------------------------------------------------------
@@ -64,6 +63,8 @@ class Campaign(Strikes):
                 assert idle < 4, f"four submissions in a row have not begun training\n{self.outputs()}"
             elif self.todo and self.advance(self.todo[0].steps):
                 event = self.todo.pop(0)
+                if flavour != "plain" and event.target in ("loader", "stall"):
+                    event = event._replace(target="worker", signal="KILL")      # its samples are in memory
                 self.strike(event)
                 if any((self.run / "checkpoints").glob("step-*")):
                     checks.checkpoints_are_whole(self.run, tries=3)

@@ -3,9 +3,9 @@ import json
 import signal
 import time
 
-from jobs import lives, reached
+from jobs import lives, reached, state
 
-from tests.chaos import points_names
+from tests.chaos import EPOCH, MISSED, RECOVERY, points_names
 from tests.chaos.cluster import NODES
 
 
@@ -77,6 +77,27 @@ class Strikes:
             self.jobs.kill(found[1], signal.SIGCONT)
             return landed, False
         return max([self.cluster.strike(found[1:], name) for name in event.signal.split()][0], 0), True
+
+    def _loader(self, event):
+        """Its rank misses it within seconds, saves and leaves; or has all it needs of this epoch, and nothing happens."""
+        found = []
+        self.until(lambda: self.over() or found or found.extend(self.cluster.loader() or ()), "a loading process")
+        if not found or not self.cluster.strike(found[1:], event.signal.split()[0]):
+            return 0, False
+        began, epoch_over = time.monotonic(), reached(self.run) + EPOCH + 1
+        if event.signal == "STOP CONT":
+            time.sleep(self.rng.random() * 0.5)
+            self.jobs.kill(found[1], signal.SIGCONT)
+        if event.signal in ("TERM", "STOP CONT"):                   # a rank's to answer; slow, not dead: nothing may happen
+            return 1, False
+        self.until(lambda: self.over() or state(found[0]) in "ZX" or reached(self.run) >= epoch_over,
+                   "the rank of a dead loading process to leave", MISSED if event.target == "loader" else RECOVERY)
+        if state(found[0]) not in "ZX":
+            return 1, False
+        self.missed.append(time.monotonic() - began)
+        return 1, True
+
+    _stall = _loader
 
     def _workers(self, event):
         found = self.cluster.someone()
