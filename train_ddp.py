@@ -3,8 +3,10 @@
     python train_ddp.py                                             # a world of one
     torchrun --nproc_per_node=2 train_ddp.py                        # two processes on this machine
     torchrun --nproc_per_node=2 --max_restarts=100 train_ddp.py     # and a crash restarts them
-    torchrun --nnodes=1:4 --nproc_per_node=8 --max_restarts=1000000 --rdzv_backend=c10d --rdzv_id=JOB \\
-        --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run    # one to four machines, on each of them
+    TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc_per_node=8 --max_restarts=1000000 \\
+        --rdzv_backend=c10d --rdzv_id=JOB --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run
+
+The last one goes on each of one to four machines; without its variable, one that comes later would end the job for all.
 
 The same command goes on where the run was stopped, and does nothing once it is complete.
 """

@@ -111,10 +111,10 @@ def _resolve(host):
 
 
 def speaks(environ=os.environ):
-    """Whether this process is its machine's voice: the first there, or one whose place makes no sense."""
+    """Whether this process is its machine's voice: the first there, one started by hand, or one whose place makes no sense."""
     try:
         rank, size = int(environ.get("RANK", 0)), world_size(environ)
-        local_rank, local_size = int(environ.get("LOCAL_RANK", rank)), int(environ.get("LOCAL_WORLD_SIZE", size))
+        local_rank, local_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", size))
     except ValueError:
         return True
     return local_rank == 0 or not (0 <= rank < size and 0 <= local_rank < local_size)
@@ -185,6 +185,18 @@ def flag_in(arguments, name, environ):
     """torchrun's --NAME among these arguments, as torchrun reads them: the last one, or else the variable PET_NAME; or None."""
     found = re.findall(rf"^--{name.replace('_', '[-_]')}[=\n](.*)$", "\n".join(arguments), re.MULTILINE)
     return found[-1] if found else environ.get(f"PET_{name.upper()}")
+
+
+def warn_of_late_joins(environ=os.environ):
+    """Under plain torchrun a machine that joins a running job waits for an address that nobody gives it, and all agents end.
+
+    torch hands the rendezvous' own store to the workers, and what it says of that store it says in the first round only.
+    A worker cannot mend it: the agents fail before they start the next workers.
+    """
+    low, _, high = (agents_flag("nnodes", environ) or "1").partition(":")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("RANK") == "0" and high not in ("", low):
+        say("warning: a machine that joins this job later will end it: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
+            "torchrun, or start launch/torchrun.py", sys.stderr)
 
 
 def dismiss_agent(environ=os.environ):

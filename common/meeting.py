@@ -1,6 +1,7 @@
 """The key-value store over which the ranks of one life find each other; nothing of an earlier life can be read from it."""
 import os
 import socket
+import sys
 import time
 import uuid
 from datetime import timedelta
@@ -8,6 +9,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common import UserError
+from common.processes import machine
 
 ANSWER = timedelta(seconds=5)     # of a store that is alive
 JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
@@ -41,6 +43,27 @@ def fresh_store(rank, size):
                 answered[other] = nonce
         time.sleep(0.01)
     return store
+
+
+def place(store, rank, size):
+    """(number of this machine, rank on it, ranks on it), found by asking: a person sets RANK and WORLD_SIZE alone."""
+    store.set(f"place/{rank}", machine())
+    places = [store.get(f"place/{other}") for other in range(size)]
+    if store.add("placed", 1) == size:
+        store.set("all placed", "1")
+    store.wait(["all placed"], JOINING)                             # all have read: who holds the store may leave
+    here = [other for other in range(size) if places[other] == places[rank]]
+    return list(dict.fromkeys(places)).index(places[rank]), here.index(rank), len(here)
+
+
+def keep_to_loopback_on_one_machine(env, size, local_size):
+    """Whoever meets at a loopback address is on one machine: then gradients need not be offered on its other interfaces."""
+    host = env["MASTER_ADDR"]
+    here = size == local_size and host in (socket.gethostname(), socket.getfqdn())
+    if here or host in ("localhost", "::1") or host.startswith("127."):
+        name = "lo" if sys.platform == "linux" else "lo0"
+        env.setdefault("GLOO_SOCKET_IFNAME", name)
+        env.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def _find_store(host, port):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from common import UserError
-from common.environment import check_environment, end_a_crash_loop, fail, world_size
+from common.environment import check_environment, end_a_crash_loop, fail, warn_of_late_joins, world_size
 from common.flags import BALANCE, DEVICES, NAME, PATH, SWITCH, Parser, decides, did_you_mean, flag_of, free, one_of, real, whole
 from common.processes import die_with_the_agent
 
@@ -152,6 +152,7 @@ def parse_options(doc, argv=None, script=None, processes=None):
         if world := world_size() if processes is None else processes:
             _check_world(opts, world)
         _check_places(opts)
+        warn_of_late_joins()
         return opts
     except UserError as error:
         fail(error)

@@ -1,10 +1,14 @@
 """What can be said of a process, ours or another: who it is, and whether it will ever move again."""
+import contextlib
 import ctypes
 import hashlib
 import os
+import resource
 import signal
 import socket
 import sys
+
+from common import UserError
 
 STOPPED = b"TtZX"        # states in /proc/PID/stat of a process that will not move by itself
 TRIM, MMAP = -1, -3      # mallopt's names for when memory goes back to the kernel, and from which size on at once
@@ -40,6 +44,21 @@ def keep_memory():
         libc.mallopt(MMAP, 1 << 30) or libc.mallopt(MMAP, 1 << 25)  # the most that older ones take
 
 
+def allow_open_files(number, whose):
+    """Raise this process's limit to what the system allows; a UserError where that is less than `number`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):                  # where none is said to be infinite, and is not
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if hard != resource.RLIM_INFINITY and hard < number:
+        raise UserError(f"{whose} need {number} open files, but this machine allows each of them {hard}\n"
+                        "raise the hard limit (ulimit -Hn, LimitNOFILE), or start fewer processes")
+
+
+def machine():
+    """The name of this machine, or of this container on it, in this boot."""
+    return f"{socket.gethostname()} {_machine()}"
+
+
 def job():
     """What two lives of one job share: the agent's run id, or this process where there is no agent."""
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -53,7 +72,7 @@ def about_me():
 
 def agent_id():
     """A 62-bit number of the agent above this process (or of the process itself), on this machine, in this boot."""
-    return int.from_bytes(hashlib.sha256(f"{socket.gethostname()} {_machine()} {_agent()}".encode()).digest()[:8], "little") >> 2
+    return int.from_bytes(hashlib.sha256(f"{machine()} {_agent()}".encode()).digest()[:8], "little") >> 2
 
 
 def _agent():

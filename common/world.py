@@ -7,7 +7,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import sys
 import time
 import uuid
@@ -18,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from common import UserError
-from common.meeting import ANSWER, JOINING, fresh_store
+from common.meeting import ANSWER, JOINING, fresh_store, keep_to_loopback_on_one_machine, place
 from common.pinned import pin
-from common.processes import die_with_the_agent, keep_memory
+from common.processes import allow_open_files, die_with_the_agent, keep_memory, machine
 
 PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
 
@@ -80,12 +79,12 @@ class World:
             dist.all_reduce(tensor, group=self.line)
         return tensor
 
-    def in_stages(self, stages):
+    def in_stages(self, stages, timeout=None):
         """This world as size / stages replicas of so many ranks each; call on every rank."""
         if stages == 1:
             return self
-        lines = [dist.new_group(range(first, first + stages)) for first in range(0, self.size, stages)]
-        peers = [dist.new_group(range(stage, self.size, stages)) for stage in range(stages)]
+        lines = [dist.new_group(range(first, first + stages), timeout) for first in range(0, self.size, stages)]
+        peers = [dist.new_group(range(stage, self.size, stages), timeout) for stage in range(stages)]
         return replace(self, stages=stages, line=lines[self.rank // stages], peers=peers[self.rank % stages])
 
     def all_gather(self, tensor):
@@ -160,26 +159,32 @@ def join(opts):
     die_with_the_agent()
     keep_memory()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    local_rank = int(env.get("LOCAL_RANK", rank))
-    local_size = int(env.get("LOCAL_WORLD_SIZE", size))
+    allow_open_files(3 * size + 23, f"{size} processes")            # those of rank 0 while it holds the store
+    store = None
+    if size == 1 or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(env):
+        local_rank, local_size = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
+        node = int(env.get("GROUP_RANK", rank // local_size))
+    else:                                                           # by hand
+        store = fresh_store(rank, size)
+        node, local_rank, local_size = place(store, rank, size)
     devices = _devices(opts, local_rank, local_size)
     if opts.threads:
         torch.set_num_threads(opts.threads)
     pin(opts)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-    store = None
-    if size > 1:
-        _keep_to_loopback_on_one_machine(env, size, local_size)
-        store = fresh_store(rank, size)
-        _init_process_group(opts, store, rank, size, devices[0])
+    timeout = timedelta(seconds=4 * opts.hang_timeout or 600)      # a backstop: the pulse notices what hangs, and earlier
     life = uuid.uuid4().hex[:12]
     if size > 1:
+        keep_to_loopback_on_one_machine(env, size, local_size)
+        store = store or fresh_store(rank, size)
+        _refuse_a_shared_gpu(store, devices[0], local_size)
+        _init_process_group(store, rank, size, devices[0], timeout)
         if rank == 0:
             store.set("life", life)
         life = store.get("life").decode()
-    return World(rank, size, local_rank, local_size, int(env.get("GROUP_RANK", rank // local_size)), devices, life,
-                 int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), store).in_stages(opts.stages or size if opts.script == "mp" else 1)
+    world = World(rank, size, local_rank, local_size, node, devices, life, int(env.get("TORCHELASTIC_RESTART_COUNT", 0)), store)
+    return world.in_stages(opts.stages or size if opts.script == "mp" else 1, timeout)
 
 
 def leave(world):
@@ -215,25 +220,27 @@ def _devices(opts, local_rank, local_size):
         return (torch.device("cpu"),)
     if opts.script != "ddp" and local_size == 1:
         return tuple(torch.device("cuda", i) for i in range(count))
+    if count == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):       # one for each, as srun --gpus-per-task leaves them
+        return (torch.device("cuda", 0),)
     if local_size > count:
-        raise UserError(f"{local_size} processes on this machine but {count} GPUs are visible\n"
-                        f"start at most {count} (--nproc_per_node={count}), or use --device cpu")
+        raise _too_few(local_size, count)
     return (torch.device("cuda", local_rank),)
 
 
-def _keep_to_loopback_on_one_machine(env, size, local_size):
-    """Whoever meets at a loopback address is on one machine: then gradients need not be offered on its other interfaces."""
-    host = env["MASTER_ADDR"]
-    here = size == local_size and host in (socket.gethostname(), socket.getfqdn())
-    if here or host in ("localhost", "::1") or host.startswith("127."):
-        name = "lo" if sys.platform == "linux" else "lo0"
-        env.setdefault("GLOO_SOCKET_IFNAME", name)
-        env.setdefault("NCCL_SOCKET_IFNAME", name)
+def _too_few(processes, gpus):
+    return UserError(f"{processes} processes on this machine but {gpus} GPUs are visible\n"
+                     f"start at most {gpus} (--nproc_per_node={gpus}), or use --device cpu")
 
 
-def _init_process_group(opts, store, rank, size, device):
-    """The time-out is a backstop: a cut link or a stopped peer is noticed by the pulse, and earlier."""
-    timeout = timedelta(seconds=4 * opts.hang_timeout or 600)
+def _refuse_a_shared_gpu(store, device, local_size):
+    """Where each process sees one GPU, it must not be the same one."""
+    if device.type == "cuda" and local_size > torch.cuda.device_count() == 1:
+        gpu = torch.cuda.get_device_properties(device).uuid
+        if store.add(f"gpu/{machine()}/{gpu}", 1) > 1:
+            raise _too_few(local_size, 1)
+
+
+def _init_process_group(store, rank, size, device, timeout):
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"                              # control traffic never touches the device stream

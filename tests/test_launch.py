@@ -348,6 +348,27 @@ def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill
     assert audit(tmp_path / "run") == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
+def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*", (ROOT / "train_ddp.py").read_text())[0].replace("\\", "")
+    for old, new in (("=8", "=1"), ("=1:4", "=1:2"), ("HOST:29400", f"127.0.0.1:{port}"), ("/shared/run", str(tmp_path / "run"))):
+        text = text.replace(old, new)
+    setting, *command = text.split()
+    at = command.index("train_ddp.py")
+    here = ["--local_addr=127.0.0.1", "--rdzv_conf=last_call_timeout=1"]
+    command[at:at + 1] = [*here, ROOT / "train_ddp.py", *PACED, "--epochs=999"]
+    env = dict([setting.split("=")], PACE="0.05")
+    first = jobs.start(*command, **env)
+    wait_for(tmp_path / "run", 2, job=first)
+    late = jobs.start(*command, **env)
+    assert wait_for(tmp_path / "run", 3, life=1, job=late)["world"] == 2
+    for job in (late, first):
+        job.kill(signal.SIGTERM)
+        job.wait()
+    assert "warning" not in first.output
+
+
 @needs_an_environment
 @pytest.mark.parametrize("agent", ["local.sh", "torchrun.py"])
 def test_nohup_outlives_the_terminal_and_slurms_early_warning_saves(agent, start, tmp_path):

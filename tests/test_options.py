@@ -301,13 +301,26 @@ def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_worker
     assert "a world of 1 process is no multiple" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("environ, warned", [
+    ({"PET_NNODES": "1:3"}, True), ({"PET_NNODES": "1:3", "RANK": "1"}, False), ({"PET_NNODES": "3"}, False), ({}, False),
+    ({"PET_NNODES": "3:3"}, False), ({"PET_NNODES": "1:3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False)])
+def test_rank_0_warns_where_torchrun_would_end_the_job_of_a_machine_that_joins_late(capsys, monkeypatch, environ, warned):
+    for name, value in (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | environ).items():
+        monkeypatch.setenv(name, value)
+    parse()
+    said = capsys.readouterr().err
+    assert said.count("\n") == warned and ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said) == warned
+
+
 @pytest.mark.parametrize("environ, voices", [
+    ({"RANK": "1", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, 1),        # by hand: each has a terminal of its own
     ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
     ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),                # another machine has a log of its own
 ])
 def test_a_wrong_flag_is_said_once_per_machine(capsys, monkeypatch, environ, voices):
     for name, value in (TORCHRUN | environ).items():
-        monkeypatch.setenv(name, value)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         parse("--lr", "nan")
     assert end.value.code == 2 and capsys.readouterr().err.count("error:") == voices

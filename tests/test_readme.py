@@ -50,6 +50,7 @@ def check_training(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert (ROOT / words[0]).is_file(), words
     monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr("common.options._check_places", lambda opts: None)      # whose folders are not here
     flags = [text for text in words[1:] if text not in ("--help", "...")]
     assert isinstance(parse_options("", flags), Options)
 
@@ -104,6 +105,11 @@ def check(words, monkeypatch):
 @pytest.mark.parametrize("where, words", documented(), ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
 def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch):
     check(words, monkeypatch)
+
+
+def test_a_documented_torchrun_over_a_range_of_machines_survives_a_late_join():
+    ranges = [words for _, words in documented() if "torchrun" in words and re.search(r"nnodes=\d+:\d", " ".join(words))]
+    assert ranges and all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words[:words.index("torchrun")] for words in ranges)
 
 
 def test_enough_commands_were_found_to_be_checked():

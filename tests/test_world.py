@@ -2,23 +2,29 @@ import ctypes
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections import Counter
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import fork_ranks
 
-from common import UserError
+from common import UserError, meeting
+from common import world as joining
 from common.meeting import _find_store, fresh_store
 from common.options import Options
-from common.world import _devices, join
+from common.processes import allow_open_files
+from common.world import World, _devices, _refuse_a_shared_gpu, join
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -132,6 +138,69 @@ def test_more_processes_than_gpus_are_refused_on_every_rank(monkeypatch):
     for rank in range(3):
         with pytest.raises(UserError, match="3 processes on this machine but 2 GPUs"):
             _devices(Options(), rank, 3)
+
+
+def test_processes_that_see_a_gpu_each_use_it_and_two_on_one_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert _devices(Options(), 1, 2) == (torch.device("cuda", 0),)
+    asked, gpus = Counter(), iter(["GPU-a", "GPU-b", "GPU-a"])
+
+    class Store:
+        def add(self, key, number):
+            asked[key] += number
+            return asked[key]
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=next(gpus)))
+    for _ in range(2):
+        _refuse_a_shared_gpu(Store(), torch.device("cuda", 0), 3)
+    with pytest.raises(UserError, match="3 processes on this machine but 1 GPUs"):
+        _refuse_a_shared_gpu(Store(), torch.device("cuda", 0), 3)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(UserError, match="2 processes on this machine but 1 GPUs"):
+        _devices(Options(), 1, 2)
+
+
+def by_hand(world, machines):
+    """What `join` makes of RANK, WORLD_SIZE and MASTER_* alone, on these machines with a GPU each."""
+    clean = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")}
+    if world.rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            world.store.set("port", str(probe.getsockname()[1]))
+    clean_environment()
+    os.environ.update(clean, MASTER_PORT=world.store.get("port").decode())
+    dist.destroy_process_group()
+    meeting.machine = lambda: machines[world.rank]
+    asked = []
+    joining._devices = lambda opts, rank, size: asked.append((rank, size)) or (torch.device("cpu"),)
+    found = join(Options())
+    found.meet("end")
+    return found.node, found.local_rank, found.local_size, *asked
+
+
+def test_by_hand_each_process_finds_out_who_is_on_its_machine():
+    """One GPU on each of two machines is the first of a world of one there, not the second of two; and it owns its folder."""
+    assert fork_ranks(2, by_hand, "ab") == [(0, 0, 1, (0, 1)), (1, 0, 1, (0, 1))]
+    assert fork_ranks(3, by_hand, "bab") == [(0, 0, 2, (0, 2)), (1, 0, 1, (0, 1)), (0, 1, 2, (1, 2))]
+
+
+def test_groups_of_stages_wait_no_longer_than_the_world(monkeypatch):
+    waits = []
+    monkeypatch.setattr(dist, "new_group", lambda ranks, timeout=None: waits.append(timeout))
+    World(0, 2, 0, 2, 0, (), "life", 0).in_stages(2, timedelta(seconds=8))
+    assert waits == [timedelta(seconds=8)] * 3
+
+
+def test_a_process_may_open_as_many_files_as_the_system_allows_and_says_what_is_too_few():
+    def limits(_):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
+        allow_open_files(200, "59 processes")
+        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with pytest.raises(UserError, match="60 processes need 203 open files, but this machine allows each of them 200"):
+            allow_open_files(203, "60 processes")
+        return raised
+
+    assert fork_ranks(1, limits) == [(200, 200)]
 
 
 def listeners(pids):
