@@ -1,4 +1,5 @@
 """launch/warm.py: restarts without imports, exit codes passed on; and the breaker of runs that come to nothing."""
+import contextlib
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 from jobs import PACED, ROOT, TESTS, Jobs, audit, children, events, lives, until, wait_for
 
 from common import UserError, environment
-from common.ledger import summarize
+from common.ledger import Ledger, summarize
 
 WARM = ROOT / "launch" / "warm.py"
 
@@ -153,13 +154,17 @@ def test_a_life_that_was_open_ends_the_count_of_those_before_and_the_cause_is_to
             assert pauses == ([0.5, 1, 2] if life == 4 else [0.5, 1, 2, 0.5, 1])
 
 
-def test_lives_that_were_told_to_stop_do_not_count_as_failures(tmp_path):
+@pytest.mark.parametrize("end, data, counts", [("stop", "old", False), ("error", "old", True), ("error", "new", False)])
+def test_lives_that_were_told_to_stop_or_had_other_data_do_not_count_as_failures(tmp_path, end, data, counts):
     from types import SimpleNamespace
 
     from common.opening import refuse_the_same_end
     lines = []
     for k in range(5):
-        lines += [{"t": k, "event": "life", "life": str(k), "world": 1, "step": 7}, {"t": k, "event": "stop", "step": 7}]
+        lines += [{"t": k, "event": "life", "life": str(k), "world": 1, "step": 7, "data": "old"},
+                  {"t": k, "event": end, "step": 7, "why": "that"}]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     opts = SimpleNamespace(run_dir=tmp_path, global_batch_size=4, seed=0)
-    refuse_the_same_end(None, opts, SimpleNamespace(train=range(50)), SimpleNamespace(step=7, epoch=0, position=28, finished=False))
+    state = SimpleNamespace(step=7, epoch=0, position=28, finished=False)
+    with pytest.raises(UserError, match="5 lives on step 8") if counts else contextlib.nullcontext():
+        refuse_the_same_end(Ledger(tmp_path), opts, SimpleNamespace(train=range(50), fingerprint=data), state)
