@@ -27,6 +27,7 @@ manifest     a checkpoint's folder, and the proof that every byte is the one tha
 identity     what a run is; a restart that contradicts it is refused
 owner        which process writes into which run folder
 image        the bytes of one safetensors file in one host buffer
+pieces       parts of one such file: joined from those of ranks, cut for what a rank owns
 weights      weights without their checkpoint: from a foreign file, compared between ranks
 agreement    what the ranks of one life tell each other before they train
 restore      the newest checkpoint that anybody has, on every rank

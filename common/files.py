@@ -9,10 +9,13 @@ import math
 import os
 import stat
 import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 
 CHUNK = 1 << 22
+AHEAD = 3                                        # chunks read before the first of them is hashed
 SYNC = 1 << 28                                   # bytes between two fsyncs of a long file: no stall of minutes at its end
 SMALL = 1 << 16                                  # no JSON of ours is larger: a longer one is not ours, and is not parsed
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)     # what is there is no file of ours
@@ -106,10 +109,11 @@ def exchange(one, other):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one))
 
 
-def read_into(path, size, buffer=None, from_disk=False):
+def read_into(path, size, buffer=None, from_disk=False, seen=None):
     """The file's SHA-256, its bytes left in `buffer`; refuses links, other kinds of file and another size, before reading.
 
     `from_disk` drops what the kernel still has in memory first: what is read then is what a power loss would leave.
+    `seen(at, data)` is called with each piece, in order.
     """
     name = Path(path).name
     with opened(path) as fd:
@@ -117,20 +121,25 @@ def read_into(path, size, buffer=None, from_disk=False):
             raise Damaged(f"{name} is {there:,} bytes, manifest says {size:,}")
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        digest, at = hashlib.sha256(), 0
-        scratch = memoryview(bytearray(min(CHUNK, max(size, 1)))) if buffer is None else None
-        # Into memory of our own, reading runs ahead of hashing: both are slow, and neither holds Python's lock.
-        ahead = ThreadPoolExecutor(1) if buffer is not None and size > CHUNK else None
-        hashed = ahead.submit if ahead else lambda update, data: update(data)
-        with ahead or contextlib.nullcontext():
+        digest, at, hashed = hashlib.sha256(), 0, deque()
+        scratch = cycle([memoryview(bytearray(min(CHUNK, size))) for _ in range(AHEAD if buffer is None else 0)])
+        # Reading runs ahead of hashing: both are slow, and neither holds Python's lock.
+        with ThreadPoolExecutor(1) if size > CHUNK else contextlib.nullcontext() as pool:
             while at < size:
                 want = min(CHUNK, size - at)
-                piece = scratch[:want] if buffer is None else buffer[at:at + want]
-                n = os.readv(fd, [piece])
-                if n == 0:
+                piece = buffer[at:at + want] if buffer is not None else next(scratch)[:want]
+                piece = piece[:os.readv(fd, [piece])]
+                if not piece:
                     raise Damaged(f"{name} ends after {at:,} of {size:,} bytes")
-                hashed(digest.update, piece[:n])
-                at += n
+                if pool is None:
+                    digest.update(piece)
+                else:
+                    hashed.append(pool.submit(digest.update, piece))
+                    if len(hashed) == AHEAD:                        # what is read into next has been hashed
+                        hashed.popleft().result()
+                if seen:
+                    seen(at, piece)
+                at += len(piece)
         return digest.hexdigest()
 
 

@@ -8,6 +8,7 @@ import hashlib
 import os
 import re
 import stat
+from functools import partial
 from pathlib import Path
 
 from common.files import SMALL, Damaged, parse_json, patient, proven, read_into, read_small, sealed, to_json, unseal
@@ -76,8 +77,10 @@ def read_manifest(step, folder):
 
 
 @patient
-def verify(step, folder, buffers=None, from_disk=False):
+def verify(step, folder, buffers=None, from_disk=False, seen=None):
     """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable memory}.
+
+    `seen(name, at, data)` is called with each piece of each file, in order, before anybody knows whether it is right.
 
     Damaged: proven wrong. OSError: it could not be read, also not some seconds later; what it holds is not known.
     """
@@ -91,7 +94,8 @@ def verify(step, folder, buffers=None, from_disk=False):
     text = memoryview(bytearray(files[STATE]["bytes"]))
     places = {STATE: text} | {name: buffers[part] if buffers is not None else None for part, name in TENSORS.items()}
     for name, place in places.items():
-        if (sha := read_into(folder / name, files[name]["bytes"], place, from_disk)) != files[name]["sha256"]:
+        told = seen and partial(seen, name)
+        if (sha := read_into(folder / name, files[name]["bytes"], place, from_disk, told)) != files[name]["sha256"]:
             raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {files[name]['sha256'][:12]}...")
     # Facts of earlier versions do not say in which order their position counts; the data's fingerprint must do.
     return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(bytes(text), STATE), step)

@@ -66,6 +66,30 @@ def keep_to_loopback_on_one_machine(env, size, local_size):
         env.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
+def wait(store, key):
+    """Until the key is there: ten minutes, or as long as somebody's `progress` is called."""
+    seen = 0
+    while True:
+        try:
+            return store.wait([key], JOINING)
+        except RuntimeError:
+            if (moves := store.add("progress", 0)) == seen:
+                raise
+            seen = moves
+
+
+def progress(store):
+    """A hook to be called during long work of this thread: those who wait for it know that it moves."""
+    told = time.monotonic()
+
+    def moved(*_):
+        nonlocal told
+        if store and time.monotonic() - told > JOINING.total_seconds() / 50:
+            told = time.monotonic()
+            store.add("progress", 1)
+    return moved
+
+
 def _find_store(host, port):
     """Knocks until somebody listens: a TCPStore that comes too early waits up to a second before it tries again."""
     deadline = time.monotonic() + JOINING.total_seconds()

@@ -8,6 +8,7 @@ from common import UserError
 from common.agreement import send
 from common.files import Damaged, parse_json
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, verify
+from common.meeting import progress
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Found:
 
 def load_newest(world, choices, images, key, report):
     """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do not read."""
-    own, facts, skipped, unread = newest(choices or [], into(images), report)
-    world.meet(f"read {key}")                                       # reading may take longer than a collective may
+    own, facts, skipped, unread = newest(choices or [], into(images, progress(world.store)), report)
+    world.meet(f"read {key}")                                       # a collective would not wait as long as reading takes
     layout = sum(image.layout() for image in images.values()) % 2**62
     views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout, unread[0]]))]
     if len({view[2] for view in views}) > 1:
@@ -38,10 +39,10 @@ def load_newest(world, choices, images, key, report):
     return Found(step, own, facts, skipped, max(view[1] for view in views))
 
 
-def into(images):
+def into(images, seen=None):
     """What `newest` reads with: every tensor into the images of this rank."""
     def read(step, folder):
-        _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()})
+        _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()}, seen=seen)
         for part, image in images.items():
             image.check_header(TENSORS[part])
         return facts

@@ -8,6 +8,7 @@ Nobody waits for anybody and no collective is in the way: under the lock of the 
 its own step there joins them. A part that never comes leaves the checkpoint before in place. Reading, each rank takes what
 it owns from the whole files, wherever the net is cut now. All ranks must see one run folder.
 """
+import contextlib
 import json
 import os
 import shutil
@@ -20,9 +21,11 @@ from common import UserError
 from common.agreement import send
 from common.checkpoint import CheckpointStore
 from common.fence import rescuing
-from common.files import CHUNK, Damaged, opened, parse_json
+from common.files import Damaged, opened, parse_json, patient
 from common.image import Image
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
+from common.meeting import progress
+from common.pieces import Digests, Joined, Slices
 from common.restore import Found, newest, refuse_to_fall_back, take
 from common.writer import Writer
 
@@ -53,15 +56,16 @@ class SpreadStore(CheckpointStore):
                 raise UserError(f"--run-dir {self.run_dir}: rank {world.rank} does not see the folder of rank 0\n"
                                 "a net in stages over machines needs one run folder that all of them share")
         self._learn()
-        step, facts, skipped, unread = newest(choices if world.rank == 0 else [], self._read_whole, self.report)
+        digests = {part: Digests(whole) for part, whole in self.whole.items()}
+        step, facts, skipped, unread = newest(choices if world.rank == 0 else [], self._read_whole(digests), self.report)
         world.meet(f"read {key}")
         best, damaged = world.broadcast(torch.tensor([step, len(skipped)]), 0).tolist()
         refuse_to_fall_back(world, f"unread {key}", unread, best)
         if best >= 0:
             facts, folder = parse_json(send(world, facts and facts_to_json(facts), 0), STATE), dict(choices)[best]
-            take(self.state, {part: Slices(folder / name, self.whole[part], self.images[part], self.before[part])
-                              for part, name in TENSORS.items()}, facts, self.fingerprint, self.fence and self.report)
-            world.meet(f"loaded {key}")                             # only now may rank 0 let anything go
+            found = {part: send(world, digests[part].found, 0) for part in TENSORS}
+            with world.together(f"loaded {key}"):                   # only then may rank 0 let anything go
+                self._take(folder, facts, found)
             self.committed = best if key == "own" else -1
         return Found(best, step, facts, skipped, damaged)
 
@@ -94,14 +98,40 @@ class SpreadStore(CheckpointStore):
         self.sources = {part: {n: [(key[rank], told[rank][part]) for rank, _ in found] for n, found in names.items()}
                         for part, names in holders.items()}
 
-    def _read_whole(self, step, folder):
-        _, facts = verify(step, folder)
-        for part, name in TENSORS.items():
-            with opened(folder / name) as fd:
-                header = self.whole[part].header
-                if os.fstat(fd).st_size != self.whole[part].size or os.read(fd, len(header)) != header:
+    def _read_whole(self, digests):
+        """What `newest` reads with: every byte once, for the manifest's hashes and for those of the pieces."""
+        moved, name_of = progress(self.world.store), {name: part for part, name in TENSORS.items()}
+
+        def seen(name, at, data):
+            moved()
+            if name in name_of:
+                digests[name_of[name]](at, data)
+
+        def read(step, folder):
+            manifest, facts = verify(step, folder, seen=seen)
+            for part, name in TENSORS.items():
+                if manifest["files"][name]["bytes"] != self.whole[part].size or not digests[part].fits():
                     raise Damaged(f"{name} is not that of this model and optimizer")
-        return facts
+            return facts
+        return read
+
+    def _take(self, folder, facts, digests):
+        """What this rank owns, compared with what rank 0 has verified: another machine's cache or memory may give other bytes."""
+        moved = progress(self.world.store)
+
+        @patient
+        def load():
+            with contextlib.ExitStack() as stack:
+                slices = {part: Slices(stack.enter_context(opened(folder / name)), name, self.whole[part], self.images[part],
+                                       self.before[part], digests[part], moved) for part, name in TENSORS.items()}
+                take(self.state, slices, facts, self.fingerprint, self.fence and self.report)
+
+        try:
+            load()
+        except (Damaged, OSError) as error:
+            raise UserError(f"rank {self.world.rank} does not read {folder} as rank 0 did: {error}\n"
+                            "start again, it is verified anew; if this comes back, look at that machine's disk and memory",
+                            code=1) from error
 
     def _own(self, name, tensor):
         """What this rank owns of a whole weight."""
@@ -163,7 +193,7 @@ class SpreadStore(CheckpointStore):
             if all(found := [self._facts(folder, facts) for folder in self.parts]):
                 record = max((part["record"] for part in found), key=lambda record: record.get("step", -1))
                 name = folder_name(facts["step"])
-                images = {part: Joined(self.whole[part], self.sources[part], name, file) for part, file in TENSORS.items()}
+                images = {part: Joined(self.whole[part], self.sources[part], facts["step"], file) for part, file in TENSORS.items()}
                 self.committed = max((step for step, _ in checkpoints(self.root) if step < facts["step"]), default=-1)
                 self.writer.commit(images, facts | {"record": record}, self.committed)
                 self.committed, self.joined = facts["step"], facts
@@ -185,46 +215,3 @@ class SpreadStore(CheckpointStore):
 
 def _part(stage, replica):
     return f"part-s{stage}" + ("" if replica is None else f"r{replica}")
-
-
-class Slices:
-    """What this rank owns of a whole file, one tensor at a time: {name: tensor}, read when asked for."""
-
-    def __init__(self, path, whole, own, before):
-        self.path, self.whole, self.own, self.before = path, whole, own, before
-
-    def __getitem__(self, name):
-        at, (_, size, dtype, shape) = self.whole.places[name][0], self.own.places[name]
-        data = bytearray(size)
-        with open(self.path, "rb") as file:
-            file.seek(len(self.whole.header) + at + self.before[name])
-            if file.readinto(data) != size:
-                raise Damaged(f"{self.path.name} ends within {name}")
-        return torch.frombuffer(data, dtype=dtype).view(shape) if size else torch.empty(shape, dtype=dtype)
-
-
-class Joined:
-    """The bytes of a whole file, streamed from the parts; one chunk of it is in memory at a time."""
-
-    def __init__(self, whole, sources, step, file):
-        self.whole, self.sources, self.step, self.file = whole, sources, step, file
-
-    @property
-    def bytes(self):
-        yield self.whole.header
-        places = {}
-        for name in self.whole.places:
-            for folder, names in self.sources[name]:
-                if folder not in places:
-                    places[folder] = Image({n: torch.empty((), dtype=getattr(torch, dtype)).expand(shape)
-                                            for n, (dtype, shape, _) in names.items()})
-                part = places[folder]
-                at, left = len(part.header) + part.places[name][0], part.places[name][1]
-                with open(folder / self.step / self.file, "rb") as file:
-                    file.seek(at)
-                    while left:
-                        piece = file.read(min(CHUNK, left))
-                        if not piece:
-                            raise Damaged(f"{folder.name}/{self.file} ends within {name}")
-                        left -= len(piece)
-                        yield piece

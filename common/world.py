@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common import UserError
-from common.meeting import ANSWER, JOINING, fresh_store, keep_to_loopback_on_one_machine, place
+from common.meeting import ANSWER, JOINING, fresh_store, keep_to_loopback_on_one_machine, place, wait
 from common.pinned import pin
 from common.processes import allow_open_files, die_with_the_agent, keep_memory, machine
 
@@ -144,7 +144,7 @@ class World:
 def _meet(store, key, count):
     if store.add(key, 1) == count:
         store.set(f"{key}/open", "1")
-    store.wait([f"{key}/open"], JOINING)
+    wait(store, f"{key}/open")
     if (word := store.get(f"{key}/open")) != b"1":
         store.add(f"{key}/heard", 1)
         raise UserError(*json.loads(word))

@@ -53,10 +53,10 @@ class Writer:
                 for old in (aside, _damaged(aside)):                # what had the name before goes once that is on the disk
                     _delete(old)
                 return
-            except OSError as error:
+            except (OSError, Damaged) as error:                     # Damaged: what should be joined is not what was written
                 shutil.rmtree(aside, ignore_errors=True)
                 self.stage(facts["step"])
-                if attempt == 2 or error.errno in FULL:
+                if attempt == 2 or isinstance(error, Damaged) or error.errno in FULL:
                     raise
 
     def stage(self, step):

@@ -17,7 +17,8 @@ import ranks
 import common
 
 DEADLINE = 100
-STORE = ("files", "manifest", "processes", "fence", "identity", "owner", "image", "weights", "agreement", "restore", "writer", "checkpoint")
+STORE = ("files", "manifest", "processes", "fence", "identity", "owner", "image", "pieces", "weights", "agreement", "restore", "writer", "checkpoint",
+         "spread")
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
 LENGTHS = ("damage", "every_length_of_every_file_but_the_right_one_falls_back")
@@ -62,8 +63,8 @@ MUTANTS = {
     "a short write is taken for a whole one": ("files", "at, start = at + n, start + n\n", "at, start = at + n, start + CHUNK\n",
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
-    "the hash is not compared": ("manifest", "place, from_disk)) != files[name][\"sha256\"]:",
-                                 "place, from_disk)) != files[name][\"sha256\"] and False:", *BITS),
+    "the hash is not compared": ("manifest", "place, from_disk, told)) != files[name][\"sha256\"]:",
+                                 "place, from_disk, told)) != files[name][\"sha256\"] and False:", *BITS),
     "the seal is ignored": ("files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
     "the seal is over the values, not the bytes": ("files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "
                                                    "parse_json(data, name):\n", *LENGTHS),
@@ -88,6 +89,10 @@ MUTANTS = {
     "what cannot be read is passed over": ("restore", "        if unread[0] > step:\n", "        if False:\n", *UNREAD),
     "contradicting options are let in": ("identity", "    if wrong or firm:\n", "    if False:\n", "identity",
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
+    "parts are joined unhashed": ("pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",
+                                  "a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole"),
+    "what a rank takes out of a file is not compared": ("pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",
+                                                        "what_a_rank_reads_is_what_rank_0_has_verified", "flipped", 8),
     # who may write
     "no lock": ("fence", "                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                if os.path.samestat",
                 "                if os.path.samestat", "fence",
