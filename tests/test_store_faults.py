@@ -161,7 +161,7 @@ def test_at_whatever_byte_the_disk_is_full_the_old_one_stands_and_the_message_sa
         with a_life(opts, net and net()) as life:
             save(life, 1)
             sizes = [path.stat().st_size for path in (opts.run_dir / "checkpoints" / "step-00000001").iterdir()]
-            for limit in [*range(0, max(sizes), step), max(sizes) - 1]:
+            for limit in [*range(0, max(sizes) - 1, step), max(sizes) - 2]:         # the parent of 2 is 1, that of 1 is -1
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
                 life.store.save(at_step(life.state, 2))
                 life.store.wait()
