@@ -23,6 +23,10 @@ while [ $# -gt 0 ]; do
 done
 gpus=0
 [ "${CUDA_VISIBLE_DEVICES-all}" = "" ] || gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
+if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    IFS=, read -ra visible <<< "$CUDA_VISIBLE_DEVICES"
+    gpus=${#visible[@]}
+fi
 [ -n "$nproc" ] || nproc=$((gpus > 0 ? gpus : 2))
 [[ $nproc =~ ^[1-9][0-9]{0,2}$ ]] || fail "--nproc: '$nproc' is not a whole number from 1 to 999" "for example --nproc 2"
 

@@ -20,6 +20,10 @@ def main(arguments):
     host = host.strip("[]")
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        if address[0].startswith("127.") and host not in (address[0], "localhost"):
+            print(f"error: {host} is {address[0]} on this machine, where no other one reaches it\n"
+                  "name the machine's address in the network (ip -brief address)", file=sys.stderr)
+            return 2
         listener = socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
         print(f"error: {host}:{port}: {error.strerror or error}\nname an address of this machine, and a free port", file=sys.stderr)

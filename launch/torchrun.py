@@ -8,11 +8,13 @@ A wrong flag of the training is refused before any process is started, and the t
 torchrun itself turns every one into 1. A signal that comes before there are processes ends it at once, with 143. Machines
 that cannot meet end with 1, for another try may succeed.
 """
+import contextlib
 import logging
 import os
 import select
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -67,7 +69,7 @@ class Worker(subprocess.Popen):
         return super().wait(timeout)
 
 
-def leave_before_there_are_workers(folders):
+def leave_before_there_are_workers(folder):
     """torchrun hears signals once its workers run; until then process 1 of a container hears none, and nobody does in C."""
     def wait_for_a_signal():
         if not select.select([reader], [], [], SILENCE)[0] and not Worker.started:
@@ -77,8 +79,7 @@ def leave_before_there_are_workers(folders):
             number = os.read(reader, 1)[0]
             with Worker.starting:
                 if number in STOP and all(worker.returncode is not None for worker in Worker.started):
-                    for folder in folders:
-                        shutil.rmtree(folder, ignore_errors=True)
+                    shutil.rmtree(folder, ignore_errors=True)
                     os._exit(code_of_a_stop())
 
     reader, writer = os.pipe()
@@ -90,12 +91,12 @@ def leave_before_there_are_workers(folders):
     threading.Thread(target=wait_for_a_signal, daemon=True).start()
 
 
-def main(arguments):
-    folders = []
-    leave_before_there_are_workers(folders)
+def main(arguments, folder):
+    """The exit code of torchrun with these arguments and our settings; `folder` is for what must go when it does."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from common.environment import flag_in
     at = next((i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")), len(arguments))
     if at < len(arguments) and Path(arguments[at]).is_file():
-        sys.path.insert(0, str(Path(arguments[at]).resolve().parent))
         sys.argv = arguments[at:]
         check_options(arguments[at], count(arguments[:at]))
     for name, value in SETTINGS.items():
@@ -104,16 +105,29 @@ def main(arguments):
     arguments = [text.replace("=", f"={os.environ['PET_RDZV_CONF']},", 1) if text.startswith(("--rdzv_conf=", "--rdzv-conf="))
                  else text for text in arguments[:at]] + arguments[at:]
     subprocess.Popen = Worker                    # before torch takes it from there
-    with tempfile.TemporaryDirectory(prefix="torchelastic_") as folder:
-        folders.append(folder)
-        os.environ.setdefault("PET_LOG_DIR", folder)                # torchrun by itself leaves such a one at every start
-        elsewhere = any(text.lstrip("-").startswith(MEETING) for text in arguments[:at])
-        if not elsewhere and not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(os.environ):
-            # On one machine the agent meets only itself: a file will do, where a port would be open to the network.
-            os.environ["PET_RDZV_CONF"] += ",store_type=file"
-            arguments = ["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={uuid.uuid4()}",
-                         "--local_addr=127.0.0.1", *arguments]
-        return run(arguments)
+    os.environ.setdefault("PET_LOG_DIR", folder)                    # torchrun by itself leaves such a one at every start
+    elsewhere = any(text.lstrip("-").startswith(MEETING) for text in arguments[:at])
+    if not elsewhere and not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(os.environ):
+        # On one machine the agent meets only itself: a file will do, where a port would be open to the network.
+        os.environ["PET_RDZV_CONF"] += ",store_type=file"
+        return run(["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={uuid.uuid4()}",
+                    "--local_addr=127.0.0.1", *arguments])
+    address = address_towards(flag_in(arguments[:at], "rdzv_endpoint", os.environ))
+    if address and not flag_in(arguments[:at], "local_addr", os.environ):
+        arguments = [f"--local_addr={address}", *arguments]
+    return run(arguments)
+
+
+def address_towards(endpoint):
+    """This machine's address on the way to HOST:PORT where its own name is a loopback, as Debian has it; or None."""
+    host, _, port = (endpoint or "").rpartition(":")
+    with contextlib.suppress(OSError):
+        if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
+            return None
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))                            # sends nothing
+        address = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
 
 
 def count(arguments):
@@ -176,4 +190,6 @@ def not_met(error, arguments, seconds):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with tempfile.TemporaryDirectory(prefix="torchelastic_") as notes:
+        leave_before_there_are_workers(notes)
+        sys.exit(main(sys.argv[1:], notes))

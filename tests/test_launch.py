@@ -133,6 +133,14 @@ def test_gpus_decide_the_number_of_processes_and_the_agent(clone, tmp_path):
     assert given(done)[1:3] == [str(clone / "launch/torchrun.py"), "--nproc_per_node=3"]
 
 
+@needs_an_environment
+@pytest.mark.parametrize("visible, number", [("1", 1), ("0,2", 2), ("GPU-1,GPU-2,GPU-3", 3)])
+def test_only_visible_gpus_get_a_process(clone, tmp_path, visible, number):
+    gpus = executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nfor n in 0 1 2 3 4 5 6 7; do echo GPU $n: a; done\n")
+    done = sh(clone / "launch/local.sh", path=gpus, VIRTUAL_ENV=str(HOME), CUDA_VISIBLE_DEVICES=visible)
+    assert given(done)[2] == f"--nproc_per_node={number}"
+
+
 def test_a_server_runs_exactly_what_a_person_types(clone):
     (clone / ".ci").mkdir()
     shutil.copy(ROOT / ".ci/run", clone / ".ci/run")
@@ -186,9 +194,44 @@ def test_settings_on_the_command_line_come_on_top_of_the_launchers_own(monkeypat
     launcher = importlib.import_module("torchrun")
     monkeypatch.setattr(launcher, "run", lambda arguments: arguments)
     own, rest = launcher.SETTINGS["PET_RDZV_CONF"], ["nowhere/train_ddp.py", "--rdzv_conf=its=own"]
-    assert launcher.main(["--nnodes=1:2", "--rdzv_conf=is_host=0,last_call_timeout=9", *rest]) == [
+    assert launcher.main(["--nnodes=1:2", "--rdzv_conf=is_host=0,last_call_timeout=9", *rest], str(tmp_path)) == [
         "--nnodes=1:2", f"--rdzv_conf={own},is_host=0,last_call_timeout=9", *rest]
-    assert launcher.main(["--nproc_per_node=2", *rest])[0] == "--rdzv_backend=c10d"
+    assert launcher.main(["--nproc_per_node=2", *rest], str(tmp_path))[0] == "--rdzv_backend=c10d"
+
+
+@pytest.mark.parametrize("own, endpoint, address", [
+    ("127.0.1.1", "192.0.2.9:29400", "10.0.0.7"), ("10.0.0.5", "192.0.2.9:29400", None), ("127.0.1.1", "127.0.0.1:29400", None),
+    ("127.0.1.1", None, None), ("127.0.1.1", "/shared/JOB.meeting", None)])
+def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_the_network(monkeypatch, own, endpoint, address):
+    """Debian writes `127.0.1.1 node01` into /etc/hosts, and torch tells the other machines to come to node01."""
+    class Probe(socket.socket):
+        def connect(self, place):
+            self.way = place[0]
+
+        def getsockname(self):
+            return ("127.0.0.1" if self.way.startswith("127.") else "10.0.0.7", 1)
+
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    launcher = importlib.import_module("torchrun")
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: own)
+    monkeypatch.setattr(socket, "socket", Probe)
+    assert launcher.address_towards(endpoint) == address
+
+
+def test_slurm_names_a_task_of_an_array_and_queues_again_what_another_try_may_mend(tmp_path):
+    """The last task of an array has the number of the array: scancel and requeue would reach every task."""
+    script = (ROOT / "launch/slurm.sbatch").read_text()
+    for name in ("srun", "scancel", "scontrol"):
+        executable(tmp_path / "bin" / name, f'#!/bin/sh\necho {name} "$@" >> said\n'
+                                            + ('kill -USR1 $PPID; sleep 0.2; exit $CODE\n' if name == "srun" else ""))
+    env = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "PYTHON": "true"}
+    for more, job in (({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "7_2")):
+        for code, again in (("143", True), ("1", True), ("137", True), ("0", False), ("2", False), ("4", False)):
+            done = sh("bash", "-c", script, cwd=tmp_path, path=tmp_path / "bin", CODE=code, **env, **more)
+            assert done.returncode == int(code), done.stderr
+            said = (tmp_path / "said").read_text()
+            assert f"scancel --signal=USR1 {job}\n" in said and (f"scontrol requeue {job}\n" in said) == again
+            (tmp_path / "said").unlink()
 
 
 @pytest.mark.parametrize("arguments, environ, processes", [
