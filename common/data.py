@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from common import UserError
-from common.datasets import DATASETS, find_source  # noqa: F401  (DATASETS is part of this module's face)
+from common.datasets import DATASETS, find_source, whole  # noqa: F401  (DATASETS is part of this module's face)
 from common.download import download
-from common.models import seeded
+from common.models import one_line, seeded
 from common.sampler import uniforms
 from common.workers import from_workers
 
@@ -119,9 +119,10 @@ class DatasetSplit:
                 raise self.refuse(id, f"is a {type(found).__name__}", "(x, y)")
             x = transform(found[0]) if transform else found[0]
         try:
-            x, y = as_input(torch.as_tensor(x)), int(found[1])
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise self.refuse(id, f"is ({type(x).__name__}, {type(found[1]).__name__})", "(tensor, label)") from error
+            x, y = as_input(torch.as_tensor(x)), whole(found[1])
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise self.refuse(id, f"is ({type(x).__name__}, {type(found[1]).__name__}): {one_line(error)}",
+                              "(tensor, label), the label a whole number") from error
         if self.shape is not None and tuple(x.shape) != self.shape:
             raise self.refuse(id, f"has shape {tuple(x.shape)}", f"{self.shape}, as sample 0 has")
         if not 0 <= y < self.classes:
@@ -143,8 +144,32 @@ class DatasetSplit:
         return UserError(f"dataset {self.name}: sample {id} {fact}\nwanted: {wanted}")
 
 
+class FetchSplit:
+    """A split with a `fetch` of its own; every target it gives must count, as the mean is over all of them."""
+
+    def __init__(self, split, name):
+        self.split, self.name = split, name
+        self.fetch([0])
+
+    def __len__(self):
+        return len(self.split)
+
+    def __getattr__(self, name):
+        return getattr(self.split, name)
+
+    def fetch(self, ids, epoch=0, augment=False):
+        x, y = self.split.fetch(ids, epoch, augment)
+        if y.is_floating_point() or y.numel() and y.min() < 0:
+            raise UserError(f"dataset {self.name}: targets of {y.dtype} from {y.min():g} on\nwanted: whole numbers, 0 or more; the "
+                            "mean is over all targets, those that cross_entropy ignores (-100) too\n"
+                            "cut the samples to one length, or give padding a class of its own")
+        return x, y
+
+
 def as_input(x):
     """What a net can take: bytes become 0..1, other numbers float32, indices int64."""
+    if x.is_complex():
+        raise TypeError(f"{x.dtype}: its imaginary parts would be lost")
     if x.dtype == torch.uint8:
         return x.float().div_(255)
     return x.float() if x.is_floating_point() or x.dtype == torch.bool else x.long()
@@ -166,7 +191,7 @@ def load_data(opts, world):
             x, y = checked(name, part, source, *samples)
             splits.append(TensorSplit(x, y, source, opts.seed, AUGMENTATIONS[augment]))
         elif hasattr(samples, "fetch"):
-            splits.append(samples)
+            splits.append(FetchSplit(samples, name))
         else:
             splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain))
     shapes = [split.shape for split in splits]

@@ -135,7 +135,11 @@ def user_dataset(opts):
     elif kinds == "dd" and all(isinstance(part, TensorDataset) and len(part.tensors) == 2 for part in found):
         parts = [part.tensors for part in found]
     elif kinds == "dd" and all(hasattr(part, "__len__") and hasattr(part, "__getitem__") for part in found):
-        known = [fact for part in found for fact in [count_classes(part)] if fact]
+        try:
+            known = [fact for part in found for fact in [count_classes(part)] if fact]
+        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+            raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\nwanted: a whole number for "
+                            "each sample, from 0 on") from error
         if not known:
             raise UserError(f"dataset {name} does not tell its number of classes\ngive its training set an attribute "
                             "`classes`: a number, or the names")
@@ -150,12 +154,20 @@ def user_dataset(opts):
                         "__getitem__, or (x, y, x_test, y_test), four tensors")
     parts = [(x.detach().cpu(), y.detach().cpu()) for x, y in parts]
     for x, y in parts:
-        if not x.numel() or not y.numel() or x.dim() < 2 or y.dim() != 1 or y.is_floating_point():
-            raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)} of {y.dtype}\n"
+        lost = x.is_complex() or y.is_complex() or y.is_floating_point()
+        if not x.numel() or not y.numel() or x.dim() < 2 or y.dim() != 1 or lost:
+            raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)}, {x.dtype} and {y.dtype}\n"
                             "wanted: at least one sample of one dimension or more, and a whole number for each")
     words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x, _ in parts)
     return Source(*parts, classes=max(int(y.max()) for _, y in parts) + 1,
                   vocab=max(int(x.max()) for x, _ in parts) + 1 if words else None)
+
+
+def whole(label):
+    """The number of a class; a ValueError where int() would cut something off."""
+    if float(label) != int(label):
+        raise ValueError(f"label {float(label):g} is not a whole number")
+    return int(label)
 
 
 def count_classes(dataset):
@@ -165,7 +177,8 @@ def count_classes(dataset):
             return classes if isinstance(classes, int) else len(classes)
         targets = getattr(dataset, "targets", None)
         if targets is not None and len(targets):
-            return int(max(targets)) + 1
+            found = torch.as_tensor(targets if torch.is_tensor(targets) else list(targets))
+            return max(map(whole, [found.max(), *found[found != found.long()][:1]])) + 1
         dataset = getattr(dataset, "dataset", None)  # a Subset, as random_split makes them
     return None
 

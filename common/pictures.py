@@ -45,6 +45,12 @@ def decode(path, folder):
                 raise UserError(f"{path} claims {image.width}x{image.height} pixels, more than {MOST_PIXELS:,}\nall "
                                 f"that cannot be read: python -m common.datasets {folder} --check\n"
                                 "shrink or remove it, then go on with --accept-data-change")
+            if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+                low, high = image.getextrema()
+                if low < 0 or high > 255:  # as 8 bits: convert() would make white of all that is above 255
+                    raise UserError(f"{path} holds values from {low:g} to {high:g}, a picture here 8 bits: 0 to 255\nall such "
+                                    f"files: python -m common.datasets {folder} --check\nconvert it, then go on with "
+                                    "--accept-data-change; or --dataset FILE.py:FUNCTION, which returns floats")
             return image.convert("RGB")
     except UserError:
         raise

@@ -11,6 +11,7 @@ from common.synthetic import Source
 
 LENGTH = 128                 # tokens a sample, unless text:LENGTH says so
 TEST = 10                    # the last tenth of the file is for testing
+ZEROS = 0.001                # the share of bytes 0 that a text may have; of tokens of 16 bits at least 0.004 are
 
 
 class Windows:
@@ -48,6 +49,9 @@ def text(opts):
     if len(content) < least:
         raise UserError(f"dataset text: {path} has {len(content):,} bytes, samples of {length} want {least:,} or more\n"
                         "give a longer file, or a shorter --dataset text:LENGTH")
+    if (zeros := content.count(0)) > len(content) * ZEROS:
+        raise UserError(f"dataset text: {path} is no text: {zeros:,} of its {len(content):,} bytes are 0, as in numbers of 16 "
+                        "bits or more\nhere every byte is a token; give the text that they were made of")
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     cut = len(content) - len(content) // TEST
     parts = [Windows(part, length) for part in (tokens[:cut], tokens[cut:])]

@@ -308,7 +308,7 @@ def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are
             assert ring <= promised[0] < 1.06 * ring, "the same but for padding, much of it in a net as small as this"
 
 
-def test_the_collectives_of_nccl_and_the_messages_of_gloo_give_the_same_bits():
+def test_a_tree_over_collectives_and_one_over_messages_give_the_same_bits():
     def gradient(world, direct):
         model, state = small(world, 8)
         for bucket in model.tree.buckets:

@@ -9,6 +9,7 @@ import torch
 from ranks import fork_ranks
 from test_datasets import ALONE, load, options, refusal, write_mnist
 
+from common import UserError
 from common.data import batches, load_data
 from common.datasets import main
 from common.sampler import ElasticSampler
@@ -108,6 +109,22 @@ def test_all_broken_images_of_a_folder_are_found_at_once(tmp_path, capsys):
     assert main([str(root)]) == 2 and "usage" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("mode, suffix", [("I;16", "png"), ("I;16", "tif"), ("I", "tif"), ("F", "tif")])
+def test_a_picture_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, mode, suffix):
+    pytest.importorskip("torchvision")
+    from PIL import Image
+    write_images(tmp_path)
+    deep = Image.new(mode, (250, 240), 3)
+    deep.save(tmp_path / f"train/cat/5.{suffix}")
+    load("imagefolder", tmp_path).train.fetch([3])                  # in such a file, but all values are those of 8 bits
+    deep.putpixel((7, 7), 4095)
+    deep.save(tmp_path / f"train/cat/5.{suffix}")
+    data = load("imagefolder", tmp_path)
+    with pytest.raises(UserError, match="holds values from 3 to 4095") as caught:
+        data.train.fetch([3])
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) == 3
+
+
 def test_folders_that_are_no_dataset_are_refused(tmp_path):
     pytest.importorskip("torchvision")
     assert f"{tmp_path}/train" in refusal("imagefolder", tmp_path)
@@ -184,6 +201,53 @@ def test_a_users_bytes_are_scaled_to_one(tmp_path):
 ])
 def test_what_is_no_dataset_is_refused(tmp_path, text, said):
     assert said in refusal(mine(tmp_path, text + "\n"))
+
+
+FLOATS = "Squares.__getitem__ = lambda self, i: (torch.ones(2), {label})\ndef make(): return Squares(9), Squares(3)"
+FETCH = """
+class Fetch(Squares):
+ in_memory, tokens, shape, vocab, fingerprint = True, 4, (4,), 9, 'mine'
+ def fetch(self, ids, epoch=0, augment=False):
+  y = torch.ones(len(ids), 4, dtype=torch.{dtype})
+  y[[i for i, id in enumerate(ids) if id == {odd}], 2:] = -100
+  return torch.ones(len(ids), 4, dtype=torch.int64), y
+def make(): return Fetch(9), Fetch(3)
+"""
+
+
+@pytest.mark.parametrize("text, said", [
+    (FLOATS.format(label="torch.tensor(3.7)"), "sample 0 is (Tensor, Tensor): label 3.7 is not a whole number"),
+    (FLOATS.format(label="0.5 if i == 8 else 1.0"), "sample 8 is (Tensor, float): label 0.5"),
+    (FLOATS.format(label="float('inf')"), "sample 0 is (Tensor, float)"),
+    (FLOATS.format(label="i % 2").replace("torch.ones(2)", "torch.ones(2) * 1j"), "complex64"),
+    ("def make():\n a = Squares(3); del Squares.classes; a.targets = [0.0, 1.5, 1.0]\n return a, a", "label 1.5"),
+    ("def make(): return (torch.ones(4, 5), torch.tensor([0.5, 1, 2, 3])) * 2", "labels (4,), torch.float32 and torch.float32"),
+    ("def make(): return (torch.ones(4, 5) * 1j, torch.arange(4)) * 2", "torch.complex64 and torch.int64"),
+    (FETCH.format(dtype="int64", odd=0), "targets of torch.int64 from -100 on"),
+    (FETCH.format(dtype="float32", odd=-1), "targets of torch.float32 from 1 on"),
+])
+def test_what_would_be_cut_off_or_counted_though_it_is_padding_is_refused_at_the_start(tmp_path, text, said):
+    assert said in refusal(mine(tmp_path, text + "\n"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("text, said", [(FLOATS.format(label="1.25 if i == 3 else 1.0"), "label 1.25"),
+                                        (FETCH.format(dtype="int64", odd=5), "-100")])
+def test_what_the_first_samples_do_not_show_is_refused_when_it_comes(tmp_path, text, said, workers):
+    opts = options(mine(tmp_path, text + "\n"), workers=workers)
+    data = load_data(opts, ALONE)
+    with pytest.raises(UserError, match=said) as caught:
+        list(batches(data.train, ElasticSampler(data.train, 4), opts))
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+
+
+def test_labels_that_are_whole_numbers_of_another_type_count_as_before(tmp_path):
+    for number, label in enumerate(("float(i % 2)", "torch.tensor([i % 2])", "str(i % 2)", "bool(i % 2)")):
+        (folder := tmp_path / str(number)).mkdir()
+        data = load(mine(folder, FLOATS.format(label=label) + "\n"))
+        assert data.train.fetch([0, 1, 2])[1].tolist() == [0, 1, 0]
+    whole = "def make():\n a = Squares(3); del Squares.classes; a.targets = torch.tensor([0.0, 4.0])\n return a, a\n"
+    assert load(mine(tmp_path, whole)).classes == 5
 
 
 # ---- downloads ----
