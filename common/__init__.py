@@ -22,6 +22,7 @@ download     fetching published datasets, when asked to
 workers      processes that fetch samples ahead of the training
 data         datasets as batches: the same numbers at any world size
 state        everything a checkpoint holds, as named parts; the only place where counters move
+held         a file that a process keeps locked, and in which it is seen to live
 fence        who may write into a run folder: one job at a time, and of that job only the newest life
 manifest     a checkpoint's folder, and the proof that every byte is the one that was saved
 identity     what a run is; a restart that contradicts it is refused

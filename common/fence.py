@@ -1,41 +1,41 @@
 """Who may write into a run folder: one job at a time, and of that job only the newest life.
 
-The owner holds a POSIX lock, which dies with the process (and, unlike flock, is not inherited by data workers), and moves a
-counter in the locked file. What a life writes is staged in a folder of its own, `.life-<id>`, and renamed out of it; whoever
-takes over moves the staging of everybody before out of the way. A stopped process that wakes up later finds its staging
-gone, so its rename fails: there is no moment between check and act. No decision looks at a clock that others set.
+The file that has the name RUN/lock owns the run: ownership is the inode, nothing else. Each claim makes a
+file aside and renames it over that name. Its lock and its counter only tell a successor how long to wait
+(held.py). What a life writes is staged in a folder of its own, `.life-<id>`, and renamed out of it. A claim
+moves the staging of all earlier lives away. A stopped process that wakes up later finds its staging gone, so
+its rename fails: there is no moment between check and act. No decision looks at a clock that others set.
 
-Staging is made first and the lock looked at afterwards: whoever took it in between either saw that staging and moved it, or
-is seen. So there is never a staging folder that counts and whose owner lost the run.
+A claim makes its staging before it looks for that of others, and looks at the name last. So of two that
+claim at once, the later one sweeps the earlier one, or the earlier one sees the later one.
 """
 import contextlib
-import fcntl
-import json
+import math
 import os
+import re
 import shutil
-import threading
 import time
 import uuid
 
 from common import UserError
-from common.processes import about_me, fate_of
+from common.held import Held, Still, is_mine, look, read
+from common.processes import about_me, fate_of, queued_again
 
-BEAT = 0.5               # seconds between two moves of the counter
-REFUSE_AFTER = 3         # moves seen before a second job is turned away
-STALE_AFTER = 8.0        # seconds without a move: the owner is stopped, cut off or gone
-SAME_JOB_WAIT = 60.0     # a life of our own job may still be saving
+GLANCE = 2.0             # seconds of looking before a free lock of another machine's process is believed
+STALE_AFTER = 8.0        # seconds without a move: the owner is stopped, or an earlier life of our own job
+LEASE = 90.0             # another job's owner on another machine: networks show moves late and keep dead locks
+SAME_JOB_WAIT = 60.0     # an earlier life of our own job may still be saving; then the newest takes the run
 ORPHAN_WAIT = 10.0       # and so may one whose agent has just died
-RESCUE_WAIT = 10.0       # seconds without a byte written until a rescue under way is given up
-RECORD = 1 << 18         # bytes of a lock file, at most: it names the agents of the job
+RESCUE_WAIT = 10.0       # seconds without a sign of life until a rescue under way is given up
+RESCUE_STALL = 60.0      # and without a byte that moves
 RESCUE = "rescue.lock"   # in a staging folder: held while a survivor saves
 
 
 class Fenced(UserError):
     """This life was declared dead and its run goes on without it."""
 
-
-class Shared(Exception):
-    """The lock is held by a rank of this very life: this is one folder, seen from two machines."""
+    def __init__(self, message):
+        super().__init__(message, code=6)
 
 
 class Fence:
@@ -44,58 +44,59 @@ class Fence:
     def __init__(self, run_dir, life, agents=()):
         self.path, self.root = run_dir / "lock", run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
-        self.life, self.fd, self.fresh_job = life, None, False
+        self.held, self.fresh_job = None, False
         self.me = about_me() | {"life": life, "agents": list(agents)}
-        self.stop, self.thread = threading.Event(), None
 
-    def claim(self):
+    def elect(self):
+        """Whether this is the first process of its life in this folder: mkdir asks the server."""
+        try:
+            os.mkdir(self.staging, 0o700)
+        except FileExistsError:
+            return False
+        return True
+
+    def claim(self, report=print):
         """Ours from here on, or UserError naming the owner."""
-        self.fd = self._lock()
-        previous = _read(self.fd)
-        # One run id may be used for job after job; an agent that was there before tells a restart from a new start.
-        self.fresh_job = previous.get("job") != self.me["job"] or not set(previous.get("agents", ())) & set(self.me["agents"])
-        self._write(0)
-        self.thread = threading.Thread(target=self._beat, daemon=True, name="fence")
-        self.thread.start()
+        fd, owner = self._wait(report)
+        begun = owner.get("begun")
+        begun = begun if isinstance(begun, dict) else owner         # older versions have none
+        self.fresh_job = not self._is_of_our_job(begun)
+        record = self.me | {"begun": {name: begun.get(name) for name in ("job", "agents")}}
+        try:
+            self.held = Held(self.path, record, self.root / f"{self.staging.name}.lock")
+        except FileNotFoundError:                                   # another claim has swept it
+            raise self._fenced() from None
+        finally:
+            if fd is not None:
+                os.close(fd)
+        self.elect()
         self._sweep()
-        os.mkdir(self.staging, 0o700)
+        self.elect()                                                # another claim may have swept it
         self._check()
+
+    def begin(self):
+        """What --resume none asks for is done: from here on a restart of this job goes on."""
+        self.held.write(begun={name: self.me[name] for name in ("job", "agents")})
 
     def renew(self):
         """Somebody has removed the staging. A successor: Fenced. A person cleaning up: it is made again."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not os.path.lexists(self.path):
-            fd = _open(self.path)
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                os.close(fd)
-                raise self._fenced() from None
-            os.close(self.fd)
-            self.fd = fd
-            self._write(0)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(self.staging, 0o700)
+        with contextlib.suppress(FileExistsError):                  # a file has the name: ours or not
+            held = Held(self.path, self.held.record)
+            self.held.close()
+            self.held = held
+        self.elect()
         self._check()
 
     def release(self):
-        if self.fd is not None:
-            self.stop.set()
-            self.thread.join()                                      # a thread that wakes in a dying interpreter aborts it
-            if self._is_ours():
-                with contextlib.suppress(OSError):                  # or the next life does it
-                    _move_away(self.staging)
-            os.close(self.fd)
-            self.fd = None
-
-    def _is_ours(self):
-        try:
-            return os.path.samestat(os.fstat(self.fd), os.stat(self.path))
-        except OSError:
-            return False
+        with contextlib.suppress(OSError):                          # or the next life does it
+            _move_away(self.staging)
+        if self.held:
+            self.held.close()
+            self.held = None
 
     def _check(self):
-        if not self._is_ours():
+        if not self.held.is_ours():
             _move_away(self.staging)
             raise self._fenced()
 
@@ -103,119 +104,92 @@ class Fence:
         owner = {}
         with contextlib.suppress(OSError):
             fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            owner = _read(fd)
+            owner = read(fd)
             os.close(fd)
-        return Fenced(f"{self.path.parent} was taken over by another job while this one stood still: host {owner.get('host')}, "
-                      f"pid {owner.get('pid')}\nthis job has stopped; what it had saved before is kept")
+        return Fenced(f"{self.path.parent} was taken over by another job while this one stood still: "
+                      f"host {owner.get('host')}, pid {owner.get('pid')}\n"
+                      "this job has stopped; what it had saved before is kept")
+
+    def _is_of_our_job(self, record):
+        """One run id may serve job after job: a known agent tells a restart from a new start."""
+        agents = record.get("agents") if isinstance(record.get("agents"), list) else []
+        again = queued_again() or any(agent in self.me["agents"] for agent in agents)
+        return again and record.get("job") == self.me["job"]
 
     def _sweep(self):
-        """What earlier lives left half done. A rescue under way is waited for: those steps are what a survivor has left."""
+        """What earlier lives left half done. A rescue under way is waited for: it saves the last steps."""
         for name in os.listdir(self.root):
-            if name.startswith("."):
-                if name.startswith(".life-"):
-                    _wait_for_rescue(self.root / name)
+            if name.startswith((".life-", ".gone-")) and name != self.staging.name:
+                with contextlib.suppress(OSError):
+                    _wait_for_rescue(self.root / name / RESCUE)
                 _move_away(self.root / name)
+        for name in os.listdir(self.path.parent):
+            if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):          # its process died as it wrote
+                with contextlib.suppress(OSError):
+                    os.unlink(self.path.parent / name)
 
-    def _lock(self):
-        fd, began, beat, moves, still, orphan = _open(self.path), time.monotonic(), None, 0, time.monotonic(), None
+    def _wait(self, report):
+        """(the lock of a file that nobody needs, or None; its record). UserError: its owner lives on.
+
+        An owner that moves is waited for, or refused. One that does not is given the longer the less is known.
+        """
+        began, beats, fates, said = time.monotonic(), Still(), Still(), False
         while True:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(fd), os.stat(self.path)):
-                    return fd
-                os.close(fd)                                        # somebody put a new file in place: queue up there
-                fd = _open(self.path)
-                continue
-            except (BlockingIOError, PermissionError):
-                pass
-            except FileNotFoundError:
-                os.close(fd)
-                fd = _open(self.path)
-                continue
-            owner, now = _read(fd), time.monotonic()
-            if owner.get("life") == self.life:
-                os.close(fd)
-                raise Shared
-            if owner.get("beat") != beat:
-                beat, moves, still = owner.get("beat"), moves + 1, now
-            fate = fate_of(owner)
-            if fate == "orphan":
-                orphan = orphan or now
-            same_job = owner.get("job") == self.me["job"]
-            if (fate == "lost" or (orphan and now - orphan > ORPHAN_WAIT)
-                    or (now - still > STALE_AFTER and fate in ("stopped", "unknown"))):
-                os.close(fd)
-                return self._take_over()
-            if (moves > REFUSE_AFTER or now - began > STALE_AFTER + 1) and fate != "orphan" and (
-                    not same_job or now - began > SAME_JOB_WAIT) and not (fate == "stopped" and now - still <= STALE_AFTER):
-                os.close(fd)
-                raise UserError(f"{self.path.parent} is in use by another job: host {owner.get('host')}, pid {owner.get('pid')}, "
-                                f"life {owner.get('life')}\nstop that job first, or give this one its own --run-dir")
+            fd, owner = look(self.path, os.O_CREAT)
+            fate, ours = fate_of(owner), self._is_of_our_job(owner)
+            waited, still, orphan = time.monotonic() - began, beats(owner.get("beat")), fates(fate)
+            if fd is not None:
+                signed_off = not owner.get("machine") or owner.get("left") or is_mine(owner)
+                if signed_off or ours or fate == "gone" or fate == "unknown" and still >= GLANCE:
+                    return fd, owner
+                os.close(fd)                                        # it lives, and has lost its lock
+            patience = {"lost": 0, "orphan": ORPHAN_WAIT, "alive": math.inf, "stopped": STALE_AFTER,
+                        "gone": STALE_AFTER, "unknown": STALE_AFTER if ours else LEASE}[fate]
+            if (orphan if fate == "orphan" else still) >= patience or ours and waited > SAME_JOB_WAIT:
+                return None, owner
+            who = f"host {owner.get('host')}, pid {owner.get('pid')}, life {owner.get('life')}"
+            lives = beats.changes and waited > GLANCE or fate == "alive" and waited > STALE_AFTER + 1
+            other = owner.get("job") != self.me["job"] or not ours and waited > SAME_JOB_WAIT
+            if lives and other and fate in ("alive", "unknown"):
+                raise UserError(f"{self.path.parent} is in use by another job: {who}\n"
+                                "stop that job first, or give this one its own --run-dir", code=6)
+            if not said and waited > GLANCE + 1:
+                report(f"{self.path.parent}: waiting for {who}, which has the folder")
+                said = True
             time.sleep(0.05)
-
-    def _take_over(self):
-        """The old owner keeps its lock on a file that no longer has a name. Of two who do this, the later one has the run."""
-        aside = f"{self.path}.{uuid.uuid4().hex[:12]}"
-        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        with open(self.path, "rb") as old:
-            os.pwrite(fd, old.read(RECORD), 0)                      # whose it was decides whether --resume none is new
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.rename(aside, self.path)
-        return fd
-
-    def _beat(self):
-        count = 0
-        while not self.stop.wait(BEAT):
-            count += 1
-            with contextlib.suppress(OSError):
-                self._write(count)
-
-    def _write(self, count):
-        os.pwrite(self.fd, _record(self.me | {"beat": count}), 0)
 
 
 @contextlib.contextmanager
-def rescuing(staging):
-    """Inside, this process alone of its node saves, and a successor waits for it; ends with the process at the latest."""
-    fd = _open(staging / RESCUE)
+def rescuing(staging, moved=None):
+    """Inside, this process alone of its node saves. A successor waits while it lives and `moved()` grows."""
+    fd, mine = _wait_for_rescue(staging / RESCUE, os.O_CREAT)
+    if mine:                                    # another thread of ours is in here: closing `fd` would drop its lock
+        yield
+        return
+    aside = staging / f"{RESCUE}.{uuid.uuid4().hex[:12]}"
     try:
-        fcntl.lockf(fd, fcntl.LOCK_EX)
-        os.pwrite(fd, _record(about_me()), 0)
+        held = Held(staging / RESCUE, about_me(), aside, moved)
+    finally:
+        if fd is not None:
+            os.close(fd)
+    try:
         yield
     finally:
-        os.close(fd)
+        held.close()
 
 
-def _wait_for_rescue(staging):
-    try:
-        fd = os.open(staging / RESCUE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        size, still = -1, time.monotonic()
-        while time.monotonic() - still < RESCUE_WAIT:
-            try:
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return                                              # done, or dead: its lock died with it
-            except OSError:
-                pass
-            if fate_of(_read(fd)) in ("lost", "stopped"):
-                return
-            if (now := _size(staging)) != size:
-                size, still = now, time.monotonic()
-            time.sleep(0.05)
-    finally:
-        os.close(fd)
-
-
-def _size(folder):
-    total = 0
-    for path, folders, names in os.walk(folder):
-        total += len(folders) + len(names)
-        for name in names:
-            with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(path, name)).st_size
-    return total
+def _wait_for_rescue(path, flags=0):
+    """(the lock, or None where the rescue under way is given up; whether this very process holds it)."""
+    beats, moves = Still(), Still()
+    while True:
+        fd, owner = look(path, flags)
+        if fd is not None and not flags and not is_mine(owner):
+            os.close(fd)
+        stalled = "moved" in owner and moves(owner["moved"]) > RESCUE_STALL
+        still = stalled or beats(owner.get("beat")) > RESCUE_WAIT
+        if fd is not None or still or fate_of(owner) in ("lost", "stopped"):
+            return fd, fd is not None and is_mine(owner)
+        time.sleep(0.05)
 
 
 def _move_away(path):
@@ -227,20 +201,3 @@ def _move_away(path):
             shutil.rmtree(gone, ignore_errors=True)
         else:
             os.unlink(gone)
-
-
-def _open(path):
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-
-
-def _record(value):
-    text = json.dumps(value).encode()
-    return text.ljust(len(text) // 512 * 512 + 511) + b"\n"
-
-
-def _read(fd):
-    try:
-        value = json.loads(os.pread(fd, RECORD, 0).partition(b"\n")[0])      # a longer one may have been there
-        return value if isinstance(value, dict) else {}
-    except (ValueError, RecursionError):
-        return {}

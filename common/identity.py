@@ -111,25 +111,37 @@ def _manifests(root):
             yield folder.name, patient(read_manifest)(step, folder)
 
 
-def set_aside(run_dir, report):
-    """--resume none loses nothing: what was there moves to before-K/."""
+def set_aside(run_dir, wanted, fresh_job, report):
+    """--resume none loses nothing: what was there moves to before-K/. Killed on the way, the next start ends it."""
+    aside, steps = run_dir / ".before", checkpoints(run_dir / "checkpoints")
     old = [name for name in KEPT_ASIDE if os.path.lexists(run_dir / name)]
-    steps = [folder for _, folder in checkpoints(run_dir / "checkpoints")]
-    if not old and not steps:
-        return
-    k = next(k for k in range(1, 10**6) if not os.path.lexists(run_dir / f"before-{k}"))
-    aside = run_dir / f"before-{k}"
-    (aside / "checkpoints").mkdir(mode=0o700, parents=True)
-    for folder in steps:
+    if not os.path.lexists(aside):
+        if wanted and not fresh_job:
+            report("--resume none: this is a restart of the same job, it goes on with its own checkpoints")
+        if not wanted or not fresh_job or not (old or steps):
+            return
+    (aside / "checkpoints").mkdir(mode=0o700, parents=True, exist_ok=True)
+    for _, folder in steps:
         os.rename(folder, aside / "checkpoints" / folder.name)
     for name in old:
         os.rename(run_dir / name, aside / name)
-    report(f"--resume none: what was in {run_dir} is now in {aside.name}/")
+    k = next(k for k in range(1, 10**6) if not os.path.lexists(run_dir / f"before-{k}"))
+    os.rename(aside, run_dir / f"before-{k}")
+    report(f"--resume none: what was in {run_dir} is now in before-{k}/")
+
+
+def refuse_an_idle_resume(run_dir, resume):
+    """--resume names a checkpoint of this very run that is not its newest: the newest would be taken all the same."""
+    found = checkpoints(run_dir / "checkpoints")
+    named = [step for step, folder in found if os.path.isdir(resume) and os.path.samefile(folder, resume)]
+    if named and named[0] < found[0][0]:
+        raise UserError(f"--resume {resume}: this run goes on with its newest checkpoint, step {found[0][0]}\n"
+                        "leave it out to go on there; to go back to that step, give a --run-dir of its own as well")
 
 
 def trusted(folder):
     """A folder that others may write into can hold anything: ssh's rule for its keys."""
     info = os.stat(folder)
-    if info.st_uid != os.getuid() or info.st_mode & stat.S_IWOTH:
+    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
         raise UserError(f"{folder} is not yours alone: owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}\n"
                         "chmod 700 it (as its owner), or use another --run-dir")

@@ -10,7 +10,7 @@ import sys
 
 from common import UserError
 
-STOPPED = b"TtZX"        # states in /proc/PID/stat of a process that will not move by itself
+STOPPED, DEAD = b"Tt", b"ZX"     # states in /proc/PID/stat of a process that does not move by itself, or never will
 TRIM, MMAP = -1, -3      # mallopt's names for when memory goes back to the kernel, and from which size on at once
 
 
@@ -60,9 +60,16 @@ def machine():
 
 
 def job():
-    """What two lives of one job share: the agent's run id, or this process where there is no agent."""
+    """What two lives of one job share: Slurm's number, the agent's run id, or (without an agent) this process."""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"slurm/{os.environ['SLURM_JOB_ID']}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     return run_id if run_id != "none" else f"{socket.gethostname()}/{_agent()}"
+
+
+def queued_again():
+    """Whether Slurm has started this very job before: then its agents are others, and it is still no new job."""
+    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
 def about_me():
@@ -105,15 +112,16 @@ def _started(pid):
 
 
 def fate_of(owner):
-    """What can be said of the process that holds a lock: alive, stopped, orphan (alive without its agent), lost, unknown.
+    """What can be said of the process that holds a lock: alive, stopped, orphan, lost, gone or unknown.
 
-    lost: it stands still and its agent is gone, so nobody will ever wake it for our good. Only for our own machine.
+    orphan: it lives, and its agent does not. lost: an orphan that stands still, so nobody will ever wake it for our
+    good. unknown: it is on another machine.
     """
     if owner.get("machine") is None or owner["machine"] != _machine():
         return "unknown"
     found = _state(owner.get("pid"))
-    if found is None or found[1] != owner.get("started"):
-        return "unknown"                                            # its lock is about to fall, or it is a network's
+    if found is None or found[1] != owner.get("started") or found[0] in DEAD:
+        return "gone"                                               # its lock is about to fall, or it is a network's
     stopped = found[0] in STOPPED
     agent, _, started = str(owner.get("agent")).partition("/")
     if str(_started(agent)) != started:

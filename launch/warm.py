@@ -3,7 +3,7 @@
     python launch/warm.py --nproc 2 train_ddp.py --epochs 5
 
 It starts, watches and restarts like torchrun on one machine, and unlike it passes the workers' exit codes on: 0 done, 143
-stopped on request and saved, 2 to 5 what a restart cannot mend. Not for several machines (use torchrun), and not for
+stopped on request and saved, 2 to 6 what a restart cannot mend. Not for several machines (use torchrun), and not for
 GPUs unless asked (--gpu): a fork of a process that has touched CUDA is unusable, which has not been tried on a GPU yet.
 """
 import argparse
@@ -20,7 +20,7 @@ import time
 import traceback
 import uuid
 
-FINAL = (2, 3, 4, 5)               # bad input, no whole checkpoint, saves fail, no progress: a restart would end the same
+FINAL = (2, 3, 4, 5, 6)            # bad input, no whole checkpoint, saves fail, no progress, the run is another job's
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = 143
 GRACE = 30.0                       # seconds from the first signal to SIGKILL for workers that do nothing, as torchrun gives

@@ -339,9 +339,9 @@ def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
 
 def test_a_folder_that_others_may_write_into_is_not_loaded_from(tmp_path):
     opts, root = two_checkpoints(tmp_path)
-    for folder in (opts.run_dir, root):
-        folder.chmod(0o777)
-        with pytest.raises(UserError, match="not yours alone: owner .*, mode 0777"):
+    for folder, mode in ((opts.run_dir, 0o777), (opts.run_dir, 0o770), (root, 0o707), (root, 0o775)):
+        folder.chmod(mode)
+        with pytest.raises(UserError, match=f"not yours alone: owner .*, mode {mode:04o}"):
             new_store(opts).restore(tiny_state(opts))
         folder.chmod(0o700)
     if os.getuid() == 0:

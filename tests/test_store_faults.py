@@ -30,7 +30,7 @@ from common.manifest import checkpoints, describe, verify
 
 TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
 READS = ("open", "readv", "read", "fstat", "lstat", "listdir")
-CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "readv", "listdir", "unlink", "rmdir")
+CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "readv", "listdir", "unlink", "rmdir", "stat", "lstat")
 
 
 class Failing:
@@ -322,7 +322,7 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
         pass
     for k in range(1, 12):                                          # whatever fails at the start: a clear word, and then it works
         shutil.rmtree(tmp_path / "deep")
-        for name in ("fsync", "rename", "write"):
+        for name in ("fsync", "rename", "write", "pwrite", "fdatasync"):
             with Failing(name, k, errno.ENOSPC) as fault:
                 try:
                     with a_life(opts):

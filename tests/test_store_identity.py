@@ -11,6 +11,7 @@ from ranks import fork_ranks
 from stores import (
     a_life,
     at_step,
+    child,
     end,
     is_at,
     new_store,
@@ -25,7 +26,7 @@ from stores import (
 from torch import nn
 
 import train_ddp
-from common import checkpoint, identity
+from common import checkpoint, identity, owner
 from common.files import sealed
 from common.flags import PATH, decides, whole
 from common.options import Options
@@ -182,11 +183,77 @@ def test_starting_afresh_keeps_what_was_there_and_a_restart_of_the_same_job_goes
         save(life, 5)
     with a_life(afresh, said=said) as life:                         # the agent restarts its workers with the same words
         assert is_at(life.state, 5) and "restart of the same job" in said[1]
-    from common import owner
     monkeypatch.setattr(owner, "agent_id", lambda: 12345)           # the same run id, started anew by its user
     with a_life(afresh) as life:
         assert life.source is None and steps_of(opts) == []
     assert (opts.run_dir / "before-2" / "checkpoints" / "step-00000005").exists()
+
+
+def test_a_job_that_slurm_queues_again_is_still_the_same_job(tmp_path, monkeypatch):
+    opts, _ = two_checkpoints(tmp_path)
+    afresh = options(tmp_path, resume="none")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    with a_life(afresh) as life:
+        assert life.source is None
+        save(life, 5)
+    monkeypatch.setattr(owner, "agent_id", lambda: 12345)           # other agents, on other nodes
+    with monkeypatch.context() as patch:
+        patch.setenv("SLURM_RESTART_COUNT", "1")
+        with a_life(afresh) as life:
+            assert is_at(life.state, 5)
+    monkeypatch.setattr(owner, "agent_id", lambda: 1234567)         # typed a second time within one allocation
+    with a_life(afresh) as life:
+        assert life.source is None
+
+
+def killed_at_rename(k, opts):
+    """A life of this run in a child that dies at its k-th rename; whether it came to that."""
+    real, count = os.rename, []
+
+    def rename(old, new):
+        count.append(new)
+        if len(count) == k:
+            os._exit(9)
+        real(old, new)
+
+    def live():
+        os.rename = rename
+        with a_life(opts):
+            os._exit(0)
+
+    with child(live) as pid:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
+
+
+def test_starting_afresh_killed_half_way_is_ended_by_the_next_start(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    for k in range(1, 20):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, "agent_id", lambda: 6)
+            opts, _ = two_checkpoints(tmp_path / str(k), steps=(1, 2, 3), keep=9)
+        afresh = options(tmp_path / str(k), resume="none", keep=9)
+        if not killed_at_rename(k, afresh):
+            break
+        with a_life(afresh) as life:                                # the same agent starts it again
+            assert life.source is None and steps_of(opts) == [], k
+        kept = [path.parts[-3:] for path in opts.run_dir.glob("before-*/checkpoints/*")]
+        assert sorted(kept) == [("before-1", "checkpoints", f"step-0000000{n}") for n in (1, 2, 3)], k
+    assert k > 6
+
+
+def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, "agent_id", lambda: 6)                 # another agent than that of the lives to come
+        opts, root = two_checkpoints(tmp_path)
+    text = refused(options(tmp_path, resume=str(root / "step-00000001")), "goes on with its newest checkpoint, step 2")
+    assert "--run-dir" in text
+    with a_life(options(tmp_path / "other", resume=str(root / "step-00000001"))) as life:
+        assert is_at(life.state, 1)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    with a_life(options(tmp_path, resume=str(root / "step-00000002"))) as life:
+        save(life, 3)
+    with a_life(options(tmp_path, resume=str(root / "step-00000002"))) as life:
+        assert is_at(life.state, 3)                                 # an agent restarts with the same words
 
 
 def test_an_unsaved_buffer_of_an_editor_is_no_code(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ import ranks
 import common
 
 DEADLINE = 100
-STORE = ("files", "manifest", "processes", "fence", "identity", "owner", "image", "pieces", "weights", "agreement", "restore", "writer", "checkpoint",
+STORE = ("files", "manifest", "processes", "held", "fence", "identity", "owner", "image", "pieces", "weights", "agreement", "restore", "writer", "checkpoint",
          "spread")
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
@@ -29,6 +29,11 @@ LINKS = ("damage", "links_pipes_and_folders_in_place_of_files_are_not_followed_n
 FSYNC = ("faults", "a_failed_fsync_is_never_retried_on_the_same_file")
 MOVED = ("fence", "a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save")
 UNREAD = ("faults", "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted", "EIO")
+LATE = ("fence", "an_owner_whose_moves_show_late_is_not_robbed")
+CACHES = ("fence", "the_counter_is_seen_through_the_caches_of_both_machines")
+TWO = ("fence", "of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing")
+RESCUES = ("fence", "a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer")
+AFRESH = ("identity", "starting_afresh_killed_half_way_is_ended_by_the_next_start")
 DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays")
 
 MUTANTS = {
@@ -87,27 +92,39 @@ MUTANTS = {
                                              "a_read_that_fails_at_a_start_costs_no_checkpoint"),
     "what cannot be read is taken for damaged": ("files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),
     "what cannot be read is passed over": ("restore", "        if unread[0] > step:\n", "        if False:\n", *UNREAD),
-    "contradicting options are let in": ("identity", "    if wrong or firm:\n", "    if False:\n", "identity",
+    "contradicting options are let in": ("identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
     "parts are joined unhashed": ("pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",
                                   "a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole"),
     "what a rank takes out of a file is not compared": ("pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",
                                                         "what_a_rank_reads_is_what_rank_0_has_verified", "flipped", 8),
     # who may write
-    "no lock": ("fence", "                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                if os.path.samestat",
-                "                if os.path.samestat", "fence",
-                "a_second_job_is_refused_within_ten_seconds_with_host_and_pid_of_the_first"),
+    "no lock is ever had": ("held", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",
+                            "fence", "the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease"),
+    "a free lock is believed at once": ("fence", " and still >= GLANCE:", ":", *LATE, "local to each machine"),
+    "the lease is no longer than for our own job": ("fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),
+    "the counter stays in memory": ("held", "            os.fdatasync(self.fd)\n", "", *CACHES),
+    "a name is owned as long as it is there": ("held", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",
+                                               *MOVED),
+    "a claim keeps the file that is there": ("held", "                os.rename(aside, path)\n", "                os.rename(aside, path) if not os.path.exists(path) else None\n",
+                                             "fence", "two_that_believe_to_hold_the_lock_do_not_both_own", "lost"),
     "nothing is swept": ("fence", "        self._sweep()\n", "", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
+    "a claim does not look at the name again": ("fence", "        self.elect()                                                # another claim may have swept it\n        self._check()\n", "", *TWO),
+    "staging is made after the sweep only": ("fence", "        self.elect()\n        self._sweep()\n", "        self._sweep()\n        self._check()\n", *TWO),
     "the fence is skipped": ("writer", "            if self.renew is None:\n", "            return os.makedirs(self.staging)\n"
                              "            if self.renew is None:\n", *MOVED),
     "staging is renewed without looking at the lock": (
-        "fence", "            os.mkdir(self.staging, 0o700)\n        self._check()\n\n    def release",
-        "            os.mkdir(self.staging, 0o700)\n\n    def release", *MOVED),
-    "a rescue under way is swept": ("fence", "                    _wait_for_rescue(self.root / name)\n", "                    pass\n",
+        "fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),
+    "a rescue under way is swept": ("fence", "                    _wait_for_rescue(self.root / name / RESCUE)\n", "                    pass\n",
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
-    "a live owner is robbed": ("fence", 'and fate in ("stopped", "unknown"))', ")", "fence",
+    "a rescue that does not write is given up": ("fence", "held = Held(staging / RESCUE, about_me(), aside, moved)", "held = Held(staging / RESCUE, about_me() | {'beat': 0}, aside); held.stop.set()",
+                                                 *RESCUES),
+    "a rescue that hangs is waited for": ("fence", '"moved" in owner and', '"left" in owner and', *RESCUES),
+    "a live owner is robbed": ("fence", '"alive": math.inf', '"alive": STALE_AFTER', "fence",
                                "a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter"),
+    "the job is noted before the old run is set aside": ("fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),
+    "half of what is set aside is forgotten": ("identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),
     # what is saved
     "a failed save counts as saved": ("checkpoint", "            self.saved = None   ", "            pass   ", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),

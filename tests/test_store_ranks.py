@@ -22,7 +22,7 @@ from stores import (
 from torch import nn
 
 import train_ddp
-from common import UserError, checkpoint, files, owner
+from common import UserError, checkpoint, fence, files, held
 from common.options import Options
 
 
@@ -30,8 +30,7 @@ def of_node(folder, world):
     return options(folder / f"node{world.node}")
 
 
-def test_the_newest_of_all_nodes_wins_is_sent_to_all_and_kept_by_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "PATIENCE", 0.2)
+def test_the_newest_of_all_nodes_wins_is_sent_to_all_and_kept_by_all(tmp_path):
     two_checkpoints(tmp_path / "node0", steps=(3, 4))
     two_checkpoints(tmp_path / "node1", steps=(8, 9))               # node 2 is new
 
@@ -46,14 +45,26 @@ def test_the_newest_of_all_nodes_wins_is_sent_to_all_and_kept_by_all(tmp_path, m
             assert is_at(life.state, 9)
 
 
-def test_a_node_that_left_with_the_newest_costs_steps_and_nothing_else(tmp_path, monkeypatch):
+def test_a_node_that_left_with_the_newest_costs_steps_and_nothing_else(tmp_path):
+    """It comes back later with a step that nobody went on from: that one is put aside, and made again."""
     two_checkpoints(tmp_path / "node0", steps=(3, 4))
-    with a_life(options(tmp_path / "node0")) as life:
-        assert is_at(life.state, 4)
+    two_checkpoints(tmp_path / "node1", steps=(8, 9))
+
+    def begin(world, step):
+        opts = of_node(tmp_path, world)
+        with a_life(opts, world=world) as life:
+            at = life.state.step
+            if life.store.fence:
+                save(life, step)
+        return at
+
+    assert fork_ranks(1, begin, 10) == [4]                          # node 1 is away: from what node 0 has
+    assert fork_ranks(2, begin, 11, node_size=1) == [10, 10]        # and with it again: the newest of all
+    for node in (0, 1):
+        assert steps_of(options(tmp_path / f"node{node}"))[0] == 11
 
 
-def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused_by_all(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "PATIENCE", 0.2)
+def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused_by_all(tmp_path):
     for node, steps in ((0, (3, 9)), (1, (3, 4))):
         two_checkpoints(tmp_path / f"node{node}", steps=steps)
     os.truncate(tmp_path / "node0/run/checkpoints/step-00000009/model.safetensors", 7)
@@ -78,7 +89,6 @@ def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused
 
 def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step_is_thrown_away(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
-    monkeypatch.setattr(owner, "PATIENCE", 0.2)
     for node, steps in ((0, (3, 9)), (1, (3, 9)), (2, (3, 4))):
         two_checkpoints(tmp_path / f"node{node}", steps=steps)
     real = os.readv
@@ -122,20 +132,21 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
     assert steps_of(opts) == [5]
 
 
-def test_a_shared_folder_that_shows_late_is_still_one_folder(tmp_path, monkeypatch):
-    opts, real = options(tmp_path), os.path.isdir
+def test_a_shared_folder_that_shows_late_is_still_one_folder(tmp_path):
+    """A network file system of which other nodes see neither new names nor new bytes for half a minute."""
+    opts = options(tmp_path)
 
-    def begin(world, patience):
-        born = time.monotonic()
-        owner.PATIENCE = patience
-        if world.rank:                                              # a network file system that shows new names a second late
-            os.path.isdir = lambda path: real(path) and (".life-" not in str(path) or time.monotonic() > born + 1)
-        store = new_store(opts, world)
+    def begin(world):
+        if world.rank:
+            for name in ("isdir", "lexists", "exists"):
+                real = getattr(os.path, name)
+                setattr(os.path, name, lambda path, real=real: ".life-" not in str(path) and real(path))
+            held.read = fence.read = lambda fd: {}
+        store, began = new_store(opts, world), time.monotonic()
         store.restore(tiny_state(opts))
-        return bool(store.fence)
+        return bool(store.fence), bool(store.fence) and store.fence.held.is_ours(), time.monotonic() - began < 5
 
-    assert fork_ranks(2, begin, 10.0, node_size=1) == [True, False]
-    assert fork_ranks(2, begin, 0.1, node_size=1) == [True, False]  # later than we wait: the lock tells
+    assert fork_ranks(4, begin, node_size=1) == [(True, True, True)] + [(False, False, True)] * 3
 
 
 def test_ranks_of_other_code_data_or_options_are_named_with_their_values(tmp_path):
@@ -166,8 +177,7 @@ def test_ranks_with_different_nets_are_refused(tmp_path):
     fork_ranks(2, begin)
 
 
-def test_what_one_node_refuses_all_ranks_refuse_with_the_same_words(tmp_path, monkeypatch):
-    monkeypatch.setattr(owner, "PATIENCE", 0.2)
+def test_what_one_node_refuses_all_ranks_refuse_with_the_same_words(tmp_path):
     two_checkpoints(tmp_path / "node1", seed=3)
 
     def begin(world):
