@@ -1,6 +1,9 @@
 """The key-value store over which the ranks of one life find each other; nothing of an earlier life can be read from it."""
+import contextlib
+import fcntl
 import os
 import socket
+import struct
 import sys
 import time
 import uuid
@@ -9,9 +12,11 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common import UserError
+from common.log import say
 from common.processes import machine
 
 ANSWER = timedelta(seconds=5)     # of a store that is alive
+GET_ADDRESS = 0x8915              # SIOCGIFADDR
 JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
 
 
@@ -56,14 +61,33 @@ def place(store, rank, size):
     return list(dict.fromkeys(places)).index(places[rank]), here.index(rank), len(here)
 
 
-def keep_to_loopback_on_one_machine(env, size, local_size):
-    """Whoever meets at a loopback address is on one machine: then gradients need not be offered on its other interfaces."""
-    host = env["MASTER_ADDR"]
-    here = size == local_size and host in (socket.gethostname(), socket.getfqdn())
+def choose_interface(env, size, local_size):
+    """Who meets at a loopback address is on one machine, and offers gradients on no other interface.
+
+    Between machines gloo offers what the machine's own name stands for: where that is a loopback (Debian writes 127.0.1.1
+    into /etc/hosts), the interface on the way to rank 0 it is.
+    """
+    host, name = env["MASTER_ADDR"], socket.gethostname()
+    here = size == local_size and host in (name, socket.getfqdn())
     if here or host in ("localhost", "::1") or host.startswith("127."):
-        name = "lo" if sys.platform == "linux" else "lo0"
-        env.setdefault("GLOO_SOCKET_IFNAME", name)
-        env.setdefault("NCCL_SOCKET_IFNAME", name)
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        env.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        env.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    elif size > local_size and "GLOO_SOCKET_IFNAME" not in env:
+        with contextlib.suppress(OSError):
+            if socket.gethostbyname(name).startswith("127.") and (found := interface_towards(host)):
+                env["GLOO_SOCKET_IFNAME"] = found
+
+
+def interface_towards(host):
+    """The name of the interface whose address packets to `host` would come from; None if it has none in IPv4."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))                                    # sends nothing
+        own = socket.inet_aton(probe.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):                      # it has no address
+                if fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", name.encode()))[20:24] == own:
+                    return name
 
 
 def wait(store, key):
@@ -106,6 +130,7 @@ def _find_store(host, port):
 def _open_store(host, port):
     """Bound to MASTER_ADDR alone: TCPStore by itself listens on every interface, without a password."""
     families = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda info: info[0] != socket.AF_INET)
+    _reachable(host, families[0][4][0])
     try:
         listener = socket.create_server(families[0][4][:2], family=families[0][0], backlog=1024)
     except OSError as error:
@@ -116,3 +141,15 @@ def _open_store(host, port):
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=JOINING,
                          master_listen_fd=listener.detach())
+
+
+def _reachable(host, address):
+    """Raises UserError if ranks of other machines are to come to a name that is a loopback here; by hand they may all be here."""
+    if not address.startswith("127.") or host in (address, "localhost"):
+        return
+    here = os.environ.get("LOCAL_WORLD_SIZE")
+    if here is None:
+        say(f"{host} is {address} on this machine: ranks on other machines cannot come there", sys.stderr)
+    elif here != os.environ.get("WORLD_SIZE"):
+        raise UserError(f"MASTER_ADDR={host} is {address} on this machine, where no other one reaches rank 0\n"
+                        "give each torchrun --local_addr=ADDRESS, its machine's address in the network (ip -brief address)")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common import UserError
-from common.meeting import ANSWER, JOINING, fresh_store, keep_to_loopback_on_one_machine, place, wait
+from common.meeting import ANSWER, JOINING, choose_interface, fresh_store, place, wait
 from common.pinned import pin
 from common.processes import allow_open_files, die_with_the_agent, keep_memory, machine
 
@@ -176,7 +176,7 @@ def join(opts):
     timeout = timedelta(seconds=4 * opts.hang_timeout or 600)      # a backstop: the pulse notices what hangs, and earlier
     life = uuid.uuid4().hex[:12]
     if size > 1:
-        keep_to_loopback_on_one_machine(env, size, local_size)
+        choose_interface(env, size, local_size)
         store = store or fresh_store(rank, size)
         _refuse_a_shared_gpu(store, devices[0], local_size)
         _init_process_group(store, rank, size, devices[0], timeout)

@@ -294,3 +294,27 @@ def test_a_master_address_of_another_machine_is_refused():
         return True
 
     assert fork_ranks(1, refused) == [True]
+
+
+def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_gloo(monkeypatch, capsys):
+    """Debian's installer writes `127.0.1.1 node01` into /etc/hosts: others would knock at node01 for ten minutes."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(UserError, match="MASTER_ADDR=node01 is 127.0.1.1 .*\n.*--local_addr=ADDRESS"):
+        meeting._reachable("node01", "127.0.1.1")
+    for place in (("127.0.1.1", "127.0.1.1"), ("localhost", "127.0.0.1"), ("node01", "10.0.0.7")):
+        meeting._reachable(*place)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")                      # all of them are here
+    meeting._reachable("node01", "127.0.1.1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert capsys.readouterr().err == ""
+    meeting._reachable("node01", "127.0.1.1")
+    assert "cannot come there" in capsys.readouterr().err
+
+    assert meeting.interface_towards("127.0.0.1") == ("lo" if sys.platform == "linux" else "lo0")
+    monkeypatch.setattr(meeting, "interface_towards", lambda host: f"towards {host}")
+    for own, found in (("127.0.1.1", {"GLOO_SOCKET_IFNAME": "towards 10.0.0.7"}), ("10.0.0.5", {})):
+        monkeypatch.setattr(socket, "gethostbyname", lambda name, own=own: own)
+        env = {"MASTER_ADDR": "10.0.0.7"}
+        meeting.choose_interface(env, 2, 1)
+        assert env == {"MASTER_ADDR": "10.0.0.7"} | found
