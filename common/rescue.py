@@ -137,10 +137,10 @@ class Rescue:
 
     def _watch(self):
         """Signals arrive here even if the main thread is stuck in C; it has a while to finish its step by itself."""
-        deadline = None
+        deadline, poll = None, select.poll()                        # select() takes no file of number 1024 or more
+        poll.register(self.pipe[0], select.POLLIN)
         while not self.over:
-            ready = select.select([self.pipe[0]], [], [], 1.0 if deadline is None else 0.1)[0]
-            data = os.read(self.pipe[0], 64) if ready else b""
+            data = os.read(self.pipe[0], 64) if poll.poll(1000 if deadline is None else 100) else b""
             if signal.SIGTSTP in data:
                 self.pulse.doze()
             numbers = [n for n in data if n in STOP]

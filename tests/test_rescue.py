@@ -22,6 +22,7 @@ from common.ledger import Ledger
 from common.manifest import checkpoints
 from common.opening import speaking_errors
 from common.options import parse_options
+from common.processes import allow_open_files
 from common.rescue import Rescue
 from common.state import TrainState, build_optimizer
 
@@ -93,6 +94,22 @@ def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_momen
 
 
 # ---- all or nothing ------------------------------------------------------------------------------------------------------
+def test_a_rank_of_a_large_world_with_a_thousand_open_files_hears_signals(run):
+    def live(world):
+        allow_open_files(1100, "350 processes")
+        held = [os.dup(0) for _ in range(1100)]
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger) as rescue:
+            assert rescue.pipe[0] > max(held) > 1024
+            step(state)
+            os.kill(os.getpid(), signal.SIGTERM)
+            while not rescue.asked:
+                assert rescue.watcher.is_alive()
+            rescue.leave()
+
+    assert fork_ranks(1, live, may_die=[0], deadline=30) == [143]
+
+
 def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
     """The watcher's patience ends within the step, so only the lock holds it back."""
     def live(world):
