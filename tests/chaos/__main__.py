@@ -76,6 +76,8 @@ def assert_that_it_struck(campaign):
     assert landed >= 0.6 * len(campaign.log), f"only {landed} of {len(campaign.log)} events landed"
     saves = [name for name in campaign.tally if name.removeprefix("at ") in points_names()["save"]]
     assert saves, "nothing was struck inside a save"
+    dead = sum(campaign.tally[f"loader {name}"] for name in ("KILL", "SEGV"))
+    assert campaign.missed or dead < 8, f"{dead} loading processes died, and no rank has missed one"
 
 
 if __name__ == "__main__":

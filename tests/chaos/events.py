@@ -4,7 +4,7 @@ import collections
 Event = collections.namedtuple("Event", "target signal point steps", defaults=("", 0))
 
 # target: weight. A point is struck by the process that comes by it; everything else comes from outside at a random instant.
-TARGETS = {"point": 44, "pair": 8, "worker": 22, "loader": 8, "workers": 4, "agent": 6, "node": 5, "store": 2, "job": 4,
+TARGETS = {"point": 44, "pair": 8, "worker": 22, "loader": 16, "workers": 4, "agent": 6, "node": 5, "store": 2, "job": 4,
            "resize": 5, "grow": 5, "flap": 2, "freeze": 0.5, "stall": 0.5, "lock": 0.5}
 RARE = ("freeze", "stall", "lock")                                  # they cost half a minute each
 SIGNALS = {"point": {"KILL": 78, "SEGV": 12, "TERM": 7, "INT": 3},
