@@ -86,6 +86,18 @@ def sync_folder(path):
         os.close(fd)
 
 
+def sync_lines(run_dir, life):
+    """What this machine's processes have told of the run so far is on the disk; nobody dies of a log that cannot be synced."""
+    names = ("metrics.jsonl", "ledger.jsonl", "audit", "")          # and the folders, for the names in them
+    for path in (*(run_dir / name for name in names), *run_dir.glob(f"audit/life-{life}-*")):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+
+
 def replace_file(path, data):
     """New content or old content under `path`, never a mixture; for small files that are rewritten."""
     aside = Path(f"{path}.{os.getpid()}.new")

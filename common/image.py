@@ -51,6 +51,7 @@ class Image:
         """
         if self.buffer is None:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_DONTFORK)                      # else the first save after a fork copies page by page
             self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
             self.bytes[:len(self.header)] = self.header
             if len(self.gpus) == 1:

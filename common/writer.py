@@ -4,6 +4,7 @@ A crash (C) between any two of these points leaves the checkpoint before, or bot
     C  step-N.k/ is made in this life's staging folder        swept by the next life
     C  state, model, optimizer written and synced             swept
     C  manifest.json written and synced, last                 swept: complete, but without a name that counts
+    C  the lines of metrics, ledger and audit synced          a checkpoint has no step that they do not tell of
     C  the folder synced, renamed to checkpoints/step-N       on a power loss N is there whole or not at all
     C  checkpoints/ synced                                    committed; what had the name before is deleted
     C  N read back from the disk and verified                 only now may older ones go
@@ -47,6 +48,7 @@ class Writer:
             aside = self.staging / f"{name}.{os.getpid()}.{next(self.numbers)}"
             try:
                 self._write_aside(aside, images, facts, parent)
+                files.sync_lines(self.root.parent, self.marks["life"])
                 self._name(aside, self.root / name, unsure)
                 unsure = True
                 files.sync_folder(self.root)

@@ -2,11 +2,12 @@
 import json
 import math
 import os
+import re
 import shutil
 
 import pytest
 import torch
-from stores import a_life, at_step, expected, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
+from stores import a_life, at_step, expected, images_for, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
 from torch import nn
 
 from common import UserError
@@ -298,3 +299,12 @@ def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):
     assert main([str(opts.run_dir), "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")
     os.truncate(root / "step-00000001" / "optimizer.safetensors", 8)
     assert main([str(opts.run_dir)]) == 3 and main([str(tmp_path)]) == main([]) == main(["a", "--no"]) == 2
+
+
+def test_a_forked_process_does_not_get_the_image_so_that_the_next_save_has_no_page_to_copy(tmp_path):
+    images = images_for(options(tmp_path))
+    address = images["model"].buffer.data_ptr()
+    with open("/proc/self/smaps") as file:
+        areas = re.split("(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", file.read())[1:]
+    mine = [area for area in areas if int(area.split("-")[0], 16) <= address < int(area.split("-")[1].split()[0], 16)]
+    assert len(mine) == 1 and " dc" in re.search("VmFlags:.*", mine[0])[0]      # "don't copy": not for loading processes

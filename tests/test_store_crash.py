@@ -10,11 +10,13 @@ import random
 import shutil
 
 import pytest
-from stores import a_life, at_step, images_are_at, images_for, options
+from stores import a_life, at_step, images_are_at, images_for, options, save
 
 from common import files
 from common.files import Damaged
+from common.ledger import Audit, Ledger
 from common.manifest import checkpoints, verify
+from common.metrics import Metrics
 from common.restore import into, newest
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
@@ -223,6 +225,38 @@ def judge(root, tree, ordered, allowed, whole, images):
             except Damaged as reason:
                 pytest.fail(f"{folder.name} has its name and is damaged: {reason}")
         assert good >= whole
+
+
+def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
+    """After a power cut the lines of metrics, ledger and audit reach as far as the newest checkpoint."""
+    opts, durable, named = options(tmp_path), {}, []
+    real = {name: getattr(os, name) for name in ("fdatasync", "fsync", "rename")}
+
+    def synced(fd):
+        durable[os.readlink(f"/proc/self/fd/{fd}")] = os.fstat(fd).st_size
+
+    def rename(source, target):
+        if os.path.basename(target).startswith("step-"):
+            named.append([durable.get(str(path)) == path.stat().st_size > 0 and str(path.parent) in durable
+                          for path in opts.run_dir.rglob("*.jsonl")])
+        real["rename"](source, target)
+
+    with a_life(opts) as life:
+        for name, function in {"fdatasync": synced, "fsync": synced, "rename": rename}.items():
+            monkeypatch.setattr(os, name, function)
+        world = life.store.world
+        ledger, metrics = Ledger(opts.run_dir), Metrics(opts.run_dir, 0, None)
+        audits = [Audit(opts.run_dir, world.life, rank) for rank in range(2)]
+        for step in (1, 2):
+            for audit in audits:
+                audit.begin(step, 0, 0, [step])
+            ledger.event("first_step", step=step)
+            metrics.write({"step": step, "loss": 0.5})
+            save(life, step)
+        assert life.store.rescue(at_step(life.state, 3))
+        monkeypatch.undo()
+        metrics.close()
+    assert named == [[True] * 4] * 3
 
 
 def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start(tmp_path):

@@ -44,7 +44,8 @@ MUTANTS = {
     "the checkpoint's folder is not synced": ("writer", "        files.sync_folder(aside)\n", "", *CRASH),
     "the rename is not synced": ("writer", "                files.sync_folder(self.root)\n", "", *CRASH),
     "written in place, without a rename": (
-        "writer", "                self._write_aside(aside, images, facts, parent)\n                self._name(aside, self.root / name, unsure)\n",
+        "writer", "                self._write_aside(aside, images, facts, parent)\n"
+        '                files.sync_lines(self.root.parent, self.marks["life"])\n                self._name(aside, self.root / name, unsure)\n',
         "                self._write_aside(self.root / name, images, facts, parent)\n", *CRASH),
     "renamed before the manifest is there": (
         "writer", "        files.write_file(aside / MANIFEST,",
