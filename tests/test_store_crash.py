@@ -269,5 +269,6 @@ def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start(tmp_path):
     (root / ".life-89ab").symlink_to(tmp_path)
     (root / ".stray").write_text("x")
     with a_life(opts):
-        assert sorted(path.name[:6] for path in root.iterdir()) == [".life-", "step-0"]
-    assert [path.name for path in root.iterdir()] == ["step-00000001"] and tmp_path.is_dir() and opts.run_dir.is_dir()
+        assert sorted(path.name[:6] for path in root.iterdir()) == [".life-", ".stray", "step-0"]
+    assert sorted(path.name for path in root.iterdir()) == [".stray", "step-00000001"]
+    assert tmp_path.is_dir() and opts.run_dir.is_dir()
