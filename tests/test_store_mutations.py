@@ -112,7 +112,6 @@ MUTANTS = {
     "nothing is swept": ("fence", "        self._sweep()\n", "", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
     "a claim does not look at the name again": ("fence", "        self.elect()                                                # another claim may have swept it\n        self._check()\n", "", *TWO),
-    "staging is made after the sweep only": ("fence", "        self.elect()\n        self._sweep()\n", "        self._sweep()\n        self._check()\n", *TWO),
     "the fence is skipped": ("writer", "            if self.renew is None:\n", "            return os.makedirs(self.staging)\n"
                              "            if self.renew is None:\n", *MOVED),
     "staging is renewed without looking at the lock": (
