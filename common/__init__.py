@@ -4,7 +4,7 @@ sampler      which sample, when: stateless order and its split over ranks
 gpt          a small GPT over bytes
 models       registry of nets; a net may be cut between the children of its nn.Sequential
 cuts         where a net may be cut into stages, measured and balanced
-restarts     what lies between two lives, and how long each part of it took
+restarts     the lives of a run; what lies between two, and how long each part of it took
 ledger       append-only JSON lines: lives, saves, rescues, times; the audit and the goodput report
 files        durable files: written aside, synced, renamed, read back
 metrics      metrics.jsonl, each step once after any number of restarts

@@ -2,6 +2,7 @@
 
     python -m common.ledger RUN             lives, restarts, saves, rescues, goodput
     python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0   (samples, samples, steps, steps)
+    python -m common.ledger RUN RUN2 --audit    of nodes with folders of their own
 
 Nobody waits for the ledger and nobody dies of it: a full disk costs a warning and lines, never a training step.
 No torch here: the report must come at once, also on a login node.
@@ -17,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from common import UserError
-from common.restarts import BETWEEN, counted, gap, in_words, planned, spell
+from common.restarts import BETWEEN, counted, gap, in_words, lives_of, planned, read, spell
 
 
 class Lines:
@@ -31,8 +32,8 @@ class Lines:
         try:
             if self.fd is None:
                 self._open()
-            # One write: with O_APPEND the kernel puts it at the end as a whole, whoever else is writing, and a process
-            # killed before or after it leaves whole lines.
+            # One write: with O_APPEND the kernel puts it at the end as a whole, whoever else is writing on this machine, and
+            # a process killed before or after it leaves whole lines. Two clients of NFS may overwrite each other's.
             if os.write(self.fd, line) < len(line):
                 raise OSError("the disk took only part of a line")
         except OSError as error:
@@ -92,35 +93,6 @@ class Audit:
             self.lines.append({"event": "done", "step": step})
 
 
-def _read(path):
-    """Yield the objects of a file of JSON lines; a torn line is no line."""
-    with open(path, "rb") as file:
-        for line in file:
-            with suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict) and "event" in record:
-                    yield record
-
-
-def lives_of(run_dir):
-    """Return the lives in order, each a list of its events; the first of them is the one named "life"."""
-    path = Path(run_dir) / "ledger.jsonl"
-    if not path.is_file():
-        raise UserError(f"{path} does not exist\nname the folder of a run that has begun training")
-    lives = []
-    for event in _read(path):
-        match event:
-            case {"event": "life", "life": str(), "world": int(), "step": int(), "t": int() | float()}:
-                lives.append([])
-            case {"event": "life"}:
-                raise UserError(f"{path}: the event of a life lacks life, world, step or t\n{event}")
-        if lives:
-            lives[-1].append(event)
-    if not lives:
-        raise UserError(f"{path} tells of no life\nthe run was stopped before it began training")
-    return lives
-
-
 def _saved(events):
     """Return the last step that a checkpoint of this life is known to hold."""
     steps = [event.get("step") for event in events if event["event"] in ("life", "save", "rescue")]
@@ -168,25 +140,29 @@ def report(run_dir):
     yield f"goodput {'unknown' if goodput is None else f'{goodput:.1%}'} (time in steps / wall)"
 
 
-def audit(run_dir, explain=lambda line: None):
+def audit(*run_dirs, explain=lambda line: None):
     """Return missed and repeated samples, lost and redone steps, along the chain of lives that leads to the last step.
 
     Lost: done by somebody, and the next life resumed before it. Redone: each time a step was made beyond its first.
-    What cannot be proven counts as missed: a file that is gone, a life without --audit, steps made in another folder.
+    Missed: the notes are there, the sample is not. A step that a rank has no notes around (a file that is gone, a life without
+    --audit, another node's folder) and that lacks samples is in "unproven", a list that is there if it is not empty.
     The expectation comes from (n, seed, global batch size) and the step's number alone, never from the log itself.
     """
     from common.sampler import permute  # here, because it imports torch
 
-    folder = Path(run_dir) / "audit"
-    lives = lives_of(run_dir)
-    if not any(folder.glob("life-*.jsonl")):
-        raise UserError(f"{folder} holds no audit\ntrain with --audit to have one written")
+    folders = [Path(run_dir) / "audit" for run_dir in run_dirs]
+    lives = lives_of(*run_dirs)
+    if not any(path for folder in folders for path in folder.glob("life-*.jsonl")):
+        raise UserError(f"{folders[0]} holds no audit\ntrain with --audit to have one written")
     chain, executions, reached, lost = {}, Counter(), 0, 0  # chain: step -> ids it was trained on, in this lineage
+    makers = []
     for events, following in zip(lives, [*lives[1:], None], strict=True):
         resumed = events[0]["step"]
         lost += max(0, reached - resumed)
         chain = {step: ids for step, ids in chain.items() if step <= resumed}
-        begun, done = _read_life(folder, events[0]["life"])
+        begun, done, spans = _read_life(folders, events[0]["life"])
+        ranks = range(0, events[0]["world"], events[0].get("stages", 1))
+        makers.append((resumed, [spans.get(rank, range(0)) for rank in ranks]))
         for step, ids in begun.items():
             chain.setdefault(step, array("q")).extend(ids)
         # A process can die after its update and before its done-line, and a survivor save that very update: what the
@@ -196,17 +172,21 @@ def audit(run_dir, explain=lambda line: None):
         executions.update(step for step in begun if resumed < step <= kept and step not in done)
         reached = max([_saved(events), *done])
     if reached == 0:
-        raise UserError(f"{folder} tells of no finished step\nthere is nothing to audit yet")
+        raise UserError(f"{folders[0]} tells of no finished step\nthere is nothing to audit yet")
 
     first = lives[0][0]
     if lacks := {"n", "global_batch_size", "seed"} - set(first):
-        raise UserError(f"{run_dir}: the first life lacks {sorted(lacks)}, without which there is no order")
+        raise UserError(f"{run_dirs[0]}: the first life lacks {sorted(lacks)}, without which there is no order")
     found = {"missed": 0, "repeated": 0, "lost": lost, "redone": executions.total() - len(executions)}
     for step, epoch, batch, n in planned([events[0] for events in lives], reached, explain):
         position = batch.start
         expected = Counter(permute(batch, n, first["seed"], epoch).tolist())
         trained = Counter(chain.get(step, ()))
         missed, repeated = (expected - trained).total(), (trained - expected).total()
+        spans = next((spans for resumed, spans in reversed(makers) if resumed < step), [range(0)])
+        if missed and not all(step in span for span in spans):
+            found.setdefault("unproven", []).append(step)
+            missed = 0
         if missed or repeated:
             explain(f"step {step} (epoch {epoch}, position {position}): missed {missed}, repeated {repeated}")
         found["missed"] += missed
@@ -214,35 +194,45 @@ def audit(run_dir, explain=lambda line: None):
     return found
 
 
-def _read_life(folder, life):
-    """Return {step: ids that any rank began to train on} and {step: how often the busiest rank has done it}."""
-    begun, done = {}, Counter()
-    for path in sorted(folder.glob(f"life-{life}-rank*.jsonl")):
-        own = Counter()
-        for record in _read(path):
+def _read_life(folders, life):
+    """Return {step: ids that any rank began to train on}, {step: how often the busiest rank has done it}, {rank: steps noted}."""
+    begun, done, spans = {}, Counter(), {}
+    for path in sorted(path for folder in folders for path in folder.glob(f"life-{life}-rank*.jsonl")):
+        own, steps = Counter(), []
+        for record in read(path):
             match record:
                 case {"event": "begin", "step": int(step), "ids": list(ids)}:
                     begun.setdefault(step, array("q")).extend(ids)  # 8 bytes a sample: an audit may hold a great many
+                    steps.append(step)
                 case {"event": "done", "step": int(step)}:
                     own[step] += 1
+                    steps.append(step)
         done |= own  # the larger of both counts
-    return begun, done
+        if steps:
+            spans[int(path.stem.rpartition("rank")[2])] = range(min(steps), max(steps) + 1)
+    return begun, done, spans
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__.splitlines()[0])
-    parser.add_argument("run", type=Path, help="the folder of a run")
+    parser.add_argument("run", type=Path, nargs="+", help="the folder of a run; with --audit also those of its other nodes")
     parser.add_argument("--audit", action="store_true", help="compare what was trained on with what should have been")
     args = parser.parse_args(argv)
     try:
         if not args.audit:
-            print("\n".join(report(args.run)))
+            if len(args.run) > 1:
+                raise UserError(f"{len(args.run)} folders without --audit\nname one")
+            print("\n".join(report(*args.run)))
             return 0
         wrong = []
-        found = audit(args.run, wrong.append)
+        found = audit(*args.run, explain=wrong.append)
+        unproven = found.pop("unproven", [])
         print(*(f"{name} {count}" for name, count in found.items()))
+        if unproven:
+            print(f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: a rank has no notes there "
+                  "(lines that were lost, or the folder of another node: name it too)")
         print("".join(f"{line}\n" for line in wrong[:5]), end="", file=sys.stderr)
-        return 1 if found["missed"] or found["repeated"] else 0
+        return 1 if found["missed"] or found["repeated"] or unproven else 0
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

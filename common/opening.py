@@ -56,7 +56,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
         clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None)
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
                      position=state.position, pids=pids, job=job(), began=clock.began, n=len(data.train), seed=opts.seed,
-                     data=data.fingerprint[:12], global_batch_size=opts.global_batch_size, **clock.laps)
+                     data=data.fingerprint[:12], global_batch_size=opts.global_batch_size, stages=world.stages, **clock.laps)
     life_is_open()
 
 

@@ -1,7 +1,46 @@
-"""What lies between two lives, from the last whole step of one to the first of the next, and who took how long over it."""
+"""The lives of a run as its ledger tells them; what lies between two, and who took how long over it."""
+import json
+from contextlib import suppress
+from pathlib import Path
 from statistics import median
 
+from common import UserError
+
 BETWEEN = ("detect_s", "tear_down_s", "rendezvous_s", "away_s", "down_s")        # what no event has a field for
+
+
+def read(path):
+    """Yield the objects of a file of JSON lines; a torn line is no line."""
+    with open(path, "rb") as file:
+        for line in file:
+            with suppress(ValueError):
+                record = json.loads(line)
+                if isinstance(record, dict) and "event" in record:
+                    yield record
+
+
+def lives_of(*run_dirs):
+    """Return the lives in order, each a list of its events; the first of them is the one named "life".
+
+    Nodes with folders of their own each tell a part: their events are merged by time.
+    """
+    paths = [path for run_dir in run_dirs if (path := Path(run_dir) / "ledger.jsonl").is_file()]
+    if not paths:
+        raise UserError(f"{Path(run_dirs[0]) / 'ledger.jsonl'} does not exist\nname the folder of a run that has begun training")
+    everything, lives = [event for path in paths for event in read(path)], []
+    if len(paths) > 1:
+        everything.sort(key=lambda event: event.get("t", 0))
+    for event in everything:
+        match event:
+            case {"event": "life", "life": str(), "world": int(), "step": int(), "t": int() | float()}:
+                lives.append([])
+            case {"event": "life"}:
+                raise UserError(f"{paths[0]}: the event of a life lacks life, world, step or t\n{event}")
+        if lives:
+            lives[-1].append(event)
+    if not lives:
+        raise UserError(f"{paths[0]} tells of no life\nthe run was stopped before it began training")
+    return lives
 
 
 def gap(before, after):

@@ -143,10 +143,10 @@ def test_steps_lost_and_never_made_again_are_lost_and_not_redone(tmp_path):
     assert audit(tmp_path) == {**CLEAN, "lost": 3}
 
 
-def test_a_life_that_skipped_steps_has_missed_them(tmp_path):
+def test_steps_that_no_notes_reach_up_to_are_unproven(tmp_path):
     live(tmp_path, "aa", world=2, resumed=0, until=4)
     live(tmp_path, "bb", world=2, resumed=6, until=7)
-    assert audit(tmp_path) == {**CLEAN, "missed": 2 * BATCH}
+    assert audit(tmp_path) == {**CLEAN, "unproven": [5, 6]}
 
 
 def test_a_life_that_forgot_the_position_has_missed_and_repeated(tmp_path):
@@ -173,22 +173,43 @@ def test_a_torn_last_line_is_no_line(run):
     assert audit(run) == {**CLEAN, "missed": BATCH}
 
 
-def test_the_missing_file_of_a_rank_counts_as_missed_samples(run):
+def test_what_the_missing_file_of_a_rank_would_tell_is_unproven_and_not_missed(run):
     (run / "audit" / "life-bb-rank2.jsonl").unlink()
-    assert audit(run)["missed"] > 0
-    assert audit(run)["repeated"] == 0
+    found = audit(run)
+    assert found == {**CLEAN, "unproven": found["unproven"]} and set(found["unproven"]) <= set(range(10, 17))
 
 
-def test_the_missing_files_of_a_life_count_as_missed_up_to_its_last_save(run):
+def test_the_missing_files_of_a_life_leave_it_unproven_up_to_its_last_save(run):
     Ledger(run).event("save", step=20)
     (run / "audit" / "life-cc-rank0.jsonl").unlink()
-    assert audit(run) == {**CLEAN, "missed": 4 * BATCH}
+    assert audit(run) == {**CLEAN, "unproven": [17, 18, 19, 20]}
+
+
+def test_a_file_that_ends_early_leaves_its_steps_unproven_and_says_so_with_exit_code_1(run, capsys):
+    doctor(run, "cc", 0, lambda r: [r] if r["step"] < 19 else [])   # a power cut
+    Ledger(run).event("save", step=20)
+    assert ledger.main([str(run), "--audit"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("missed 0 repeated 0 lost 0 redone 0\nunproven 2 steps, from 19 to 20: ") and out.count("\n") == 2
+
+
+def test_nodes_with_folders_of_their_own_are_audited_together(run, tmp_path, capsys):
+    other = tmp_path / "node1"
+    (other / "audit").mkdir(parents=True)
+    for path in (run / "audit").glob("*-rank1.jsonl"):
+        path.rename(other / "audit" / path.name)
+    Ledger(other).event("left", life="bb", rank=1)
+    assert set(audit(run)) == {*CLEAN, "unproven"} and ledger.main([str(run), "--audit"]) == 1
+    assert audit(run, other) == audit(other, run) == CLEAN
+    assert capsys.readouterr() and ledger.main([str(other), str(run), "--audit"]) == 0
+    assert capsys.readouterr().out == "missed 0 repeated 0 lost 0 redone 0\n"
+    assert ledger.main([str(run), str(other)]) == 2
 
 
 def test_a_history_that_lacks_its_first_life_is_not_clean(run):
     path = run / "ledger.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
-    assert audit(run)["missed"] > 0
+    assert audit(run)["unproven"] == list(range(1, 10))
 
 
 def command(*arguments, cwd=HOUSE):

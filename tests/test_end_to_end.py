@@ -102,7 +102,7 @@ def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unb
     assert_same(run, unbroken, lost=lost, redone=lost)
 
 
-def test_a_whole_job_killed_at_once_loses_at_most_the_save_interval(jobs, run, unbroken):
+def test_a_whole_job_killed_at_once_loses_at_most_two_save_intervals(jobs, run, unbroken):
     job = ddp(jobs, 2, run, "--save-every=4")
     life = wait_for(run, 7, 0, job)
     until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
@@ -111,7 +111,7 @@ def test_a_whole_job_killed_at_once_loses_at_most_the_save_interval(jobs, run, u
     job.wait()
     assert ddp(jobs, 2, run, "--save-every=4").wait() == 0
     lost = audit(run)["lost"]
-    assert lost <= 4 + 4
+    assert lost <= 4 + 4                                            # the interval, and the save that was under way
     assert_same(run, unbroken, lost=lost, redone=lost)
 
 
