@@ -206,18 +206,20 @@ def test_a_job_that_slurm_queues_again_is_still_the_same_job(tmp_path, monkeypat
         assert life.source is None
 
 
-def killed_at_rename(k, opts):
-    """A life of this run in a child that dies at its k-th rename; whether it came to that."""
-    real, count = os.rename, []
+def killed_at_call(k, opts):
+    """A life of this run in a child that dies at its k-th rename or mkdir; whether it came to that."""
+    count = []
 
-    def rename(old, new):
-        count.append(new)
-        if len(count) == k:
-            os._exit(9)
-        real(old, new)
+    def counting(real):
+        def call(*args, **kwargs):
+            count.append(args)
+            if len(count) == k:
+                os._exit(9)
+            return real(*args, **kwargs)
+        return call
 
     def live():
-        os.rename = rename
+        os.rename, os.mkdir = counting(os.rename), counting(os.mkdir)
         with a_life(opts):
             os._exit(0)
 
@@ -227,18 +229,18 @@ def killed_at_rename(k, opts):
 
 def test_starting_afresh_killed_half_way_is_ended_by_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    for k in range(1, 20):
+    for k in range(1, 30):
         with monkeypatch.context() as patch:
             patch.setattr(owner, "agent_id", lambda: 6)
             opts, _ = two_checkpoints(tmp_path / str(k), steps=(1, 2, 3), keep=9)
         afresh = options(tmp_path / str(k), resume="none", keep=9)
-        if not killed_at_rename(k, afresh):
+        if not killed_at_call(k, afresh):
             break
         with a_life(afresh) as life:                                # the same agent starts it again
             assert life.source is None and steps_of(opts) == [], k
         kept = [path.parts[-3:] for path in opts.run_dir.glob("before-*/checkpoints/*")]
         assert sorted(kept) == [("before-1", "checkpoints", f"step-0000000{n}") for n in (1, 2, 3)], k
-    assert k > 6
+    assert 10 < k < 29
 
 
 def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(tmp_path, monkeypatch):
