@@ -229,6 +229,7 @@ def killed_at_call(k, opts):
 
 def test_starting_afresh_killed_half_way_is_ended_by_the_next_start(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    monkeypatch.setattr(owner, "agent_id", lambda: 7)
     for k in range(1, 30):
         with monkeypatch.context() as patch:
             patch.setattr(owner, "agent_id", lambda: 6)
