@@ -11,18 +11,17 @@ from pathlib import Path
 
 from common import UserError
 from common.agreement import odd_ranks, same_everywhere
-from common.fence import rescuing
 from common.files import Damaged, room
 from common.identity import marks, versions
 from common.image import Image
 from common.manifest import checkpoints, describe, folder_name, is_there
 from common.owner import claim
 from common.restore import choices_at, load_newest, take
-from common.state import not_finite
 from common.weights import fingerprint_of, load_weights
-from common.writer import Background, Writer
+from common.writer import Background, Hurried, Writer
 
 FAILURES = 3                                     # saves that may fail in a row before the run stops with exit code 4
+STILL = 600.0                                    # seconds in which a disk that works, however slowly, has moved something
 
 
 class CheckpointStore:
@@ -144,20 +143,21 @@ class CheckpointStore:
 
     def rescue(self, state):
         """The newest whole step on disk before this returns, by whichever process of this node comes first; no collective."""
-        self.wait()
-        self.writer.stage(state.step)
-        with rescuing(self.writer.staging), state.lock, self.background.busy:
-            if state.torn or is_there(self.root, state.facts()):
-                return False
-            self._write(self._snapshot(state))
-            return True
+        with self.writer.rescuing(state.step):                      # before it waits: a successor would sweep the staging away
+            self.wait(hurry=True)
+            with state.lock, self.background.busy:
+                if state.torn or is_there(self.root, state.facts()):
+                    return False
+                self._write(self._snapshot(state))
+                return True
 
-    def wait(self):
-        """Until the save under way is on the disk or has failed; while it moves, so does this rank."""
-        moved = None
-        while not self.background.wait(1.0):
-            if self.state and moved != self.writer.moved:
-                moved = self.writer.moved
+    def wait(self, hurry=False):
+        """Until the save under way is on the disk or has failed. A slow disk is no hang: this rank moves meanwhile."""
+        self.writer.hurry, moved, since = hurry, None, time.monotonic()
+        while not self.background.wait(0.2):
+            if moved != self.writer.moved:
+                moved, since = self.writer.moved, time.monotonic()
+            if self.state and time.monotonic() - since < STILL:
                 self.state.alive += 1
 
     def check(self):
@@ -203,8 +203,7 @@ class CheckpointStore:
         for image in self.images.values():
             image.wait()
         if name := self.images["model"].not_finite(self.state.names.values()):
-            self.state.torn = True
-            raise not_finite(self.opts, f"step {facts['step']}: {name} is no longer finite")
+            self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
         self._commit(facts)
 
     def _commit(self, facts):
@@ -215,6 +214,8 @@ class CheckpointStore:
         """What was written can be read: older ones may go."""
         try:
             self.writer.read_back(facts["step"])
+        except Hurried:
+            return                                                  # older ones stay
         except (Damaged, OSError):
             self.committed = before
             raise

@@ -53,9 +53,10 @@ class Outlet:
 
 
 def say(text, stream=None):
-    """print, for streams that may be gone."""
+    """print, for streams that may be gone; on a terminal in the place of the bar, whichever rank has drawn it."""
     outlet = Outlet(stream or sys.stdout)
-    outlet.write(text + "\n")
+    bar = outlet.isatty() and os.environ.get("TERM") != "dumb"
+    outlet.write(("\r\x1b[K" if bar else "") + text + "\n")
     outlet.flush()
 
 

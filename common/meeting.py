@@ -90,12 +90,12 @@ def interface_towards(host):
                     return name
 
 
-def wait(store, key):
+def wait(store, key, patience=JOINING):
     """Until the key is there: ten minutes, or as long as somebody's `progress` is called."""
     seen = 0
     while True:
         try:
-            return store.wait([key], JOINING)
+            return store.wait([key], patience)
         except RuntimeError:
             if (moves := store.add("progress", 0)) == seen:
                 raise

@@ -89,7 +89,7 @@ class Options:
     log_every: int = free(10, whole(1), "steps between log lines")
     progress: str = free("auto", one_of("auto", "on", "off"), "a bar instead of lines; auto: on a terminal")
     tensorboard: bool = free(True, SWITCH, "no curves for TensorBoard in RUN/tb")
-    hang_timeout: int = free(0, whole(0), "seconds until a silent peer counts as dead; 0: automatic", scripts="ddp mp")
+    hang_timeout: int = free(0, whole(0), "seconds without progress that count as a hang; 0: automatic", scripts="ddp mp")
     check_every: int = free(500, whole(0), "steps between comparisons of the replicas; 0: never", scripts="ddp mp")
     audit: bool = free(False, SWITCH, "note the samples each rank trained on, for python -m common.ledger RUN --audit")
     profile: bool = free(False, SWITCH, "a trace of a few steps in RUN")

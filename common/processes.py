@@ -82,6 +82,24 @@ def agent_id():
     return int.from_bytes(hashlib.sha256(f"{machine()} {_agent()}".encode()).digest()[:8], "little") >> 2
 
 
+def machine_id():
+    """The same as a number that ranks can gather."""
+    return int.from_bytes(hashlib.sha256(machine().encode()).digest()[:7], "little")
+
+
+def end_of(pid):
+    """How a process of this machine has ended, in words, or None. A zombie still tells by what, until its agent clears it away."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rsplit(b")", 1)[1].split()
+        if fields[0] not in b"ZX":
+            return None
+        code = os.waitstatus_to_exitcode(int(fields[49]))
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has left with code {code}"
+    except (OSError, ValueError, IndexError):
+        return "is gone" if os.path.exists("/proc/self/stat") else None
+
+
 def _agent():
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     return f"{pid}/{_started(pid)}"

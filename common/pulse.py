@@ -1,9 +1,10 @@
 """Whether the ranks still move: a hang is noticed, named with its stack and ended; a slow rank is only named.
 
-Looked at from the rescue thread once a second, so a step pays nothing. Three things can stand still, and each is seen by
-something that cannot stand still with it: the main thread (this thread sees it), every thread of the process, by a lock held
-in C (faulthandler's own C thread dumps the stacks and ends the process), the process itself, stopped or cut off (its
-peers see it, and the agent kills it).
+Looked at from the rescue thread once a second, so a step pays nothing. A hang is when no rank moves: who waits for one that
+still evaluates, or waits for a slow disk, does not hang. Three things can stand still, and each is seen by something that
+cannot stand still with it: the main thread (this thread sees it), every thread of the process, by a lock held in C
+(faulthandler's own C thread dumps the stacks and ends the process), the process itself, stopped or cut off (its peers see
+it, and the agent kills it).
 """
 import contextlib
 import faulthandler
@@ -20,6 +21,8 @@ LEAST = 60.0            # seconds without progress that are nobody's fault
 STEPS = 20              # or so many median steps, if that is longer
 OPENING = 600.0         # the first step may compile
 TRIES = 5               # times in a row that rank 0's store may not answer
+BLIND = 10              # limits without any Python thread until C code ends the process: longer than people stop one and go on
+LATE = 1.5              # seconds between two beats, or this process did not run meanwhile
 SILENT = 2.0            # seconds between two signs of a living process are fewer, on a machine with a core to spare
 SLOW = 2.0              # a rank whose own work takes so many times the others' median is named ...
 AGAIN = 60.0            # ... so often, in seconds
@@ -32,9 +35,11 @@ class Pulse:
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note
         self.main = threading.main_thread().ident
         self.moved, self.first, self.alive = time.monotonic(), None, state.alive
+        self.beaten, self.lock = self.moved, threading.Lock()
         self.steps = []                                             # (moment, step) of the latest beats that moved
         self.told, self.named, self.thread = threading.Event(), -AGAIN, None
         self.views, self.heard = [], {}                             # what each rank told last, and since when
+        self.others = self.moved                                    # when another rank was last seen to move
         if world.size > 1:
             self.thread = threading.Thread(target=self._tell, daemon=True, name="pulse")
             self.thread.start()
@@ -49,14 +54,19 @@ class Pulse:
 
     def beat(self):
         now = time.monotonic()
-        with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):     # no stderr, nowhere to dump to
-            faulthandler.dump_traceback_later(self.limit + 1, exit=True)     # re-set each second: due only if nobody can
+        stood, self.beaten = max(0.0, now - self.beaten - LATE), now         # SIGSTOP, a debugger, a machine that slept: no hang
+        self.moved, self.others = self.moved + stood, self.others + stood
+        with self.lock:
+            if self.told.is_set():
+                return None                                         # watched no more
+            with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):     # no stderr, nowhere to dump to
+                faulthandler.dump_traceback_later(BLIND * self.limit + 1, exit=True)     # re-set each second: due if nobody can
         if self.state.alive != self.alive:
             self.first = self.first if self.first is not None else self.alive
             self.alive, self.moved = self.state.alive, now
             self.steps = [*self.steps[-20:], (now, self.state.step)]
             return None
-        if now - self.moved < self.limit:
+        if now - max(self.moved, self.others) < self.limit:
             return None
         frame = sys._current_frames().get(self.main)
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
@@ -68,11 +78,13 @@ class Pulse:
         faulthandler.cancel_dump_traceback_later()
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.1)                                             # it stands still somewhere in here
-        self.moved = time.monotonic()
+        self.moved = self.beaten = time.monotonic()
 
     def stop(self, patience=5):
-        faulthandler.cancel_dump_traceback_later()
-        self.told.set()
+        """Nothing here ends this process from now on."""
+        with self.lock:
+            self.told.set()
+            faulthandler.cancel_dump_traceback_later()
         if self.thread:
             self.thread.join(patience)                              # a thread that wakes in a dying interpreter aborts it
 
@@ -82,14 +94,15 @@ class Pulse:
 
     # ---- what the ranks tell each other, over a connection of its own: the main thread may be blocked in the other one ----
     def _tell(self):
-        """Each rank's latest (step, beats, own seconds, place) under its name; rank 0 reads them all and names the slow."""
+        """Each rank's latest (step, beats, own seconds, place, moves) under its name; rank 0 reads all, names the slow."""
         line, seen, beats, refused = None, {}, 0, 0
-        while refused < TRIES and not self.told.wait(1.0):
+        while refused < TRIES and not self.told.wait(min(1.0, self.limit / 10)):
             try:
                 line = line or self.world.own_line()
                 frame, beats = sys._current_frames().get(self.main), beats + 1
                 place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
-                line.set(f"pulse/{self.world.rank}", f"{self.state.step} {beats} {self.state.own_seconds:.3f} {place}")
+                line.set(f"pulse/{self.world.rank}",
+                         f"{self.state.step} {beats} {self.state.own_seconds:.3f} {place} {self.state.alive}")
                 if self.world.rank == 0 or self._worried():
                     self._listen(line)
                 if self.world.rank == 0:
@@ -100,10 +113,15 @@ class Pulse:
 
     def _listen(self, line):
         names = [f"pulse/{rank}" for rank in range(self.world.size)]
-        self.views = [line.get(name).decode().split() if line.check([name]) else None for name in names]
+        there = names if line.check(names) else [name for name in names if line.check([name])]
+        told = dict(zip(there, line.multi_get(there), strict=True)) if there else {}
+        self.views = [told[name].decode().split() if name in told else None for name in names]
         for rank, view in enumerate(self.views):
-            if self.heard.get(rank, (None,))[0] != view:
+            old = self.heard.get(rank, (None,))[0]
+            if old != view:
                 self.heard[rank] = (view, time.monotonic())
+            if old and view and old[4] != view[4] and rank != self.world.rank:
+                self.others = time.monotonic()
 
     def _worried(self):
         return time.monotonic() - self.moved > self.limit / 2

@@ -20,7 +20,6 @@ import torch
 from common import UserError
 from common.agreement import send
 from common.checkpoint import CheckpointStore
-from common.fence import rescuing
 from common.files import Damaged, opened, parse_json, patient
 from common.image import Image
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
@@ -40,6 +39,7 @@ class SpreadStore(CheckpointStore):
         self.first = world.replica == 0
         self.folder = self.writer.staging / _part(world.stage, world.replica if self.shared else None)
         self.own = Writer(self.folder, self.folder / "aside", self.writer.marks)
+        self.own._move = self.writer._move                           # one counter tells whether the disk moves
         self.whole, self.parts, self.joined = {}, [], None
 
     @property
@@ -162,8 +162,11 @@ class SpreadStore(CheckpointStore):
         """
         if not self.spread:
             return super().rescue(state)
-        self.wait()
-        self.writer.stage(state.step)
+        with self.writer.rescuing(state.step):
+            self.wait(hurry=True)
+            return self._rescue_parts(state)
+
+    def _rescue_parts(self, state):
         with state.lock, self.background.busy:
             done = not state.torn and self._rescue_part(state)
             if state.complete and not state.torn:
@@ -183,8 +186,7 @@ class SpreadStore(CheckpointStore):
     def _commit(self, facts):
         if not self.spread:
             return super()._commit(facts)
-        self.writer.stage(facts["step"])
-        with rescuing(self.writer.staging):
+        with self.writer.rescuing(facts["step"]):
             for folder in (self.folder, self.own.staging):
                 if not folder.is_dir():
                     os.mkdir(folder, 0o700)

@@ -49,14 +49,6 @@ def learning_rate(step, opts, steps_per_epoch):
     return opts.lr
 
 
-def not_finite(opts, fact):
-    """What a person can do: the learning rate decides the result, so with another one it is another run."""
-    kept = max((opts.run_dir / "checkpoints").glob("step-*"), default=None)
-    what, where = (f"nothing after {kept.name} is", f" --resume {kept}") if kept else ("nothing is", "")
-    return UserError(f"{fact}, {what} kept\nlower --lr in another run: --run-dir NEW{where} --lr X\n"
-                     "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
-
-
 class TrainState:
     """Net, optimizer, averages and counters between two steps; `lock` is held while they move from one step to the next."""
 
@@ -73,6 +65,7 @@ class TrainState:
         self.judged = {}                                            # the last evaluation, likewise
         self.lock, self.torn = threading.RLock(), False
         self.images = {}                                            # the store's: a save may still be copying into them
+        self.verdict = None                                         # why it may never be saved, as an error for a person
         self.norm = torch.nn.utils.get_total_norm                   # of gradients; a rank with a part of the net asks the others
         self.all_sum = None                                         # over the ranks that have other parts of the net
         self.complete = 0                                           # samples whose gradient is here, clipped: only to be used
@@ -127,7 +120,7 @@ class TrainState:
             group["lr"] = self.lr
         with self.changing():
             if self.torn:
-                raise RuntimeError("no step follows: the rescue has made this one already")
+                raise self.verdict or RuntimeError("no step follows: the rescue has made this one already")
             self.torn = True                                        # stays True if the body raises: half a step is no state
             if self.scaler:
                 self.scaler.step(self.optimizer)
@@ -150,9 +143,18 @@ class TrainState:
         self.record = {"step": self.step, "epoch": self.epoch, "loss": loss / size, "acc": hits / size,
                        "lr": learning_rate(self.planned - 1, self.opts, self.steps_per_epoch)}
         if not math.isfinite(loss):
-            self.torn = True                                        # never saved: a restart goes back to before it
-            raise not_finite(self.opts, f"step {self.step}: the loss is {loss} (every rank saw the same)")
+            self.condemn(f"step {self.step}: the loss is {loss} (every rank saw the same)")
         return self.record
+
+    def condemn(self, fact):
+        """Raise what a person can do; this state is never saved, no step follows it, and a restart goes back to before it."""
+        kept = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
+        what, where = (f"nothing after {kept.name} is", f" --resume {kept}") if kept else ("nothing is", "")
+        # The learning rate decides the result, so with another one it is another run.
+        self.verdict = UserError(f"{fact}, {what} kept\nlower --lr in another run: --run-dir NEW{where} --lr X\n"
+                                 "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
+        self.torn = True
+        raise self.verdict
 
     def judge(self, metrics):
         """Remember this evaluation, and the best one; returns what it was given."""

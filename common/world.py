@@ -22,6 +22,7 @@ from common.pinned import pin
 from common.processes import allow_open_files, die_with_the_agent, keep_memory, machine
 
 PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
+WATCHED = timedelta(days=1)       # a collective's time-out while the pulse watches
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,17 @@ class World:
                 dist.broadcast(piece, source)
         return tensor
 
-    def meet(self, name):
+    def meet(self, name, patience=JOINING):
         """All ranks have come here: a wait of minutes, where a collective would give up after the short time-out."""
         if self.size > 1:
-            _meet(self.store, f"meet/{name}", self.size)
+            _meet(self.store, f"meet/{name}", self.size, patience)
+
+    def watched(self):
+        """From here on the pulse ends hangs: no collective gives up before it, however long a step or a save takes."""
+        if self.size > 1:
+            set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+            for group in (None, self.line, self.peers):
+                set_timeout(WATCHED, group)
 
     @contextlib.contextmanager
     def together(self, name):
@@ -141,10 +149,10 @@ class World:
         return self.store.get(key).decode()
 
 
-def _meet(store, key, count):
+def _meet(store, key, count, patience=JOINING):
     if store.add(key, 1) == count:
         store.set(f"{key}/open", "1")
-    wait(store, f"{key}/open")
+    wait(store, f"{key}/open", patience)
     if (word := store.get(f"{key}/open")) != b"1":
         store.add(f"{key}/heard", 1)
         raise UserError(*json.loads(word))
@@ -173,7 +181,7 @@ def join(opts):
     pin(opts)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-    timeout = timedelta(seconds=4 * opts.hang_timeout or 600)      # a backstop: the pulse notices what hangs, and earlier
+    timeout = timedelta(seconds=4 * opts.hang_timeout or 600)      # of the start: once training begins the pulse watches
     life = uuid.uuid4().hex[:12]
     if size > 1:
         choose_interface(env, size, local_size)

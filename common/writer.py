@@ -22,7 +22,7 @@ import shutil
 import threading
 
 from common import files
-from common.fence import Fenced
+from common.fence import Fenced, rescuing
 from common.files import Damaged
 from common.manifest import MANIFEST, STATE, TENSORS, checkpoints, facts_to_json, folder_name, read_manifest, verify, write_manifest
 
@@ -31,12 +31,17 @@ THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 ASIDE = "damaged-"       # what cannot be trusted keeps its bytes under this name until newer ones stand
 
 
+class Hurried(Exception):
+    """A rescue does not wait until the save before it has been read back."""
+
+
 class Writer:
     """Writes into the staging folder of one life and renames out of it: gone means fenced. `marks` goes into each manifest."""
 
     def __init__(self, root, staging, marks):
         self.root, self.staging, self.marks = root, staging, marks
-        self.numbers, self.moved, self.renew = itertools.count(), 0, None
+        self.numbers, self.moved, self.renew, self.hurry = itertools.count(), 0, None, False
+        self.door, self.inside, self.announced = threading.Lock(), 0, None
 
     def commit(self, images, facts, parent):
         """Committed on return; OSError when the disk refuses twice, Fenced when the run is no longer ours.
@@ -68,6 +73,23 @@ class Writer:
                 raise Fenced(f"{self.staging.parent.parent} was taken over by another life: step {step} of this one is not saved")
             self.renew()
 
+    @contextlib.contextmanager
+    def rescuing(self, step):
+        """fence.rescuing, once a process: were it taken anew by a second thread, the first to close it would unlock it for both."""
+        with self.door:
+            if not self.inside:
+                self.stage(step)
+                self.announced = contextlib.ExitStack()
+                self.announced.enter_context(rescuing(self.staging))
+            self.inside += 1
+        try:
+            yield
+        finally:
+            with self.door:
+                self.inside -= 1
+                if not self.inside:
+                    self.announced.close()
+
     def _write_aside(self, aside, images, facts, parent):
         os.mkdir(aside, 0o700)
         written = {STATE: files.write_file(aside / STATE, facts_to_json(facts))}
@@ -78,6 +100,11 @@ class Writer:
 
     def _move(self):
         self.moved += 1
+
+    def _read_on(self, *piece):
+        self._move()
+        if self.hurry:
+            raise Hurried
 
     def _name(self, aside, final, unsure):
         try:
@@ -105,7 +132,7 @@ class Writer:
         """Damaged, and put aside, if the disk does not give back what it took."""
         final = self.root / folder_name(step)
         try:
-            verify(step, final, from_disk=True)
+            verify(step, final, from_disk=True, seen=self._read_on)
         except Damaged:
             self.put_aside(final)
             raise

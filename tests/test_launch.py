@@ -356,7 +356,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     wait_for(run, 6, life=1, job=job)
     job.send_signal(signal.SIGINT)                                   # Ctrl-C: the terminal sends it to the agent
     assert job.wait(60) == 143, job.output()
-    assert "the same command goes on from here" in job.output() and "Traceback" not in job.output()
+    assert "stopped on SIGINT" in job.output() and "Traceback" not in job.output()
 
     job = start(*command, **env)
     wait_for(run, 9, life=2, job=job)

@@ -1,9 +1,15 @@
 """What a survivor saves, and that it never saves anything else."""
 import atexit
+import contextlib
 import ctypes
+import errno
+import fcntl
 import json
 import os
+import pty
+import re
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -11,14 +17,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import events
+from jobs import events, until
 from ranks import fork_ranks
 from torch.distributed.elastic.multiprocessing.errors import record
 
+import common.pulse
 import common.rescue
+import common.writer
 from common import UserError
 from common.checkpoint import CheckpointStore
 from common.ledger import Ledger
+from common.log import Log
 from common.manifest import checkpoints
 from common.opening import speaking_errors
 from common.options import parse_options
@@ -84,6 +93,7 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
 def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_moment_on(run):
     """No Python thread can run any more, neither the watcher nor a signal handler; faulthandler's own thread can."""
     def live(world):
+        common.pulse.BLIND = 1
         state, store, ledger = a_run(world, run, "--hang-timeout=1")
         with Rescue(store, state, world, ledger):
             python, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
@@ -91,6 +101,210 @@ def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_momen
             python.pthread_mutex_lock(mutex)
 
     assert fork_ranks(1, live, may_die=[0], deadline=20) == [1]
+
+
+# ---- a slow disk is no hang -----------------------------------------------------------------------------------------------
+LIMIT, SLOW = 0.4, 1.4                                                          # seconds: a disk that takes three times the limit
+
+
+def stops(world, state, store, rescue):
+    os.kill(os.getpid(), signal.SIGTERM)
+    until(lambda: rescue.asked, "the signal")
+    rescue.leave()
+
+
+def hangs(world, state, store, rescue):
+    threading.Event().wait()
+
+
+def fails(world, state, store, rescue):
+    raise RuntimeError("mine")
+
+
+def saves_again(world, state, store, rescue):
+    """The second save waits for the first, and the others wait for this rank: in mid-training, or at the end of an epoch."""
+    store.save(state)
+    step(state)
+    store.save(state)
+    world.all_sum(torch.ones(1))
+    store.close()
+
+
+def ends(world, state, store, rescue):
+    store.save(state)
+    store.close()                                                               # the others wait at the end of the `with`
+
+
+@pytest.mark.parametrize("slow, size, case, codes, steps", [
+    ("write", 1, stops, [143], [1]), ("write", 1, hangs, [1], [1]), ("write", 1, fails, [1], [1]),
+    ("write", 2, saves_again, ["done"] * 2, [2, 1]), ("read back", 2, saves_again, ["done"] * 2, [2, 1]),
+    ("write", 2, ends, ["done"] * 2, [1]), ("read back", 2, ends, ["done"] * 2, [1]), ("read back", 1, stops, [143], [1])])
+def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, size, case, codes, steps):
+    def live(world):
+        common.rescue.LOOK = 0.1
+        state, store, ledger = a_run(world, run)
+        object.__setattr__(state.opts, "hang_timeout", LIMIT)
+        write, verify = common.writer.Writer._write_aside, common.writer.verify
+        if slow == "write":
+            common.writer.Writer._write_aside = lambda *args: (time.sleep(SLOW), write(*args))
+        else:
+            common.writer.verify = lambda *args, **given: (given.get("from_disk") and time.sleep(SLOW), verify(*args, **given))[1]
+        with Rescue(store, state, world, ledger) as rescue:
+            step(state)
+            if slow == "read back":
+                store.save(state)                                               # what a rescue would have to wait for
+            case(world, state, store, rescue)
+        return "done"
+
+    assert fork_ranks(size, live, may_die=[0] if size == 1 else (), deadline=30) == codes
+    assert saved(run) == steps
+
+
+def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(run):
+    """SIGSTOP, as debuggers and Slurm's suspend send it: no hang, and nothing that was due meanwhile ends the process."""
+    def live(world):
+        state, store, ledger = a_run(world, run, "--hang-timeout=1")
+        with Rescue(store, state, world, ledger) as rescue:
+            step(state)
+            if os.fork() == 0:
+                time.sleep(2.5)
+                os.kill(os.getppid(), signal.SIGCONT)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            os.wait()
+            time.sleep(0.3)                                                     # what was due would come now
+            return rescue.asked
+
+    assert fork_ranks(1, live, deadline=20) == [None]
+
+
+def test_while_the_pulse_watches_no_collective_gives_up_before_it(run):
+    """Twenty median steps may be longer than any time-out of the process group."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger):
+            if world.rank == 0:
+                time.sleep(2.5)                                                 # of a time-out of one second
+            return world.all_sum(torch.ones(1)).item()
+
+    assert fork_ranks(2, live, hang_timeout=1) == [2, 2]
+
+
+# ---- what the exit code says ----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("what, code", [("a full disk", 4), ("a NaN", 5), ("nothing", 143)])
+def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger) as rescue:
+            step(state)
+            if what == "a full disk":
+                def full(*args):
+                    raise OSError(errno.ENOSPC, "No space left on device")
+                store.writer._write_aside = full
+            elif what == "a NaN":
+                state.net[0].weight.data.fill_(float("nan"))
+            stops(world, state, store, rescue)
+
+    assert fork_ranks(1, live, may_die=[0]) == [code]
+    assert saved(run) == ([1] if code == 143 else [])
+
+
+def test_weights_that_a_save_found_not_finite_end_the_run_with_5_and_what_to_do_about_it(run):
+    """Found by the writer thread, between two log lines: the next update must not complain of something else."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with pytest.raises(UserError, match="no longer finite") as caught, Rescue(store, state, world, ledger):
+            step(state)
+            state.net[0].weight.data.fill_(float("inf"))
+            store.save(state)
+            store.background.wait()
+            step(state)
+        return caught.value.code
+
+    assert fork_ranks(1, live) == [5]
+
+
+# ---- what is said of a death ------------------------------------------------------------------------------------------------
+def test_a_death_is_one_line_above_the_bar_with_who_died_of_what_and_who_saved_which_step(run):
+    ours, theirs = pty.openpty()
+
+    def live(world):
+        for fd in (1, 2):
+            os.dup2(theirs, fd)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        state, store, ledger = a_run(world, run, "--progress=on", "--no-tensorboard")
+        log = Log(state.opts, world, 0, 9)
+        with Rescue(store, state, world, ledger, closing=[log.close]):
+            step(state)
+            log.step(state, {"loss": 1.0})
+            world.all_sum(torch.ones(1))
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.all_sum(torch.ones(1))
+
+    assert fork_ranks(3, live, may_die=range(3)) == [1, -9, 1]
+    os.close(theirs)
+    text = b""
+    with contextlib.suppress(OSError):                                          # EIO: nobody writes any more
+        while piece := os.read(ours, 1 << 16):
+            text += piece
+    os.close(ours)
+    shown = [line.rpartition("\x1b[K")[2].rstrip("\r") for line in text.decode().split("\n")]
+    said = [line for line in shown if "rank 1" in line]
+    assert len(said) == 1 and re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; step 1 saved by rank [02]", said[0]), text
+
+
+# ---- a rescue does not come too late ------------------------------------------------------------------------------------------
+def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
+    """Whoever takes over waits for the lock, and sweeps the staging where nobody holds it."""
+    def live(world):
+        state, store, _ = a_run(world, run)
+        step(state)
+        if world.rank:
+            world.store.get("rescuing")
+            fd = os.open(store.writer.staging / "rescue.lock", os.O_RDWR | os.O_CREAT, 0o600)
+            until(lambda: refused(fd), "the lock to be held", 10)
+            return world.store.set("seen", "1")
+        go, real = threading.Event(), store.writer._write_aside
+        store.writer._write_aside = lambda *args: (go.wait(20), real(*args))
+        store.save(state)
+        step(state)
+        thread = threading.Thread(target=store.rescue, args=[state])
+        thread.start()
+        world.store.set("rescuing", "1")
+        world.store.get("seen")
+        go.set()
+        thread.join()
+
+    def refused(fd):
+        try:
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.lockf(fd, fcntl.LOCK_UN)
+        except BlockingIOError:
+            return True
+
+    fork_ranks(2, live, deadline=30)
+    assert saved(run)[0] == 2
+
+
+def test_a_rescue_does_not_wait_until_the_save_before_it_was_read_back(run):
+    def live(world):
+        def read_for_ever(*args, seen, **kwargs):
+            reading.set()
+            while True:
+                seen("", 0, b"")
+                time.sleep(0.01)
+
+        reading, common.writer.verify = threading.Event(), read_for_ever
+        state, store, _ = a_run(world, run)
+        step(state)
+        store.save(state)
+        reading.wait(20)
+        step(state)
+        return store.rescue(state)
+
+    assert fork_ranks(1, live, deadline=20) == [True]
+    assert saved(run) == [2, 1]
 
 
 # ---- all or nothing ------------------------------------------------------------------------------------------------------
@@ -180,15 +394,18 @@ def test_an_error_of_ones_own_saves_the_step_before_and_is_raised_on(run):
     assert saved(run) == [1]
 
 
-def test_what_a_person_must_mend_is_not_a_reason_to_save(run):
+@pytest.mark.parametrize("code, kept", [(2, [1]), (4, []), (5, [])])
+def test_what_a_person_must_mend_costs_no_step_unless_the_state_cannot_or_must_not_be_saved(run, code, kept):
+    """A bad sample or a full /dev/shm says nothing against the steps made so far."""
     def live(world):
         state, store, ledger = a_run(world, run)
         with pytest.raises(UserError), Rescue(store, state, world, ledger):
             step(state)
-            raise UserError("--lr is too high")
+            raise UserError("sample 37 cannot be read\nmend it", code)
 
     fork_ranks(1, live)
-    assert saved(run) == []
+    assert saved(run) == kept
+    assert [event["why"] for event in events(run, "error")] == ["sample 37 cannot be read"]
 
 
 def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_has_taken_over(run):
@@ -202,10 +419,10 @@ def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_h
             if world.rank == 0:
                 world.store.set("closed", "1")
             world.store.wait(["closed"])
-            before = rescue._save_noting("SIGTERM")
-        return before, rescue._save_noting("SIGTERM")
+            before = rescue._save("SIGTERM")
+        return before, rescue._save("SIGTERM")
 
-    assert fork_ranks(2, live) == [(("step 1 was saved already", False),) * 2] * 2
+    assert fork_ranks(2, live) == [(("step 1 was saved already", False, 143),) * 2] * 2
     assert saved(run) == [1]
     assert not list((run / "checkpoints").glob(".life-*"))
 
