@@ -90,12 +90,12 @@ def interface_towards(host):
                     return name
 
 
-def wait(store, key, patience=JOINING):
+def wait(store, key, patience=None):
     """Until the key is there: ten minutes, or as long as somebody's `progress` is called."""
     seen = 0
     while True:
         try:
-            return store.wait([key], patience)
+            return store.wait([key], patience or JOINING)
         except RuntimeError:
             if (moves := store.add("progress", 0)) == seen:
                 raise

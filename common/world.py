@@ -103,7 +103,7 @@ class World:
                 dist.broadcast(piece, source)
         return tensor
 
-    def meet(self, name, patience=JOINING):
+    def meet(self, name, patience=None):
         """All ranks have come here: a wait of minutes, where a collective would give up after the short time-out."""
         if self.size > 1:
             _meet(self.store, f"meet/{name}", self.size, patience)
@@ -149,7 +149,7 @@ class World:
         return self.store.get(key).decode()
 
 
-def _meet(store, key, count, patience=JOINING):
+def _meet(store, key, count, patience=None):
     if store.add(key, 1) == count:
         store.set(f"{key}/open", "1")
     wait(store, f"{key}/open", patience)
