@@ -107,10 +107,10 @@ class Rescue:
         self.pulse.stop(0)                                          # a slow disk is no hang; and rank 0's store may be dead
         world, told, asked, peer = self.world, isinstance(error, UserError), self.asked, self._peers_end(error)
         words = _in_words(error)
-        if error and not peer and getattr(error, "code", 0) != FENCED:
-            self.ledger.event("error", step=self.state.step, rank=world.rank, why=words)
         if told and error.code in (UNSAVED, BROKEN, FENCED):
             return self._sign_off()                                 # this state cannot be saved, or must not be
+        if error and not peer:
+            self.ledger.event("error", step=self.state.step, rank=world.rank, why=words)
         text, saved, code = self._save("hang" if hung else type(error).__name__ if error else asked)
         if asked and not error:
             self.ledger.event("stop", step=self.state.step, rank=world.rank, why=asked)

@@ -80,7 +80,7 @@ class Writer:
             if not self.inside:
                 self.stage(step)
                 self.announced = contextlib.ExitStack()
-                self.announced.enter_context(rescuing(self.staging))
+                self.announced.enter_context(rescuing(self.staging, lambda: self.moved))
             self.inside += 1
         try:
             yield
