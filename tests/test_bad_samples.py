@@ -3,7 +3,55 @@ import re
 import shlex
 
 import pytest
-from jobs import PACED
+from jobs import PACED, audit, lives
+from test_own_data import write_images
+
+CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    """Eight to train on in four steps; the fifth in the order of the first epoch is cut short."""
+    pytest.importorskip("torchvision")
+    from common.sampler import permute
+    root = write_images(tmp_path / "pictures", n=4)
+    files = sorted((root / "train").rglob("*.png"))
+    bad = files[int(permute(range(4, 5), 8, 0, 0))]
+    whole = bad.read_bytes()
+    bad.write_bytes(whole[:len(whole) // 2])
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def net(opts, data):\n"
+        "    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, data.classes))\n")
+    flags = ["train_ddp.py", "--dataset=imagefolder", f"--data-dir={root}", f"--model={tmp_path}/mine.py:net", "--epochs=1",
+             "--global-batch-size=2", "--log-every=1", "--no-tensorboard", "--audit", f"--run-dir={tmp_path}/run"]
+    return root, bad, whole, flags
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_bad_picture_stops_the_run_saved_and_once_it_is_mended_the_same_command_goes_on(jobs, tmp_path, pictures, workers):
+    root, bad, whole, flags = pictures
+    job = jobs.python(*flags, f"--workers={workers}")
+    assert job.wait(60) == 2, job.output
+    said = [line for line in job.output.splitlines() if str(bad) in line]
+    assert len(said) == 1 and "not an image" in said[0] and f"python -m common.datasets {root} --check" in job.output
+    assert [p.name for p in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000002"], job.output
+    bad.write_bytes(whole)
+    job = jobs.python(*flags, "--workers=0")
+    assert job.wait(60) == 2 and "--accept-data-change" in job.output, job.output
+    job = jobs.python(*flags, "--workers=0", "--accept-data-change")
+    assert job.wait(60) == 0 and "going on at step 2, epoch 1, position 4" in job.output, job.output
+    assert audit(tmp_path / "run") == CLEAN and len(lives(tmp_path / "run")) == 2
+
+
+def test_a_bad_picture_that_is_removed_lets_the_epoch_begin_again(jobs, tmp_path, pictures):
+    _, bad, _, flags = pictures
+    assert jobs.python(*flags, "--workers=0").wait(60) == 2
+    bad.unlink()
+    job = jobs.python(*flags, "--workers=0", "--accept-data-change")
+    assert job.wait(60) == 0 and "going on at step 2, epoch 1, position 0" in job.output, job.output
+    assert "epoch 1 begins again with 7 samples" in job.output
+    assert audit(tmp_path / "run") == CLEAN and (tmp_path / "run/checkpoints/step-00000006").is_dir()
 
 
 @pytest.mark.parametrize("every, begins", [(0, "starting at step 0"), (1, "going on at step 1")])
