@@ -113,7 +113,7 @@ def _resolve(host):
 def speaks(environ=os.environ):
     """Whether this process is its machine's voice: the first there, one started by hand, or one whose place makes no sense."""
     try:
-        rank, size = int(environ.get("RANK", 0)), world_size(environ)
+        rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
         local_rank, local_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", size))
     except ValueError:
         return True

@@ -29,7 +29,7 @@ def identity_of(opts, fingerprint, names=None):
 def marks(opts, world, fingerprint):
     """What each checkpoint says of its run: all that decides the result, and (for older versions) a hash of it."""
     return {"decides": opts.identity(), "identity": identity_of(opts, fingerprint), "data": fingerprint,
-            "torch": torch.__version__, "pinned": pinned.facts(opts, world)}
+            "torch": torch.__version__, "pinned": pinned.bit_facts(opts, world)}
 
 
 def contradictions(saved, opts):
@@ -44,10 +44,10 @@ def contradictions(saved, opts):
 
 def versions(opts, fingerprint):
     """What all ranks of one life must have in common, as {what: value}."""
-    house = Path(__file__).parent
+    house = next(folder for folder in Path(__file__).parents if folder.name == "common")
     code = hashlib.sha256()
-    for path in sorted([*house.glob("[!.]*.py"), *house.parent.glob("train_*.py")]):     # .#NAME.py is an editor's link
-        code.update(path.name.encode() + path.read_bytes())
+    for path in sorted([*house.rglob("[!.]*.py"), *house.parent.glob("train_*.py")]):    # .#NAME.py is an editor's link
+        code.update(path.relative_to(house.parent).as_posix().encode() + path.read_bytes())
     return {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__, "code": code.hexdigest()[:12],
             "data": fingerprint[:12], "options": identity_of(opts, fingerprint)[:12]}
 
@@ -59,12 +59,12 @@ def check_identity(run_dir, opts, world, fingerprint, report):
     """
     path, root = run_dir / "options.json", run_dir / "checkpoints"
     ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint, "torch": torch.__version__,
-            "pinned": pinned.facts(opts, world)}
+            "pinned": pinned.bit_facts(opts, world)}
     old, saved = _read_options(path, report), dict(_manifests(root))
     first = old or next(iter(saved.values()), ours)
     wrong, was, now = contradictions(first, opts), first["data"][:12], fingerprint[:12]
     data = [f"the data's fingerprint was {was}, now {now}"] * (first["data"] != fingerprint)
-    firm, soft = pinned.differences(first.get("pinned", {}), ours["pinned"])
+    firm, soft = pinned.bit_differences(first.get("pinned", {}), ours["pinned"])
     if changes := wrong + data + firm:
         if not any(name.startswith(("step-", "damaged-")) for name in os.listdir(root)):
             report(f"{path}: nothing was saved here yet, so the options may change: {'; '.join(changes)}")

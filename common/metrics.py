@@ -6,7 +6,6 @@ import os
 import stat
 
 from common import UserError
-from common.files import replace_file
 
 
 class Metrics:
@@ -27,7 +26,9 @@ class Metrics:
                 lines = file.readlines()
             kept = [line for line in lines if self._belongs(line, step)]
             if kept != lines or lines and not lines[-1].endswith(b"\n"):
-                replace_file(self.path, b"".join(line.removesuffix(b"\n") + b"\n" for line in kept))
+                with open(f"{self.path}.new", "wb") as aside:             # a log needs no fsync
+                    aside.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
+                os.replace(aside.name, self.path)
                 os.close(self.fd)
                 self.fd = _open(self.path)
         except OSError as error:

@@ -14,6 +14,7 @@ import random
 import re
 import sys
 import traceback
+import zlib
 from collections import OrderedDict
 from pathlib import Path
 
@@ -179,7 +180,7 @@ def call_user(spec, *facts):
 def load_file(path):
     """The module in a file, loaded once a process; its own folder is importable from it."""
     path = str(Path(path).resolve())
-    name = f"user_{Path(path).stem}_{hash_seed(path):08x}"
+    name = f"user_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     if str(Path(path).parent) not in sys.path:
@@ -218,7 +219,8 @@ def one_line(error):
 def out_of_memory(error):
     """What could not be had, as text, if that is what an exception or one of its causes tells of; else an empty one."""
     while error is not None:
-        known = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", 0) == errno.ENOMEM
+        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
+            or getattr(error, "errno", 0) == errno.ENOMEM
         if known or any(words in str(error) for words in ("can't allocate memory", "can't start new thread")):
             amount = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
             return f"{amount[1]} could not be had" if amount else one_line(error)

@@ -15,7 +15,7 @@ from common.environment import fail, life_is_open, speaks
 from common.ledger import lives_of
 from common.log import say
 from common.models import out_of_memory
-from common.processes import job
+from common.processes import job_id
 from common.sampler import permute
 
 LIVES = 3         # without progress on one step
@@ -55,7 +55,7 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
     if world.rank == 0:
         clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None)
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step, epoch=state.epoch,
-                     position=state.position, pids=pids, job=job(), began=clock.began, n=len(data.train), seed=opts.seed,
+                     position=state.position, pids=pids, job=job_id(), began=clock.began, n=len(data.train), seed=opts.seed,
                      data=data.fingerprint[:12], global_batch_size=opts.global_batch_size, stages=world.stages, **clock.laps)
     life_is_open()
 

@@ -25,7 +25,7 @@ def pin(opts):
     torch.backends.cudnn.benchmark = False                          # it would choose kernels by their speed today
 
 
-def facts(opts, world):
+def bit_facts(opts, world):
     """{name: value} for options.json; empty in plain mode, which promises nothing about bits."""
     if not opts.virtual_ranks:
         return {}
@@ -38,15 +38,15 @@ def facts(opts, world):
     return found
 
 
-def differences(was, now):
+def bit_differences(was, now):
     """([what must not differ], [what may change the bits]) between two `facts`, in words."""
     return tuple([f"{text} was {was[name]}, now {now.get(name)}" for name, text in names.items()
                   if name in was and was[name] != now.get(name)] for names in (FIRM, SOFT))
 
 
-def agree(opts, world):
+def require_same_bits(opts, world):
     """All ranks of this life compute with the same bits, or it is said which do not; call on every rank."""
-    mine = facts(opts, world)
+    mine = bit_facts(opts, world)
     for names in (FIRM, SOFT):
         key = hash_seed(*(mine.get(name) for name in names))
         keys = [int(k) for k in world.all_gather(torch.tensor([key]))]

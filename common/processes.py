@@ -56,15 +56,15 @@ def allow_open_files(number, whose):
 
 def machine():
     """The name of this machine, or of this container on it, in this boot."""
-    return f"{socket.gethostname()} {_machine()}"
+    return f"{socket.gethostname()} {this_boot()}"
 
 
-def job():
+def job_id():
     """What two lives of one job share: Slurm's number, the agent's run id, or (without an agent) this process."""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm/{os.environ['SLURM_JOB_ID']}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return run_id if run_id != "none" else f"{socket.gethostname()}/{_agent()}"
+    return run_id if run_id != "none" else f"{socket.gethostname()}/{this_agent()}"
 
 
 def queued_again():
@@ -73,13 +73,13 @@ def queued_again():
 
 
 def about_me():
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": _started(os.getpid()),
-            "job": job(), "agent": _agent()}
+    return {"host": socket.gethostname(), "machine": this_boot(), "pid": os.getpid(), "started": process_start(os.getpid()),
+            "job": job_id(), "agent": this_agent()}
 
 
 def agent_id():
     """A 62-bit number of the agent above this process (or of the process itself), on this machine, in this boot."""
-    return int.from_bytes(hashlib.sha256(f"{machine()} {_agent()}".encode()).digest()[:8], "little") >> 2
+    return int.from_bytes(hashlib.sha256(f"{machine()} {this_agent()}".encode()).digest()[:8], "little") >> 2
 
 
 def machine_id():
@@ -100,12 +100,12 @@ def end_of(pid):
         return "is gone" if os.path.exists("/proc/self/stat") else None
 
 
-def _agent():
+def this_agent():
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    return f"{pid}/{_started(pid)}"
+    return f"{pid}/{process_start(pid)}"
 
 
-def _machine():
+def this_boot():
     """Where a pid means something: this boot of this machine, this container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -114,7 +114,7 @@ def _machine():
         return None
 
 
-def _state(pid):
+def process_state(pid):
     """(state, start in ticks since boot) of a process, or None: a pid alone may be reused."""
     try:
         with open(f"/proc/{int(pid)}/stat", "rb") as file:
@@ -124,8 +124,8 @@ def _state(pid):
         return None
 
 
-def _started(pid):
-    found = _state(pid)
+def process_start(pid):
+    found = process_state(pid)
     return found[1] if found else None
 
 
@@ -135,13 +135,13 @@ def fate_of(owner):
     orphan: it lives, and its agent does not. lost: an orphan that stands still, so nobody will ever wake it for our
     good. unknown: it is on another machine.
     """
-    if owner.get("machine") is None or owner["machine"] != _machine():
+    if owner.get("machine") is None or owner["machine"] != this_boot():
         return "unknown"
-    found = _state(owner.get("pid"))
+    found = process_state(owner.get("pid"))
     if found is None or found[1] != owner.get("started") or found[0] in DEAD:
         return "gone"                                               # its lock is about to fall, or it is a network's
     stopped = found[0] in STOPPED
     agent, _, started = str(owner.get("agent")).partition("/")
-    if str(_started(agent)) != started:
+    if str(process_start(agent)) != started:
         return "lost" if stopped else "orphan"
     return "stopped" if stopped else "alive"

@@ -95,7 +95,7 @@ class Sliced(nn.Module):
 
     def __init__(self, net, opts, world):
         super().__init__()
-        pinned.agree(opts, world)
+        pinned.require_same_bits(opts, world)
         self.net, self.tree = net, Tree(net, world, opts.virtual_ranks)
 
     def forward(self, x):

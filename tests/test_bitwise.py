@@ -211,7 +211,7 @@ def test_ranks_that_compute_with_other_threads_are_refused(capfd):
     def differ(world, opts):
         torch.set_num_threads(1 + (world.rank == 1))
         with pytest.raises(UserError, match="ranks \\[1\\] differ from rank 0"):
-            pinned.agree(opts, world)
+            pinned.require_same_bits(opts, world)
 
     fork_ranks(3, differ, Options(virtual_ranks=4))
 

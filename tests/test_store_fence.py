@@ -125,7 +125,7 @@ def test_the_orphan_of_a_dead_agent_is_taken_over_at_once_if_it_stands_still(tmp
     with monkeypatch.context() as patch:
         started = fence.about_me()["agent"]
         from common import processes
-        patch.setattr(processes, "_agent", lambda: f"{agent.pid}/{processes._started(agent.pid)}")
+        patch.setattr(processes, "this_agent", lambda: f"{agent.pid}/{processes.process_start(agent.pid)}")
         assert fence.about_me()["agent"] != started
         with lives(opts, here, lambda life: os.kill(os.getpid(), signal.SIGSTOP)) as pid:
             patch.undo()

@@ -268,6 +268,24 @@ def test_an_unsaved_buffer_of_an_editor_is_no_code(tmp_path, monkeypatch):
     assert identity.versions(options(tmp_path), "f" * 64) == before
 
 
+def test_a_byte_changed_in_any_file_makes_it_another_code(tmp_path, monkeypatch):
+    root = Path(identity.__file__).parents[[p.name for p in Path(identity.__file__).parents].index("common") + 1]
+    names = [path.relative_to(root) for path in [*root.glob("train_*.py"), *(root / "common").rglob("*.py")]]
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes((root / name).read_bytes())
+    monkeypatch.setattr(identity, "__file__", str(tmp_path / Path(identity.__file__).relative_to(root)))
+
+    def code():
+        return identity.versions(options_nowhere(), "f" * 64)["code"]
+
+    seen = {code()}
+    for name in names:
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b"#")
+        seen.add(code())
+    assert len(names) > 45 and len(seen) == 1 + len(names)
+
+
 # ---- weights from elsewhere -------------------------------------------------------------------------------------------
 def foreign(wrap=lambda name: name, net=None):
     state = at_step(tiny_state(options_nowhere(), net), 7)
