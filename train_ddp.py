@@ -23,11 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from common.checkpoint import CheckpointStore
 from common.clock import Clock
 from common.data import batches, load_data
+from common.errors import speaking_errors
 from common.evaluate import evaluate
 from common.ledger import Audit, Ledger
 from common.log import Log
 from common.models import build_model
-from common.opening import open_life, speaking_errors
+from common.opening import open_life
 from common.reduce import backward, distribute, prepare
 from common.rescue import Rescue
 from common.sampler import ElasticSampler

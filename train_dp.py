@@ -18,11 +18,12 @@ if __name__ == "__main__":
 from common.checkpoint import CheckpointStore
 from common.clock import Clock
 from common.data import batches, load_data
+from common.errors import speaking_errors
 from common.evaluate import evaluate
 from common.ledger import Audit, Ledger
 from common.log import Log
 from common.models import build_model
-from common.opening import memory, open_life, speaking_errors
+from common.opening import memory, open_life
 from common.reduce import backward, prepare, replicate, show_scatter
 from common.rescue import Rescue
 from common.sampler import ElasticSampler

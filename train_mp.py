@@ -21,11 +21,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from common.clock import Clock
 from common.data import batches, load_data
+from common.errors import speaking_errors
 from common.evaluate import evaluate
 from common.ledger import Audit, Ledger
 from common.log import Log
 from common.models import build_model
-from common.opening import memory, open_life, speaking_errors
+from common.opening import memory, open_life
 from common.pipeline import backward, split
 from common.rescue import Rescue
 from common.sampler import ElasticSampler

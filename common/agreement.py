@@ -1,7 +1,7 @@
 """What the ranks of one life tell each other before they train, over tensors, never pickles."""
 import torch
 
-from common import UserError
+from common.errors import UserError
 
 TEXT = 600                                       # bytes of a text of which every rank has one
 

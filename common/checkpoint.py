@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from common import UserError
 from common.agreement import odd_ranks, same_everywhere
+from common.errors import UserError
 from common.files import Damaged, room
 from common.identity import marks, versions
 from common.image import Image

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from common import UserError
-from common.models import one_line, out_of_memory
+from common.errors import UserError, one_line, out_of_memory
 
 HOST = torch.device("cpu")
 TURNS, ENOUGH = 4, 1.0       # how often each piece is measured; seconds after which it is left at that

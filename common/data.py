@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from common import UserError
-from common.datasets import DATASETS, find_source, whole  # noqa: F401  (DATASETS is part of this module's face)
+from common.datasets import find_source, whole
 from common.download import download
-from common.models import one_line, seeded
-from common.sampler import uniforms
+from common.errors import UserError, one_line
+from common.sampler import seeded, uniforms
 from common.workers import from_workers
 
 
@@ -63,7 +62,6 @@ AUGMENTATIONS = {None: None, "flip": flip, "crop_flip": crop_flip}
 
 
 # ---- splits ----
-
 class TensorSplit:
     """Samples in memory: a batch costs one index operation, not one call per sample."""
 
@@ -176,7 +174,6 @@ def as_input(x):
 
 
 # ---- loading ----
-
 def load_data(opts, world):
     """The dataset that `opts.dataset` names; call on every rank (the first one of each node downloads, if asked to)."""
     if opts.download:
@@ -223,7 +220,6 @@ def hash_splits(splits, classes, shape):
 
 
 # ---- batches ----
-
 def batches(split, order, opts):
     """Yield this rank's Batch of every global batch that is left of `order` (an ElasticSampler), on the CPU.
 

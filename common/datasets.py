@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from common import UserError
-from common.models import call_user, one_line, unknown
+from common.errors import UserError, one_line, unknown
+from common.models import call_user
 from common.pictures import imagefolder, main
 from common.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.text import text
@@ -26,7 +26,6 @@ LARGEST = 2**31  # bytes an IDX file may unpack to
 
 
 # ---- MNIST and its relatives: IDX files ----
-
 def mnist(opts):
     """Handwritten digits, 60,000 to train and 10,000 to test, from DATA_DIR/MNIST/raw."""
     return read_mnist(opts, "MNIST", tuple("0123456789"), mean=(0.1307,), std=(0.3081,))
@@ -84,7 +83,6 @@ def missing(opts, path):
 
 
 # ---- CIFAR-10 ----
-
 def cifar10(opts):
     """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test: the binary version, else torchvision's."""
     folder = Path(opts.data_dir) / "cifar-10-batches-bin"
@@ -121,7 +119,6 @@ def unpickle_cifar(opts, train):
 
 
 # ---- a user's own ----
-
 def user_dataset(opts):
     """What a user's function returns: (x, y, x_test, y_test) tensors, or (train, test) map-style Datasets.
 
@@ -184,7 +181,6 @@ def count_classes(dataset):
 
 
 # ---- all of them ----
-
 DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10,
             "imagefolder": imagefolder, "sentiment": sentiment, "sentiment-large": sentiment_large,
             "random": random_numbers, "text": text}

@@ -4,9 +4,8 @@ import shutil
 import socket
 from pathlib import Path
 
-from common import UserError
 from common.datasets import find_source
-from common.models import one_line
+from common.errors import UserError, one_line
 
 CLASSES = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}  # in torchvision.datasets
 

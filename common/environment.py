@@ -7,15 +7,13 @@ import ipaddress
 import json
 import os
 import re
-import signal
 import socket
 import sys
 import threading
 import time
 from pathlib import Path
 
-from common import UserError
-from common.log import say
+from common.errors import UserError, say
 
 NUMBERS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}  # name: smallest value
 DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")              # the last is Slurm's word for none
@@ -110,25 +108,6 @@ def _resolve(host):
                         "set it to a name or an address of rank 0's machine")
 
 
-def speaks(environ=os.environ):
-    """Whether this process is its machine's voice: the first there, one started by hand, or one whose place makes no sense."""
-    try:
-        rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-        local_rank, local_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", size))
-    except ValueError:
-        return True
-    return local_rank == 0 or not (0 <= rank < size and 0 <= local_rank < local_size)
-
-
-def fail(message, code=2, everyone=False):
-    """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a UserError."""
-    if everyone or speaks():
-        say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
-        if code != 1:                                               # 1: a restart may cure it
-            dismiss_agent()
-    sys.exit(code)
-
-
 def end_a_crash_loop(environ=os.environ):
     """Raises UserError once LIVES lives in a row were over before they were open; before that, each waits a bit longer.
 
@@ -197,17 +176,3 @@ def warn_of_late_joins(environ=os.environ):
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("RANK") == "0" and high not in ("", low):
         say("warning: a machine that joins this job later will end it: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
             "torchrun, or start launch/torchrun.py", sys.stderr)
-
-
-def dismiss_agent(environ=os.environ):
-    """Tell torchrun that restarts cannot help: it would say the same error again, a hundred times with --max_restarts=100."""
-    try:
-        left = int(environ["TORCHELASTIC_MAX_RESTARTS"]) - int(environ["TORCHELASTIC_RESTART_COUNT"])
-        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
-            command = file.read()
-        agent = any(word in command for word in (b"torchrun", b"torch.distributed"))
-    except (KeyError, ValueError, OSError):
-        return
-    if left > 0 and agent:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)               # its answer must not overtake our exit code
-        os.kill(os.getppid(), signal.SIGTERM)

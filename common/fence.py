@@ -17,7 +17,7 @@ import shutil
 import time
 import uuid
 
-from common import UserError
+from common.errors import UserError
 from common.held import Held, Still, is_mine, look, read
 from common.processes import about_me, fate_of, queued_again
 

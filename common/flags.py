@@ -1,13 +1,10 @@
 """A flag: what its text may be, who may use it, and the parser that answers mistakes in three lines."""
 import argparse
-import difflib
 import math
 import re
 from dataclasses import field
 
-from common import UserError
-from common.environment import speaks
-from common.log import say
+from common.errors import UserError, did_you_mean, say, speaks
 
 SWITCH = None                                                # the kind of a flag without a value
 
@@ -28,11 +25,6 @@ def decides(*args, **kwargs):
 
 def flag_of(name):
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
-
-
-def did_you_mean(text, names):
-    close = difflib.get_close_matches(text, names, 1)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 # ---- what a flag's text may be: each gives a function from text to value --------------------------------------------

@@ -8,8 +8,8 @@ import time
 
 import torch
 
-from common import reduce
 from common.line import NOTHING
+from common.reduce import alone, enter, hits, seed, summed_loss
 from common.sampler import share
 from common.stages import orders
 
@@ -52,9 +52,9 @@ def backward_slices(model, batch, state):
 def _forward(model, v, x, y, came, size, state):
     """(input, output or loss, (summed loss, hits), moves of the buffers) of a slice in this rank's stage."""
     opts, stage, tree = model.opts, model.stages[0], model.tree
-    reduce.seed(model.world, opts.seed, "step", state.step, v)
-    x, y = (reduce.alone(t, model.world) for t in (x, y))
-    n, (x, targets) = len(x), reduce.enter(x, y, state)
+    seed(model.world, opts.seed, "step", state.step, v)
+    x, y = (alone(t, model.world) for t in (x, y))
+    n, (x, targets) = len(x), enter(x, y, state)
     if came:
         x = came[0].requires_grad_(came[0].is_floating_point())
         stage.generator.set_state(came[1].clone())                  # it would read a view from the beginning of its memory
@@ -62,8 +62,8 @@ def _forward(model, v, x, y, came, size, state):
         tree.buffers.renew()
     out, totals = stage(x), (torch.zeros((), device=stage.device),) * 2
     if stage.index == model.parts - 1:
-        loss = reduce.summed_loss(out, targets, opts)
-        totals, out = (loss.detach(), reduce.hits(out, y)), loss / size
+        loss = summed_loss(out, targets, opts)
+        totals, out = (loss.detach(), hits(out, y)), loss / size
         out = state.scaler.scale(out) if state.scaler else out
     return x, out, totals, tree.moves(v, n / size)
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common import UserError
+from common.errors import UserError
 
 SIZES = {"tiny": (4, 4, 128), "small": (6, 6, 384), "medium": (12, 12, 768)}      # layers, heads, width
 

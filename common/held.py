@@ -12,7 +12,7 @@ import os
 import threading
 import time
 
-from common import UserError
+from common.errors import UserError
 from common.processes import fate_of
 
 BEAT = 0.5               # seconds between two moves of the counter

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import torch
 
-from common import UserError, pinned
+from common.errors import UserError
 from common.files import Damaged, patient, read_small, replace_file, sealed, to_json, unseal
 from common.manifest import checkpoints, read_manifest
+from common.pinned import bit_differences, bit_facts
 
 KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")
 # What decided the result when a checkpoint told it by a hash alone. Flags that came later do not belong here.
@@ -29,7 +30,7 @@ def identity_of(opts, fingerprint, names=None):
 def marks(opts, world, fingerprint):
     """What each checkpoint says of its run: all that decides the result, and (for older versions) a hash of it."""
     return {"decides": opts.identity(), "identity": identity_of(opts, fingerprint), "data": fingerprint,
-            "torch": torch.__version__, "pinned": pinned.bit_facts(opts, world)}
+            "torch": torch.__version__, "pinned": bit_facts(opts, world)}
 
 
 def contradictions(saved, opts):
@@ -59,12 +60,12 @@ def check_identity(run_dir, opts, world, fingerprint, report):
     """
     path, root = run_dir / "options.json", run_dir / "checkpoints"
     ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint, "torch": torch.__version__,
-            "pinned": pinned.bit_facts(opts, world)}
+            "pinned": bit_facts(opts, world)}
     old, saved = _read_options(path, report), dict(_manifests(root))
     first = old or next(iter(saved.values()), ours)
     wrong, was, now = contradictions(first, opts), first["data"][:12], fingerprint[:12]
     data = [f"the data's fingerprint was {was}, now {now}"] * (first["data"] != fingerprint)
-    firm, soft = pinned.bit_differences(first.get("pinned", {}), ours["pinned"])
+    firm, soft = bit_differences(first.get("pinned", {}), ours["pinned"])
     if changes := wrong + data + firm:
         if not any(name.startswith(("step-", "damaged-")) for name in os.listdir(root)):
             report(f"{path}: nothing was saved here yet, so the options may change: {'; '.join(changes)}")

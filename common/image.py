@@ -10,7 +10,7 @@ import mmap
 
 import torch
 
-from common import UserError
+from common.errors import UserError
 from common.files import Damaged
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

@@ -17,7 +17,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-from common import UserError
+from common.errors import UserError
 from common.restarts import BETWEEN, counted, gap, in_words, lives_of, planned, read, spell
 
 

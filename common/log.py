@@ -9,55 +9,10 @@ import threading
 import time
 from datetime import timedelta
 
-from common import UserError
+from common.errors import Outlet, UserError
 from common.metrics import Metrics
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
-
-
-class Outlet:
-    """A text stream whose reader may leave (`| head`) or whose disk may fill up: then it falls silent."""
-
-    def __init__(self, stream):
-        self.stream = stream                                         # None where the process began with a closed stdout
-
-    def write(self, text):
-        self._try(lambda: self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding)))
-
-    def flush(self):
-        self._try(lambda: self.stream.flush())
-
-    @property
-    def encoding(self):
-        return getattr(self.stream, "encoding", None) or "utf-8"
-
-    def isatty(self):
-        return self.stream is not None and not self.stream.closed and self.stream.isatty()
-
-    def fileno(self):
-        return self.stream.fileno()
-
-    def _try(self, act):
-        try:
-            if self.stream is not None:
-                act()
-        except (OSError, ValueError):
-            # What is still in its buffer would raise again in every later print, and at exit: exit code 120.
-            try:
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self.stream.fileno())
-                os.close(nowhere)
-            except (OSError, ValueError):
-                pass
-            self.stream = None
-
-
-def say(text, stream=None):
-    """print, for streams that may be gone; on a terminal in the place of the bar, whichever rank has drawn it."""
-    outlet = Outlet(stream or sys.stdout)
-    bar = outlet.isatty() and os.environ.get("TERM") != "dumb"
-    outlet.write(("\r\x1b[K" if bar else "") + text + "\n")
-    outlet.flush()
 
 
 class Log:

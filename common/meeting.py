@@ -11,8 +11,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from common import UserError
-from common.log import say
+from common.errors import UserError, say
 from common.processes import machine
 
 ANSWER = timedelta(seconds=5)     # of a store that is alive

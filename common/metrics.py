@@ -5,7 +5,7 @@ import math
 import os
 import stat
 
-from common import UserError
+from common.errors import UserError
 
 
 class Metrics:

@@ -4,14 +4,10 @@ Adding one: a function that takes the facts of the data (classes, sample_shape, 
 line in MODELS. Code that lives elsewhere needs no edit here: `--model path/to/file.py:function`.
 """
 import contextlib
-import difflib
-import errno
 import importlib.util
 import inspect
 import itertools
 import math
-import random
-import re
 import sys
 import traceback
 import zlib
@@ -21,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from common import UserError
+from common.errors import UserError, one_line, unknown
 from common.gpt import build_gpt
-from common.sampler import hash_seed
+from common.sampler import seeded
 
 
 class LastHidden(nn.LSTM):
@@ -145,15 +141,6 @@ def numbers(model, data, dims=None):
     return data.sample_shape
 
 
-# ---- shared with the datasets: names, users' own files, randomness that is a function of a key ----
-
-def unknown(what, name, known):
-    """The error for a name that nothing answers to, with the nearest ones that exist."""
-    near = difflib.get_close_matches(name, known, n=3) or [entry for entry in known if name.lower() in entry][:3]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(list(known)[:12])}"
-    return UserError(f"unknown {what} {name!r}\n{hint}\nyour own: --{what} path/to/file.py:function")
-
-
 def call_user(spec, *facts):
     """What the function in `path/to/file.py:function` returns; given the last of `facts`, as many as it takes.
 
@@ -209,42 +196,3 @@ def blamed_on(path):
         line = error.lineno if isinstance(error, SyntaxError) else (own or [None])[-1]
         where = f"{path}, line {line}" if line else path
         raise UserError(f"{where}: {type(error).__name__}\n{one_line(error)}") from error
-
-
-def one_line(error):
-    """The first line of what an exception says, at most 200 characters of it."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-
-
-def out_of_memory(error):
-    """What could not be had, as text, if that is what an exception or one of its causes tells of; else an empty one."""
-    while error is not None:
-        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
-            or getattr(error, "errno", 0) == errno.ENOMEM
-        if known or any(words in str(error) for words in ("can't allocate memory", "can't start new thread")):
-            amount = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
-            return f"{amount[1]} could not be had" if amount else one_line(error)
-        error = error.__cause__ or error.__context__
-    return ""
-
-
-@contextlib.contextmanager
-def seeded(*key):
-    """Inside, the CPU generators of torch, random and numpy are a function of `key`; outside, they never moved."""
-    try:
-        from numpy import random as numpy_random
-    except ImportError:  # torch works without numpy, and so does this
-        numpy_random = None
-    saved = torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
-    seed = hash_seed(*key)
-    try:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
-        random.seed(seed)
-        if numpy_random:
-            numpy_random.seed(seed)
-        yield
-    finally:
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        if numpy_random:
-            numpy_random.set_state(saved[2])

@@ -1,30 +1,16 @@
 """How a script begins and how it ends badly: what a person reads first, and errors said once."""
-import atexit
-import contextlib
-import functools
-import json
 import os
-import signal
-import sys
-import time
 
 import torch
 
-from common import UserError
-from common.environment import fail, life_is_open, speaks
-from common.ledger import lives_of
-from common.log import say
-from common.models import out_of_memory
+from common.environment import life_is_open
+from common.errors import UserError
 from common.processes import job_id
+from common.restarts import lives_of
 from common.sampler import permute
 
 LIVES = 3         # without progress on one step
 MANY = 512        # sample ids that an error still names one by one
-OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
-LESS = {          # where memory runs out
-    "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
-    "dp": "use more --devices, or train_mp.py, which splits the net",
-    "mp": "use more stages, a smaller --micro-batch-size, --recompute or --shard"}
 
 
 def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0):
@@ -102,42 +88,3 @@ def devices_line(world):
 def memory(world):
     """MiB in use on each GPU of this process, under names for the log: the first one's surplus is nn.DataParallel's price."""
     return {f"MiB_{d.index}": torch.cuda.memory_allocated(d) >> 20 for d in world.devices if d.type == "cuda"}
-
-
-def speaking_errors(main):
-    """What a person can mend is said once, without a traceback, and the process leaves with the error's code."""
-    @functools.wraps(main)
-    def run(opts):
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)            # until there is something to save, Ctrl-C ends it at once
-        try:
-            return main(opts)
-        except UserError as error:
-            if opts.debug:
-                raise
-            if not speaks():
-                time.sleep(OTHERS)
-            try:
-                fail(error, error.code, everyone=True)
-            except SystemExit:
-                os._exit(error.code)                                # no destructors: they may wait for a dead peer
-        except Exception as error:
-            if opts.debug or not (missing := out_of_memory(error)):
-                _note_whole_or_not_at_all()
-                raise
-            # Exit code 1: who took the memory may be gone soon, so an agent's restarts are worth a try.
-            say(f"error: rank {os.environ.get('RANK', 0)} is out of memory: {missing}\n       {LESS[opts.script]}", sys.stderr)
-            os._exit(1)
-    return run
-
-
-def _note_whole_or_not_at_all():
-    """`@record` is about to write a file for torchrun, which itself ends of half a file: so aside first, and renamed at exit."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        os.environ["TORCHELASTIC_ERROR_FILE"] = aside = f"{path}.new"
-
-        @atexit.register
-        def publish():
-            with contextlib.suppress(OSError, ValueError), open(aside) as file:
-                json.load(file)
-                os.rename(aside, path)

@@ -3,7 +3,7 @@ import os
 
 import torch
 
-from common import UserError
+from common.errors import UserError
 from common.fence import Fence
 from common.files import room, sync_folder
 from common.identity import check_identity, refuse_an_idle_resume, set_aside, trusted

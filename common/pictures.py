@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from common import UserError
-from common.models import one_line
+from common.errors import UserError, one_line
 from common.synthetic import Source
 
 MOST_PIXELS = 2**26  # of one image: what unpacks to more is no photograph

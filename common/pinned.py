@@ -5,8 +5,7 @@ import sys
 
 import torch
 
-from common import UserError
-from common.log import say
+from common.errors import UserError, say
 from common.sampler import hash_seed
 
 FIRM = {"threads": "CPU threads per process", "device": "kind of device", "optimizer": "implementation of the optimizer"}

@@ -15,11 +15,13 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from common import UserError, reduce
 from common.agreement import send
 from common.cuts import count, cut, measure, pieces, refuse_ties
+from common.errors import UserError
 from common.flights import backward_slices
 from common.line import NOTHING, Line
+from common.reduce import autocast, distribute, fit
+from common.reduce import backward as plain_backward
 from common.stages import Pipeline, orders
 
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
@@ -33,10 +35,10 @@ def split(net, opts, world, data):
         raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
                         "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
                         "on one device use train_ddp.py")
-    net = reduce.fit(net, opts, world, data)
+    net = fit(net, opts, world, data)
     found, places = pieces(net), world.devices if world.stages == 1 else range(world.stages)
     samples = data.train.fetch([0, len(data.train) - 1])[0]
-    cast = partial(reduce.autocast, opts, world.device)
+    cast = partial(autocast, opts, world.device)
     measures = measure(net, found, samples, world.device, cast)
     told = send(world, json.dumps([[m.seconds, m.kept] for m in measures]).encode(), 0) if world.size > 1 else None
     if told:                                                        # one rank's clock decides for all
@@ -61,7 +63,7 @@ def split(net, opts, world, data):
     if opts.shard:
         shard(model)
     if opts.virtual_ranks:
-        model.tree = reduce.distribute(net, opts, world).tree
+        model.tree = distribute(net, opts, world).tree
     return model
 
 
@@ -213,5 +215,5 @@ def backward(model, batch, state, world):
     if state.opts.virtual_ranks and world.stages > 1:
         return backward_slices(model, batch, state)
     if state.opts.virtual_ranks:
-        return reduce.backward(SimpleNamespace(net=model, tree=model.tree), batch, state, world)
+        return plain_backward(SimpleNamespace(net=model, tree=model.tree), batch, state, world)
     return model.backward(batch, state)

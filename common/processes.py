@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 
-from common import UserError
+from common.errors import UserError
 
 STOPPED, DEAD = b"Tt", b"ZX"     # states in /proc/PID/stat of a process that does not move by itself, or never will
 TRIM, MMAP = -1, -3      # mallopt's names for when memory goes back to the kernel, and from which size on at once

@@ -4,14 +4,14 @@ import inspect
 import time
 
 import torch
-import torch._dynamo  # noqa: F401  (the first optimizer would: its second belongs to the imports, before the others wait)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from common import UserError, pinned
 from common.bitwise import Tree
 from common.buffers import average_buffers
+from common.errors import UserError
+from common.pinned import require_same_bits
 from common.sampler import hash_seed, share
 from common.single import refuse_single, rounds
 
@@ -95,7 +95,7 @@ class Sliced(nn.Module):
 
     def __init__(self, net, opts, world):
         super().__init__()
-        pinned.require_same_bits(opts, world)
+        require_same_bits(opts, world)
         self.net, self.tree = net, Tree(net, world, opts.virtual_ranks)
 
     def forward(self, x):

@@ -18,8 +18,7 @@ import time
 
 import torch
 
-from common import UserError
-from common.log import say
+from common.errors import UserError, say
 from common.processes import end_of, machine_id
 from common.pulse import Pulse
 from common.world import WATCHED

@@ -4,7 +4,7 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
-from common import UserError
+from common.errors import UserError
 
 BETWEEN = ("detect_s", "tear_down_s", "rendezvous_s", "away_s", "down_s")        # what no event has a field for
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import torch
 
-from common import UserError
 from common.agreement import send
+from common.errors import UserError
 from common.files import Damaged, parse_json
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, verify
 from common.meeting import progress

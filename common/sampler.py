@@ -5,14 +5,16 @@ the list a dead process was. Here `permute(position, n, seed, epoch)` computes t
 the only data state of a training is one integer: how many samples of this epoch have been trained on. A restart at
 another world size continues at that integer and sees exactly the samples that are left.
 """
+import contextlib
 import hashlib
 import math
 import operator
+import random
 
 import torch
 from torch.utils.data import Sampler
 
-from common import UserError
+from common.errors import UserError
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6  # fewer are visibly not random (tests/test_sampler.py shows it); 6 cannot be told from torch.randperm
@@ -172,3 +174,25 @@ class ElasticSampler(Sampler):
             ids = permute(positions.flatten(), self.length, self.seed, epoch) if self.shuffle else positions
             yield from ids.reshape(count, len(mine)).tolist()
             start, count = start + count * size, count * 2
+
+
+@contextlib.contextmanager
+def seeded(*key):
+    """Inside, the CPU generators of torch, random and numpy are a function of `key`; outside, they never moved."""
+    try:
+        from numpy import random as numpy_random
+    except ImportError:  # torch works without numpy, and so does this
+        numpy_random = None
+    saved = torch.get_rng_state(), random.getstate(), numpy_random and numpy_random.get_state()
+    seed = hash_seed(*key)
+    try:
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
+        random.seed(seed)
+        if numpy_random:
+            numpy_random.seed(seed)
+        yield
+    finally:
+        torch.set_rng_state(saved[0])
+        random.setstate(saved[1])
+        if numpy_random:
+            numpy_random.set_state(saved[2])

@@ -4,7 +4,7 @@ import itertools
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from common import UserError
+from common.errors import UserError
 from common.sampler import share
 
 REFUSED = "more than 1 value per channel"        # from torch's ValueError

@@ -17,9 +17,9 @@ from math import prod
 
 import torch
 
-from common import UserError
 from common.agreement import send
 from common.checkpoint import CheckpointStore
+from common.errors import UserError
 from common.files import Damaged, opened, parse_json, patient
 from common.image import Image
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify

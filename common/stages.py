@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common import reduce
 from common.buffers import average_buffers
 from common.cuts import belongs, count, place, prune
+from common.reduce import autocast, hits, mix, summed_loss
 from common.sampler import hash_seed
 
 BUCKET = 25 << 20            # bytes of gradients summed at once
@@ -32,7 +32,7 @@ class Stage(nn.Module):
         self.step, self.forwards = step, 0
 
     def forward(self, x):
-        with self.lock, reduce.autocast(self.opts, self.device):
+        with self.lock, autocast(self.opts, self.device):
             if torch.is_grad_enabled() and self.random and not self.opts.virtual_ranks:
                 self.generator.manual_seed(
                     hash_seed(self.opts.seed, "stage", self.step, self.world.replica, self.index, self.forwards))
@@ -97,9 +97,9 @@ class Pipeline(nn.Module):
             _, y, targets = parts[int(k)]
             out = out[:len(y)]
             y, targets = y.to(out.device), [(w, t.to(out.device)) for w, t in targets]
-            found = reduce.summed_loss(out, targets, self.opts)
+            found = summed_loss(out, targets, self.opts)
             totals[0] += found.detach()
-            totals[1] += reduce.hits(out, y)
+            totals[1] += hits(out, y)
             found = found / batch.size
             return state.scaler.scale(found) if state.scaler else found
 
@@ -113,7 +113,7 @@ class Pipeline(nn.Module):
         return totals.to(world.device)
 
     def _part(self, x, y, size, state):
-        x, targets = reduce.mix(x, y, state)
+        x, targets = mix(x, y, state)
         if len(x) < size:                                           # samples that no loss looks at
             x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
         if self.opts.channels_last and x.dim() == 4:

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from common import UserError
+from common.errors import UserError
 
 OPTIMIZERS = {
     "sgd": lambda groups, opts: torch.optim.SGD(

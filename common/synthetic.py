@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from common import UserError
+from common.errors import UserError
 
 
 @dataclass
@@ -30,7 +30,6 @@ class Source:
 
 
 # ---- digits ----
-
 GLYPHS = """
  ###    #    ###  #####    #  #####   ##  #####  ###   ###
 #   #  ##   #   #    #    ##  #      #        # #   # #   #
@@ -91,7 +90,6 @@ def draw_digits(n, bank, rng):
 
 
 # ---- sentiment ----
-
 VOCAB = {"<PAD>": 0, "<UNK>": 1, "I": 2, "love": 3, "this": 4, "movie": 5, "is": 6, "terrible": 7}
 GOOD = "good great lovely funny moving clever bright warm".split()
 BAD = "bad awful boring dull sad stupid dark cold".split()
@@ -133,7 +131,6 @@ def sentiment_large(opts):
 
 
 # ---- random ----
-
 def random_numbers(opts):
     """`random`: 100 samples of 5 normal numbers, labels from a coin, as in the tutorials; `random:NxF` for others."""
     _, _, size = opts.dataset.partition(":")

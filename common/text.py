@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from common import UserError
-from common.models import one_line
+from common.errors import UserError, one_line
 from common.synthetic import Source
 
 LENGTH = 128                 # tokens a sample, unless text:LENGTH says so

@@ -3,7 +3,7 @@ import zipfile
 
 import torch
 
-from common import UserError
+from common.errors import UserError
 
 PIECE = 1 << 24                                  # bytes widened at once
 

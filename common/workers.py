@@ -11,7 +11,7 @@ import time
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from common import UserError
+from common.errors import UserError
 
 BEGIN, FORKS = 10.0, 5          # seconds a forked process has to reach its first line of ours, and how often that is tried
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from common import UserError
+from common.errors import UserError
 from common.meeting import ANSWER, JOINING, choose_interface, fresh_store, place, wait
 from common.pinned import pin
 from common.processes import allow_open_files, die_with_the_agent, keep_memory, machine

@@ -10,8 +10,8 @@ import torch
 import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no deadline of a test should pay)
 from torch import nn
 
-from common import UserError
 from common.checkpoint import CheckpointStore
+from common.errors import UserError
 from common.image import Image
 from common.manifest import checkpoints
 from common.options import Options

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from common import UserError, ledger
+from common import ledger
+from common.errors import UserError
 from common.ledger import Audit, Ledger, audit, summarize
 from common.sampler import ElasticSampler
 

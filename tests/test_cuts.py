@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from common import UserError
 from common.cuts import balance, cut, measure, pieces, prune
+from common.errors import UserError
 from common.models import build_model
 from common.options import Options
-from common.pipeline import orders, plan, split
+from common.pipeline import plan, split
 from common.reduce import autocast
+from common.stages import orders
 from common.world import World
 
 CPU = torch.device("cpu")

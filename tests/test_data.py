@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from common import UserError
 from common.data import DatasetSplit, TensorSplit, batches, crop_flip, flip, load_data
+from common.errors import UserError
 from common.sampler import ElasticSampler
 from common.synthetic import Source
 

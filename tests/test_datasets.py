@@ -10,8 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import UserError
-from common.data import DATASETS, batches, load_data
+from common.data import batches, load_data
+from common.datasets import DATASETS
+from common.errors import UserError
 from common.models import build_model
 from common.sampler import ElasticSampler
 

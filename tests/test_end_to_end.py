@@ -289,7 +289,7 @@ def test_a_mistake_is_one_short_message_and_exit_code_2(jobs, run, argv, words):
 def test_more_local_ranks_than_gpus_is_refused(monkeypatch):
     import torch
 
-    from common import UserError
+    from common.errors import UserError
     from common.options import parse_options
     from common.world import _devices
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)

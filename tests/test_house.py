@@ -4,25 +4,42 @@ import os
 import re
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-import common
-
 ROOT = Path(__file__).resolve().parents[1]
-COMMON = sorted((ROOT / "common").glob("*.py"))
+HOUSE = ROOT / "common"
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
-MAP = re.findall(r"^(\w+)  +\S", common.__doc__, re.MULTILINE)
-TORCHLESS = ("common", "common.ledger", "common.log", "common.files", "common.metrics", "common.environment", "common.flags",
-             "common.options")
+MAP = ast.get_docstring(ast.parse((HOUSE / "__init__.py").read_text(encoding="utf-8")), clean=False)
+# Each paragraph of the map is a floor, the top one first: {room: how high it is}.
+FLOORS = [rooms for part in MAP.split("\n\n") if (rooms := re.findall(r"^    (\w+)  +\S", part, re.MULTILINE))]
+HEIGHT = {room: -number for number, floor in enumerate(FLOORS) for room in floor}
+FILES = sorted(path for path in HOUSE.rglob("*.py") if path != HOUSE / "__init__.py")
+TORCHLESS = ("common", "common.errors", "common.options", "common.ledger")
 MOST_LINES = 260
+MOST_NAMES = 20          # that one door hands out
 
-COLLECTIVE = {"meeting", "world", "reduce", "pipeline", "bitwise", "line"}              # these alone say torch.distributed
-# os.environ: torchrun's word to a process is for these, the terminal's for log, the names of GPUs for opening.
-ENVIRON = {"meeting", "world", "environment", "options", "rescue", "processes", "pinned", "log", "opening"}
+# These alone say torch.distributed, and these alone read os.environ.
+COLLECTIVE = {"world/world", "world/join", "world/rendezvous", "training/prepare", "training/bitwise/sums",
+              "pipeline/split", "pipeline/transfer"}
+ENVIRON = {"errors", "options/environment", "options/options", "options/process", "ledger/log", "world/world",
+           "world/join", "world/rendezvous", "world/determinism", "rescue/rescue"}
+# Files that have no room yet.
+COLLECTIVE |= {"meeting", "world", "reduce", "pipeline", "bitwise", "line"}
+ENVIRON |= {"meeting", "world", "environment", "options", "rescue", "processes", "pinned", "log", "opening"}
 TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common", "launch", "tests"}
 MADE_BY_USE = {"runs", "data", "__pycache__"}
+
+
+def place(path):
+    """world/join for common/world/join.py"""
+    return path.relative_to(HOUSE).with_suffix("").as_posix()
+
+
+def room_of(path):
+    return path.relative_to(HOUSE).parts[0].removesuffix(".py")
 
 
 def tree_of(path):
@@ -30,15 +47,26 @@ def tree_of(path):
 
 
 def imports(path):
-    """Every module a file imports, at its top or inside a function; of `from common import log` also common.log."""
-    found = set()
+    """(module, name) of every import in a file, also inside functions; the name is empty for `import module`."""
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} imports relatively"
-            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return found
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def door(room):
+    """The names that a room hands out: __all__ of a folder, all without an underscore of a file."""
+    if (HOUSE / f"{room}.py").is_file():
+        body = tree_of(HOUSE / f"{room}.py").body
+        names = {name.id for node in body if isinstance(node, ast.Assign)
+                 for name in ast.walk(node) if isinstance(name, ast.Name)}
+        return {name for name in names | {getattr(node, "name", "_") for node in body} if not name.startswith("_")}
+    for node in tree_of(HOUSE / room / "__init__.py").body:
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
+            return set(ast.literal_eval(node.value))
+    raise AssertionError(f"common/{room}/__init__.py has no __all__")
 
 
 def says(path, dotted):
@@ -50,35 +78,64 @@ def says(path, dotted):
             if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted and id(node) not in skipped]
 
 
-def test_the_map_in_common_lists_every_file_once():
-    assert sorted(MAP) == [path.stem for path in COMMON if path.stem != "__init__"], "mend the list in common/__init__.py"
+def test_the_map_lists_every_room_once_and_this_test_sees_its_files():
+    rooms = {room_of(path) for path in FILES}
+    assert sorted(HEIGHT) == sorted(rooms) and sum(map(len, FLOORS)) == len(rooms), "mend the map in common/__init__.py"
+    assert len(FILES) > 45, "a glob that finds nothing proves nothing"
 
 
-@pytest.mark.parametrize("path", COMMON, ids=lambda path: path.stem)
-def test_imports_in_common_point_up_the_map_and_never_to_a_script(path):
-    above = MAP[:MAP.index(path.stem)] if path.stem in MAP else []
-    for name in imports(path):
-        head, _, rest = name.partition(".")
-        assert not head.startswith(("train_", "launch", "tests")), f"common/{path.name} imports {name}"
-        part = rest.partition(".")[0]
-        if head == "common" and part in MAP:
-            assert part in above, f"common/{path.name} imports common.{part}, which is not above it in common/__init__.py"
+@pytest.mark.parametrize("path", FILES, ids=place)
+def test_a_room_uses_the_floors_below_it_through_their_doors(path):
+    own = room_of(path)
+    for module, name in imports(path):
+        head, _, rest = module.partition(".")
+        assert not head.startswith(("train_", "launch", "tests")), f"common/{place(path)} imports {module}"
+        if head != "common":
+            continue
+        room = rest.partition(".")[0] or name
+        if room == own:
+            assert module != f"common.{own}" or path.stem == "__main__" or own == place(path), \
+                "inside a room nobody comes in by the door"
+            continue
+        assert HEIGHT[room] < HEIGHT[own], f"{own} imports {room}: a room uses the floors below it only"
+        assert module == "common" or module == f"common.{room}" and name in door(room), f"{module}.{name} is not handed out by the door of {room}"  # noqa: E501
 
 
-@pytest.mark.parametrize("path", COMMON, ids=lambda path: path.stem)
+@pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
+def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
+    taken = set()
+    for path in [*FILES, *SCRIPTS, *ROOT.glob("launch/*.py"), *(ROOT / "tests").rglob("*.py")]:
+        inside = path.is_relative_to(HOUSE / room) or path.is_relative_to(ROOT / "tests" / room)
+        taken |= {name for module, name in imports(path) if module == f"common.{room}" and not inside}
+    assert door(room) <= taken, f"nobody outside of {room} takes {sorted(door(room) - taken)}"
+    assert len(door(room)) <= MOST_NAMES
+    body = tree_of(HOUSE / room / "__init__.py").body
+    assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), "a door only hands out"
+    assert all(module.startswith(f"common.{room}.") for module, _ in imports(HOUSE / room / "__init__.py"))
+
+
+@pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
+def test_no_circle_inside_a_room(room):
+    files = [path for path in FILES if room_of(path) == room and path.stem != "__init__"]
+    arrows = {place(path): {module[7:].replace(".", "/") for module, _ in imports(path) if module.startswith(f"common.{room}.")}
+              for path in files}
+    assert len(list(TopologicalSorter(arrows).static_order())) >= len(files)
+
+
+@pytest.mark.parametrize("path", FILES, ids=place)
 def test_only_who_must_says_torch_distributed_and_looks_at_arguments_or_environment(path):
-    if path.stem not in COLLECTIVE:
-        assert not [name for name in imports(path) if name.startswith("torch.distributed")]
+    if place(path) not in COLLECTIVE:
+        assert not [module for module, _ in imports(path) if module.startswith("torch.distributed")]
         assert not says(path, "torch.distributed")
-    if path.stem != "options":
+    if place(path) not in ("options", "options/options"):
         assert not says(path, "sys.argv")
-    if path.stem not in ENVIRON:
+    if place(path) not in ENVIRON:
         assert not says(path, "os.environ") and not says(path, "os.getenv")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
-    named = {name for name in imports(path) if name.startswith("torch.distributed")}
+    named = {module for module, _ in imports(path) if module.startswith("torch.distributed")}
     assert all("elastic" in name for name in named), named
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Compare | ast.If | ast.IfExp | ast.BoolOp):
@@ -86,6 +143,13 @@ def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
             ranks = [ast.unparse(n) for part in inside for n in ast.walk(part)
                      if getattr(n, "attr", getattr(n, "id", "")) in ("rank", "local_rank", "node")]
             assert not ranks, f"{path.name}, line {node.lineno} depends on {ranks}: let common/ be quiet on the other ranks"
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_takes_from_doors_alone(path):
+    for module, name in imports(path):
+        if module.startswith("common"):
+            assert module.count(".") == 1 and name in door(module.partition(".")[2]), f"{path.name} imports {module}.{name}"
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -102,8 +166,9 @@ def test_options_and_what_they_need_import_without_torch_or_numpy():
 
 
 def test_no_file_is_longer_than_one_noun_needs():
-    paths = [*COMMON, *SCRIPTS, *(ROOT / "launch").iterdir()]
-    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in paths if path.is_file()}
+    paths = [*FILES, *SCRIPTS, *(ROOT / "launch").iterdir()]
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in paths
+               if path.is_file() and path.suffix != ".md"}
     assert not {name: n for name, n in lengths.items() if n > MOST_LINES}, "which second noun is in there?"
 
 
@@ -115,7 +180,7 @@ def test_no_file_names_a_place_of_one_machine():
     homes = re.compile("/(" + "|".join(("work", "home", "root", "Users", "tmp/team")) + ")/")
     for path in [p for folder in ("common", "launch", "tests", ".github", ".ci") for p in (ROOT / folder).rglob("*")] + [
             *SCRIPTS, ROOT / "README.md"]:
-        if path.is_file() and path.suffix != ".pyc":
+        if path.is_file() and path.suffix not in (".pyc", ".safetensors"):
             named = homes.search(path.read_text(encoding="utf-8", errors="replace"))
             assert not named, f"{path.relative_to(ROOT)}: {named[0]}"
 

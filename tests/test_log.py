@@ -16,8 +16,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import UserError
 from common import metrics as metrics_module
+from common.errors import UserError
 from common.log import Log
 from common.options import Options
 

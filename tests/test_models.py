@@ -5,8 +5,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common import UserError
-from common.models import MODELS, build_model, seeded
+from common.errors import UserError
+from common.models import MODELS, build_model
+from common.sampler import seeded
 
 IMAGES = SimpleNamespace(name="images", classes=10, sample_shape=(1, 28, 28), vocab=None)
 ROWS = SimpleNamespace(name="rows", classes=2, sample_shape=(10,), vocab=None)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from common import UserError, environment
+from common import environment
+from common.errors import UserError
 from common.flags import flag_of
 from common.options import USES, Options, parse_options
 

@@ -9,9 +9,9 @@ import torch
 from ranks import fork_ranks
 from test_datasets import ALONE, load, options, refusal, write_mnist
 
-from common import UserError
 from common.data import batches, load_data
-from common.datasets import main
+from common.errors import UserError
+from common.pictures import main
 from common.sampler import ElasticSampler
 
 # ---- a folder of images ----

@@ -6,8 +6,9 @@ from fakes import SyncedNorm, ThreadedReplicas
 from ranks import fork_ranks
 from torch import nn
 
-from common import UserError, reduce
+from common import reduce
 from common.data import Batch
+from common.errors import UserError
 from common.options import Options
 from common.reduce import CpuReplicas, backward, distribute, mix, prepare, replicate
 from common.sampler import share

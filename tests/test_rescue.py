@@ -24,12 +24,11 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import common.pulse
 import common.rescue
 import common.writer
-from common import UserError
 from common.checkpoint import CheckpointStore
+from common.errors import UserError, speaking_errors
 from common.ledger import Ledger
 from common.log import Log
 from common.manifest import checkpoints
-from common.opening import speaking_errors
 from common.options import parse_options
 from common.processes import allow_open_files
 from common.rescue import Rescue

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import UserError, sampler
+from common import sampler
+from common.errors import UserError
 from common.sampler import ElasticSampler, hash_seed, permute, share, uniforms
 
 HOUSE = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ import torch
 from fakes import OverDevices
 from torch import nn
 
-from common import UserError
+from common.errors import UserError
 from common.options import Options
 from common.state import TrainState, build_optimizer, learning_rate
 

@@ -10,8 +10,8 @@ import torch
 from stores import a_life, at_step, expected, images_for, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
 from torch import nn
 
-from common import UserError
 from common.checkpoint import main
+from common.errors import UserError
 from common.evaluate import averaged_weights
 from common.fence import Fenced
 from common.manifest import verify

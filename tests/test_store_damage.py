@@ -13,7 +13,7 @@ import pytest
 import torch
 from stores import end, images_for, load, new_store, options, tiny_state, two_checkpoints
 
-from common import UserError
+from common.errors import UserError
 from common.files import sealed
 from common.manifest import checkpoints
 from common.restore import into, newest

@@ -23,8 +23,9 @@ from stores import (
     two_checkpoints,
 )
 
-from common import UserError, files
+from common import files
 from common.checkpoint import FAILURES
+from common.errors import UserError
 from common.files import Damaged
 from common.manifest import checkpoints, describe, verify
 

@@ -14,7 +14,8 @@ import uuid
 import pytest
 from stores import a_life, at_step, child, end, is_at, new_store, options, save, steps_of, tiny_state
 
-from common import UserError, fence, files, held, owner
+from common import fence, files, held, owner
+from common.errors import UserError
 from common.fence import Fenced
 from common.manifest import checkpoints
 

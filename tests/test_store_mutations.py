@@ -17,7 +17,7 @@ import ranks
 import common
 
 DEADLINE = 100
-STORE = ("files", "manifest", "processes", "held", "fence", "identity", "owner", "image", "pieces", "weights", "agreement", "restore", "writer", "checkpoint",
+STORE = ("files", "manifest", "processes", "held", "fence", "identity", "owner", "image", "pieces", "weights", "agreement", "restore", "writer", "checkpoint",  # noqa: E501
          "spread")
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
@@ -45,7 +45,7 @@ MUTANTS = {
     "the rename is not synced": ("writer", "                files.sync_folder(self.root)\n", "", *CRASH),
     "written in place, without a rename": (
         "writer", "                self._write_aside(aside, images, facts, parent)\n"
-        '                files.sync_lines(self.root.parent, self.marks["life"])\n                self._name(aside, self.root / name, unsure)\n',
+        '                files.sync_lines(self.root.parent, self.marks["life"])\n                self._name(aside, self.root / name, unsure)\n',  # noqa: E501
         "                self._write_aside(self.root / name, images, facts, parent)\n", *CRASH),
     "renamed before the manifest is there": (
         "writer", "        files.write_file(aside / MANIFEST,",
@@ -72,15 +72,15 @@ MUTANTS = {
     "the hash is not compared": ("manifest", "place, from_disk, told)) != files[name][\"sha256\"]:",
                                  "place, from_disk, told)) != files[name][\"sha256\"] and False:", *BITS),
     "the seal is ignored": ("files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
-    "the seal is over the values, not the bytes": ("files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "
+    "the seal is over the values, not the bytes": ("files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "  # noqa: E501
                                                    "parse_json(data, name):\n", *LENGTHS),
     "the size is not compared": ("files", "!= size:\n            raise", "!= size and False:\n            raise", *LENGTHS),
     "the header is not compared": ("image", "        if found == self.header:\n", "        if True:\n", *TENSORS, "another type"),
     "links are followed": ("files", "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK", "os.O_RDONLY | os.O_NONBLOCK", *LINKS),
-    "the kinds in a manifest are not looked at": ("manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",
+    "the kinds in a manifest are not looked at": ("manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",  # noqa: E501
                                                   *MANIFEST, "no identity"),
-    "a manifest of another step is taken": ("manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),
-    "the digest is not compared": ("manifest", '    if manifest["digest"] != _digest(', '    if False and manifest["digest"] != _digest(',
+    "a manifest of another step is taken": ("manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),  # noqa: E501
+    "the digest is not compared": ("manifest", '    if manifest["digest"] != _digest(', '    if False and manifest["digest"] != _digest(',  # noqa: E501
                                    *MANIFEST, "another digest"),
     "facts of another step are taken": ("manifest", '    if facts["step"] != step:\n', "    if False:\n", *FACTS, "another step"),
     "the folder's owner and mode are not looked at": ("owner", "        trusted(run_dir)\n", "", "damage",
@@ -95,52 +95,52 @@ MUTANTS = {
     "what cannot be read is passed over": ("restore", "        if unread[0] > step:\n", "        if False:\n", *UNREAD),
     "contradicting options are let in": ("identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
-    "parts are joined unhashed": ("pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",
+    "parts are joined unhashed": ("pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",  # noqa: E501
                                   "a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole"),
-    "what a rank takes out of a file is not compared": ("pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",
+    "what a rank takes out of a file is not compared": ("pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",  # noqa: E501
                                                         "what_a_rank_reads_is_what_rank_0_has_verified", "flipped", 8),
     # who may write
-    "no lock is ever had": ("held", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",
+    "no lock is ever had": ("held", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
                             "fence", "the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease"),
     "a free lock is believed at once": ("fence", " and still >= GLANCE:", ":", *LATE, "local to each machine"),
-    "the lease is no longer than for our own job": ("fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),
+    "the lease is no longer than for our own job": ("fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),  # noqa: E501
     "the counter stays in memory": ("held", "            os.fdatasync(self.fd)\n", "", *CACHES),
-    "a name is owned as long as it is there": ("held", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",
+    "a name is owned as long as it is there": ("held", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",  # noqa: E501
                                                *MOVED),
-    "a claim keeps the file that is there": ("held", "                os.rename(aside, path)\n", "                os.rename(aside, path) if not os.path.exists(path) else None\n",
+    "a claim keeps the file that is there": ("held", "                os.rename(aside, path)\n", "                os.rename(aside, path) if not os.path.exists(path) else None\n",  # noqa: E501
                                              "fence", "two_that_believe_to_hold_the_lock_do_not_both_own", "lost"),
     "nothing is swept": ("fence", "        self._sweep()\n", "", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
-    "a claim does not look at the name again": ("fence", "        self.elect()                                                # another claim may have swept it\n        self._check()\n", "", *TWO),
+    "a claim does not look at the name again": ("fence", "        self.elect()                                                # another claim may have swept it\n        self._check()\n", "", *TWO),  # noqa: E501
     "the fence is skipped": ("writer", "            if self.renew is None:\n", "            return os.makedirs(self.staging)\n"
                              "            if self.renew is None:\n", *MOVED),
     "staging is renewed without looking at the lock": (
-        "fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),
-    "a rescue under way is swept": ("fence", "                    _wait_for_rescue(self.root / name / RESCUE)\n", "                    pass\n",
+        "fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),  # noqa: E501
+    "a rescue under way is swept": ("fence", "                    _wait_for_rescue(self.root / name / RESCUE)\n", "                    pass\n",  # noqa: E501
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
-    "a rescue that does not write is given up": ("fence", "held = Held(staging / RESCUE, about_me(), aside, moved)", "held = Held(staging / RESCUE, about_me() | {'beat': 0}, aside); held.stop.set()",
+    "a rescue that does not write is given up": ("fence", "held = Held(staging / RESCUE, about_me(), aside, moved)", "held = Held(staging / RESCUE, about_me() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
                                                  *RESCUES),
     "a rescue that hangs is waited for": ("fence", '"moved" in owner and', '"left" in owner and', *RESCUES),
     "a live owner is robbed": ("fence", '"alive": math.inf', '"alive": STALE_AFTER', "fence",
                                "a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter"),
-    "the job is noted before the old run is set aside": ("fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),
+    "the job is noted before the old run is set aside": ("fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),  # noqa: E501
     "half of what is set aside is forgotten": ("identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),
     # what is saved
     "a failed save counts as saved": ("checkpoint", "            self.saved = None   ", "            pass   ", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
     "failures are not counted": ("checkpoint", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
-    "half a step is saved": ("checkpoint", "not self.writes or state.torn or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),
+    "half a step is saved": ("checkpoint", "not self.writes or state.torn or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
     "half a step is rescued": ("checkpoint", "if state.torn or is_there", "if is_there", "",
                                "a_state_cut_in_two_is_never_saved"),
     "NaN is saved": ("checkpoint", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",
                      "a_state_that_is_not_finite_is_never_saved"),
-    "the same step is never saved again": ("writer", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',
+    "the same step is never saved again": ("writer", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',  # noqa: E501
                                            "if theirs:", "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
     "the best one is pruned": ("checkpoint", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed', "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
-    "replicas are not compared": ("checkpoint", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),
+    "replicas are not compared": ("checkpoint", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),  # noqa: E501
     "what diverged stays": ("checkpoint", "                self._withdraw()\n", "", *DIFFER, "a buffer"),
     "the sum over weights has holes": ("weights", "% 2**64\n", "% 2**62\n", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),

@@ -9,7 +9,8 @@ from ranks import fork_ranks
 from stores import a_life, at_step, end, is_at, options, save, steps_of
 from torch import nn
 
-from common import UserError, manifest, meeting, pieces
+from common import manifest, meeting, pieces
+from common.errors import UserError
 from common.manifest import folder_name, verify
 from common.spread import SpreadStore
 from common.state import TrainState, build_optimizer

@@ -22,7 +22,8 @@ from stores import (
 from torch import nn
 
 import train_ddp
-from common import UserError, checkpoint, fence, files, held
+from common import checkpoint, fence, files, held
+from common.errors import UserError
 from common.options import Options
 
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from ranks import fork_ranks
 
-from common import UserError
 from common.data import batches, load_data
+from common.errors import UserError
 from common.evaluate import evaluate
 from common.models import build_model
 from common.options import Options

@@ -11,7 +11,8 @@ import time
 import pytest
 from jobs import PACED, ROOT, TESTS, Jobs, audit, children, events, lives, until, wait_for
 
-from common import UserError, environment
+from common import environment
+from common.errors import UserError
 from common.ledger import Ledger, summarize
 
 WARM = ROOT / "launch" / "warm.py"

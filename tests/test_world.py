@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from ranks import fork_ranks
 
-from common import UserError, meeting
+from common import meeting
 from common import world as joining
+from common.errors import UserError
 from common.meeting import _find_store, fresh_store
 from common.options import Options
 from common.processes import allow_open_files

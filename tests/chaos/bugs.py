@@ -29,9 +29,9 @@ def optimizer_forgotten():
 
 def orphans():
     """Workers outlive their agent."""
-    import common.options
-    import common.world
-    common.options.die_with_the_agent = common.world.die_with_the_agent = lambda: None
+    from importlib import import_module
+    for module in ("common.options", "common.world"):
+        import_module(module).die_with_the_agent = lambda: None
 
 
 def loaders_hold_up_their_rank():
