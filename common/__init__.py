@@ -5,12 +5,6 @@ each other. tests/ hold it.
 
     opening      how a script begins and how it ends badly
 
-    options      flags -> one frozen dataclass; validation
-
-    flags        what a flag's text may be, and the parser that answers mistakes in three lines
-
-    environment  what torchrun, Slurm or a person put into the environment; who speaks of errors
-
     rescue       signals in, survivors' checkpoint out; no collectives
 
     pulse        whether the ranks still move: hangs are named and ended, stragglers named
@@ -103,6 +97,7 @@ each other. tests/ hold it.
 
     gpt          a small GPT over bytes
 
+    options      what was asked for: flags, the launcher's environment, a user's own code. No torch here
     sampler      which sample, when; all randomness is a function of a key
 
     errors       how a mistake reaches a person: once per machine, in three lines, with its exit code

@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from common.errors import UserError, one_line, unknown
-from common.models import call_user
+from common.options import call_user
 from common.pictures import imagefolder, main
 from common.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.text import text

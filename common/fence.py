@@ -19,7 +19,8 @@ import uuid
 
 from common.errors import UserError
 from common.held import Held, Still, is_mine, look, read
-from common.processes import about_me, fate_of, queued_again
+from common.options import queued_again
+from common.processes import about_me, fate_of
 
 GLANCE = 2.0             # seconds of looking before a free lock of another machine's process is believed
 STALE_AFTER = 8.0        # seconds without a move: the owner is stopped, or an earlier life of our own job

@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from common.errors import UserError, say
-from common.processes import machine
+from common.options import machine
 
 ANSWER = timedelta(seconds=5)     # of a store that is alive
 GET_ADDRESS = 0x8915              # SIOCGIFADDR

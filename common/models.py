@@ -3,22 +3,17 @@
 Adding one: a function that takes the facts of the data (classes, sample_shape, vocab) and returns an nn.Module, and a
 line in MODELS. Code that lives elsewhere needs no edit here: `--model path/to/file.py:function`.
 """
-import contextlib
-import importlib.util
 import inspect
 import itertools
 import math
-import sys
-import traceback
-import zlib
 from collections import OrderedDict
-from pathlib import Path
 
 import torch
 from torch import nn
 
 from common.errors import UserError, one_line, unknown
 from common.gpt import build_gpt
+from common.options import call_user
 from common.sampler import seeded
 
 
@@ -139,60 +134,3 @@ def numbers(model, data, dims=None):
         raise UserError(f"model {model} takes {wants}, dataset {data.name} has {has}\n"
                         f"choose --model {other}, or another --dataset")
     return data.sample_shape
-
-
-def call_user(spec, *facts):
-    """What the function in `path/to/file.py:function` returns; given the last of `facts`, as many as it takes.
-
-    Parameters with a default are left to it: `f()`, `f(data)` and `f(opts, data, width=3)` all do for a model.
-    """
-    path, _, name = spec.rpartition(":")
-    if not path.endswith(".py") or not name.isidentifier():
-        raise UserError(f"{spec!r} names no function\nwrite path/to/file.py:function")
-    if not Path(path).is_file():
-        raise UserError(f"{path} is not there (wanted for {spec})")
-    module = load_file(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"{path} has no function {name}\nit has {', '.join(own[:12]) or 'none'}")
-    with blamed_on(path):
-        required = [p for p in inspect.signature(function).parameters.values()
-                    if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        if len(required) > len(facts):
-            raise UserError(f"{spec} requires {len(required)} arguments, {len(facts)} are to be had")
-        return function(*facts[len(facts) - len(required):])
-
-
-def load_file(path):
-    """The module in a file, loaded once a process; its own folder is importable from it."""
-    path = str(Path(path).resolve())
-    name = f"user_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(Path(path).parent) not in sys.path:
-        sys.path.append(str(Path(path).parent))  # last, so that it can hide neither common nor the standard library
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        with blamed_on(path):
-            spec.loader.exec_module(module)
-    except UserError:
-        del sys.modules[name]
-        raise
-    return module
-
-
-@contextlib.contextmanager
-def blamed_on(path):
-    """Turns what a user's file raises into one error that names the file and the line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-               if Path(frame.filename).resolve() == Path(path).resolve()]
-        line = error.lineno if isinstance(error, SyntaxError) else (own or [None])[-1]
-        where = f"{path}, line {line}" if line else path
-        raise UserError(f"{where}: {type(error).__name__}\n{one_line(error)}") from error

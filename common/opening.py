@@ -3,9 +3,8 @@ import os
 
 import torch
 
-from common.environment import life_is_open
 from common.errors import UserError
-from common.processes import job_id
+from common.options import job_id, life_is_open
 from common.restarts import lives_of
 from common.sampler import permute
 

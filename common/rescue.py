@@ -19,7 +19,7 @@ import time
 import torch
 
 from common.errors import UserError, say
-from common.processes import end_of, machine_id
+from common.options import end_of, machine_id
 from common.pulse import Pulse
 from common.world import WATCHED
 

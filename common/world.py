@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.meeting import ANSWER, JOINING, choose_interface, fresh_store, place, wait
+from common.options import die_with_the_agent, machine
 from common.pinned import pin
-from common.processes import allow_open_files, die_with_the_agent, keep_memory, machine
+from common.processes import allow_open_files, keep_memory
 
 PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
 WATCHED = timedelta(days=1)       # a collective's time-out while the pulse watches

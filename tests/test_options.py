@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from common import environment
 from common.errors import UserError
-from common.flags import flag_of
-from common.options import USES, Options, parse_options
+from common.options import Options, environment, parse_options
+from common.options.flags import flag_of
+from common.options.options import USES
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",

@@ -49,7 +49,7 @@ def check_training(words, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert (ROOT / words[0]).is_file(), words
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr("common.options._check_places", lambda opts: None)      # whose folders are not here
+    monkeypatch.setattr("common.options.options._check_places", lambda opts: None)      # whose folders are not here
     flags = [text for text in words[1:] if text not in ("--help", "...")]
     assert isinstance(parse_options("", flags), Options)
 
@@ -76,7 +76,7 @@ def check(words, monkeypatch):
         if given.training_script.startswith("tests/bench/"):
             return check(["python", given.training_script, *given.training_script_args], monkeypatch)
         assert given.training_script in ("train_ddp.py", "train_mp.py"), words
-        monkeypatch.setattr("common.options.world_size", lambda: int(given.nproc_per_node) if given.nproc_per_node.isdigit() else 1)
+        monkeypatch.setattr("common.options.options.world_size", lambda: int(given.nproc_per_node) if given.nproc_per_node.isdigit() else 1)  # noqa: E501
         check_training([given.training_script, *given.training_script_args], monkeypatch)
     elif program in LAUNCHERS:
         rest = words[1:]

@@ -11,9 +11,9 @@ import time
 import pytest
 from jobs import PACED, ROOT, TESTS, Jobs, audit, children, events, lives, until, wait_for
 
-from common import environment
 from common.errors import UserError
 from common.ledger import Ledger, summarize
+from common.options import environment
 
 WARM = ROOT / "launch" / "warm.py"
 

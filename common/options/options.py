@@ -9,10 +9,10 @@ import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from common.environment import check_environment, end_a_crash_loop, warn_of_late_joins, world_size
 from common.errors import UserError, did_you_mean, fail
-from common.flags import BALANCE, DEVICES, NAME, PATH, SWITCH, Parser, decides, flag_of, free, one_of, real, whole
-from common.processes import die_with_the_agent
+from common.options.environment import check_environment, end_a_crash_loop, warn_of_late_joins, world_size
+from common.options.flags import BALANCE, DEVICES, NAME, PATH, SWITCH, Parser, decides, flag_of, free, one_of, real, whole
+from common.options.process import die_with_the_agent
 
 LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
