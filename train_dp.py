@@ -16,12 +16,10 @@ if __name__ == "__main__":
     gc.disable()                      # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 from common.checkpoint import CheckpointStore
-from common.clock import Clock
 from common.data import batches, load_data
 from common.errors import speaking_errors
 from common.evaluate import evaluate
-from common.ledger import Audit, Ledger
-from common.log import Log
+from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.opening import memory, open_life
 from common.reduce import backward, prepare, replicate, show_scatter

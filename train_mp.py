@@ -19,12 +19,10 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common.clock import Clock
 from common.data import batches, load_data
 from common.errors import speaking_errors
 from common.evaluate import evaluate
-from common.ledger import Audit, Ledger
-from common.log import Log
+from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.opening import memory, open_life
 from common.pipeline import backward, split

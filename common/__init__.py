@@ -9,8 +9,6 @@ each other. tests/ hold it.
 
     pulse        whether the ranks still move: hangs are named and ended, stragglers named
 
-    clock        where the time of a life goes
-
     evaluate     exact metrics
 
     pipeline     who carries tensors from stage to stage: threads over devices, or ranks
@@ -81,21 +79,15 @@ each other. tests/ hold it.
 
     processes    what can be said of a process: who it is, and whether it will ever move again
 
-    log          console line, progress bar, TensorBoard; quiet on other ranks
-
-    metrics      metrics.jsonl, each step once after any number of restarts
-
     files        durable files: written aside, synced, renamed, read back
-
-    ledger       append-only JSON lines: lives, saves, rescues, times; the audit and the goodput report
-
-    restarts     the lives of a run; what lies between two, and how long each part of it took
 
     cuts         where a net may be cut into stages, measured and balanced
 
     models       registry of nets; a net may be cut between the children of its nn.Sequential
 
     gpt          a small GPT over bytes
+
+    ledger       what a run tells and writes down; a log never stops a training. No torch here
 
     options      what was asked for: flags, the launcher's environment, a user's own code. No torch here
     sampler      which sample, when; all randomness is a function of a key

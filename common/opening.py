@@ -4,8 +4,8 @@ import os
 import torch
 
 from common.errors import UserError
+from common.ledger import lives_of
 from common.options import job_id, life_is_open
-from common.restarts import lives_of
 from common.sampler import permute
 
 LIVES = 3         # without progress on one step

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from common import ledger
 from common.errors import UserError
 from common.ledger import Audit, Ledger, audit, summarize
+from common.ledger.__main__ import main
 from common.sampler import ElasticSampler
 
 N, BATCH, SEED = 50, 8, 3  # 7 steps an epoch, the last with 2 samples
@@ -189,7 +189,7 @@ def test_the_missing_files_of_a_life_leave_it_unproven_up_to_its_last_save(run):
 def test_a_file_that_ends_early_leaves_its_steps_unproven_and_says_so_with_exit_code_1(run, capsys):
     doctor(run, "cc", 0, lambda r: [r] if r["step"] < 19 else [])   # a power cut
     Ledger(run).event("save", step=20)
-    assert ledger.main([str(run), "--audit"]) == 1
+    assert main([str(run), "--audit"]) == 1
     out = capsys.readouterr().out
     assert out.startswith("missed 0 repeated 0 lost 0 redone 0\nunproven 2 steps, from 19 to 20: ") and out.count("\n") == 2
 
@@ -200,11 +200,11 @@ def test_nodes_with_folders_of_their_own_are_audited_together(run, tmp_path, cap
     for path in (run / "audit").glob("*-rank1.jsonl"):
         path.rename(other / "audit" / path.name)
     Ledger(other).event("left", life="bb", rank=1)
-    assert set(audit(run)) == {*CLEAN, "unproven"} and ledger.main([str(run), "--audit"]) == 1
+    assert set(audit(run)) == {*CLEAN, "unproven"} and main([str(run), "--audit"]) == 1
     assert audit(run, other) == audit(other, run) == CLEAN
-    assert capsys.readouterr() and ledger.main([str(other), str(run), "--audit"]) == 0
+    assert capsys.readouterr() and main([str(other), str(run), "--audit"]) == 0
     assert capsys.readouterr().out == "missed 0 repeated 0 lost 0 redone 0\n"
-    assert ledger.main([str(run), str(other)]) == 2
+    assert main([str(run), str(other)]) == 2
 
 
 def test_a_history_that_lacks_its_first_life_is_not_clean(run):
@@ -232,16 +232,16 @@ def test_exit_codes(tmp_path, run, capsys):
     for change in doctored.values():
         kept = (run / "audit" / "life-cc-rank0.jsonl").read_text()
         doctor(run, "cc", 0, at(18, "begin", change))
-        assert ledger.main([str(run), "--audit"]) == 1
+        assert main([str(run), "--audit"]) == 1
         (run / "audit" / "life-cc-rank0.jsonl").write_text(kept)
     live(run, "dd", world=2, resumed=15, until=22)
-    assert ledger.main([str(run), "--audit"]) == 0  # five steps lost, all made again: no sample suffered
+    assert main([str(run), "--audit"]) == 0  # five steps lost, all made again: no sample suffered
     assert capsys.readouterr().out.endswith("missed 0 repeated 0 lost 5 redone 5\n")
 
 
 def test_what_cannot_be_audited_is_refused_in_words(tmp_path, capsys):
     def refused(*arguments):
-        code, said = ledger.main([str(a) for a in arguments]), capsys.readouterr()
+        code, said = main([str(a) for a in arguments]), capsys.readouterr()
         return code == 2 and said.out == "" and said.err.startswith("error: ") and said.err.count("\n") <= 3
 
     assert refused(tmp_path / "nowhere", "--audit") and refused(tmp_path / "nowhere")

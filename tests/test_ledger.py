@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from common import ledger
 from common.ledger import Ledger, summarize
+from common.ledger.__main__ import main
 
 HOUSE = Path(__file__).parent.parent
 
@@ -26,7 +26,7 @@ def test_the_report_tells_lives_worlds_restart_times_saves_rescues_and_goodput(t
               {"t": 1061, "event": "first_step", "step": 48, "first_step_s": 0.5},
               {"t": 1100, "event": "time", "steps_s": 36}]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert ledger.main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"""{tmp_path}: lives 2, last saved step 47
   life aa  world 4  restart 0  resumed at step 0, saved up to 47  import 3.00 s, steps 30.00 s, evaluate 2.00 s
   restart of 12.00 s, step to step: detect 0.25 s, tear down 1.25 s, rendezvous 1.50 s, import 7.00 s, \
@@ -56,7 +56,7 @@ def test_where_nobody_survived_the_time_since_the_last_entry_is_away(tmp_path):
 def test_what_a_person_started_is_no_restart_and_the_time_before_it_was_down(tmp_path, capsys):
     left = {"t": 110, "event": "left", "life": "aa", "rank": 0, "stepped": 109, "noticed": 109}
     assert the_gap(tmp_path, left, job="another") == {"down_s": 10}
-    assert ledger.main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     assert "down 10.00 s, then started again\n" in (out := capsys.readouterr().out) and "restarts 0\n" in out
 
 
@@ -73,7 +73,7 @@ def test_a_ledger_of_an_older_version_tells_no_gaps(tmp_path):
 
 def test_a_run_without_times_still_has_a_report(tmp_path, capsys):
     Ledger(tmp_path).event("life", life="aa", world=1, step=0)
-    assert ledger.main([str(tmp_path)]) == 0
+    assert main([str(tmp_path)]) == 0
     assert "lives 1" in (out := capsys.readouterr().out) and "goodput unknown" in out
 
 

@@ -16,9 +16,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from common import metrics as metrics_module
 from common.errors import UserError
-from common.log import Log
+from common.ledger import Log
+from common.ledger import metrics as metrics_module
 from common.options import Options
 
 ROOT = Path(__file__).parents[1]
@@ -175,7 +175,7 @@ def test_a_full_disk_costs_lines_and_one_note_and_a_torn_line_does_not_swallow_t
 # ---- the console -----------------------------------------------------------------------------------------------------
 def test_a_line_says_epoch_step_eta_lr_loss_acc_and_samples_per_second(tmp_path, capsys, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("common.log.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("common.ledger.log.time.monotonic", lambda: now[0])
     with log_for(options(tmp_path), state_step=100, total_steps=564) as log:
         log.start(["net, 21,840 parameters"])
         now[0] += 1
@@ -209,7 +209,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace as N
-from common.log import Log
+from common.ledger import Log
 from common.options import Options
 opts = Options(run_dir=Path(sys.argv[1]), progress=sys.argv[2], tensorboard=False)
 with Log(opts, N(rank=0), total_steps=2000) as log:

@@ -26,8 +26,7 @@ import common.rescue
 import common.writer
 from common.checkpoint import CheckpointStore
 from common.errors import UserError, speaking_errors
-from common.ledger import Ledger
-from common.log import Log
+from common.ledger import Ledger, Log
 from common.manifest import checkpoints
 from common.options import parse_options
 from common.processes import allow_open_files

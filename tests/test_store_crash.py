@@ -15,8 +15,8 @@ from stores import a_life, at_step, images_are_at, images_for, options, save
 from common import files
 from common.files import Damaged
 from common.ledger import Audit, Ledger
+from common.ledger.metrics import Metrics
 from common.manifest import checkpoints, verify
-from common.metrics import Metrics
 from common.restore import into, newest
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete

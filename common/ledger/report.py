@@ -1,10 +1,59 @@
-"""The lives of a run as its ledger tells them; what lies between two, and who took how long over it."""
+"""Where the time of a run went: what the lives, saves and rescues in its ledger add up to. No torch here."""
 import json
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
 
 from common.errors import UserError
+
+
+def _saved(events):
+    """Return the last step that a checkpoint of this life is known to hold."""
+    steps = [event.get("step") for event in events if event["event"] in ("life", "save", "rescue")]
+    return max(step for step in steps if isinstance(step, int))
+
+
+def summarize(run_dir):
+    """Return what the ledger tells: lives, events and seconds by name, and goodput (None where no step was timed)."""
+    lives = lives_of(run_dir)
+    everything = [event for events in lives for event in events]
+    wall, seconds = max(event.get("t", 0) for event in everything) - everything[0]["t"], _seconds(everything)
+    gaps = [{}, *(gap(before, after) for before, after in zip(lives, lives[1:], strict=False))]
+    for parts in gaps:
+        seconds |= {name: seconds.get(name, 0) + value for name, value in parts.items() if name in BETWEEN}
+    return {
+        "lives": [{**events[0], "saved": _saved(events), "seconds": _seconds(events), "gap": parts}
+                  for events, parts in zip(lives, gaps, strict=True)],
+        "step": max(_saved(events) for events in lives),
+        "events": dict(Counter(event["event"] for event in everything)),
+        "seconds": seconds,
+        "wall_s": wall,
+        "goodput": seconds["steps_s"] / wall if wall > 0 and "steps_s" in seconds else None,
+    }
+
+
+def _seconds(events):
+    total = Counter()
+    for event in events:
+        total.update({k: v for k, v in event.items() if k.endswith("_s") and isinstance(v, int | float)})
+    return dict(total)
+
+
+def report(run_dir):
+    """Yield the lines of the goodput report."""
+    facts = summarize(run_dir)
+    events, goodput = facts["events"], facts["goodput"]
+    yield f"{run_dir}: lives {events['life']}, last saved step {facts['step']}"
+    for life in facts["lives"]:
+        yield from in_words(life["gap"])
+        own = {name: value for name, value in life["seconds"].items() if name not in life["gap"]}
+        yield (f"  life {life['life']}  world {life['world']}  restart {life.get('restart', '?')}  "
+               f"resumed at step {life['step']}, saved up to {life['saved']}  {spell(own)}".rstrip())
+    yield f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}, {counted([life['gap'] for life in facts['lives']])}"
+    yield f"wall {facts['wall_s']:.1f} s: {spell(facts['seconds']) or 'no times were recorded'}"
+    yield f"goodput {'unknown' if goodput is None else f'{goodput:.1%}'} (time in steps / wall)"
+
 
 BETWEEN = ("detect_s", "tear_down_s", "rendezvous_s", "away_s", "down_s")        # what no event has a field for
 

@@ -10,7 +10,7 @@ import time
 from datetime import timedelta
 
 from common.errors import Outlet, UserError
-from common.metrics import Metrics
+from common.ledger.metrics import Metrics
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
 
