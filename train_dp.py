@@ -21,12 +21,12 @@ from common.errors import speaking_errors
 from common.evaluate import evaluate
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
-from common.opening import memory, open_life
+from common.opening import open_life
 from common.reduce import backward, prepare, replicate, show_scatter
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
 from common.state import TrainState, build_optimizer
-from common.world import join, leave
+from common.world import join, leave, memory
 
 
 @speaking_errors

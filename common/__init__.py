@@ -35,8 +35,6 @@ each other. tests/ hold it.
 
     restore      the newest checkpoint that anybody has, on every rank
 
-    agreement    what the ranks of one life tell each other before they train
-
     weights      weights without their checkpoint: from a foreign file, compared between ranks
 
     pieces       parts of one such file: joined from those of ranks, cut for what a rank owns
@@ -69,12 +67,6 @@ each other. tests/ hold it.
 
     synthetic    datasets that a program draws
 
-    world        torchrun's environment, the device, the process group, the few collectives
-
-    meeting      the key-value store over which the ranks of one life find each other
-
-    pinned       what else decides the bits: set, recorded, compared
-
     tree         the fixed order of additions that gives the same bits at any world size
 
     processes    what can be said of a process: who it is, and whether it will ever move again
@@ -88,6 +80,7 @@ each other. tests/ hold it.
     gpt          a small GPT over bytes
 
     ledger       what a run tells and writes down; a log never stops a training. No torch here
+    world        the processes of one life: they meet, agree, compute alike, leave
 
     options      what was asked for: flags, the launcher's environment, a user's own code. No torch here
     sampler      which sample, when; all randomness is a function of a key

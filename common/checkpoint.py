@@ -9,7 +9,6 @@ import sys
 import time
 from pathlib import Path
 
-from common.agreement import odd_ranks, same_everywhere
 from common.errors import UserError
 from common.files import Damaged, room
 from common.identity import marks, versions
@@ -17,7 +16,8 @@ from common.image import Image
 from common.manifest import checkpoints, describe, folder_name, is_there
 from common.owner import claim
 from common.restore import choices_at, load_newest, take
-from common.weights import fingerprint_of, load_weights
+from common.weights import load_weights
+from common.world import fingerprint_of, odd_ranks, same_everywhere
 from common.writer import Background, Hurried, Writer
 
 FAILURES = 3                                     # saves that may fail in a row before the run stops with exit code 4

@@ -11,7 +11,7 @@ import torch
 from common.errors import UserError
 from common.files import Damaged, patient, read_small, replace_file, sealed, to_json, unseal
 from common.manifest import checkpoints, read_manifest
-from common.pinned import bit_differences, bit_facts
+from common.world import bit_differences, bit_facts
 
 KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")
 # What decided the result when a checkpoint told it by a hash alone. Flags that came later do not belong here.

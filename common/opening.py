@@ -7,6 +7,7 @@ from common.errors import UserError
 from common.ledger import lives_of
 from common.options import job_id, life_is_open
 from common.sampler import permute
+from common.world import devices_line
 
 LIVES = 3         # without progress on one step
 MANY = 512        # sample ids that an error still names one by one
@@ -72,18 +73,3 @@ def refuse_the_same_end(ledger, opts, data, state):
     raise UserError(f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"
                     f"its samples: {samples} (of epoch {state.epoch + 1})\n"
                     "mend the cause (a bad sample? too little memory?), then start again", code=5)
-
-
-def devices_line(world):
-    """Which physical devices these are: torch counts only those that CUDA_VISIBLE_DEVICES leaves."""
-    if world.device.type != "cuda":
-        return f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process"
-    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
-    return "devices " + ", ".join(
-        f"{d} (physical {visible[d.index or 0].strip() if visible else d.index or 0}, {torch.cuda.get_device_name(d)})"
-        for d in world.devices)
-
-
-def memory(world):
-    """MiB in use on each GPU of this process, under names for the log: the first one's surplus is nn.DataParallel's price."""
-    return {f"MiB_{d.index}": torch.cuda.memory_allocated(d) >> 20 for d in world.devices if d.type == "cuda"}

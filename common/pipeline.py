@@ -15,7 +15,6 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from common.agreement import send
 from common.cuts import count, cut, measure, pieces, refuse_ties
 from common.errors import UserError
 from common.flights import backward_slices
@@ -23,6 +22,7 @@ from common.line import NOTHING, Line
 from common.reduce import autocast, distribute, fit
 from common.reduce import backward as plain_backward
 from common.stages import Pipeline, orders
+from common.world import send
 
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
              "interleaved": pipelining.ScheduleInterleaved1F1B}

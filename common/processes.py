@@ -1,38 +1,11 @@
 """What can be said of a process, ours or another: who it is, and whether it will ever move again."""
-import contextlib
-import ctypes
 import hashlib
 import os
-import resource
 import socket
 
-from common.errors import UserError
 from common.options import job_id, machine, process_start, process_state, this_agent, this_boot
 
 STOPPED, DEAD = b"Tt", b"ZX"     # states in /proc/PID/stat of a process that does not move by itself, or never will
-TRIM, MMAP = -1, -3      # mallopt's names for when memory goes back to the kernel, and from which size on at once
-
-
-def keep_memory():
-    """What a step frees stays with the process, for the next step.
-
-    glibc gives freed tensors back to the kernel, which clears each page before the next step may have it: a quarter of the
-    time of a ResNet on CPUs.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):                                    # glibc; other libraries have no such habit, or no such choice
-        libc.mallopt(TRIM, 2**31 - 1)
-        libc.mallopt(MMAP, 1 << 30) or libc.mallopt(MMAP, 1 << 25)  # the most that older ones take
-
-
-def allow_open_files(number, whose):
-    """Raise this process's limit to what the system allows; a UserError where that is less than `number`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):                  # where none is said to be infinite, and is not
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if hard != resource.RLIM_INFINITY and hard < number:
-        raise UserError(f"{whose} need {number} open files, but this machine allows each of them {hard}\n"
-                        "raise the hard limit (ulimit -Hn, LimitNOFILE), or start fewer processes")
 
 
 def about_me():

@@ -11,9 +11,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from common.bitwise import Tree
 from common.buffers import average_buffers
 from common.errors import UserError
-from common.pinned import require_same_bits
 from common.sampler import hash_seed, share
 from common.single import refuse_single, rounds
+from common.world import require_same_bits
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -4,11 +4,10 @@ from pathlib import Path
 
 import torch
 
-from common.agreement import send
 from common.errors import UserError
 from common.files import Damaged, parse_json
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, verify
-from common.meeting import progress
+from common.world import progress, send
 
 
 @dataclass(frozen=True)

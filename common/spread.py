@@ -17,15 +17,14 @@ from math import prod
 
 import torch
 
-from common.agreement import send
 from common.checkpoint import CheckpointStore
 from common.errors import UserError
 from common.files import Damaged, opened, parse_json, patient
 from common.image import Image
 from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
-from common.meeting import progress
 from common.pieces import Digests, Joined, Slices
 from common.restore import Found, newest, refuse_to_fall_back, take
+from common.world import progress, send
 from common.writer import Writer
 
 

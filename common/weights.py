@@ -5,23 +5,6 @@ import torch
 
 from common.errors import UserError
 
-PIECE = 1 << 24                                  # bytes widened at once
-
-
-@torch.no_grad()
-def fingerprint_of(tensors):
-    """A cheap 64-bit sum over every bit of named tensors: equal weights give equal sums, on every device."""
-    sums = [torch.zeros((), dtype=torch.int64)]
-    for tensor in tensors.values():
-        flat = tensor.detach().contiguous().view(-1)
-        size, start = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
-        words = (flat if start % 8 == 0 else flat.clone()).view(torch.uint8)
-        # 64-bit sums wrap, in any order to the same value; the odd sizes are widened piece by piece.
-        sums.append(words.view(torch.int64).sum().cpu() if size % 8 == 0 else
-                    sum((piece.long() << 8 * (i % 4)).sum().cpu() for i in range(4) for piece in words[i::4].split(PIECE)))
-    total = sum((2 * index + 1) * value for index, value in enumerate(torch.stack(sums).tolist())) % 2**64
-    return total - 2**64 if total >= 2**63 else total
-
 
 def load_weights(state, path, shapes=None, own=lambda name, tensor: tensor):
     """--init-from: a foreign .pt file, weights only; wrapped names are stripped. Explicit, because this one is a pickle.

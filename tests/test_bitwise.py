@@ -18,7 +18,6 @@ from ranks import fork_ranks
 
 import train_ddp
 import train_mp
-from common import pinned
 from common.data import Batch
 from common.errors import UserError
 from common.files import sealed
@@ -27,6 +26,7 @@ from common.options import Options
 from common.reduce import backward, distribute
 from common.sampler import share
 from common.state import TrainState, build_optimizer
+from common.world import determinism as pinned
 
 NETS = Path(__file__).with_name("nets.py")
 CNN = {"model": f"{NETS}:cnn", "dataset": f"{NETS}:pictures", "global_batch_size": 24, "optimizer": "adamw", "weight_decay": 0.05,

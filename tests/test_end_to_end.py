@@ -291,7 +291,7 @@ def test_more_local_ranks_than_gpus_is_refused(monkeypatch):
 
     from common.errors import UserError
     from common.options import parse_options
-    from common.world import _devices
+    from common.world.join import _devices
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     opts = parse_options("", ["--max-steps=1"], script="ddp")
     assert [str(_devices(opts, rank, 2)[0]) for rank in (0, 1)] == ["cuda:0", "cuda:1"]

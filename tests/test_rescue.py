@@ -29,9 +29,9 @@ from common.errors import UserError, speaking_errors
 from common.ledger import Ledger, Log
 from common.manifest import checkpoints
 from common.options import parse_options
-from common.processes import allow_open_files
 from common.rescue import Rescue
 from common.state import TrainState, build_optimizer
+from common.world.join import allow_open_files
 
 SAMPLES = 64
 

@@ -17,13 +17,13 @@ from ranks import fork_ranks
 from test_bitwise import CNN, NETS, batch_at, left_by, life, options, run, small
 
 import train_mp
-from common import pinned
 from common.line import Line
 from common.models import build_model
 from common.pipeline import backward, split
 from common.reduce import backward as whole_backward
 from common.state import TrainState, build_optimizer
 from common.world import World
+from common.world import determinism as pinned
 
 GPT = {"model": f"{NETS}:tied", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw", "weight_decay": 0.1,
        "clip_grad_norm": 0.5, "ema_decay": 0.9, "epochs": 3}

@@ -30,7 +30,7 @@ from common import checkpoint, identity, owner
 from common.files import sealed
 from common.options import Options
 from common.options.flags import PATH, decides, whole
-from common.weights import fingerprint_of
+from common.world import fingerprint_of
 
 OLD_DATA = json.loads(Path(__file__).with_name("old_run").joinpath("options.json").read_text())["data"]
 

@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from ranks import fork_ranks
 
-from common import meeting
-from common import world as joining
 from common.errors import UserError
-from common.meeting import _find_store, fresh_store
 from common.options import Options
-from common.processes import allow_open_files
-from common.world import World, _devices, _refuse_a_shared_gpu, join
+from common.world import World, join
+from common.world import rendezvous as meeting
+from common.world.join import _devices, allow_open_files
+from common.world.rendezvous import _find_store, fresh_store
+from common.world.world import _refuse_a_shared_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,7 +52,7 @@ def clean_environment():
 
 FAULTS = """
 import ctypes, resource
-from common.processes import keep_memory
+from common.world.join import keep_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
 libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
@@ -77,7 +77,7 @@ def test_what_a_step_frees_stays_with_the_process_for_the_next_step(monkeypatch)
     found = list(map(int, done.stdout.split()))                     # pages the kernel had to find for the same 120 MB
     assert min(found[:4]) > 25_000 and max(found[5:]) < 1000, found
     called = []
-    monkeypatch.setattr("common.world.keep_memory", lambda: called.append(True))
+    monkeypatch.setattr(sys.modules["common.world.join"], "keep_memory", lambda: called.append(True))
     assert fork_ranks(1, lambda _: clean_environment() or join(Options(device="cpu")) and called) == [[True]]
 
 
@@ -173,7 +173,7 @@ def by_hand(world, machines):
     dist.destroy_process_group()
     meeting.machine = lambda: machines[world.rank]
     asked = []
-    joining._devices = lambda opts, rank, size: asked.append((rank, size)) or (torch.device("cpu"),)
+    sys.modules["common.world.join"]._devices = lambda opts, rank, size: asked.append((rank, size)) or (torch.device("cpu"),)
     found = join(Options())
     found.meet("end")
     return found.node, found.local_rank, found.local_size, *asked

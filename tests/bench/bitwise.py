@@ -22,11 +22,11 @@ from torch import nn
 
 from common.data import Batch
 from common.options import Options
-from common.pinned import pin
-from common.processes import keep_memory
 from common.reduce import backward, distribute
 from common.sampler import share
 from common.state import TrainState, build_optimizer
+from common.world.determinism import pin
+from common.world.join import keep_memory
 
 
 def cnn():

@@ -30,7 +30,7 @@ def optimizer_forgotten():
 def orphans():
     """Workers outlive their agent."""
     from importlib import import_module
-    for module in ("common.options.options", "common.world"):
+    for module in ("common.options.options", "common.world.join"):
         import_module(module).die_with_the_agent = lambda: None
 
 

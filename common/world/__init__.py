@@ -1,0 +1,11 @@
+"""The processes of one life: they meet, agree, compute alike, leave."""
+from common.world.agreement import fingerprint_of, odd_ranks, same_everywhere, send
+from common.world.determinism import bit_differences, bit_facts, require_same_bits
+from common.world.join import join, leave
+from common.world.rendezvous import progress
+from common.world.world import WATCHED, World, devices_line, memory
+
+__all__ = [
+    "WATCHED", "World", "bit_differences", "bit_facts", "devices_line", "fingerprint_of", "join", "leave",
+    "memory", "odd_ranks", "progress", "require_same_bits", "same_everywhere", "send",
+]
