@@ -75,12 +75,9 @@ each other. tests/ hold it.
 
     cuts         where a net may be cut into stages, measured and balanced
 
-    models       registry of nets; a net may be cut between the children of its nn.Sequential
-
-    gpt          a small GPT over bytes
-
     ledger       what a run tells and writes down; a log never stops a training. No torch here
     world        the processes of one life: they meet, agree, compute alike, leave
+    models       the registry of nets
 
     options      what was asked for: flags, the launcher's environment, a user's own code. No torch here
     sampler      which sample, when; all randomness is a function of a key

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.gpt import build_gpt
+from common.models.gpt import build_gpt
 
 WORDS, LENGTH = 23, 12
 
@@ -103,7 +103,7 @@ class Tied(nn.Module):
 
 def tied(data):
     """A GPT that can be cut: each block drops out, the head has tied weights."""
-    from common.gpt import Block, Embedding
+    from common.models.gpt import Block, Embedding
 
     blocks = [nn.Sequential(Block(2, 16), nn.Dropout(0.1)) for _ in range(2)]
     return nn.Sequential(Embedding(WORDS, LENGTH, 16), *blocks, Tied(16))

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError, one_line, unknown
-from common.gpt import build_gpt
+from common.models.gpt import build_gpt
 from common.options import call_user
 from common.sampler import seeded
 
