@@ -53,20 +53,6 @@ each other. tests/ hold it.
 
     state        everything a checkpoint holds, as named parts; the only place where counters move
 
-    data         datasets as batches: the same numbers at any world size
-
-    workers      processes that fetch samples ahead of the training
-
-    download     fetching published datasets, when asked to
-
-    datasets     registry of datasets; those that live in files, and users' own
-
-    pictures     a folder of images: its samples, and all its broken files at once
-
-    text         a file of text as samples for a language model
-
-    synthetic    datasets that a program draws
-
     tree         the fixed order of additions that gives the same bits at any world size
 
     processes    what can be said of a process: who it is, and whether it will ever move again
@@ -78,6 +64,7 @@ each other. tests/ hold it.
     ledger       what a run tells and writes down; a log never stops a training. No torch here
     world        the processes of one life: they meet, agree, compute alike, leave
     models       the registry of nets
+    data         datasets as batches: the same numbers at any world size
 
     options      what was asked for: flags, the launcher's environment, a user's own code. No torch here
     sampler      which sample, when; all randomness is a function of a key

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from common.data import DatasetSplit, TensorSplit, batches, crop_flip, flip, load_data
+from common.data import batches, load_data
+from common.data.loading import DatasetSplit, TensorSplit, crop_flip, flip
+from common.data.synthetic import Source
 from common.errors import UserError
 from common.sampler import ElasticSampler
-from common.synthetic import Source
 
 ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, local_barrier=lambda: None)
 

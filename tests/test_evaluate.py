@@ -8,12 +8,12 @@ from safetensors.torch import load_file
 from test_rescue import a_run, step
 from torch import nn
 
-from common.data import TensorSplit
+from common.data.loading import TensorSplit
+from common.data.synthetic import Source
 from common.evaluate import BLOCK, evaluate
 from common.manifest import checkpoints
 from common.options import Options
 from common.state import TrainState, build_optimizer
-from common.synthetic import Source
 
 
 def split_of(n, width=5):

@@ -10,8 +10,8 @@ from ranks import fork_ranks
 from test_datasets import ALONE, load, options, refusal, write_mnist
 
 from common.data import batches, load_data
+from common.data.__main__ import main
 from common.errors import UserError
-from common.pictures import main
 from common.sampler import ElasticSampler
 
 # ---- a folder of images ----
@@ -87,7 +87,7 @@ def test_a_broken_or_boastful_image_is_named(tmp_path, content, said, workers):
         list(batches(data.train, ElasticSampler(data.train, 4), opts))
     assert type(caught.value).__name__ == "UserError" and len(str(caught.value).splitlines()) <= 3
     assert "train/dog/1.png" in str(caught.value) and said in str(caught.value)
-    assert f"python -m common.datasets {tmp_path} --check" in str(caught.value)
+    assert f"python -m common.data {tmp_path} --check" in str(caught.value)
     assert "--accept-data-change" in str(caught.value)
 
 

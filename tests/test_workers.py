@@ -13,8 +13,9 @@ from ranks import fork_ranks
 from test_data import Noisy, options
 from test_rescue import a_run
 
-from common import workers
-from common.data import DatasetSplit, batches
+from common.data import batches
+from common.data import prefetch as workers
+from common.data.loading import DatasetSplit
 from common.errors import UserError
 from common.rescue import Rescue
 from common.sampler import ElasticSampler

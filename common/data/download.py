@@ -4,7 +4,7 @@ import shutil
 import socket
 from pathlib import Path
 
-from common.datasets import find_source
+from common.data.datasets import find_source
 from common.errors import UserError, one_line
 
 CLASSES = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}  # in torchvision.datasets

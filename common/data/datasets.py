@@ -1,6 +1,6 @@
 """Registry of datasets; those that live in files, and users' own.
 
-    python -m common.datasets DIR --check       # every file of a folder of images that cannot be read
+    python -m common.data DIR --check       # every file of a folder of images that cannot be read
 
 Adding one: a function of the options that returns a Source, and a line in DATASETS. Code that lives elsewhere needs no
 edit here: `--dataset path/to/file.py:function`. Files are strangers: their sizes are checked before memory is taken,
@@ -9,18 +9,17 @@ and nothing in them is ever executed.
 import gzip
 import math
 import struct
-import sys
 import zlib
 from pathlib import Path
 
 import torch
 from torch.utils.data import TensorDataset
 
+from common.data.pictures import imagefolder
+from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
+from common.data.text import text
 from common.errors import UserError, one_line, unknown
 from common.options import call_user
-from common.pictures import imagefolder, main
-from common.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
-from common.text import text
 
 LARGEST = 2**31  # bytes an IDX file may unpack to
 
@@ -194,7 +193,3 @@ def find_source(opts):
     if name not in DATASETS or (size and name not in ("random", "text")):
         raise unknown("dataset", opts.dataset, DATASETS)
     return DATASETS[name](opts)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

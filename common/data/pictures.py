@@ -4,14 +4,11 @@ Files are strangers: their sizes are checked before memory is taken.
 """
 import functools
 import hashlib
-import multiprocessing
 import os
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
+from common.data.synthetic import Source
 from common.errors import UserError, one_line
-from common.synthetic import Source
 
 MOST_PIXELS = 2**26  # of one image: what unpacks to more is no photograph
 
@@ -42,13 +39,13 @@ def decode(path, folder):
         with Image.open(path) as image:
             if image.width * image.height > MOST_PIXELS:
                 raise UserError(f"{path} claims {image.width}x{image.height} pixels, more than {MOST_PIXELS:,}\nall "
-                                f"that cannot be read: python -m common.datasets {folder} --check\n"
+                                f"that cannot be read: python -m common.data {folder} --check\n"
                                 "shrink or remove it, then go on with --accept-data-change")
             if image.mode in ("I", "F") or image.mode.startswith("I;16"):
                 low, high = image.getextrema()
                 if low < 0 or high > 255:  # as 8 bits: convert() would make white of all that is above 255
                     raise UserError(f"{path} holds values from {low:g} to {high:g}, a picture here 8 bits: 0 to 255\nall such "
-                                    f"files: python -m common.datasets {folder} --check\nconvert it, then go on with "
+                                    f"files: python -m common.data {folder} --check\nconvert it, then go on with "
                                     "--accept-data-change; or --dataset FILE.py:FUNCTION, which returns floats")
             return image.convert("RGB")
     except UserError:
@@ -57,7 +54,7 @@ def decode(path, folder):
         if getattr(error, "errno", None):
             raise  # a failing disk or network: a restart may mend that, no person has to
         raise UserError(f"{path} is not an image that can be read: {one_line(error)}\nall that cannot: python -m "
-                        f"common.datasets {folder} --check\n"
+                        f"common.data {folder} --check\n"
                         "replace or remove it, then go on with --accept-data-change") from error
 
 
@@ -69,26 +66,6 @@ def hash_files(parts):
             digest.update(f"{os.path.relpath(path, part.root)}\0{label}\0{os.path.getsize(path)}\n".encode())
         digest.update(b"--\n")
     return digest.hexdigest()
-
-
-def main(arguments):
-    """Read every image of a folder with all cores; exit code 0 if all can be read, 1 if not, 2 for no such folder."""
-    folders = [argument for argument in arguments if argument != "--check"]
-    if len(folders) != 1 or len(arguments) != 2:
-        print("usage: python -m common.datasets DIR --check", file=sys.stderr)
-        return 2
-    try:
-        source = imagefolder(SimpleNamespace(data_dir=folders[0]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    paths, bad = [path for part in (source.train, source.test) for path, _ in part.samples], 0
-    with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        for said in filter(None, pool.imap(complaint, paths, chunksize=16)):
-            bad += 1
-            print(said, flush=True)
-    print(f"{len(paths) - bad:,} of {len(paths):,} images can be read")
-    return 1 if bad else 0
 
 
 def complaint(path):

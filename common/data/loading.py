@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from common.datasets import find_source, whole
-from common.download import download
+from common.data.datasets import find_source, whole
+from common.data.download import download
+from common.data.prefetch import from_workers
 from common.errors import UserError, one_line
 from common.sampler import seeded, uniforms
-from common.workers import from_workers
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from common.data.synthetic import Source
 from common.errors import UserError, one_line
-from common.synthetic import Source
 
 LENGTH = 128                 # tokens a sample, unless text:LENGTH says so
 TEST = 10                    # the last tenth of the file is for testing
