@@ -23,14 +23,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from common.checkpoint import CheckpointStore
 from common.data import batches, load_data
 from common.errors import speaking_errors
-from common.evaluate import evaluate
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.opening import open_life
-from common.reduce import backward, distribute, prepare
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, backward, build_optimizer, distribute, evaluate, prepare
 from common.world import join, leave
 
 

@@ -18,14 +18,12 @@ if __name__ == "__main__":
 from common.checkpoint import CheckpointStore
 from common.data import batches, load_data
 from common.errors import speaking_errors
-from common.evaluate import evaluate
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.opening import open_life
-from common.reduce import backward, prepare, replicate, show_scatter
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, backward, build_optimizer, evaluate, prepare, replicate, show_scatter
 from common.world import join, leave, memory
 
 

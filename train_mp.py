@@ -21,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from common.data import batches, load_data
 from common.errors import speaking_errors
-from common.evaluate import evaluate
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.opening import open_life
@@ -29,7 +28,7 @@ from common.pipeline import backward, split
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
 from common.spread import SpreadStore
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, evaluate
 from common.world import join, leave, memory
 
 

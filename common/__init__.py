@@ -9,8 +9,6 @@ each other. tests/ hold it.
 
     pulse        whether the ranks still move: hangs are named and ended, stragglers named
 
-    evaluate     exact metrics
-
     pipeline     who carries tensors from stage to stage: threads over devices, or ranks
 
     flights      slices of a global batch on their way through stages, to the same bits
@@ -18,14 +16,6 @@ each other. tests/ hold it.
     stages       a stage, and a pipeline of them
 
     line         what the ranks of one pipeline hand each other
-
-    reduce       how a global batch becomes one gradient
-
-    single       one sample in a forward, which BatchNorm may not take
-
-    bitwise      the sum along the tree, over slices and ranks
-
-    buffers      running statistics and counters that move by the same bits at any world size
 
     spread       a checkpoint of which each rank writes what it owns
 
@@ -51,15 +41,13 @@ each other. tests/ hold it.
 
     held         a file that a process keeps locked, and in which it is seen to live
 
-    state        everything a checkpoint holds, as named parts; the only place where counters move
-
-    tree         the fixed order of additions that gives the same bits at any world size
-
     processes    what can be said of a process: who it is, and whether it will ever move again
 
     files        durable files: written aside, synced, renamed, read back
 
     cuts         where a net may be cut into stages, measured and balanced
+
+    training     one step: state, forward, loss, backward, update; and evaluation
 
     ledger       what a run tells and writes down; a log never stops a training. No torch here
     world        the processes of one life: they meet, agree, compute alike, leave

@@ -9,9 +9,9 @@ import time
 import torch
 
 from common.line import NOTHING
-from common.reduce import alone, enter, hits, seed, summed_loss
 from common.sampler import share
 from common.stages import orders
+from common.training import alone, enter, hits, seed, summed_loss
 
 
 def backward_slices(model, batch, state):

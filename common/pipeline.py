@@ -19,9 +19,9 @@ from common.cuts import count, cut, measure, pieces, refuse_ties
 from common.errors import UserError
 from common.flights import backward_slices
 from common.line import NOTHING, Line
-from common.reduce import autocast, distribute, fit
-from common.reduce import backward as plain_backward
 from common.stages import Pipeline, orders
+from common.training import autocast, distribute, fit
+from common.training import backward as plain_backward
 from common.world import send
 
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,

@@ -8,10 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.buffers import average_buffers
 from common.cuts import belongs, count, place, prune
-from common.reduce import autocast, hits, mix, summed_loss
 from common.sampler import hash_seed
+from common.training import autocast, average_buffers, hits, mix, summed_loss
 
 BUCKET = 25 << 20            # bytes of gradients summed at once
 

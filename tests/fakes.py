@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import image, reduce
+from common import image
 from common.stages import Stage
+from common.training import backward as reduce
 
 
 # ---- streams -----------------------------------------------------------------------------------------------------------

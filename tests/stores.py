@@ -16,7 +16,7 @@ from common.image import Image
 from common.manifest import checkpoints
 from common.options import Options
 from common.restore import into, newest
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer
 from common.world import World
 
 

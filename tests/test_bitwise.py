@@ -23,9 +23,8 @@ from common.errors import UserError
 from common.files import sealed
 from common.models import build_model
 from common.options import Options
-from common.reduce import backward, distribute
 from common.sampler import share
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, backward, build_optimizer, distribute
 from common.world import determinism as pinned
 
 NETS = Path(__file__).with_name("nets.py")

@@ -8,7 +8,7 @@ from test_audit import BATCH, CLEAN, SEED, N
 from common.files import sealed
 from common.ledger import Audit, Ledger, audit
 from common.sampler import ElasticSampler
-from common.state import learning_rate
+from common.training.optimizer import learning_rate
 
 OTHER = "0" * 64
 

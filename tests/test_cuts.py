@@ -10,8 +10,8 @@ from common.errors import UserError
 from common.models import build_model
 from common.options import Options
 from common.pipeline import plan, split
-from common.reduce import autocast
 from common.stages import orders
+from common.training import autocast
 from common.world import World
 
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from torch import nn
 
 from common.data.loading import TensorSplit
 from common.data.synthetic import Source
-from common.evaluate import BLOCK, evaluate
 from common.manifest import checkpoints
 from common.options import Options
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, evaluate
+from common.training.evaluate import BLOCK
 
 
 def split_of(n, width=5):

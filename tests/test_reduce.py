@@ -1,3 +1,4 @@
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -6,13 +7,13 @@ from fakes import SyncedNorm, ThreadedReplicas
 from ranks import fork_ranks
 from torch import nn
 
-from common import reduce
 from common.data import Batch
 from common.errors import UserError
 from common.options import Options
-from common.reduce import CpuReplicas, backward, distribute, mix, prepare, replicate
 from common.sampler import share
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, backward, build_optimizer, distribute, mix, prepare, replicate
+from common.training.backward import forward
+from common.training.prepare import CpuReplicas
 
 
 def make_state(net, n=64, **flags):
@@ -97,13 +98,13 @@ def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
 
 def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     """A new thread's own type is bfloat16 on CPUs, so the other one is asked for; on GPUs it is float16."""
-    monkeypatch.setattr(reduce, "CpuReplicas", ThreadedReplicas)
+    monkeypatch.setattr(sys.modules["common.training.prepare"], "CpuReplicas", ThreadedReplicas)
     net, opts, seen = small_net().float(), Options(script="dp", amp="fp16"), []
     net[0].register_forward_hook(lambda _, inputs, output: seen.append((len(output), output.dtype)))
     state = SimpleNamespace(net=net, opts=opts, step=0)
     world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
     batch = batch_of(7)
-    reduce.forward(replicate(net, opts, world), batch.x.float(), batch.y, state, world)
+    forward(replicate(net, opts, world), batch.x.float(), batch.y, state, world)
     assert sorted(seen, key=str) == [(3, torch.float16), (4, torch.float16)]
 
 

@@ -30,7 +30,7 @@ from common.ledger import Ledger, Log
 from common.manifest import checkpoints
 from common.options import parse_options
 from common.rescue import Rescue
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer
 from common.world.join import allow_open_files
 
 SAMPLES = 64

@@ -15,7 +15,7 @@ from common.data import load_data
 from common.models import build_model
 from common.options import Options
 from common.sampler import share
-from common.single import forwards, takes_one
+from common.training.prepare import forwards, takes_one
 
 FLAT = {"model": f"{NETS}:flat", "dataset": f"{NETS}:pictures", "virtual_ranks": 0, "epochs": 1}       # of 107 samples
 TWO = ("cpu", "cpu")

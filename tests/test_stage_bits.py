@@ -20,8 +20,8 @@ import train_mp
 from common.line import Line
 from common.models import build_model
 from common.pipeline import backward, split
-from common.reduce import backward as whole_backward
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer
+from common.training import backward as whole_backward
 from common.world import World
 from common.world import determinism as pinned
 

@@ -9,15 +9,13 @@ from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weigh
 from ranks import fork_ranks
 
 from common.data import Batch, batches
-from common.evaluate import evaluate
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
-from common.reduce import backward as plain
-from common.reduce import distribute
 from common.sampler import ElasticSampler
 from common.stages import Pipeline
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, distribute, evaluate
+from common.training import backward as plain
 from common.world import World
 
 CPU = torch.device("cpu")

@@ -9,7 +9,8 @@ from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.state import TrainState, build_optimizer, learning_rate
+from common.training import TrainState, build_optimizer
+from common.training.optimizer import learning_rate
 
 
 def make(samples=100, **flags):

@@ -12,9 +12,9 @@ from torch import nn
 
 from common.checkpoint import main
 from common.errors import UserError
-from common.evaluate import averaged_weights
 from common.fence import Fenced
 from common.manifest import verify
+from common.training.evaluate import averaged_weights
 
 
 class Odd(nn.Module):

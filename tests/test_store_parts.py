@@ -13,7 +13,7 @@ from common import manifest, pieces
 from common.errors import UserError
 from common.manifest import folder_name, verify
 from common.spread import SpreadStore
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer
 from common.world import rendezvous as meeting
 
 STAGES = 2

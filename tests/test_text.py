@@ -8,12 +8,10 @@ from ranks import fork_ranks
 
 from common.data import batches, load_data
 from common.errors import UserError
-from common.evaluate import evaluate
 from common.models import build_model
 from common.options import Options
-from common.reduce import backward, distribute
 from common.sampler import ElasticSampler
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, backward, build_optimizer, distribute, evaluate
 from common.world import World
 
 TEXT = ("the quick brown fox jumps over the lazy dog; " * 60).encode()

@@ -1,6 +1,6 @@
 """Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks."""
 from common.sampler import ElasticSampler, share
-from common.tree import blocks, carries, held, merges
+from common.training.bitwise.order import blocks, carries, held, merges
 
 
 def whole(first, size, slices):

@@ -22,9 +22,8 @@ from torch import nn
 
 from common.data import Batch
 from common.options import Options
-from common.reduce import backward, distribute
 from common.sampler import share
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, backward, build_optimizer, distribute
 from common.world.determinism import pin
 from common.world.join import keep_memory
 

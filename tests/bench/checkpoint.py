@@ -32,7 +32,7 @@ from torch import nn  # noqa: E402
 
 from common.checkpoint import CheckpointStore  # noqa: E402
 from common.options import Options  # noqa: E402
-from common.state import TrainState, build_optimizer  # noqa: E402
+from common.training import TrainState, build_optimizer  # noqa: E402
 from common.world import World  # noqa: E402
 
 

@@ -25,8 +25,8 @@ from common.data import Batch
 from common.models import build_model
 from common.options import Options
 from common.pipeline import LOOPS, backward, split
-from common.reduce import backward as plain
-from common.state import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer
+from common.training import backward as plain
 from common.world import World
 
 

@@ -9,14 +9,14 @@ def no_rescue():
 
 def position_ahead():
     """What was fetched counts as trained on."""
-    from common.state import TrainState
+    from common.training import TrainState
     real = TrainState.facts
     TrainState.facts = lambda self: (facts := real(self)) | {"position": facts["position"] + 1}
 
 
 def optimizer_forgotten():
     """A resumed run starts with fresh moments."""
-    from common.state import TrainState
+    from common.training import TrainState
     real = TrainState.load
 
     def load(self, tensors, facts):
@@ -60,7 +60,7 @@ def named_too_early():
 
 def half_a_step():
     """The counter moves before the weights do."""
-    from common.state import TrainState
+    from common.training import TrainState
     real = TrainState.update
 
     def update(self, size):

@@ -80,7 +80,7 @@ def plant(script):
 
     from common.checkpoint import CheckpointStore
     from common.ledger import Audit
-    from common.state import TrainState
+    from common.training import TrainState
     around(script, "join", "join", "joined")
     around(CheckpointStore, "restore", "restore", "restored")
     around(Audit, "begin", "begin")

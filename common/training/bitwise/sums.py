@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from common.buffers import Buffers
 from common.sampler import share
-from common.tree import carries, held, merges
+from common.training.bitwise.buffers import Buffers
+from common.training.bitwise.order import carries, held, merges
 
 ALIGN = 64                     # bytes: every gradient starts like an allocation of its own, as vector code likes it
 FIRST, BUCKET = 1 << 20, 25 << 20    # bytes of the first bucket, early on its way, and of the others, as in DDP

@@ -4,8 +4,8 @@ import contextlib
 import torch
 from torch.nn import functional as F
 
-from common.reduce import autocast
 from common.sampler import share
+from common.training.loss import autocast
 
 BLOCK = 256                                      # samples per forward: the same blocks at every world size
 TOKENS = 4096                                    # or so many tokens, if that is fewer samples

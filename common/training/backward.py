@@ -1,0 +1,87 @@
+"""How a global batch becomes one gradient: the exact mean over its real samples, at any number of ranks and micro batches."""
+import contextlib
+import time
+
+import torch
+import torch._dynamo  # noqa: F401  (the first optimizer would: its second belongs to the imports, before the others wait)
+
+from common.sampler import hash_seed, share
+from common.training.bitwise.buffers import average_buffers
+from common.training.loss import autocast, enter, hits, summed_loss
+from common.training.prepare import rounds
+
+
+def backward(model, batch, state, world):
+    """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits].
+
+    Every rank calls it for every global batch, with an empty share too: exactly one synchronising backward each.
+    """
+    opts = state.opts
+    if opts.virtual_ranks:
+        return backward_slices(model, batch, state, world)
+    seed(world, opts.seed, "step", state.step, world.rank)          # dropout: derived, never stored
+    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
+    x, y = batch.x.to(world.device, non_blocking=True), batch.y.to(world.device, non_blocking=True)
+    size = opts.micro_batch_size or max(1, len(x))
+    parts = list(zip(x.split(size), y.split(size), strict=True))
+    if opts.sync_bn and batch.size % world.size:                    # its layers wait for each other: as many forwards on each rank
+        count = rounds(batch.size, opts, world)
+        parts = list(zip(x.tensor_split(count), y.tensor_split(count), strict=True))
+    began = time.monotonic()
+    for i, part in enumerate(parts):
+        last = i == len(parts) - 1
+        with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
+            loss, right = forward(model, *part, state, world)
+            if last:
+                state.own_seconds += time.monotonic() - began       # the backward to come waits for the others
+            # Summed, then divided by the whole batch's size: uneven shares still give the exact mean. DDP divides by the
+            # number of ranks, which is taken back.
+            scaled = loss * (world.size / batch.size)
+            (state.scaler.scale(scaled) if state.scaler else scaled).backward()
+        totals[0] += loss.detach()
+        totals[1] += right
+    if world.size > 1 and state.buffers:
+        average_buffers(state, world, len(batch.x) / batch.size)
+    return totals
+
+
+def backward_slices(model, batch, state, world):
+    """The same along a fixed tree: each slice computed as if it were alone, so that only who computes it follows the world."""
+    tree, at, began = model.tree, 0, time.monotonic()
+    tree.begin(state)
+    for v in tree.slices:
+        n = len(share(batch.size, v, tree.count))                   # in a short last batch it may be 0
+        seed(world, state.opts.seed, "step", state.step, v)
+        if v == tree.slices[-1]:
+            state.own_seconds += time.monotonic() - began           # the exchange to come waits for the others
+        if v > tree.slices.start:
+            tree.buffers.restore()
+        with tree.leaf(v):
+            if n:
+                x, y = (alone(t[at:at + n], world) for t in (batch.x, batch.y))
+                loss, right = forward(model.net, x, y, state, world)
+                tree.measure(loss, right, tree.moves(v, n / batch.size))
+                scaled = loss / batch.size
+                (state.scaler.scale(scaled) if state.scaler else scaled).backward()
+        at += n
+    return tree.finish()
+
+
+def seed(world, *key):
+    """The generators in use, from a key. (torch.manual_seed notes a stack trace for every kind of device that is not: 0.3 ms.)"""
+    torch.default_generator.manual_seed(hash_seed(*key))
+    if world.device.type == "cuda":
+        torch.cuda.manual_seed_all(hash_seed(*key))
+
+
+def alone(x, world):
+    """A copy on the device: vectorised code may treat memory that starts elsewhere in another order."""
+    return torch.empty(x.shape, dtype=x.dtype, device=world.device).copy_(x, non_blocking=True)
+
+
+def forward(model, x, y, state, world):
+    """The summed loss of some samples, and how many of them are hits."""
+    x, targets = enter(x, y, state)
+    with autocast(state.opts, world.device):
+        out = model(x)
+    return summed_loss(out, targets, state.opts), hits(out, y) if len(y) else torch.zeros((), device=x.device)

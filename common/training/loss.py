@@ -1,0 +1,56 @@
+"""From samples to a loss: what goes into a net, what should come out, and how far apart they are."""
+import contextlib
+
+import torch
+from torch.nn import functional as F
+
+from common.sampler import hash_seed
+
+AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def enter(x, y, state):
+    """(inputs, [(weight, targets)]): what goes into a net, and what should come out."""
+    if state.opts.channels_last and x.dim() == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+    return mix(x, y, state)
+
+
+def summed_loss(out, targets, opts):
+    """The loss of each sample, added up; where a sample has many tokens, its loss is the mean over them."""
+    flat = (out.float() if opts.amp != "off" else out).flatten(0, -2)
+    tokens = targets[0][1].shape[1:].numel()
+    return sum(w * F.cross_entropy(flat, t.flatten(), reduction="sum", label_smoothing=opts.label_smoothing)
+               for w, t in targets) / tokens
+
+
+def hits(out, y):
+    """How many samples are answered right; of a sample with many tokens, the share that is."""
+    found = (out.detach().argmax(-1) == y).sum()
+    return found if y.dim() == 1 else found / y.shape[1]
+
+
+def autocast(opts, device):
+    return torch.autocast(device.type, AMP[opts.amp]) if opts.amp != "off" else contextlib.nullcontext()
+
+
+def mix(x, y, state):
+    """Mixup or cutmix with the neighbour in the micro batch: (inputs, [(weight, targets)]); strength drawn from the step."""
+    opts = state.opts
+    if not (opts.mixup or opts.cutmix) or len(x) < 2:
+        return x, [(1.0, y)]
+    draws = torch.Generator().manual_seed(hash_seed(opts.seed, "mix", state.step))
+    boxes = bool(opts.cutmix) and (not opts.mixup or torch.rand((), generator=draws) < 0.5)
+    alpha = opts.cutmix if boxes else opts.mixup
+    gammas = torch._standard_gamma(torch.full((2,), float(alpha)), generator=draws)
+    keep = float(gammas[0] / gammas.sum().clamp_min(1e-12))
+    other = x.roll(1, 0)
+    if not boxes:
+        return x * keep + other * (1 - keep), [(keep, y), (1 - keep, y.roll(1))]
+    height, width = x.shape[-2:]
+    h, w = int(height * (1 - keep) ** 0.5), int(width * (1 - keep) ** 0.5)
+    top, left = (int(torch.randint(side, (), generator=draws)) for side in (height - h + 1, width - w + 1))
+    x = x.clone()
+    x[..., top:top + h, left:left + w] = other[..., top:top + h, left:left + w]
+    keep = 1 - h * w / (height * width)
+    return x, [(keep, y), (1 - keep, y.roll(1))]
