@@ -19,6 +19,7 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from common.checkpoint import SpreadStore
 from common.data import batches, load_data
 from common.errors import speaking_errors
 from common.ledger import Audit, Clock, Ledger, Log
@@ -27,7 +28,6 @@ from common.opening import open_life
 from common.pipeline import backward, split
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
-from common.spread import SpreadStore
 from common.training import TrainState, build_optimizer, evaluate
 from common.world import join, leave, memory
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common import image
+from common.checkpoint import tensor_file as image
 from common.stages import Stage
 from common.training import backward as reduce
 

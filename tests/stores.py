@@ -11,11 +11,11 @@ import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no d
 from torch import nn
 
 from common.checkpoint import CheckpointStore
+from common.checkpoint.load import into, newest
+from common.checkpoint.manifest import checkpoints
+from common.checkpoint.tensor_file import Image
 from common.errors import UserError
-from common.image import Image
-from common.manifest import checkpoints
 from common.options import Options
-from common.restore import into, newest
 from common.training import TrainState, build_optimizer
 from common.world import World
 

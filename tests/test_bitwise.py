@@ -18,9 +18,9 @@ from ranks import fork_ranks
 
 import train_ddp
 import train_mp
+from common.checkpoint.files import sealed
 from common.data import Batch
 from common.errors import UserError
-from common.files import sealed
 from common.models import build_model
 from common.options import Options
 from common.sampler import share

@@ -5,7 +5,7 @@ import pytest
 from stores import a_life, at_step, is_at, options, refused, save, steps_of, tiny_state, two_checkpoints
 from test_audit import BATCH, CLEAN, SEED, N
 
-from common.files import sealed
+from common.checkpoint.files import sealed
 from common.ledger import Audit, Ledger, audit
 from common.sampler import ElasticSampler
 from common.training.optimizer import learning_rate

@@ -8,9 +8,9 @@ from safetensors.torch import load_file
 from test_rescue import a_run, step
 from torch import nn
 
+from common.checkpoint.manifest import checkpoints
 from common.data.loading import TensorSplit
 from common.data.synthetic import Source
-from common.manifest import checkpoints
 from common.options import Options
 from common.training import TrainState, build_optimizer, evaluate
 from common.training.evaluate import BLOCK

@@ -34,7 +34,7 @@ def documented():
     prose = re.sub("```.*?```", "", README, flags=re.DOTALL)
     inline = re.findall(r"`((?:launch/|tests/run|torchrun|python|CUDA)[^`\n]* [^`\n]*)`", prose)
     found += [("README.md", shlex.split(text)) for text in inline]
-    for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), ROOT / "common/checkpoint.py", ROOT / "common/ledger.py"]:
+    for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), ROOT / "common/checkpoint/__main__.py", ROOT / "common/ledger/__main__.py"]:  # noqa: E501
         doc = ast.get_docstring(ast.parse(path.read_text()), clean=False)
         found += [(path.name, words) for words in commands("\n".join(re.findall(r"^    .*", doc, re.MULTILINE)))]
     for path in [*ROOT.glob("launch/*.s*h"), ROOT / "tests/run.sh"]:

@@ -21,13 +21,13 @@ from jobs import events, until
 from ranks import fork_ranks
 from torch.distributed.elastic.multiprocessing.errors import record
 
+import common.checkpoint.commit
 import common.pulse
 import common.rescue
-import common.writer
 from common.checkpoint import CheckpointStore
+from common.checkpoint.manifest import checkpoints
 from common.errors import UserError, speaking_errors
 from common.ledger import Ledger, Log
-from common.manifest import checkpoints
 from common.options import parse_options
 from common.rescue import Rescue
 from common.training import TrainState, build_optimizer

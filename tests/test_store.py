@@ -10,10 +10,10 @@ import torch
 from stores import a_life, at_step, expected, images_for, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
 from torch import nn
 
-from common.checkpoint import main
+from common.checkpoint.__main__ import main
+from common.checkpoint.fence import Fenced
+from common.checkpoint.manifest import verify
 from common.errors import UserError
-from common.fence import Fenced
-from common.manifest import verify
 from common.training.evaluate import averaged_weights
 
 
@@ -147,7 +147,7 @@ def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path, monkeypa
 
 def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_path, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("common.checkpoint.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("common.checkpoint.store.time.monotonic", lambda: now[0])
     opts = options(tmp_path, save_every=10, save_seconds=60)
     with a_life(opts) as life:
         assert [step for step in range(1, 31) if life.store.due(at_step(life.state, step))] == [10, 20, 30]

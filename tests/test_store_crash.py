@@ -12,12 +12,12 @@ import shutil
 import pytest
 from stores import a_life, at_step, images_are_at, images_for, options, save
 
-from common import files
-from common.files import Damaged
+from common.checkpoint import files
+from common.checkpoint.files import Damaged
+from common.checkpoint.load import into, newest
+from common.checkpoint.manifest import checkpoints, verify
 from common.ledger import Audit, Ledger
 from common.ledger.metrics import Metrics
-from common.manifest import checkpoints, verify
-from common.restore import into, newest
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from stores import end, images_for, load, new_store, options, tiny_state, two_checkpoints
 
+from common.checkpoint.files import sealed
+from common.checkpoint.load import into, newest
+from common.checkpoint.manifest import checkpoints
 from common.errors import UserError
-from common.files import sealed
-from common.manifest import checkpoints
-from common.restore import into, newest
 
 THOROUGH = 1                                     # every n-th bit and length; the test of the tests takes fewer
 

@@ -23,11 +23,11 @@ from stores import (
     two_checkpoints,
 )
 
-from common import files
-from common.checkpoint import FAILURES
+from common.checkpoint import files
+from common.checkpoint.files import Damaged
+from common.checkpoint.manifest import checkpoints, describe, verify
+from common.checkpoint.store import FAILURES
 from common.errors import UserError
-from common.files import Damaged
-from common.manifest import checkpoints, describe, verify
 
 TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
 READS = ("open", "readv", "read", "fstat", "lstat", "listdir")

@@ -14,10 +14,11 @@ import uuid
 import pytest
 from stores import a_life, at_step, child, end, is_at, new_store, options, save, steps_of, tiny_state
 
-from common import fence, files, held, owner
+from common.checkpoint import fence, files, owner
+from common.checkpoint import lock_file as held
+from common.checkpoint.fence import Fenced
+from common.checkpoint.manifest import checkpoints
 from common.errors import UserError
-from common.fence import Fenced
-from common.manifest import checkpoints
 
 DEADLINE = 60
 
@@ -125,7 +126,7 @@ def test_the_orphan_of_a_dead_agent_is_taken_over_at_once_if_it_stands_still(tmp
     real = fence.about_me
     with monkeypatch.context() as patch:
         started = fence.about_me()["agent"]
-        from common import processes
+        from common.checkpoint import lock_holder as processes
         patch.setattr(processes, "this_agent", lambda: f"{agent.pid}/{processes.process_start(agent.pid)}")
         assert fence.about_me()["agent"] != started
         with lives(opts, here, lambda life: os.kill(os.getpid(), signal.SIGSTOP)) as pid:

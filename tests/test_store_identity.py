@@ -26,8 +26,9 @@ from stores import (
 from torch import nn
 
 import train_ddp
-from common import checkpoint, identity, owner
-from common.files import sealed
+from common.checkpoint import identity, owner
+from common.checkpoint.__main__ import main
+from common.checkpoint.files import sealed
 from common.options import Options
 from common.options.flags import PATH, decides, whole
 from common.world import fingerprint_of
@@ -152,12 +153,12 @@ def old_run(tmp_path):
 @pytest.mark.parametrize("kind", [Options, Later])
 @pytest.mark.parametrize("lost", ["nothing", "options.json"])
 def test_a_run_of_an_old_version_goes_on_and_a_flag_that_came_later_has_its_default_there(old_run, tmp_path, kind, lost):
-    assert checkpoint.main([str(old_run)]) == 0
+    assert main([str(old_run)]) == 0
     if lost == "options.json":
         (old_run / lost).unlink()
     step, losses = train(old_run, kind)
     assert step == 10 and train(tmp_path / "whole", kind) == (10, losses)
-    assert checkpoint.main([str(old_run)]) == 0
+    assert main([str(old_run)]) == 0
     assert train(old_run, Later, epochs=3)[0] == 15                 # old and new checkpoints side by side
 
 

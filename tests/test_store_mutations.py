@@ -17,8 +17,9 @@ import ranks
 import common
 
 DEADLINE = 100
-STORE = ("files", "manifest", "processes", "held", "fence", "identity", "owner", "image", "pieces", "weights", "agreement", "restore", "writer", "checkpoint",  # noqa: E501
-         "spread")
+STORE = ("world", "world.agreement", "checkpoint", *(f"checkpoint.{name}" for name in (
+    "files", "manifest", "lock_holder", "lock_file", "fence", "identity", "owner", "tensor_file", "pieces", "load",
+    "commit", "store", "parts")))
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
 LENGTHS = ("damage", "every_length_of_every_file_but_the_right_one_falls_back")
@@ -38,111 +39,111 @@ DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays
 
 MUTANTS = {
     # what is on the disk when it is said to be
-    "a file is not synced": ("files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+    "a file is not synced": ("checkpoint.files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
                              "        pass\n    finally:\n        os.close(fd)\n    return at", *CRASH),
-    "no folder is synced": ("files", "    try:\n        os.fsync(fd)\n", "    try:\n        pass\n", *CRASH),
-    "the checkpoint's folder is not synced": ("writer", "        files.sync_folder(aside)\n", "", *CRASH),
-    "the rename is not synced": ("writer", "                files.sync_folder(self.root)\n", "", *CRASH),
+    "no folder is synced": ("checkpoint.files", "    try:\n        os.fsync(fd)\n", "    try:\n        pass\n", *CRASH),
+    "the checkpoint's folder is not synced": ("checkpoint.commit", "        files.sync_folder(aside)\n", "", *CRASH),
+    "the rename is not synced": ("checkpoint.commit", "                files.sync_folder(self.root)\n", "", *CRASH),
     "written in place, without a rename": (
-        "writer", "                self._write_aside(aside, images, facts, parent)\n"
+        "checkpoint.commit", "                self._write_aside(aside, images, facts, parent)\n"
         '                files.sync_lines(self.root.parent, self.marks["life"])\n                self._name(aside, self.root / name, unsure)\n',  # noqa: E501
         "                self._write_aside(self.root / name, images, facts, parent)\n", *CRASH),
     "renamed before the manifest is there": (
-        "writer", "        files.write_file(aside / MANIFEST,",
+        "checkpoint.commit", "        files.write_file(aside / MANIFEST,",
         "        os.rename(aside, self.root / folder_name(facts['step'])); aside = self.root / folder_name(facts['step'])\n"
         "        files.write_file(aside / MANIFEST,", *CRASH),
     "old ones deleted before the new one is written": (
-        "writer", '        name, unsure = folder_name(facts["step"]), False\n',
+        "checkpoint.commit", '        name, unsure = folder_name(facts["step"]), False\n',
         '        name, unsure = folder_name(facts["step"]), False\n        self.let_go(1, set())\n', *CRASH),
     "the replaced one deleted before the exchange is on the disk": (
-        "writer", "                unsure = True\n", "                unsure = _delete(aside) or True\n", *CRASH),
+        "checkpoint.commit", "                unsure = True\n", "                unsure = _delete(aside) or True\n", *CRASH),
     "old ones deleted without reading the new one back": (
-        "checkpoint", '            self.writer.read_back(facts["step"])\n', "            pass\n",
+        "checkpoint.store", '            self.writer.read_back(facts["step"])\n', "            pass\n",
         "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
-    "a failed fsync is tried again": ("files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+    "a failed fsync is tried again": ("checkpoint.files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
                                       "        try:\n            os.fsync(fd)\n        except OSError:\n            os.fsync(fd)\n"
                                       "    finally:\n        os.close(fd)\n    return at", *FSYNC, 1),
-    "a failed fsync is overlooked": ("files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+    "a failed fsync is overlooked": ("checkpoint.files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
                                      "        try:\n            os.fsync(fd)\n        except OSError:\n            pass\n"
                                      "    finally:\n        os.close(fd)\n    return at", *FSYNC, 2),
-    "a rename of which nobody knows is taken for committed": ("writer", " and not unsure:", ":", *FSYNC, 6),
-    "a short write is taken for a whole one": ("files", "at, start = at + n, start + n\n", "at, start = at + n, start + CHUNK\n",
+    "a rename of which nobody knows is taken for committed": ("checkpoint.commit", " and not unsure:", ":", *FSYNC, 6),
+    "a short write is taken for a whole one": ("checkpoint.files", "at, start = at + n, start + n\n", "at, start = at + n, start + CHUNK\n",  # noqa: E501
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
-    "the hash is not compared": ("manifest", "place, from_disk, told)) != files[name][\"sha256\"]:",
+    "the hash is not compared": ("checkpoint.manifest", "place, from_disk, told)) != files[name][\"sha256\"]:",
                                  "place, from_disk, told)) != files[name][\"sha256\"] and False:", *BITS),
-    "the seal is ignored": ("files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
-    "the seal is over the values, not the bytes": ("files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "  # noqa: E501
+    "the seal is ignored": ("checkpoint.files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
+    "the seal is over the values, not the bytes": ("checkpoint.files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "  # noqa: E501
                                                    "parse_json(data, name):\n", *LENGTHS),
-    "the size is not compared": ("files", "!= size:\n            raise", "!= size and False:\n            raise", *LENGTHS),
-    "the header is not compared": ("image", "        if found == self.header:\n", "        if True:\n", *TENSORS, "another type"),
-    "links are followed": ("files", "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK", "os.O_RDONLY | os.O_NONBLOCK", *LINKS),
-    "the kinds in a manifest are not looked at": ("manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",  # noqa: E501
+    "the size is not compared": ("checkpoint.files", "!= size:\n            raise", "!= size and False:\n            raise", *LENGTHS),  # noqa: E501
+    "the header is not compared": ("checkpoint.tensor_file", "        if found == self.header:\n", "        if True:\n", *TENSORS, "another type"),  # noqa: E501
+    "links are followed": ("checkpoint.files", "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK", "os.O_RDONLY | os.O_NONBLOCK", *LINKS),  # noqa: E501
+    "the kinds in a manifest are not looked at": ("checkpoint.manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",  # noqa: E501
                                                   *MANIFEST, "no identity"),
-    "a manifest of another step is taken": ("manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),  # noqa: E501
-    "the digest is not compared": ("manifest", '    if manifest["digest"] != _digest(', '    if False and manifest["digest"] != _digest(',  # noqa: E501
+    "a manifest of another step is taken": ("checkpoint.manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),  # noqa: E501
+    "the digest is not compared": ("checkpoint.manifest", '    if manifest["digest"] != _digest(', '    if False and manifest["digest"] != _digest(',  # noqa: E501
                                    *MANIFEST, "another digest"),
-    "facts of another step are taken": ("manifest", '    if facts["step"] != step:\n', "    if False:\n", *FACTS, "another step"),
-    "the folder's owner and mode are not looked at": ("owner", "        trusted(run_dir)\n", "", "damage",
+    "facts of another step are taken": ("checkpoint.manifest", '    if facts["step"] != step:\n', "    if False:\n", *FACTS, "another step"),  # noqa: E501
+    "the folder's owner and mode are not looked at": ("checkpoint.owner", "        trusted(run_dir)\n", "", "damage",
                                                       "a_folder_that_others_may_write_into_is_not_loaded_from"),
-    "when all are damaged, it starts afresh": ("checkpoint", "        elif found.damaged:\n", "        elif False:\n", "",
+    "when all are damaged, it starts afresh": ("checkpoint.store", "        elif found.damaged:\n", "        elif False:\n", "",
                                                "when_all_are_damaged_nothing_starts_afresh_by_itself"),
-    "a damaged one stays in the way": ("writer", '        to = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",
+    "a damaged one stays in the way": ("checkpoint.commit", '        to = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",  # noqa: E501
                                        "a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again"),
-    "a read that fails is not tried again": ("files", "        for pause in PAUSES:\n", "        for pause in ():\n", "faults",
+    "a read that fails is not tried again": ("checkpoint.files", "        for pause in PAUSES:\n", "        for pause in ():\n", "faults",  # noqa: E501
                                              "a_read_that_fails_at_a_start_costs_no_checkpoint"),
-    "what cannot be read is taken for damaged": ("files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),
-    "what cannot be read is passed over": ("restore", "        if unread[0] > step:\n", "        if False:\n", *UNREAD),
-    "contradicting options are let in": ("identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",
+    "what cannot be read is taken for damaged": ("checkpoint.files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),  # noqa: E501
+    "what cannot be read is passed over": ("checkpoint.load", "        if unread[0] > step:\n", "        if False:\n", *UNREAD),
+    "contradicting options are let in": ("checkpoint.identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",  # noqa: E501
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
-    "parts are joined unhashed": ("pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",  # noqa: E501
+    "parts are joined unhashed": ("checkpoint.pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",  # noqa: E501
                                   "a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole"),
-    "what a rank takes out of a file is not compared": ("pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",  # noqa: E501
+    "what a rank takes out of a file is not compared": ("checkpoint.pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",  # noqa: E501
                                                         "what_a_rank_reads_is_what_rank_0_has_verified", "flipped", 8),
     # who may write
-    "no lock is ever had": ("held", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
+    "no lock is ever had": ("checkpoint.lock_file", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
                             "fence", "the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease"),
-    "a free lock is believed at once": ("fence", " and still >= GLANCE:", ":", *LATE, "local to each machine"),
-    "the lease is no longer than for our own job": ("fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),  # noqa: E501
-    "the counter stays in memory": ("held", "            os.fdatasync(self.fd)\n", "", *CACHES),
-    "a name is owned as long as it is there": ("held", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",  # noqa: E501
+    "a free lock is believed at once": ("checkpoint.fence", " and still >= GLANCE:", ":", *LATE, "local to each machine"),
+    "the lease is no longer than for our own job": ("checkpoint.fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),  # noqa: E501
+    "the counter stays in memory": ("checkpoint.lock_file", "            os.fdatasync(self.fd)\n", "", *CACHES),
+    "a name is owned as long as it is there": ("checkpoint.lock_file", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",  # noqa: E501
                                                *MOVED),
-    "a claim keeps the file that is there": ("held", "                os.rename(aside, path)\n", "                os.rename(aside, path) if not os.path.exists(path) else None\n",  # noqa: E501
+    "a claim keeps the file that is there": ("checkpoint.lock_file", "                os.rename(aside, path)\n", "                os.rename(aside, path) if not os.path.exists(path) else None\n",  # noqa: E501
                                              "fence", "two_that_believe_to_hold_the_lock_do_not_both_own", "lost"),
-    "nothing is swept": ("fence", "        self._sweep()\n", "", "fence",
+    "nothing is swept": ("checkpoint.fence", "        self._sweep()\n", "", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
-    "a claim does not look at the name again": ("fence", "        self.elect()                                                # another claim may have swept it\n        self._check()\n", "", *TWO),  # noqa: E501
-    "the fence is skipped": ("writer", "            if self.renew is None:\n", "            return os.makedirs(self.staging)\n"
+    "a claim does not look at the name again": ("checkpoint.fence", "        self.elect()                                                # another claim may have swept it\n        self._check()\n", "", *TWO),  # noqa: E501
+    "the fence is skipped": ("checkpoint.commit", "            if self.renew is None:\n", "            return os.makedirs(self.staging)\n"  # noqa: E501
                              "            if self.renew is None:\n", *MOVED),
     "staging is renewed without looking at the lock": (
-        "fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),  # noqa: E501
-    "a rescue under way is swept": ("fence", "                    _wait_for_rescue(self.root / name / RESCUE)\n", "                    pass\n",  # noqa: E501
+        "checkpoint.fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),  # noqa: E501
+    "a rescue under way is swept": ("checkpoint.fence", "                    _wait_for_rescue(self.root / name / RESCUE)\n", "                    pass\n",  # noqa: E501
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
-    "a rescue that does not write is given up": ("fence", "held = Held(staging / RESCUE, about_me(), aside, moved)", "held = Held(staging / RESCUE, about_me() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
+    "a rescue that does not write is given up": ("checkpoint.fence", "held = Held(staging / RESCUE, about_me(), aside, moved)", "held = Held(staging / RESCUE, about_me() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
                                                  *RESCUES),
-    "a rescue that hangs is waited for": ("fence", '"moved" in owner and', '"left" in owner and', *RESCUES),
-    "a live owner is robbed": ("fence", '"alive": math.inf', '"alive": STALE_AFTER', "fence",
+    "a rescue that hangs is waited for": ("checkpoint.fence", '"moved" in owner and', '"left" in owner and', *RESCUES),
+    "a live owner is robbed": ("checkpoint.fence", '"alive": math.inf', '"alive": STALE_AFTER', "fence",
                                "a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter"),
-    "the job is noted before the old run is set aside": ("fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),  # noqa: E501
-    "half of what is set aside is forgotten": ("identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),
+    "the job is noted before the old run is set aside": ("checkpoint.fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),  # noqa: E501
+    "half of what is set aside is forgotten": ("checkpoint.identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),  # noqa: E501
     # what is saved
-    "a failed save counts as saved": ("checkpoint", "            self.saved = None   ", "            pass   ", "faults",
+    "a failed save counts as saved": ("checkpoint.store", "            self.saved = None   ", "            pass   ", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
-    "failures are not counted": ("checkpoint", "            self.failures += 1\n", "", "faults",
+    "failures are not counted": ("checkpoint.store", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
-    "half a step is saved": ("checkpoint", "not self.writes or state.torn or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
-    "half a step is rescued": ("checkpoint", "if state.torn or is_there", "if is_there", "",
+    "half a step is saved": ("checkpoint.store", "not self.writes or state.torn or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
+    "half a step is rescued": ("checkpoint.store", "if state.torn or is_there", "if is_there", "",
                                "a_state_cut_in_two_is_never_saved"),
-    "NaN is saved": ("checkpoint", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",
+    "NaN is saved": ("checkpoint.store", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
                      "a_state_that_is_not_finite_is_never_saved"),
-    "the same step is never saved again": ("writer", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',  # noqa: E501
+    "the same step is never saved again": ("checkpoint.commit", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',  # noqa: E501
                                            "if theirs:", "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
-    "the best one is pruned": ("checkpoint", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed', "",
+    "the best one is pruned": ("checkpoint.store", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed', "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
-    "replicas are not compared": ("checkpoint", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),  # noqa: E501
-    "what diverged stays": ("checkpoint", "                self._withdraw()\n", "", *DIFFER, "a buffer"),
-    "the sum over weights has holes": ("weights", "% 2**64\n", "% 2**62\n", "identity",
+    "replicas are not compared": ("checkpoint.store", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),  # noqa: E501
+    "what diverged stays": ("checkpoint.store", "                self._withdraw()\n", "", *DIFFER, "a buffer"),
+    "the sum over weights has holes": ("world.agreement", "% 2**64\n", "% 2**62\n", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),
 }
 KILLERS = sorted({mutant[3:] for mutant in MUTANTS.values()}, key=str)
@@ -152,7 +153,7 @@ class Mutating(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
     """Imports one module of the store with `old` replaced by `new`."""
 
     def __init__(self, name, old, new):
-        super().__init__(f"common.{name}", str(Path(common.__file__).parent / f"{name}.py"))
+        super().__init__(f"common.{name}", str(Path(common.__file__).parent / f"{name.replace('.', '/')}.py"))
         self.old, self.new = old, new
 
     def find_spec(self, fullname, path, target=None):

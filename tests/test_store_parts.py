@@ -9,10 +9,9 @@ from ranks import fork_ranks
 from stores import a_life, at_step, end, is_at, options, save, steps_of
 from torch import nn
 
-from common import manifest, pieces
+from common.checkpoint import SpreadStore, manifest, pieces
+from common.checkpoint.manifest import folder_name, verify
 from common.errors import UserError
-from common.manifest import folder_name, verify
-from common.spread import SpreadStore
 from common.training import TrainState, build_optimizer
 from common.world import rendezvous as meeting
 

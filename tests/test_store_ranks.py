@@ -22,7 +22,9 @@ from stores import (
 from torch import nn
 
 import train_ddp
-from common import checkpoint, fence, files, held
+from common.checkpoint import fence, files
+from common.checkpoint import lock_file as held
+from common.checkpoint import store as checkpoint
 from common.errors import UserError
 from common.options import Options
 

@@ -50,8 +50,8 @@ def loaders_hold_up_their_rank():
 
 def named_too_early():
     """Files are written under the name that counts, not aside."""
-    from common.manifest import folder_name
-    from common.writer import Writer
+    from common.checkpoint.commit import Writer
+    from common.checkpoint.manifest import folder_name
 
     def commit(self, images, facts, parent):
         self._write_aside(self.root / folder_name(facts["step"]), images, facts, parent)

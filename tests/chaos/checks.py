@@ -13,7 +13,7 @@ HARD = ("KILL", "SEGV", "LOCK", "STOP")                             # whoever ge
 
 def checkpoints_are_whole(run, tries=1):
     """Every one that has a name that counts verifies, and there is one. A second look: one may just be let go."""
-    from common.checkpoint import main
+    from common.checkpoint.__main__ import main
     for left in reversed(range(tries)):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):

@@ -21,10 +21,20 @@ import queue
 import shutil
 import threading
 
-from common import files
-from common.fence import Fenced, rescuing
-from common.files import Damaged
-from common.manifest import MANIFEST, STATE, TENSORS, checkpoints, facts_to_json, folder_name, read_manifest, verify, write_manifest
+import common.checkpoint.files as files
+from common.checkpoint.fence import Fenced, rescuing
+from common.checkpoint.files import Damaged
+from common.checkpoint.manifest import (
+    MANIFEST,
+    STATE,
+    TENSORS,
+    checkpoints,
+    facts_to_json,
+    folder_name,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)

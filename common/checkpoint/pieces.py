@@ -6,9 +6,9 @@ import shutil
 
 import torch
 
-from common.files import CHUNK, Damaged, opened
-from common.image import Image
-from common.manifest import folder_name, read_manifest
+from common.checkpoint.files import CHUNK, Damaged, opened
+from common.checkpoint.manifest import folder_name, read_manifest
+from common.checkpoint.tensor_file import Image
 
 PIECE = 1 << 24                                  # bytes of a tensor that are hashed as one: a rank reads less than two too many
 LONG = hashlib.sha256().digest_size

@@ -17,15 +17,15 @@ from math import prod
 
 import torch
 
-from common.checkpoint import CheckpointStore
+from common.checkpoint.commit import Writer
+from common.checkpoint.files import Damaged, opened, parse_json, patient
+from common.checkpoint.load import Found, newest, refuse_to_fall_back, take
+from common.checkpoint.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
+from common.checkpoint.pieces import Digests, Joined, Slices
+from common.checkpoint.store import CheckpointStore
+from common.checkpoint.tensor_file import Image
 from common.errors import UserError
-from common.files import Damaged, opened, parse_json, patient
-from common.image import Image
-from common.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
-from common.pieces import Digests, Joined, Slices
-from common.restore import Found, newest, refuse_to_fall_back, take
 from common.world import progress, send
-from common.writer import Writer
 
 
 class SpreadStore(CheckpointStore):

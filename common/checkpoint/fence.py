@@ -17,10 +17,10 @@ import shutil
 import time
 import uuid
 
+from common.checkpoint.lock_file import Held, Still, is_mine, look, read
+from common.checkpoint.lock_holder import about_me, fate_of
 from common.errors import UserError
-from common.held import Held, Still, is_mine, look, read
 from common.options import queued_again
-from common.processes import about_me, fate_of
 
 GLANCE = 2.0             # seconds of looking before a free lock of another machine's process is believed
 STALE_AFTER = 8.0        # seconds without a move: the owner is stopped, or an earlier life of our own job

@@ -1,4 +1,4 @@
-"""What can be said of a process, ours or another: who it is, and whether it will ever move again."""
+"""Identifies a process (host, boot, pid, start time) and tells whether the holder of a lock runs, is stopped, orphaned or gone."""
 import hashlib
 import os
 import socket

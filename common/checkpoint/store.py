@@ -1,24 +1,18 @@
 """The store on disk: atomic, asynchronous, verified, fenced.
 
-    python -m common.checkpoint RUN             # every checkpoint, verified
-    python -m common.checkpoint RUN --digest    # one SHA-256 over weights, optimizer and buffers of the newest whole one
-
-writer.py walks through the crash points of a save, fence.py through who may write, manifest.py through what is believed.
+commit.py walks through the crash points of a save, fence.py through who may write, manifest.py through what is believed.
 """
-import sys
 import time
-from pathlib import Path
 
+from common.checkpoint.commit import Background, Hurried, Writer
+from common.checkpoint.files import Damaged, room
+from common.checkpoint.identity import marks, versions
+from common.checkpoint.load import choices_at, load_newest, load_weights, take
+from common.checkpoint.manifest import checkpoints, folder_name, is_there
+from common.checkpoint.owner import claim
+from common.checkpoint.tensor_file import Image
 from common.errors import UserError
-from common.files import Damaged, room
-from common.identity import marks, versions
-from common.image import Image
-from common.manifest import checkpoints, describe, folder_name, is_there
-from common.owner import claim
-from common.restore import choices_at, load_newest, take
-from common.weights import load_weights
 from common.world import fingerprint_of, odd_ranks, same_everywhere
-from common.writer import Background, Hurried, Writer
 
 FAILURES = 3                                     # saves that may fail in a row before the run stops with exit code 4
 STILL = 600.0                                    # seconds in which a disk that works, however slowly, has moved something
@@ -227,30 +221,3 @@ class CheckpointStore:
         """The newest `keep`, the best, and the newest that all ranks agreed on stay."""
         agreed = [step for step, _ in checkpoints(self.root) if self.agreed is not None and step <= self.agreed]
         self.writer.let_go(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed[:1]})
-
-
-def main(arguments):
-    """List and verify the checkpoints of a run; exit code 0 when there is a whole one, 3 when there is none, 2 for no such run."""
-    paths = [a for a in arguments if not a.startswith("-")]
-    if len(paths) != 1 or set(arguments) - set(paths) - {"--digest"}:
-        print("usage: python -m common.checkpoint RUN [--digest]", file=sys.stderr)
-        return 2
-    root = Path(paths[0]) / "checkpoints"
-    if not root.is_dir():
-        print(f"error: {paths[0]} is no run folder: it has no checkpoints/", file=sys.stderr)
-        return 2
-    found = 0
-    for step, folder in checkpoints(root):
-        whole, line = describe(step, folder)
-        found += whole
-        if whole or "--digest" not in arguments:
-            print(line)
-        if whole and "--digest" in arguments:
-            break
-    if not found:
-        print(f"error: no whole checkpoint in {root}", file=sys.stderr)
-    return 0 if found else 3
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from common.checkpoint.files import Damaged, patient, read_small, replace_file, sealed, to_json, unseal
+from common.checkpoint.manifest import checkpoints, read_manifest
 from common.errors import UserError
-from common.files import Damaged, patient, read_small, replace_file, sealed, to_json, unseal
-from common.manifest import checkpoints, read_manifest
 from common.world import bit_differences, bit_facts
 
 KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")

@@ -1,0 +1,5 @@
+"""The store on disk: atomic, asynchronous, verified, fenced."""
+from common.checkpoint.parts import SpreadStore
+from common.checkpoint.store import CheckpointStore
+
+__all__ = ["CheckpointStore", "SpreadStore"]
