@@ -24,9 +24,8 @@ from common.data import batches, load_data
 from common.errors import speaking_errors
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
-from common.opening import open_life
 from common.pipeline import backward, split
-from common.rescue import Rescue
+from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
 from common.training import TrainState, build_optimizer, evaluate
 from common.world import join, leave, memory

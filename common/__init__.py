@@ -3,12 +3,6 @@
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do not know
 each other. tests/ hold it.
 
-    opening      how a script begins and how it ends badly
-
-    rescue       signals in, survivors' checkpoint out; no collectives
-
-    pulse        whether the ranks still move: hangs are named and ended, stragglers named
-
     pipeline     who carries tensors from stage to stage: threads over devices, or ranks
 
     flights      slices of a global batch on their way through stages, to the same bits
@@ -21,6 +15,7 @@ each other. tests/ hold it.
 
     training     one step: state, forward, loss, backward, update; and evaluation
     checkpoint   the store on disk: atomic, asynchronous, verified, fenced
+    rescue       how a life begins and how it ends: signals, survivors' save, hangs
 
     ledger       what a run tells and writes down; a log never stops a training. No torch here
     world        the processes of one life: they meet, agree, compute alike, leave

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 from ranks import fork_ranks
 
-from common import pulse
-from common.pulse import Pulse
+from common.rescue import watchdog as pulse
+from common.rescue.watchdog import Pulse
 
 
 def state_at(step=0):

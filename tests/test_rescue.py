@@ -22,8 +22,8 @@ from ranks import fork_ranks
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import common.checkpoint.commit
-import common.pulse
-import common.rescue
+import common.rescue.rescue
+import common.rescue.watchdog
 from common.checkpoint import CheckpointStore
 from common.checkpoint.manifest import checkpoints
 from common.errors import UserError, speaking_errors

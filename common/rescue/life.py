@@ -1,4 +1,4 @@
-"""How a script begins and how it ends badly: what a person reads first, and errors said once."""
+"""How a life begins: what a person reads first, and the refusal of a run that makes no progress."""
 import os
 
 import torch

@@ -20,7 +20,7 @@ import torch
 
 from common.errors import UserError, say
 from common.options import end_of, machine_id
-from common.pulse import Pulse
+from common.rescue.watchdog import Pulse
 from common.world import WATCHED
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)    # USR1: Slurm's early warning; HUP: the terminal is gone
