@@ -3,15 +3,7 @@
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do not know
 each other. tests/ hold it.
 
-    pipeline     who carries tensors from stage to stage: threads over devices, or ranks
-
-    flights      slices of a global batch on their way through stages, to the same bits
-
-    stages       a stage, and a pipeline of them
-
-    line         what the ranks of one pipeline hand each other
-
-    cuts         where a net may be cut into stages, measured and balanced
+    pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
 
     training     one step: state, forward, loss, backward, update; and evaluation
     checkpoint   the store on disk: atomic, asynchronous, verified, fenced

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from common.checkpoint import tensor_file as image
-from common.stages import Stage
+from common.pipeline.stages import Stage
 from common.training import backward as reduce
 
 

@@ -5,12 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from common.cuts import balance, cut, measure, pieces, prune
 from common.errors import UserError
 from common.models import build_model
 from common.options import Options
-from common.pipeline import plan, split
-from common.stages import orders
+from common.pipeline import split
+from common.pipeline.cut import balance, cut, measure, pieces, prune
+from common.pipeline.split import plan
+from common.pipeline.stages import orders
 from common.training import autocast
 from common.world import World
 

@@ -17,9 +17,9 @@ from ranks import fork_ranks
 from test_bitwise import CNN, NETS, batch_at, left_by, life, options, run, small
 
 import train_mp
-from common.line import Line
 from common.models import build_model
 from common.pipeline import backward, split
+from common.pipeline.transfer import Line
 from common.training import TrainState, build_optimizer
 from common.training import backward as whole_backward
 from common.world import World

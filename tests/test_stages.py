@@ -12,8 +12,8 @@ from common.data import Batch, batches
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
+from common.pipeline.stages import Pipeline
 from common.sampler import ElasticSampler
-from common.stages import Pipeline
 from common.training import TrainState, build_optimizer, distribute, evaluate
 from common.training import backward as plain
 from common.world import World

@@ -24,7 +24,8 @@ import torch.distributed as dist
 from common.data import Batch
 from common.models import build_model
 from common.options import Options
-from common.pipeline import LOOPS, backward, split
+from common.pipeline import backward, split
+from common.pipeline.split import LOOPS
 from common.training import TrainState, build_optimizer
 from common.training import backward as plain
 from common.world import World

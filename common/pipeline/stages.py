@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.cuts import belongs, count, place, prune
+from common.pipeline.cut import belongs, count, place, prune
 from common.sampler import hash_seed
 from common.training import autocast, average_buffers, hits, mix, summed_loss
 

@@ -8,9 +8,9 @@ import time
 
 import torch
 
-from common.line import NOTHING
+from common.pipeline.stages import orders
+from common.pipeline.transfer import NOTHING
 from common.sampler import share
-from common.stages import orders
 from common.training import alone, enter, hits, seed, summed_loss
 
 

@@ -15,11 +15,11 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from common.cuts import count, cut, measure, pieces, refuse_ties
 from common.errors import UserError
-from common.flights import backward_slices
-from common.line import NOTHING, Line
-from common.stages import Pipeline, orders
+from common.pipeline.cut import count, cut, measure, pieces, refuse_ties
+from common.pipeline.slices import backward_slices
+from common.pipeline.stages import Pipeline, orders
+from common.pipeline.transfer import NOTHING, Line
 from common.training import autocast, distribute, fit
 from common.training import backward as plain_backward
 from common.world import send

@@ -1,0 +1,4 @@
+"""A net cut into stages, over devices or ranks; only train_mp.py comes here."""
+from common.pipeline.split import backward, split
+
+__all__ = ["backward", "split"]
