@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 from common.checkpoint import CheckpointStore
 from common.data import batches, load_data
-from common.errors import speaking_errors
+from common.errors import report_errors
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.rescue import Rescue, open_life
@@ -26,7 +26,7 @@ from common.training import TrainState, backward, build_optimizer, evaluate, pre
 from common.world import join, leave, memory
 
 
-@speaking_errors
+@report_errors
 def main(opts):
     clock = Clock("import")
     world = join(opts)
@@ -66,12 +66,12 @@ def main(opts):
                 if state.finished:                                  # --max-steps
                     break
             if state.evaluation_due:
-                log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
+                log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.unjudged:                              # the life that made the last step ended before its evaluation
-            log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
+        if state.evaluation_missing:                              # the life that made the last step ended before its evaluation
+            log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             store.save(state)
         if opts.eval_only:
             log.evaluation(state, evaluate(model, data.test, state, world))

@@ -19,9 +19,9 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common.checkpoint import SpreadStore
+from common.checkpoint import PartsStore
 from common.data import batches, load_data
-from common.errors import speaking_errors
+from common.errors import report_errors
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.pipeline import backward, split
@@ -32,7 +32,7 @@ from common.world import join, leave, memory
 
 
 @record
-@speaking_errors
+@report_errors
 def main(opts):
     clock = Clock("import")
     world = join(opts)
@@ -47,7 +47,7 @@ def main(opts):
     state.norm, state.all_sum = model.norm, world.all_sum     # --clip-grad-norm and --amp fp16 look at all stages
     ledger = Ledger(opts.run_dir)
     audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)     # one rank of each pipeline
-    store = SpreadStore(opts, world, data.fingerprint, ledger)
+    store = PartsStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)                       # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
@@ -80,12 +80,12 @@ def main(opts):
                 if state.finished:                                  # --max-steps
                     break
             if state.evaluation_due:
-                log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
+                log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.unjudged:                              # the life that made the last step ended before its evaluation
-            log.evaluation(state, state.judge(evaluate(model, data.test, state, world)))
+        if state.evaluation_missing:                              # the life that made the last step ended before its evaluation
+            log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             store.save(state)
         if opts.eval_only:
             log.evaluation(state, evaluate(model, data.test, state, world))

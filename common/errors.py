@@ -65,7 +65,7 @@ def say(text, stream=None):
     outlet.flush()
 
 
-def speaks(environ=os.environ):
+def speaks_for_node(environ=os.environ):
     """Whether this process is its machine's voice: the first there, one started by hand, or one whose place makes no sense."""
     try:
         rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
@@ -77,7 +77,7 @@ def speaks(environ=os.environ):
 
 def fail(message, code=2, everyone=False):
     """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a UserError."""
-    if everyone or speaks():
+    if everyone or speaks_for_node():
         say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
         if code != 1:                                               # 1: a restart may cure it
             dismiss_agent()
@@ -104,7 +104,7 @@ def did_you_mean(text, names):
 
 
 # ---- shared with the datasets: names, users' own files, randomness that is a function of a key ----
-def unknown(what, name, known):
+def unknown_name(what, name, known):
     """The error for a name that nothing answers to, with the nearest ones that exist."""
     near = difflib.get_close_matches(name, known, n=3) or [entry for entry in known if name.lower() in entry][:3]
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(list(known)[:12])}"
@@ -135,7 +135,7 @@ LESS = {          # where memory runs out
     "mp": "use more stages, a smaller --micro-batch-size, --recompute or --shard"}
 
 
-def speaking_errors(main):
+def report_errors(main):
     """What a person can mend is said once, without a traceback, and the process leaves with the error's code."""
     @functools.wraps(main)
     def run(opts):
@@ -146,7 +146,7 @@ def speaking_errors(main):
         except UserError as error:
             if opts.debug:
                 raise
-            if not speaks():
+            if not speaks_for_node():
                 time.sleep(OTHERS)
             try:
                 fail(error, error.code, everyone=True)

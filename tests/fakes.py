@@ -96,8 +96,8 @@ def fake_streams():
         for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream), ("Event", Event)):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
-        patch.setattr(image.Image, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
-        patch.setattr(image.Image, "_pin", pin)
+        patch.setattr(image.TensorFile, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
+        patch.setattr(image.TensorFile, "_pin", pin)
         patch.setattr(image, "LARGE", float("inf"))                 # no memmove beside the stream
         yield default
 

@@ -13,7 +13,7 @@ from torch import nn
 from common.checkpoint import CheckpointStore
 from common.checkpoint.load import into, newest
 from common.checkpoint.manifest import checkpoints
-from common.checkpoint.tensor_file import Image
+from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
 from common.options import Options
 from common.training import TrainState, build_optimizer
@@ -118,7 +118,7 @@ def two_checkpoints(folder, steps=(1, 2), **flags):
 
 
 def images_for(opts, net=None):
-    return {part: Image(tensors).open() for part, tensors in tiny_state(opts, net).tensors().items()}
+    return {part: TensorFile(tensors).open() for part, tensors in tiny_state(opts, net).tensors().items()}
 
 
 def load(root, images):

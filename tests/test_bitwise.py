@@ -41,7 +41,7 @@ def life(world, script, opts, kill=None):
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
     world = world.in_stages(opts.stages or world.size) if opts.script == "mp" else world
     script.join = lambda opts: (pinned.pin(opts), world)[1]
-    script.leave = lambda world: world.meet("leave")
+    script.leave = lambda world: world.barrier("leave")
     torch.manual_seed(os.getpid())                # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
         die_at(script, *kill[1:])

@@ -16,7 +16,7 @@ from common.models import build_model
 from common.sampler import ElasticSampler
 
 ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, local_barrier=lambda: None,
-                        once_a_node=lambda name, find: find())
+                        once_per_node=lambda name, find: find())
 REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parent.parent.parent / "shared" / "data"))
 
 

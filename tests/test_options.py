@@ -13,7 +13,7 @@ import pytest
 from common.errors import UserError
 from common.options import Options, environment, parse_options
 from common.options.flags import flag_of
-from common.options.options import USES
+from common.options.options import DATASET_FLAGS
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
@@ -358,4 +358,4 @@ def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
 
 
 def test_the_datasets_known_to_options_are_those_of_data():
-    assert set(USES) == set(pytest.importorskip("common.data").DATASETS)
+    assert set(DATASET_FLAGS) == set(pytest.importorskip("common.data").DATASETS)

@@ -18,7 +18,7 @@ from common.sampler import ElasticSampler
 
 
 def write_images(root, train=("cat", "dog"), val=("cat", "dog"), n=3):
-    image = pytest.importorskip("PIL.Image")
+    image = pytest.importorskip("PIL.TensorFile")
     for part, classes in (("train", train), ("val", val)):
         for label, name in enumerate(classes):
             (root / part / name).mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
 def test_one_rank_of_each_node_looks_at_the_files_of_a_folder():
     def find(world):
         looked = []
-        return world.once_a_node("fingerprint", lambda: looked.append(1) or f"of node {world.node}"), len(looked)
+        return world.once_per_node("fingerprint", lambda: looked.append(1) or f"of node {world.node}"), len(looked)
 
     assert fork_ranks(4, find, node_size=2) == [("of node 0", 1), ("of node 0", 0), ("of node 1", 1), ("of node 1", 0)]
     assert fork_ranks(1, find) == [("of node 0", 1)]
@@ -112,9 +112,9 @@ def test_all_broken_images_of_a_folder_are_found_at_once(tmp_path, capsys):
 @pytest.mark.parametrize("mode, suffix", [("I;16", "png"), ("I;16", "tif"), ("I", "tif"), ("F", "tif")])
 def test_a_picture_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, mode, suffix):
     pytest.importorskip("torchvision")
-    from PIL import Image
+    from PIL import TensorFile
     write_images(tmp_path)
-    deep = Image.new(mode, (250, 240), 3)
+    deep = TensorFile.new(mode, (250, 240), 3)
     deep.save(tmp_path / f"train/cat/5.{suffix}")
     load("imagefolder", tmp_path).train.fetch([3])                  # in such a file, but all values are those of 8 bits
     deep.putpixel((7, 7), 4095)

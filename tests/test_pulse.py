@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from ranks import fork_ranks
 
 from common.rescue import watchdog as pulse
-from common.rescue.watchdog import Pulse
+from common.rescue.watchdog import Watchdog
 
 
 def state_at(step=0):
@@ -21,12 +21,12 @@ def alone():
 
 def test_a_rank_that_does_not_move_is_named_with_its_stack_and_one_that_moves_is_not():
     state = state_at(7)
-    found = Pulse(state, alone(), 1, print)
+    found = Watchdog(state, alone(), 1, print)
     try:
         deadline = time.monotonic() + 20
         while (word := found.beat()) is None and time.monotonic() < deadline:
             if time.monotonic() < deadline - 18.5:
-                state.alive += 1                                    # moving: not a word, although the limit is over
+                state.progress += 1                                    # moving: not a word, although the limit is over
             time.sleep(0.05)
         assert "rank 0: no progress" in word and "step 7" in word and "test_a_rank_that_does_not_move" in word
     finally:
@@ -35,11 +35,11 @@ def test_a_rank_that_does_not_move_is_named_with_its_stack_and_one_that_moves_is
 
 def test_the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_first_step():
     state = state_at()
-    found = Pulse(state, alone(), 0, print)
+    found = Watchdog(state, alone(), 0, print)
     try:
         assert found.limit == pulse.OPENING
         for k in range(1, 9):
-            state.alive = state.step = k
+            state.progress = state.step = k
             found.beat()
             found.steps[-1] = (10.0 * k, k)                         # ten seconds a step
         assert found.limit == 200
@@ -58,7 +58,7 @@ def hold_a_lock_in_c(world):
         if pid == 0:
             os.dup2(errors.fileno(), 2)
             sys.stderr = os.fdopen(2, "w")
-            pulse.BLIND, found = 1, Pulse(state_at(3), world, 1, print)
+            pulse.BLIND, found = 1, Watchdog(state_at(3), world, 1, print)
             found.beat()
             ctypes.PyDLL(None).sleep(100)                           # PyDLL keeps the GIL
             os._exit(0)
@@ -76,14 +76,14 @@ def one_is_stopped(world):
     """Rank 2 wakes the stopped one at the end, so that every rank answers."""
     if world.rank == 1:
         world.store.set("pid", str(os.getpid()))
-        found = Pulse(state_at(4), world, 60, print)
+        found = Watchdog(state_at(4), world, 60, print)
         found.beat()
         world.store.get("go")
         threading.Event().wait(1.5)                             # it has told its place at least once
         os.kill(os.getpid(), signal.SIGSTOP)
         found.stop()
         return "rank 1: step 4, gives no sign of life for 9 s"
-    found = Pulse(state_at(4), world, 16, print)
+    found = Watchdog(state_at(4), world, 16, print)
     world.store.set("go", "1")
     deadline, word = time.monotonic() + 90, ""
     while "gives no sign of life" not in word and time.monotonic() < deadline:
@@ -109,10 +109,10 @@ def test_a_stopped_process_is_told_apart_from_those_that_wait_for_it():
 
 def name_the_slow(world):
     said, state = [], state_at()
-    found = Pulse(state, world, 60, said.append)
+    found = Watchdog(state, world, 60, said.append)
     deadline = time.monotonic() + 90
     while not (said if world.rank == 0 else world.store.check(["named"])) and time.monotonic() < deadline:
-        state.step, state.alive = state.step + 1, state.alive + 1
+        state.step, state.progress = state.step + 1, state.progress + 1
         state.own_seconds += 0.3 if world.rank == 2 else 0.03
         time.sleep(0.05)
     if world.rank == 0:

@@ -26,7 +26,7 @@ import common.rescue.rescue
 import common.rescue.watchdog
 from common.checkpoint import CheckpointStore
 from common.checkpoint.manifest import checkpoints
-from common.errors import UserError, speaking_errors
+from common.errors import UserError, report_errors
 from common.ledger import Ledger, Log
 from common.options import parse_options
 from common.rescue import Rescue
@@ -79,7 +79,7 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger):
             step(state), step(state)
-            world.meet("two steps")
+            world.barrier("two steps")
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             stuck(world)
 
@@ -379,7 +379,7 @@ def test_a_step_cut_in_two_is_never_saved(run):
             step(state)
             state.optimizer.step = torn
             step(state)
-        return state.step, state.torn
+        return state.step, state.half_updated
 
     assert fork_ranks(1, live) == [(1, True)]
     assert saved(run) == []
@@ -436,7 +436,7 @@ def test_torchrun_finds_a_whole_account_of_an_error_or_none(tmp_path, monkeypatc
 
     def live(world):
         @record
-        @speaking_errors
+        @report_errors
         def main(opts):
             raise ZeroDivisionError("mine")
 
@@ -465,9 +465,9 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
         real, store._write = store._write, lambda facts: (writes.append(facts["step"]), real(facts))
         for _ in range(4 if world.rank == 5 else 3):                            # one rank had finished one step more
             step(state)
-        world.meet("steps")
+        world.barrier("steps")
         store.rescue(state)
-        world.meet("rescued")
+        world.barrier("rescued")
         return writes
 
     writes = sorted(sum(fork_ranks(8, live), []))
@@ -480,7 +480,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
     def live(world):
         state, store, _ = a_run(world, run)
         step(state)
-        world.meet("step")
+        world.barrier("step")
         if world.rank:
             store._write = lambda facts: os.kill(os.getpid(), signal.SIGKILL)
         else:

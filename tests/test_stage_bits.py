@@ -19,7 +19,7 @@ from test_bitwise import CNN, NETS, batch_at, left_by, life, options, run, small
 import train_mp
 from common.models import build_model
 from common.pipeline import backward, split
-from common.pipeline.transfer import Line
+from common.pipeline.transfer import Transfer
 from common.training import TrainState, build_optimizer
 from common.training import backward as whole_backward
 from common.world import World
@@ -66,7 +66,7 @@ def test_a_tensor_arrives_with_the_strides_it_had_and_without_holes():
                x[1:, :, :1].expand(3, 5, 4, 6)]
 
     def hand_on(world):
-        line, found = Line(world.in_stages(2)), []
+        line, found = Transfer(world.in_stages(2)), []
         for t in tensors:
             take = (tuple(t.shape), t.dtype, 0, 3)
             came = line.exchange(take=take) if world.rank else line.exchange((t, 1, torch.tensor([1, 2, 3], dtype=torch.uint8)))

@@ -182,7 +182,7 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
         told.append(tensor)
         return tensor
 
-    world = SimpleNamespace(device=device, stages=2, line_sum=tell, replica_sum=tell)
+    world = SimpleNamespace(device=device, stages=2, sum_over_stages=tell, sum_over_replicas=tell)
     Pipeline.norm(SimpleNamespace(opts=Options(clip_grad_norm=1.0), world=world, even=sharded), [])
     assert [t.device for t in told] == [device] * (1 + sharded)
 

@@ -94,7 +94,7 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(MemoryError):
         train(state, 1)
-    assert state.torn
+    assert state.half_updated
 
 
 def test_whoever_saves_waits_for_the_end_of_the_update():
@@ -107,7 +107,7 @@ def test_whoever_saves_waits_for_the_end_of_the_update():
         go.wait(20)
 
     state.optimizer.step = slow_step
-    saver = threading.Thread(target=lambda: (inside.wait(20), go.set(), state.lock.acquire(), seen.append((state.step, state.torn)),
+    saver = threading.Thread(target=lambda: (inside.wait(20), go.set(), state.lock.acquire(), seen.append((state.step, state.half_updated)),
                                              state.lock.release()))
     saver.start()
     train(state, 1)
@@ -137,7 +137,7 @@ def test_a_loss_that_is_no_number_is_said_and_never_saved():
     state = train(make(), 1)
     with pytest.raises(UserError, match="loss is nan.*, nothing is kept") as caught:
         state.note(torch.tensor([float("nan"), 0.0]), 8)
-    assert state.torn and caught.value.code == 5
+    assert state.half_updated and caught.value.code == 5
 
 
 def test_signals_are_left_alone_by_importing_the_project():

@@ -72,7 +72,7 @@ def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
         life.store.save(life.state)
         life.store.wait()
         assert os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino == before
-        life.state.judge({"val_loss": 1.0, "val_acc": 0.5})                          # an evaluation at the same step is news
+        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})                          # an evaluation at the same step is news
         save(life, 0)
     with a_life(opts) as life:
         assert life.state.best == {"val_acc": 0.5, "step": 0} and steps_of(opts) == [0]
@@ -84,7 +84,7 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
         for step in range(1, 9):
             at_step(life.state, step)
             if step == 3:
-                life.state.judge({"val_loss": 1.0, "val_acc": 0.9})
+                life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.9})
             save(life, step)
     assert steps_of(opts) == [8, 7, 3]
     assert sorted(path.name for path in (opts.run_dir / "checkpoints").iterdir()) == [
@@ -191,7 +191,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         life.store.wait()
         with pytest.raises(UserError, match="0.weight is no longer finite") as error:
             life.store.check()
-        assert error.value.code == 5 and life.state.torn and not life.store.rescue(life.state)
+        assert error.value.code == 5 and life.state.half_updated and not life.store.rescue(life.state)
         newest = opts.run_dir / "checkpoints/step-00000002"
         assert f"--run-dir NEW --resume {newest} --lr X" in str(error.value) and "after step-00000002 is kept" in str(error.value)
     with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:       # what it says works

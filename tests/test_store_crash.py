@@ -203,11 +203,11 @@ def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_pa
             trees.add(key[3])
             if key not in seen:
                 seen.add(key)
-                judge(tmp_path / "state", tree, ordered, [last, coming], min(announced, opts.keep, len(STEPS)), images)
+                record_evaluation(tmp_path / "state", tree, ordered, [last, coming], min(announced, opts.keep, len(STEPS)), images)
     assert states >= 2000 and len(trees) >= 300
 
 
-def judge(root, tree, ordered, allowed, whole, images):
+def record_evaluation(root, tree, ordered, allowed, whole, images):
     """Read the disk that a crash has left."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()

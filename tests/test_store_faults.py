@@ -265,7 +265,7 @@ def test_without_an_exchange_of_names_a_whole_checkpoint_stays_and_a_damaged_one
     monkeypatch.setattr(files, "exchange", missing)
     with a_life(opts) as life:
         save(life, 1)
-        life.state.judge({"val_loss": 1.0, "val_acc": 0.5})
+        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
         save(life, 1)
         folder = opts.run_dir / "checkpoints" / "step-00000001"
         assert verify(1, folder)[1]["best"]["val_acc"] == -1.0      # the moment without any is worse than old facts

@@ -123,15 +123,15 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
 def test_the_orphan_of_a_dead_agent_is_taken_over_at_once_if_it_stands_still(tmp_path, monkeypatch):
     opts, here = options(tmp_path), tmp_path / "here"
     agent = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    real = fence.about_me
+    real = fence.this_process
     with monkeypatch.context() as patch:
-        started = fence.about_me()["agent"]
+        started = fence.this_process()["agent"]
         from common.checkpoint import lock_holder as processes
         patch.setattr(processes, "this_agent", lambda: f"{agent.pid}/{processes.process_start(agent.pid)}")
-        assert fence.about_me()["agent"] != started
+        assert fence.this_process()["agent"] != started
         with lives(opts, here, lambda life: os.kill(os.getpid(), signal.SIGSTOP)) as pid:
             patch.undo()
-            assert fence.about_me is real
+            assert fence.this_process is real
             until(lambda: here.exists() and state_of(pid) == "T", "it stands still")
             agent.kill()
             agent.wait()
@@ -154,8 +154,8 @@ def test_a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter(tmp_p
 
 def elsewhere(patch, machine="another"):
     """What this process sees as of now is on another machine than itself."""
-    real = fence.fate_of
-    patch.setattr(fence, "fate_of", lambda owner: real(owner | {"machine": machine} if owner else owner))
+    real = fence.holder_status
+    patch.setattr(fence, "holder_status", lambda owner: real(owner | {"machine": machine} if owner else owner))
 
 
 def test_on_another_machine_only_the_counter_tells_the_living_from_the_dead(tmp_path, monkeypatch):
@@ -327,13 +327,13 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
 def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch):
     """The agent was killed, its worker has heard of it and saves: the next job must not rob it of that."""
     opts, here = options(tmp_path), tmp_path / "here"
-    fates, real = [], fence.fate_of
+    fates, real = [], fence.holder_status
 
     def orphan(owner):
         fates.append(real(owner))
         return "orphan" if fates[-1] == "alive" else fates[-1]
 
-    monkeypatch.setattr(fence, "fate_of", orphan)
+    monkeypatch.setattr(fence, "holder_status", orphan)
     with lives(opts, here, lambda life: (time.sleep(1.0), life.store.rescue(at_step(life.state, 5)), os._exit(0))):
         until(here.exists, "it trains")
         with a_life(opts) as life:
@@ -522,7 +522,7 @@ def test_the_lock_file_may_hold_anything(tmp_path):
     opts = options(tmp_path)
     with a_life(opts):
         pass
-    job = json.dumps(fence.about_me()["job"])
+    job = json.dumps(fence.this_process()["job"])
     for content in (b"", b"\0" * 512, b"[1]", b"[" * 5000, b'{"beat": NaN, "agents": 5, "job": []}', os.urandom(3000),
                     *(f'{{"job": {job}, "agents": {agents}, "begun": {agents}}}'.encode() for agents in ("5", "[[1]]", "null")),
                     f'{{"begun": {{"job": {job}, "agents": 5}}, "machine": 7, "pid": [], "beat": {{}}}}'.encode()):

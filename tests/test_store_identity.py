@@ -30,7 +30,7 @@ from common.checkpoint import identity, owner
 from common.checkpoint.__main__ import main
 from common.checkpoint.files import sealed
 from common.options import Options
-from common.options.flags import PATH, decides, whole
+from common.options.flags import PATH, fixed, whole
 from common.world import fingerprint_of
 
 OLD_DATA = json.loads(Path(__file__).with_name("old_run").joinpath("options.json").read_text())["data"]
@@ -120,8 +120,8 @@ def test_a_checkpoint_of_another_run_is_no_damage_and_is_named_with_each_field(t
 class Later(Options):
     """Flags of a version that is still to come."""
 
-    new_flag: int = decides(0, whole(0), "decides, and was not there when the run began")
-    new_names: tuple = decides((), PATH, "of a kind that JSON gives back as another")
+    new_flag: int = fixed(0, whole(0), "decides, and was not there when the run began")
+    new_names: tuple = fixed((), PATH, "of a kind that JSON gives back as another")
 
 
 OLD_RUN = dict(script="ddp", model="mlp", dataset="random", epochs=2, global_batch_size=20, log_every=1,

@@ -54,7 +54,7 @@ MUTANTS = {
         "        files.write_file(aside / MANIFEST,", *CRASH),
     "old ones deleted before the new one is written": (
         "checkpoint.commit", '        name, unsure = folder_name(facts["step"]), False\n',
-        '        name, unsure = folder_name(facts["step"]), False\n        self.let_go(1, set())\n', *CRASH),
+        '        name, unsure = folder_name(facts["step"]), False\n        self.delete_old(1, set())\n', *CRASH),
     "the replaced one deleted before the exchange is on the disk": (
         "checkpoint.commit", "                unsure = True\n", "                unsure = _delete(aside) or True\n", *CRASH),
     "old ones deleted without reading the new one back": (
@@ -119,7 +119,7 @@ MUTANTS = {
         "checkpoint.fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),  # noqa: E501
     "a rescue under way is swept": ("checkpoint.fence", "                    _wait_for_rescue(self.root / name / RESCUE)\n", "                    pass\n",  # noqa: E501
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
-    "a rescue that does not write is given up": ("checkpoint.fence", "held = Held(staging / RESCUE, about_me(), aside, moved)", "held = Held(staging / RESCUE, about_me() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
+    "a rescue that does not write is given up": ("checkpoint.fence", "held = Held(staging / RESCUE, this_process(), aside, moved)", "held = Held(staging / RESCUE, this_process() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
                                                  *RESCUES),
     "a rescue that hangs is waited for": ("checkpoint.fence", '"moved" in owner and', '"left" in owner and', *RESCUES),
     "a live owner is robbed": ("checkpoint.fence", '"alive": math.inf', '"alive": STALE_AFTER', "fence",
@@ -131,8 +131,8 @@ MUTANTS = {
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
     "failures are not counted": ("checkpoint.store", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
-    "half a step is saved": ("checkpoint.store", "not self.writes or state.torn or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
-    "half a step is rescued": ("checkpoint.store", "if state.torn or is_there", "if is_there", "",
+    "half a step is saved": ("checkpoint.store", "not self.writes or state.half_updated or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
+    "half a step is rescued": ("checkpoint.store", "if state.half_updated or is_there", "if is_there", "",
                                "a_state_cut_in_two_is_never_saved"),
     "NaN is saved": ("checkpoint.store", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
                      "a_state_that_is_not_finite_is_never_saved"),

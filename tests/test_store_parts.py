@@ -9,7 +9,7 @@ from ranks import fork_ranks
 from stores import a_life, at_step, end, is_at, options, save, steps_of
 from torch import nn
 
-from common.checkpoint import SpreadStore, manifest, pieces
+from common.checkpoint import PartsStore, manifest, pieces
 from common.checkpoint.manifest import folder_name, verify
 from common.errors import UserError
 from common.training import TrainState, build_optimizer
@@ -28,7 +28,7 @@ def store_of(world, folder, said):
     world, opts = world.in_stages(STAGES), options(folder, script="mp", stages=STAGES)
     net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i, layer in enumerate(whole_net())))
     state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
-    return SpreadStore(opts, world, "f" * 64, report=said.append), state
+    return PartsStore(opts, world, "f" * 64, report=said.append), state
 
 
 def flip(path, at):
@@ -40,13 +40,13 @@ def flip(path, at):
 def saved(store, state, step):
     store.save(at_step(state, step))
     store.wait()
-    store.world.meet(f"saved {step}")
+    store.world.barrier(f"saved {step}")
     error, store.error = store.error, None
     return str(error or "")
 
 
 def close(store):
-    store.world.meet("close")
+    store.world.barrier("close")
     end(store)
 
 
@@ -87,7 +87,7 @@ def test_what_a_rank_reads_is_what_rank_0_has_verified(tmp_path, monkeypatch, ho
 
     def live(world):
         store, state = store_of(world, tmp_path, said := [])
-        real = SpreadStore._take
+        real = PartsStore._take
 
         def late(self, *args):
             if world.rank and how == "flipped":                     # after rank 0 has verified it
@@ -97,9 +97,9 @@ def test_what_a_rank_reads_is_what_rank_0_has_verified(tmp_path, monkeypatch, ho
                 os.rename(file, tmp_path / "elsewhere")
                 file.symlink_to(tmp_path / "elsewhere")
             if how == "a link":
-                world.meet("linked")
+                world.barrier("linked")
             real(self, *args)
-        SpreadStore._take = late
+        PartsStore._take = late
         try:
             store.restore(state)
             return is_at(state, 2), said
@@ -133,7 +133,7 @@ def test_rows_of_a_tensor_are_read_out_of_pieces_of_any_size(tmp_path, monkeypat
     monkeypatch.setattr(pieces, "PIECE", piece)
     tensors = {"a": torch.arange(14, dtype=torch.float64).view(7, 2), "b": torch.arange(5, dtype=torch.int16),
                "none": torch.empty(0, 3)}
-    whole = pieces.Image(tensors).open()
+    whole = pieces.TensorFile(tensors).open()
     whole.copy(tensors)
     path = tmp_path / "file"
     path.write_bytes(whole.bytes)
@@ -145,7 +145,7 @@ def test_rows_of_a_tensor_are_read_out_of_pieces_of_any_size(tmp_path, monkeypat
         for rows in range(8 - start):
             own = {name: t[start:start + rows] if name == "a" else t for name, t in tensors.items()}
             with open(path, "rb") as file:
-                slices = pieces.Slices(file.fileno(), "file", whole, pieces.Image(own), {"a": start * 16, "b": 0, "none": 0},
+                slices = pieces.Slices(file.fileno(), "file", whole, pieces.TensorFile(own), {"a": start * 16, "b": 0, "none": 0},
                                        bytes(digests.found), lambda: None)
                 assert all(torch.equal(slices[name], t) for name, t in own.items())
     flip(path, whole.size - 1)
@@ -175,6 +175,6 @@ def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):
             with pytest.raises(RuntimeError):
                 meeting.wait(world.store, "what nobody brings")
         meeting.JOINING = timedelta(seconds=30)
-        world.meet("waited")
+        world.barrier("waited")
 
     fork_ranks(2, live)

@@ -125,7 +125,7 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
         if not store.fence:
             store.save(at_step(state, 3))                           # not an owner: nothing happens
         written = store.rescue(at_step(state, 5))
-        world.meet("rescued")
+        world.barrier("rescued")
         owned = bool(store.fence)
         store.close()
         return owned, written
@@ -199,7 +199,7 @@ def test_the_same_start_on_all_ranks_or_none(tmp_path):
             state.net[0].weight[0, 0] += world.rank
         with pytest.raises(RuntimeError, match="starts with other weights"):
             new_store(options(tmp_path), world).restore(state)
-        return state.torn
+        return state.half_updated
 
     assert fork_ranks(2, begin) == [True, True]
 
@@ -227,7 +227,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
         with pytest.raises(RuntimeError, match="step 2: the weights of rank .* going back to step 1, where all agreed"):
             store.agree(state)
         store.save(state)
-        return state.torn, store.rescue(state), end(store)
+        return state.half_updated, store.rescue(state), end(store)
 
     assert fork_ranks(2, diverge) == [(True, False, None)] * 2
     assert steps_of(opts) == [1]
@@ -280,7 +280,7 @@ def test_one_life_after_the_other_with_other_worlds(tmp_path):
             assert step == 1 or is_at(life.state, step - 1)
             if life.store.fence:
                 save(life, step)
-            world.meet("saved")
+            world.barrier("saved")
 
     for step, size in enumerate((1, 3, 2, 4, 1), 1):
         fork_ranks(size, live, step, node_size=2)

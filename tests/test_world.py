@@ -83,13 +83,13 @@ def test_what_a_step_frees_stays_with_the_process_for_the_next_step(monkeypatch)
 
 def test_collectives_of_one_rank_are_the_identity():
     (found,) = fork_ranks(1, lambda world: [world.all_sum(torch.ones(2)).tolist(), world.all_gather(torch.ones(1))[0].item(),
-                                            world.broadcast(torch.ones(1), 0).item(), world.meet("a"), world.local_barrier()])
+                                            world.broadcast(torch.ones(1), 0).item(), world.barrier("a"), world.local_barrier()])
     assert found == [[1, 1], 1, 1, None, None]
 
 
 def speak_up(world, wrong):
     try:
-        with world.together("place"):
+        with world.all_or_none("place"):
             if world.rank == wrong:
                 raise UserError("the fact\nthe way out", code=3)
         return "went on"
@@ -116,7 +116,7 @@ def meet_twice_at_one_agent(world):
         if world.rank == 0:
             store.set("word", f"life {life}")
         assert store.get("word") == f"life {life}".encode()
-        world.meet(f"end of {life}")                                # its host must stay until all have read
+        world.barrier(f"end of {life}")                                # its host must stay until all have read
     return ports
 
 

@@ -1,5 +1,5 @@
 """The store on disk: atomic, asynchronous, verified, fenced."""
-from common.checkpoint.parts import SpreadStore
+from common.checkpoint.parts import PartsStore
 from common.checkpoint.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "SpreadStore"]
+__all__ = ["CheckpointStore", "PartsStore"]

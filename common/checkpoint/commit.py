@@ -72,11 +72,11 @@ class Writer:
                 return
             except (OSError, Damaged) as error:                     # Damaged: what should be joined is not what was written
                 shutil.rmtree(aside, ignore_errors=True)
-                self.stage(facts["step"])
+                self.ensure_staging(facts["step"])
                 if attempt == 2 or isinstance(error, Damaged) or error.errno in FULL:
                     raise
 
-    def stage(self, step):
+    def ensure_staging(self, step):
         """The staging folder is there, or this life is fenced; a person's rm -rf is no successor, and is mended."""
         if not os.path.isdir(self.staging):
             if self.renew is None:
@@ -88,7 +88,7 @@ class Writer:
         """fence.rescuing, once a process: were it taken anew by a second thread, the first to close it would unlock it for both."""
         with self.door:
             if not self.inside:
-                self.stage(step)
+                self.ensure_staging(step)
                 self.announced = contextlib.ExitStack()
                 self.announced.enter_context(rescuing(self.staging, lambda: self.moved))
             self.inside += 1
@@ -154,7 +154,7 @@ class Writer:
         with contextlib.suppress(OSError):
             os.rename(folder, to)
 
-    def let_go(self, keep, protected):
+    def delete_old(self, keep, protected):
         """Only after the newest was verified: all but the newest `keep` and the `protected` steps are deleted."""
         extra = [folder for step, folder in checkpoints(self.root)[keep:] if step not in protected]
         if extra:

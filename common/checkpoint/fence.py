@@ -18,7 +18,7 @@ import time
 import uuid
 
 from common.checkpoint.lock_file import Held, Still, is_mine, look, read
-from common.checkpoint.lock_holder import about_me, fate_of
+from common.checkpoint.lock_holder import holder_status, this_process
 from common.errors import UserError
 from common.options import queued_again
 
@@ -45,8 +45,8 @@ class Fence:
     def __init__(self, run_dir, life, agents=()):
         self.path, self.root = run_dir / "lock", run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
-        self.held, self.fresh_job = None, False
-        self.me = about_me() | {"life": life, "agents": list(agents)}
+        self.own_weights, self.fresh_job = None, False
+        self.me = this_process() | {"life": life, "agents": list(agents)}
 
     def elect(self):
         """Whether this is the first process of its life in this folder: mkdir asks the server."""
@@ -64,7 +64,7 @@ class Fence:
         self.fresh_job = not self._is_of_our_job(begun)
         record = self.me | {"begun": {name: begun.get(name) for name in ("job", "agents")}}
         try:
-            self.held = Held(self.path, record, self.root / f"{self.staging.name}.lock")
+            self.own_weights = Held(self.path, record, self.root / f"{self.staging.name}.lock")
         except FileNotFoundError:                                   # another claim has swept it
             raise self._fenced() from None
         finally:
@@ -77,27 +77,27 @@ class Fence:
 
     def begin(self):
         """What --resume none asks for is done: from here on a restart of this job goes on."""
-        self.held.write(begun={name: self.me[name] for name in ("job", "agents")})
+        self.own_weights.write(begun={name: self.me[name] for name in ("job", "agents")})
 
     def renew(self):
         """Somebody has removed the staging. A successor: Fenced. A person cleaning up: it is made again."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):                  # a file has the name: ours or not
-            held = Held(self.path, self.held.record)
-            self.held.close()
-            self.held = held
+            held = Held(self.path, self.own_weights.record)
+            self.own_weights.close()
+            self.own_weights = held
         self.elect()
         self._check()
 
     def release(self):
         with contextlib.suppress(OSError):                          # or the next life does it
             _move_away(self.staging)
-        if self.held:
-            self.held.close()
-            self.held = None
+        if self.own_weights:
+            self.own_weights.close()
+            self.own_weights = None
 
     def _check(self):
-        if not self.held.is_ours():
+        if not self.own_weights.is_ours():
             _move_away(self.staging)
             raise self._fenced()
 
@@ -137,7 +137,7 @@ class Fence:
         began, beats, fates, said = time.monotonic(), Still(), Still(), False
         while True:
             fd, owner = look(self.path, os.O_CREAT)
-            fate, ours = fate_of(owner), self._is_of_our_job(owner)
+            fate, ours = holder_status(owner), self._is_of_our_job(owner)
             waited, still, orphan = time.monotonic() - began, beats(owner.get("beat")), fates(fate)
             if fd is not None:
                 signed_off = not owner.get("machine") or owner.get("left") or is_mine(owner)
@@ -169,7 +169,7 @@ def rescuing(staging, moved=None):
         return
     aside = staging / f"{RESCUE}.{uuid.uuid4().hex[:12]}"
     try:
-        held = Held(staging / RESCUE, about_me(), aside, moved)
+        held = Held(staging / RESCUE, this_process(), aside, moved)
     finally:
         if fd is not None:
             os.close(fd)
@@ -188,7 +188,7 @@ def _wait_for_rescue(path, flags=0):
             os.close(fd)
         stalled = "moved" in owner and moves(owner["moved"]) > RESCUE_STALL
         still = stalled or beats(owner.get("beat")) > RESCUE_WAIT
-        if fd is not None or still or fate_of(owner) in ("lost", "stopped"):
+        if fd is not None or still or holder_status(owner) in ("lost", "stopped"):
             return fd, fd is not None and is_mine(owner)
         time.sleep(0.05)
 

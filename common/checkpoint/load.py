@@ -23,7 +23,7 @@ class Found:
 def load_newest(world, choices, images, key, report):
     """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do not read."""
     own, facts, skipped, unread = newest(choices or [], into(images, progress(world.store)), report)
-    world.meet(f"read {key}")                                       # a collective would not wait as long as reading takes
+    world.barrier(f"read {key}")                                       # a collective would not wait as long as reading takes
     layout = sum(image.layout() for image in images.values()) % 2**62
     views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout, unread[0]]))]
     if len({view[2] for view in views}) > 1:
@@ -73,7 +73,7 @@ def refuse_to_fall_back(world, name, unread, step):
 
     Exit code 1: the disk or the server may answer when the agent starts the next life.
     """
-    with world.together(name):
+    with world.all_or_none(name):
         if unread[0] > step:
             raise UserError(f"{unread[1]}; nothing shows that it is damaged, so it is not skipped\n"
                             "start again once it can be read, or move that folder away to go on from the one before", code=1)

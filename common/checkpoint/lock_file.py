@@ -12,7 +12,7 @@ import os
 import threading
 import time
 
-from common.checkpoint.lock_holder import fate_of
+from common.checkpoint.lock_holder import holder_status
 from common.errors import UserError
 
 BEAT = 0.5               # seconds between two moves of the counter
@@ -113,7 +113,7 @@ def look(path, flags=0):
 
 def is_mine(owner):
     """Whether the record is of this very process, and not signed off."""
-    return owner.get("pid") == os.getpid() and fate_of(owner) in ("alive", "orphan") and not owner.get("left")
+    return owner.get("pid") == os.getpid() and holder_status(owner) in ("alive", "orphan") and not owner.get("left")
 
 
 def read(fd):

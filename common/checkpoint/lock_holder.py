@@ -8,7 +8,7 @@ from common.options import job_id, machine, process_start, process_state, this_a
 STOPPED, DEAD = b"Tt", b"ZX"     # states in /proc/PID/stat of a process that does not move by itself, or never will
 
 
-def about_me():
+def this_process():
     return {"host": socket.gethostname(), "machine": this_boot(), "pid": os.getpid(), "started": process_start(os.getpid()),
             "job": job_id(), "agent": this_agent()}
 
@@ -18,7 +18,7 @@ def agent_id():
     return int.from_bytes(hashlib.sha256(f"{machine()} {this_agent()}".encode()).digest()[:8], "little") >> 2
 
 
-def fate_of(owner):
+def holder_status(owner):
     """What can be said of the process that holds a lock: alive, stopped, orphan, lost, gone or unknown.
 
     orphan: it lives, and its agent does not. lost: an orphan that stands still, so nobody will ever wake it for our

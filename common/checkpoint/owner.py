@@ -14,10 +14,10 @@ def claim(opts, world, fingerprint, report):
     """The Fence of the folder this rank owns from now on, or None; call on every rank."""
     owned, agents = None, sorted({int(t) for t in world.all_gather(torch.tensor([agent_id()]))})
     fence = Fence(opts.run_dir, world.life, agents)
-    with world.together("owner"):
+    with world.all_or_none("owner"):
         if world.rank == 0:
             owned = _own(fence, opts, world, fingerprint, report)
-    with world.together("owners"):              # the first rank of each node: rank 0's folder, or one of its own?
+    with world.all_or_none("owners"):              # the first rank of each node: rank 0's folder, or one of its own?
         if world.local_rank == 0 and world.rank != 0:
             owned = _own(fence, opts, world, fingerprint, report)
     return owned

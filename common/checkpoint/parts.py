@@ -23,12 +23,12 @@ from common.checkpoint.load import Found, newest, refuse_to_fall_back, take
 from common.checkpoint.manifest import STATE, TENSORS, checkpoints, facts_to_json, folder_name, glance, is_there, verify
 from common.checkpoint.pieces import Digests, Joined, Slices
 from common.checkpoint.store import CheckpointStore
-from common.checkpoint.tensor_file import Image
+from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
 from common.world import progress, send
 
 
-class SpreadStore(CheckpointStore):
+class PartsStore(CheckpointStore):
     """The store of a net in parts; of a whole net, the store that it extends."""
 
     def __init__(self, opts, world, *args, **kwargs):
@@ -50,20 +50,20 @@ class SpreadStore(CheckpointStore):
         if not self.spread:
             return super()._load(choices, key)
         world = self.world
-        with world.together(f"one folder {key}"):
+        with world.all_or_none(f"one folder {key}"):
             if self.fence and world.rank:
                 raise UserError(f"--run-dir {self.run_dir}: rank {world.rank} does not see the folder of rank 0\n"
                                 "a net in stages over machines needs one run folder that all of them share")
         self._learn()
         digests = {part: Digests(whole) for part, whole in self.whole.items()}
         step, facts, skipped, unread = newest(choices if world.rank == 0 else [], self._read_whole(digests), self.report)
-        world.meet(f"read {key}")
+        world.barrier(f"read {key}")
         best, damaged = world.broadcast(torch.tensor([step, len(skipped)]), 0).tolist()
         refuse_to_fall_back(world, f"unread {key}", unread, best)
         if best >= 0:
             facts, folder = parse_json(send(world, facts and facts_to_json(facts), 0), STATE), dict(choices)[best]
             found = {part: send(world, digests[part].found, 0) for part in TENSORS}
-            with world.together(f"loaded {key}"):                   # only then may rank 0 let anything go
+            with world.all_or_none(f"loaded {key}"):                   # only then may rank 0 let anything go
                 self._take(folder, facts, found)
             self.committed = best if key == "own" else -1
         return Found(best, step, facts, skipped, damaged)
@@ -89,7 +89,7 @@ class SpreadStore(CheckpointStore):
                     holders[part].setdefault(name, []).append((rank, prod(shape) * kind.itemsize))
                     seen = whole.get(name)
                     whole[name] = (kind, [seen[1][0] + shape[0], *shape[1:]] if seen else shape)
-            self.whole[part] = Image({n: torch.empty((), dtype=kind).expand(shape) for n, (kind, shape) in whole.items()})
+            self.whole[part] = TensorFile({n: torch.empty((), dtype=kind).expand(shape) for n, (kind, shape) in whole.items()})
         self.part = {name: shape for name, (_, _, _, shape) in self.whole["model"].places.items()}, self._own
         key = {rank: self.writer.staging / _part(rank % world.stages, rank // world.stages if self.shared else None)
                for rank in range(world.size)}
@@ -167,10 +167,10 @@ class SpreadStore(CheckpointStore):
 
     def _rescue_parts(self, state):
         with state.lock, self.background.busy:
-            done = not state.torn and self._rescue_part(state)
-            if state.complete and not state.torn:
-                state.update(state.complete)
-                state.torn = True                                   # the main thread may come to where it makes this step
+            done = not state.half_updated and self._rescue_part(state)
+            if state.ready and not state.half_updated:
+                state.update(state.ready)
+                state.half_updated = True                                   # the main thread may come to where it makes this step
                 done = self._rescue_part(state)
             return done
 

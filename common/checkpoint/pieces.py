@@ -8,7 +8,7 @@ import torch
 
 from common.checkpoint.files import CHUNK, Damaged, opened
 from common.checkpoint.manifest import folder_name, read_manifest
-from common.checkpoint.tensor_file import Image
+from common.checkpoint.tensor_file import TensorFile
 
 PIECE = 1 << 24                                  # bytes of a tensor that are hashed as one: a rank reads less than two too many
 LONG = hashlib.sha256().digest_size
@@ -100,7 +100,7 @@ class Part:
 
     def __init__(self, fd, place, file, names, stated):
         self.fd, self.place, self.file, self.stated = fd, place, file, stated
-        self.image = Image({n: torch.empty((), dtype=getattr(torch, dtype)).expand(shape)
+        self.image = TensorFile({n: torch.empty((), dtype=getattr(torch, dtype)).expand(shape)
                             for n, (dtype, shape, _) in names.items()})
         self.digest, self.at = hashlib.sha256(), 0
 

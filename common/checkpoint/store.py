@@ -10,7 +10,7 @@ from common.checkpoint.identity import marks, versions
 from common.checkpoint.load import choices_at, load_newest, load_weights, take
 from common.checkpoint.manifest import checkpoints, folder_name, is_there
 from common.checkpoint.owner import claim
-from common.checkpoint.tensor_file import Image
+from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
 from common.world import fingerprint_of, odd_ranks, same_everywhere
 
@@ -38,7 +38,7 @@ class CheckpointStore:
         same_everywhere(self.world, versions(self.opts, self.fingerprint))
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
-        self.images = state.images = {part: Image(tensors) for part, tensors in state.tensors().items()}
+        self.images = state.images = {part: TensorFile(tensors) for part, tensors in state.tensors().items()}
         source, found = None, self._load(checkpoints(self.root), "own")
         if found.step >= 0:
             source = f"checkpoints/{folder_name(found.step)}"
@@ -66,7 +66,7 @@ class CheckpointStore:
         if self.world.size > 1:
             odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
             if odd is not None:
-                state.torn = True
+                state.half_updated = True
                 self._withdraw()
                 raise RuntimeError(f"step {state.step}: the weights of rank {odd or 'any'} differ from the others; going back to "
                                    f"step {self.agreed}, where all agreed" if self.agreed is not None else
@@ -118,7 +118,7 @@ class CheckpointStore:
 
     def save(self, state):
         """Copy the state, leave the rest to the writer thread; waits for the save before. Quiet on ranks that do not own."""
-        if not self.writes or state.torn or state.facts() == self.saved:
+        if not self.writes or state.half_updated or state.facts() == self.saved:
             return
         self.wait()
         with state.lock:
@@ -140,7 +140,7 @@ class CheckpointStore:
         with self.writer.rescuing(state.step):                      # before it waits: a successor would sweep the staging away
             self.wait(hurry=True)
             with state.lock, self.background.busy:
-                if state.torn or is_there(self.root, state.facts()):
+                if state.half_updated or is_there(self.root, state.facts()):
                     return False
                 self._write(self._snapshot(state))
                 return True
@@ -152,7 +152,7 @@ class CheckpointStore:
             if moved != self.writer.moved:
                 moved, since = self.writer.moved, time.monotonic()
             if self.state and time.monotonic() - since < STILL:
-                self.state.alive += 1
+                self.state.progress += 1
 
     def check(self):
         """Failed saves are said at the next step; training goes on, until too many have failed in a row."""
@@ -220,4 +220,4 @@ class CheckpointStore:
     def _let_go(self, facts):
         """The newest `keep`, the best, and the newest that all ranks agreed on stay."""
         agreed = [step for step, _ in checkpoints(self.root) if self.agreed is not None and step <= self.agreed]
-        self.writer.let_go(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed[:1]})
+        self.writer.delete_old(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed[:1]})

@@ -22,7 +22,7 @@ PAGE = mmap.PAGESIZE
 CHECKED = 1 << 22                                # elements looked at in one go: bounds the memory of the check
 
 
-class Image:
+class TensorFile:
     def __init__(self, tensors):
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:

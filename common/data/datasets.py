@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from common.data.pictures import imagefolder
 from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.data.text import text
-from common.errors import UserError, one_line, unknown
+from common.errors import UserError, one_line, unknown_name
 from common.options import call_user
 
 LARGEST = 2**31  # bytes an IDX file may unpack to
@@ -191,5 +191,5 @@ def find_source(opts):
     if ".py" in opts.dataset:
         return user_dataset(opts)
     if name not in DATASETS or (size and name not in ("random", "text")):
-        raise unknown("dataset", opts.dataset, DATASETS)
+        raise unknown_name("dataset", opts.dataset, DATASETS)
     return DATASETS[name](opts)

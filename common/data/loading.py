@@ -196,7 +196,7 @@ def load_data(opts, world):
         raise UserError(f"dataset {name}: training samples have shape {shapes[0]}, test samples {shapes[1]}")
     fingerprint = source.fingerprint or hash_splits(splits, source.classes, shapes[0])
     if callable(fingerprint):                                       # long work, on a file system that the whole node shares
-        fingerprint = world.once_a_node("fingerprint", fingerprint)
+        fingerprint = world.once_per_node("fingerprint", fingerprint)
     return Data(name, *splits, source.classes, shapes[0], source.vocab, fingerprint, source.class_names)
 
 

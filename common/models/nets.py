@@ -11,7 +11,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from common.errors import UserError, one_line, unknown
+from common.errors import UserError, one_line, unknown_name
 from common.models.gpt import build_gpt
 from common.options import call_user
 from common.sampler import seeded
@@ -91,7 +91,7 @@ def build_torchvision(name, data):
                         "further\npip install torchvision") from None
     known = models.list_models(module=models)
     if name not in known:
-        raise unknown("model", name, [*MODELS, *known])
+        raise unknown_name("model", name, [*MODELS, *known])
     channels, height, width = numbers(name, data, dims=3)
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     facts = {"num_classes": data.classes}

@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import field
 
-from common.errors import UserError, did_you_mean, say, speaks
+from common.errors import UserError, did_you_mean, say, speaks_for_node
 
 SWITCH = None                                                # the kind of a flag without a value
 
@@ -18,7 +18,7 @@ def free(default, kind, text, group="", scripts="ddp dp mp", decides=False, why=
                                             "decides": decides, "why": why})
 
 
-def decides(*args, **kwargs):
+def fixed(*args, **kwargs):
     """The same for what decides the result: a restart may not change it."""
     return free(*args, **kwargs, decides=True)
 
@@ -129,5 +129,5 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
 
     def print_help(self, file=None):
-        if speaks():
+        if speaks_for_node():
             say(self.format_help())

@@ -11,12 +11,12 @@ from pathlib import Path
 
 from common.errors import UserError, did_you_mean, fail
 from common.options.environment import check_environment, end_a_crash_loop, warn_of_late_joins, world_size
-from common.options.flags import BALANCE, DEVICES, NAME, PATH, SWITCH, Parser, decides, flag_of, free, one_of, real, whole
+from common.options.flags import BALANCE, DEVICES, NAME, PATH, SWITCH, Parser, fixed, flag_of, free, one_of, real, whole
 from common.options.process import die_with_the_agent
 
 LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
-USES = {  # which of the flags that depend on the dataset can take effect with it
+DATASET_FLAGS = {  # which of the flags that depend on the dataset can take effect with it
     "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
     "imagefolder": ("data_dir", "workers", *IMAGES), "sentiment": (), "sentiment-large": (), "random": ("mixup",),
     "text": ("data_dir",)}
@@ -35,38 +35,38 @@ class Options:
 
     run_dir: Path = free(None, PATH, "folder and identity of the run (default: runs/MODEL-DATASET)", "the run")
     resume: str = free("auto", PATH, "auto: from the newest checkpoint that verifies; none: afresh; or a checkpoint")
-    init_from: str = decides("", PATH, "a foreign .pt file: its weights only, where there is no checkpoint yet")
-    seed: int = decides(0, whole(0, 2**63 - 1), "every random number follows from it")
+    init_from: str = fixed("", PATH, "a foreign .pt file: its weights only, where there is no checkpoint yet")
+    seed: int = fixed(0, whole(0, 2**63 - 1), "every random number follows from it")
     epochs: int = free(3, whole(1), "how often each sample is seen; may be raised to go further")
     max_steps: int = free(0, whole(0), "stop after so many steps in all; 0: no limit")
     eval_only: bool = free(False, SWITCH, "evaluate the checkpoint and leave")
 
-    model: str = decides("net", NAME, "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, or "
+    model: str = fixed("net", NAME, "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, or "
                          "path/to/file.py:function", "model, data")
-    dataset: str = decides("digits", NAME, f"{', '.join(USES)}, random:100x5, text:128, or path/to/file.py:function")
+    dataset: str = fixed("digits", NAME, f"{', '.join(DATASET_FLAGS)}, random:100x5, text:128, or path/to/file.py:function")
     data_dir: str = free("data", PATH, "where the dataset's files are")
     download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
     workers: int = free(None, whole(0, 256), "loading processes per rank, if samples are files (default: up to 4)")
     accept_data_change: bool = free(False, SWITCH, "go on although the data has changed; with another number of "
                                     "samples the epoch begins again")
-    augment: str = decides("auto", one_of("auto", "none"), "random crops and flips that suit the dataset")
+    augment: str = fixed("auto", one_of("auto", "none"), "random crops and flips that suit the dataset")
 
-    global_batch_size: int = decides(64, whole(1), "samples per step, at any number of processes", "optimization")
-    virtual_ranks: int = decides(0, whole(0, 65536), "cut each global batch into so many fixed slices: the same model to the "
+    global_batch_size: int = fixed(64, whole(1), "samples per step, at any number of processes", "optimization")
+    virtual_ranks: int = fixed(0, whole(0, 65536), "cut each global batch into so many fixed slices: the same model to the "
                                  "last bit at any number of processes up to that; 0: off", scripts="ddp mp",
                                  why="nn.DataParallel cuts by the number of devices, and adds up in their order")
-    micro_batch_size: int = decides(0, whole(0), "at most so many samples per forward; 0: a rank's whole share")
-    optimizer: str = decides("adam", one_of(*LR), "update rule")
-    lr: float = decides(None, real(above=True), "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)")
-    momentum: float = decides(None, real(below=1), "for sgd (default: 0.9)")
-    weight_decay: float = decides(0.0, real(), "pull of the weights towards zero")
-    lr_schedule: str = decides("constant", one_of("constant", "step", "cosine"), "how lr falls until the last epoch")
-    warmup_epochs: float = decides(0.0, real(), "lr rises linearly for so long")
-    label_smoothing: float = decides(0.0, real(below=1), "share of the target spread over all classes")
-    mixup: float = decides(0.0, real(), "mix pairs of samples: Beta(X, X); 0: off")
-    cutmix: float = decides(0.0, real(), "paste a box of another sample: Beta(X, X); 0: off")
-    clip_grad_norm: float = decides(0.0, real(), "longest gradient; 0: off")
-    ema_decay: float = decides(0.0, real(below=1), "averaged weights, as 0.999; 0: off")
+    micro_batch_size: int = fixed(0, whole(0), "at most so many samples per forward; 0: a rank's whole share")
+    optimizer: str = fixed("adam", one_of(*LR), "update rule")
+    lr: float = fixed(None, real(above=True), "learning rate (default: 0.05 for sgd, 0.001 for adam and adamw)")
+    momentum: float = fixed(None, real(below=1), "for sgd (default: 0.9)")
+    weight_decay: float = fixed(0.0, real(), "pull of the weights towards zero")
+    lr_schedule: str = fixed("constant", one_of("constant", "step", "cosine"), "how lr falls until the last epoch")
+    warmup_epochs: float = fixed(0.0, real(), "lr rises linearly for so long")
+    label_smoothing: float = fixed(0.0, real(below=1), "share of the target spread over all classes")
+    mixup: float = fixed(0.0, real(), "mix pairs of samples: Beta(X, X); 0: off")
+    cutmix: float = fixed(0.0, real(), "paste a box of another sample: Beta(X, X); 0: off")
+    clip_grad_norm: float = fixed(0.0, real(), "longest gradient; 0: off")
+    ema_decay: float = fixed(0.0, real(below=1), "averaged weights, as 0.999; 0: off")
 
     device: str = free("auto", one_of("auto", "cpu", "cuda"), "auto: the GPU where there is one", "devices and speed")
     devices: tuple = free((), DEVICES, "the devices this process drives (default: all GPUs)", scripts="dp mp")
@@ -76,10 +76,10 @@ class Options:
     balance: str = free("parameters", BALANCE, "where to cut: parameters, time (measured), or pieces a stage, as 3,1", scripts="mp")
     shard: bool = free(False, SWITCH, "spread each stage's weights over its replicas (FSDP)", scripts="mp")
     recompute: bool = free(False, SWITCH, "keep no activations inside the stages, compute them again", scripts="mp")
-    amp: str = decides("off", one_of("off", "bf16", "fp16"), "mixed precision")
-    compile: bool = decides(False, SWITCH, "torch.compile")
-    channels_last: bool = decides(False, SWITCH, "memory layout for convolutions")
-    sync_bn: bool = decides(False, SWITCH, "batch norm statistics over all ranks (GPUs only)", scripts="ddp")
+    amp: str = fixed("off", one_of("off", "bf16", "fp16"), "mixed precision")
+    compile: bool = fixed(False, SWITCH, "torch.compile")
+    channels_last: bool = fixed(False, SWITCH, "memory layout for convolutions")
+    sync_bn: bool = fixed(False, SWITCH, "batch norm statistics over all ranks (GPUs only)", scripts="ddp")
     threads: int = free(0, whole(0, 4096), "CPU threads per process; 0: leave it to torch")
 
     save_every: int = free(500, whole(0), "steps between checkpoints; 0: off", "saving and watching")
@@ -123,11 +123,11 @@ class Options:
 
 
 def uses(dataset):
-    """The flags of USES that can take effect with this dataset; a user's own function may use them all."""
+    """The flags of DATASET_FLAGS that can take effect with this dataset; a user's own function may use them all."""
     if ".py" in dataset:
         return ("data_dir", "workers", *IMAGES)
     name, _, size = dataset.partition(":")
-    return USES.get(name if name in ("random", "text") else dataset, ())
+    return DATASET_FLAGS.get(name if name in ("random", "text") else dataset, ())
 
 
 def parse_options(doc, argv=None, script=None, processes=None):
@@ -172,9 +172,9 @@ def _check_together(opts):
          "leave out one of them"),
         (opts.script == "mp" and opts.virtual_ranks and opts.schedule != "1f1b",
          "--schedule cannot take effect with --virtual-ranks: slices are added up in their order\nleave out one of them"),
-        (name not in USES and not known,
-         f"--dataset: {name!r} is no dataset{did_you_mean(name, USES)}\n"
-         f"there are {', '.join(USES)}, and path/to/file.py:function"),
+        (name not in DATASET_FLAGS and not known,
+         f"--dataset: {name!r} is no dataset{did_you_mean(name, DATASET_FLAGS)}\n"
+         f"there are {', '.join(DATASET_FLAGS)}, and path/to/file.py:function"),
         (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --dataset {name}\nleave it out"),
         (opts.momentum is not None and opts.optimizer != "sgd",
          f"--momentum cannot take effect with --optimizer {opts.optimizer}\nleave it out, or use --optimizer sgd"),

@@ -11,7 +11,7 @@ import torch
 from common.pipeline.stages import orders
 from common.pipeline.transfer import NOTHING
 from common.sampler import share
-from common.training import alone, enter, hits, seed, summed_loss
+from common.training import correct, inputs_and_targets, own_copy, seed, summed_loss
 
 
 def backward_slices(model, batch, state):
@@ -53,8 +53,8 @@ def _forward(model, v, x, y, came, size, state):
     """(input, output or loss, (summed loss, hits), moves of the buffers) of a slice in this rank's stage."""
     opts, stage, tree = model.opts, model.stages[0], model.tree
     seed(model.world, opts.seed, "step", state.step, v)
-    x, y = (alone(t, model.world) for t in (x, y))
-    n, (x, targets) = len(x), enter(x, y, state)
+    x, y = (own_copy(t, model.world) for t in (x, y))
+    n, (x, targets) = len(x), inputs_and_targets(x, y, state)
     if came:
         x = came[0].requires_grad_(came[0].is_floating_point())
         stage.generator.set_state(came[1].clone())                  # it would read a view from the beginning of its memory
@@ -63,7 +63,7 @@ def _forward(model, v, x, y, came, size, state):
     out, totals = stage(x), (torch.zeros((), device=stage.device),) * 2
     if stage.index == model.parts - 1:
         loss = summed_loss(out, targets, opts)
-        totals, out = (loss.detach(), hits(out, y)), loss / size
+        totals, out = (loss.detach(), correct(out, y)), loss / size
         out = state.scaler.scale(out) if state.scaler else out
     return x, out, totals, tree.moves(v, n / size)
 

@@ -19,7 +19,7 @@ from common.errors import UserError
 from common.pipeline.cut import count, cut, measure, pieces, refuse_ties
 from common.pipeline.slices import backward_slices
 from common.pipeline.stages import Pipeline, orders
-from common.pipeline.transfer import NOTHING, Line
+from common.pipeline.transfer import NOTHING, Transfer
 from common.training import autocast, distribute, fit
 from common.training import backward as plain_backward
 from common.world import send
@@ -145,7 +145,7 @@ class Ranks(Pipeline):
 
     def __init__(self, net, groups, measures, opts, world, device_of):
         super().__init__(net, groups, measures, opts, world, device_of)
-        self.schedules, self.line = {}, Line(world)
+        self.schedules, self.line = {}, Transfer(world)
         self.edges = [(facts[-1].shape, facts[-1].dtype) for facts in measures]
 
     def owns(self, index):
@@ -191,7 +191,7 @@ class Ranks(Pipeline):
                                   for shape, dtype in self.edges[at:at + 1]] for at in (stage.index - 1, stage.index))
                 stages.append(pipelining.PipelineStage(
                     stage, stage.index, self.parts, stage.device, input_args=tuple(before) if stage.index else (x,),
-                    output_args=tuple(after), group=self.world.line))
+                    output_args=tuple(after), group=self.world.stage_group))
             self.schedules[key] = SCHEDULES[kind](
                 stages if kind == "interleaved" else stages[0], flights, scale_grads=False,
                 loss_fn=lambda out, k: holder["loss"](out, k[0])), holder

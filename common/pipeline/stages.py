@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.pipeline.cut import belongs, count, place, prune
 from common.sampler import hash_seed
-from common.training import autocast, average_buffers, hits, mix, summed_loss
+from common.training import autocast, average_buffers, correct, mix, summed_loss
 
 BUCKET = 25 << 20            # bytes of gradients summed at once
 
@@ -98,7 +98,7 @@ class Pipeline(nn.Module):
             y, targets = y.to(out.device), [(w, t.to(out.device)) for w, t in targets]
             found = summed_loss(out, targets, self.opts)
             totals[0] += found.detach()
-            totals[1] += hits(out, y)
+            totals[1] += correct(out, y)
             found = found / batch.size
             return state.scaler.scale(found) if state.scaler else found
 
@@ -130,7 +130,7 @@ class Pipeline(nn.Module):
             size += p.grad.nbytes
             following = parameters[i + 1] if i + 1 < len(parameters) else None
             if size >= BUCKET or following is None or following.dtype != p.dtype:
-                flat = self.world.replica_sum(torch.cat([g.flatten() for g in bucket]))
+                flat = self.world.sum_over_replicas(torch.cat([g.flatten() for g in bucket]))
                 torch._foreach_copy_([g.view(-1) for g in bucket], list(flat.split([g.numel() for g in bucket])))
                 bucket, size = [], 0
 
@@ -140,14 +140,14 @@ class Pipeline(nn.Module):
             lengths = torch.zeros(self.weights, dtype=self.kind, device=self.world.device)
             if gradients:
                 lengths[self.order] = torch.stack(torch._foreach_norm(gradients)).to(self.kind)
-            return torch.linalg.vector_norm(self.world.line_sum(lengths))
+            return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
         rows = [g.to_local() for g in gradients if hasattr(g, "to_local")]
         own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)      # of nothing it is on the CPU
                      for part in ([g for g in gradients if not hasattr(g, "to_local")], rows))
         if self.world.stages == 1 and not rows:
             return own
-        mine = self.world.replica_sum(mine.square()) if self.even else 0.0
-        return self.world.line_sum(own.square() + mine).sqrt()
+        mine = self.world.sum_over_replicas(mine.square()) if self.even else 0.0
+        return self.world.sum_over_stages(own.square() + mine).sqrt()
 
     # ---- what a person reads --------------------------------------------------------------------------------------
     def describe(self, samples):

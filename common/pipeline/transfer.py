@@ -11,7 +11,7 @@ NOTE, DATA = 1, 0            # tags
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-class Line:
+class Transfer:
     """Call `exchange` in matching pairs: what one rank gives, the other takes."""
 
     def __init__(self, world):
@@ -19,7 +19,7 @@ class Line:
 
     def exchange(self, give=None, take=None):
         """Sends (tensor, to stage, note); of (shape, dtype, from stage, bytes of the note) returns (tensor, note). Both at once."""
-        group, ops = self.world.line, []
+        group, ops = self.world.stage_group, []
         if give:
             tensor, to, note = give
             tensor = tensor.detach() if _dense(tensor) else tensor.detach().contiguous()

@@ -15,7 +15,7 @@ MANY = 512        # sample ids that an error still names one by one
 
 def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0):
     """Say what this life is, in at most six lines, and enter it in the ledger; call on every rank."""
-    with world.together("opening"):
+    with world.all_or_none("opening"):
         if world.rank == 0:
             refuse_the_same_end(ledger, opts, data, state)
     pids = [int(p) for p in world.all_gather(torch.tensor([os.getpid()]))]

@@ -20,7 +20,7 @@ import torch
 
 from common.errors import UserError, say
 from common.options import end_of, machine_id
-from common.rescue.watchdog import Pulse
+from common.rescue.watchdog import Watchdog
 from common.world import WATCHED
 
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)    # USR1: Slurm's early warning; HUP: the terminal is gone
@@ -42,7 +42,7 @@ class Rescue:
         self.ending, self.over = threading.Lock(), threading.Event()
         self.parting = self.parted = False
         self.under_agent = "TORCHELASTIC_RUN_ID" in os.environ
-        self.pulse = Pulse(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
+        self.pulse = Watchdog(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
 
     def __enter__(self):
         self.world.watched()
@@ -86,7 +86,7 @@ class Rescue:
         """The last step is on the disk before anybody stops watching over it; returns what went wrong, if a peer has died."""
         self.parting = True                                         # nothing is left to finish: a signal ends this wait at once
         try:
-            self.world.meet("end", WATCHED)                         # the last save may take long; the pulse watches
+            self.world.barrier("end", WATCHED)                         # the last save may take long; the pulse watches
             self.parted = True
         except RuntimeError as error:
             return error
@@ -165,7 +165,7 @@ class Rescue:
                 if not state.lock.acquire(timeout=PATIENCE):
                     return f"step {state.step + 1} hangs half way, the newest checkpoint stands", False, 1
                 try:
-                    if state.torn:
+                    if state.half_updated:
                         return "the step was cut in two, the newest checkpoint stands", False, getattr(state.verdict, "code", 1)
                     saved = self.store.rescue(state)
                 finally:

@@ -28,13 +28,13 @@ SLOW = 2.0              # a rank whose own work takes so many times the others' 
 AGAIN = 60.0            # ... so often, in seconds
 
 
-class Pulse:
+class Watchdog:
     """`beat()` every second from a thread of its own; returns what to say when this rank has hung, else None."""
 
     def __init__(self, state, world, hang_timeout, note):
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note
         self.main = threading.main_thread().ident
-        self.moved, self.first, self.alive = time.monotonic(), None, state.alive
+        self.moved, self.first, self.alive = time.monotonic(), None, state.progress
         self.beaten, self.lock = self.moved, threading.Lock()
         self.steps = []                                             # (moment, step) of the latest beats that moved
         self.told, self.named, self.thread = threading.Event(), -AGAIN, None
@@ -48,7 +48,7 @@ class Pulse:
     def limit(self):
         if self.given:
             return self.given
-        if self.first is None or self.state.alive <= self.first + 1:
+        if self.first is None or self.state.progress <= self.first + 1:
             return OPENING
         return max(LEAST, STEPS * self._median())
 
@@ -61,9 +61,9 @@ class Pulse:
                 return None                                         # watched no more
             with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):     # no stderr, nowhere to dump to
                 faulthandler.dump_traceback_later(BLIND * self.limit + 1, exit=True)     # re-set each second: due if nobody can
-        if self.state.alive != self.alive:
+        if self.state.progress != self.alive:
             self.first = self.first if self.first is not None else self.alive
-            self.alive, self.moved = self.state.alive, now
+            self.alive, self.moved = self.state.progress, now
             self.steps = [*self.steps[-20:], (now, self.state.step)]
             return None
         if now - max(self.moved, self.others) < self.limit:
@@ -98,11 +98,11 @@ class Pulse:
         line, seen, beats, refused = None, {}, 0, 0
         while refused < TRIES and not self.told.wait(min(1.0, self.limit / 10)):
             try:
-                line = line or self.world.own_line()
+                line = line or self.world.new_store_client()
                 frame, beats = sys._current_frames().get(self.main), beats + 1
                 place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
                 line.set(f"pulse/{self.world.rank}",
-                         f"{self.state.step} {beats} {self.state.own_seconds:.3f} {place} {self.state.alive}")
+                         f"{self.state.step} {beats} {self.state.own_seconds:.3f} {place} {self.state.progress}")
                 if self.world.rank == 0 or self._worried():
                     self._listen(line)
                 if self.world.rank == 0:

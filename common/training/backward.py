@@ -7,7 +7,7 @@ import torch._dynamo  # noqa: F401  (the first optimizer would: its second belon
 
 from common.sampler import hash_seed, share
 from common.training.bitwise.buffers import average_buffers
-from common.training.loss import autocast, enter, hits, summed_loss
+from common.training.loss import autocast, correct, inputs_and_targets, summed_loss
 from common.training.prepare import rounds
 
 
@@ -58,7 +58,7 @@ def backward_slices(model, batch, state, world):
             tree.buffers.restore()
         with tree.leaf(v):
             if n:
-                x, y = (alone(t[at:at + n], world) for t in (batch.x, batch.y))
+                x, y = (own_copy(t[at:at + n], world) for t in (batch.x, batch.y))
                 loss, right = forward(model.net, x, y, state, world)
                 tree.measure(loss, right, tree.moves(v, n / batch.size))
                 scaled = loss / batch.size
@@ -74,14 +74,14 @@ def seed(world, *key):
         torch.cuda.manual_seed_all(hash_seed(*key))
 
 
-def alone(x, world):
+def own_copy(x, world):
     """A copy on the device: vectorised code may treat memory that starts elsewhere in another order."""
     return torch.empty(x.shape, dtype=x.dtype, device=world.device).copy_(x, non_blocking=True)
 
 
 def forward(model, x, y, state, world):
     """The summed loss of some samples, and how many of them are hits."""
-    x, targets = enter(x, y, state)
+    x, targets = inputs_and_targets(x, y, state)
     with autocast(state.opts, world.device):
         out = model(x)
-    return summed_loss(out, targets, state.opts), hits(out, y) if len(y) else torch.zeros((), device=x.device)
+    return summed_loss(out, targets, state.opts), correct(out, y) if len(y) else torch.zeros((), device=x.device)

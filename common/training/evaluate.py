@@ -26,7 +26,7 @@ def evaluate(model, split, state, world):
         if getattr(model, "even", False):        # its replicas run in step: those with a block less run one that does not count
             mine += [None] * (-(-blocks // world.replicas) - len(mine))
         for block in mine:
-            state.alive += 1
+            state.progress += 1
             counts, block = block is not None, block or 0
             ids = range(block * size, min((block + 1) * size, len(split)))
             x, y = split.fetch(list(ids), 0, False)
@@ -56,7 +56,7 @@ def averaged_weights(state):
         return
     own = {p: p.detach().clone() for p in state.net.parameters()}
     with state.changing():
-        state.held = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}   # for a save meanwhile
+        state.own_weights = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}   # for a save meanwhile
         for name, p in state.net.named_parameters():
             p.copy_(state.ema[name])
     try:
@@ -65,4 +65,4 @@ def averaged_weights(state):
         with state.changing():
             for p, weights in own.items():
                 p.copy_(weights)
-            state.held = {}
+            state.own_weights = {}

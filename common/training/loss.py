@@ -9,7 +9,7 @@ from common.sampler import hash_seed
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def enter(x, y, state):
+def inputs_and_targets(x, y, state):
     """(inputs, [(weight, targets)]): what goes into a net, and what should come out."""
     if state.opts.channels_last and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
@@ -24,7 +24,7 @@ def summed_loss(out, targets, opts):
                for w, t in targets) / tokens
 
 
-def hits(out, y):
+def correct(out, y):
     """How many samples are answered right; of a sample with many tokens, the share that is."""
     found = (out.detach().argmax(-1) == y).sum()
     return found if y.dim() == 1 else found / y.shape[1]

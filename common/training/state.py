@@ -23,19 +23,19 @@ class TrainState:
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
         self.best = {"val_acc": -1.0, "step": 0}
-        self.alive, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
+        self.progress, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
         self.stepped = time.time()                                  # for the ledger: when the last step was whole
         self.record = {}                                            # the last logged step: its writer may have died before that
-        self.judged = {}                                            # the last evaluation, likewise
-        self.lock, self.torn = threading.RLock(), False
+        self.evaluated = {}                                            # the last evaluation, likewise
+        self.lock, self.half_updated = threading.RLock(), False
         self.images = {}                                            # the store's: a save may still be copying into them
         self.verdict = None                                         # why it may never be saved, as an error for a person
         self.norm = torch.nn.utils.get_total_norm                   # of gradients; a rank with a part of the net asks the others
         self.all_sum = None                                         # over the ranks that have other parts of the net
-        self.complete = 0                                           # samples whose gradient is here, clipped: only to be used
+        self.ready = 0                                           # samples whose gradient is here, clipped: only to be used
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
-        self.held = {}                                              # the weights, while the net wears their averages
+        self.own_weights = {}                                              # the weights, while the net wears their averages
         # Forward moves running statistics in mid-step; a checkpoint takes these copies, which the last whole step left.
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
 
@@ -74,18 +74,18 @@ class TrainState:
             torch.nn.utils.clip_grads_with_norm_(self.names, self.opts.clip_grad_norm, norm)
         if self.net_is_on_gpu():
             torch.cuda.synchronize()                                # no update may be queued behind a collective that can hang
-        self.complete = size
+        self.ready = size
 
     def update(self, size):
         """One optimizer step of a global batch of `size` samples: all of it or, for whoever saves meanwhile, nothing."""
-        if not self.complete:
+        if not self.ready:
             self.finish_gradient(size)
         for group in self.optimizer.param_groups:
             group["lr"] = self.lr
         with self.changing():
-            if self.torn:
+            if self.half_updated:
                 raise self.verdict or RuntimeError("no step follows: the rescue has made this one already")
-            self.torn = True                                        # stays True if the body raises: half a step is no state
+            self.half_updated = True                                        # stays True if the body raises: half a step is no state
             if self.scaler:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
@@ -96,9 +96,9 @@ class TrainState:
             self.take_buffers()
             self.step += 1
             self.position += size
-            self.alive += 1
+            self.progress += 1
             self.stepped = time.time()
-            self.complete, self.torn = 0, False
+            self.ready, self.half_updated = 0, False
         self.optimizer.zero_grad(set_to_none=True)
 
     def note(self, totals, size):
@@ -117,13 +117,13 @@ class TrainState:
         # The learning rate decides the result, so with another one it is another run.
         self.verdict = UserError(f"{fact}, {what} kept\nlower --lr in another run: --run-dir NEW{where} --lr X\n"
                                  "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
-        self.torn = True
+        self.half_updated = True
         raise self.verdict
 
-    def judge(self, metrics):
+    def record_evaluation(self, metrics):
         """Remember this evaluation, and the best one; returns what it was given."""
         with self.lock:
-            self.judged = {"step": self.step, "val_loss": metrics["val_loss"], "val_acc": metrics["val_acc"]}
+            self.evaluated = {"step": self.step, "val_loss": metrics["val_loss"], "val_acc": metrics["val_acc"]}
             if metrics["val_acc"] > self.best["val_acc"]:
                 self.best = {"val_acc": metrics["val_acc"], "step": self.step}
         return metrics
@@ -151,18 +151,18 @@ class TrainState:
     @property
     def evaluation_due(self):
         every = self.opts.eval_every
-        return self.judged.get("step") != self.step and (
+        return self.evaluated.get("step") != self.step and (
             self.step >= self.total_steps or self.epoch_over and every and (self.epoch + 1) % every == 0)
 
     @property
-    def unjudged(self):
+    def evaluation_missing(self):
         """The last step of the run is made and saved, its evaluation is not."""
-        return not self.opts.eval_only and self.step == self.total_steps and self.finished and self.judged.get("step") != self.step
+        return not self.opts.eval_only and self.step == self.total_steps and self.finished and self.evaluated.get("step") != self.step
 
     @property
     def records(self):
         """Lines of the log that the process which should have written them may not have."""
-        return self.record, self.judged
+        return self.record, self.evaluated
 
     def net_is_on_gpu(self):
         return next(iter(self.names)).is_cuda
@@ -183,7 +183,7 @@ class TrainState:
         return {n for named in self._named().values() for n, t in named.items() if hasattr(t, "to_local")}
 
     def _named(self):
-        held = self.held
+        held = self.own_weights
         model = {n: held[n] if n in held else self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
         optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
                      for key, value in values.items() if torch.is_tensor(value)}
@@ -193,7 +193,7 @@ class TrainState:
     def facts(self):
         scaler = self.scaler.state_dict() if self.scaler else None
         return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order, "best": self.best,
-                "record": self.record, "judged": self.judged, "scaler": scaler}
+                "record": self.record, "judged": self.evaluated, "scaler": scaler}
 
     @torch.no_grad()
     def load(self, tensors, facts):
@@ -209,6 +209,6 @@ class TrainState:
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
         if (order := facts.get("order", self.order)) != self.order:
             self.position = self.samples if len(order) == 2 and self.position >= order[0] else 0
-        self.best, self.record, self.judged = facts["best"], facts["record"], facts.get("judged", {})
+        self.best, self.record, self.evaluated = facts["best"], facts["record"], facts.get("judged", {})
         if self.scaler and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])

@@ -31,7 +31,7 @@ class World:
     restart: int
     store: object = None
     stages: int = 1      # ranks that hold one replica of the net together, a stage each
-    line: object = None  # the group of this rank's replica, if it is more than this rank
+    stage_group: object = None  # the group of this rank's replica, if it is more than this rank
     peers: object = None  # the group of the ranks with the same stage, if they are not all
 
     @property
@@ -60,16 +60,16 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def replica_sum(self, tensor):
+    def sum_over_replicas(self, tensor):
         """Sum over the ranks that have the same stage, in place."""
         if self.replicas > 1:
             dist.all_reduce(tensor, group=self.peers)
         return tensor
 
-    def line_sum(self, tensor):
+    def sum_over_stages(self, tensor):
         """Sum over the ranks of this replica, in place."""
         if self.stages > 1:
-            dist.all_reduce(tensor, group=self.line)
+            dist.all_reduce(tensor, group=self.stage_group)
         return tensor
 
     def in_stages(self, stages, timeout=None):
@@ -78,7 +78,7 @@ class World:
             return self
         lines = [dist.new_group(range(first, first + stages), timeout) for first in range(0, self.size, stages)]
         peers = [dist.new_group(range(stage, self.size, stages), timeout) for stage in range(stages)]
-        return replace(self, stages=stages, line=lines[self.rank // stages], peers=peers[self.rank % stages])
+        return replace(self, stages=stages, stage_group=lines[self.rank // stages], peers=peers[self.rank % stages])
 
     def all_gather(self, tensor):
         """Every rank's tensor (of one shape), in rank order."""
@@ -95,7 +95,7 @@ class World:
                 dist.broadcast(piece, source)
         return tensor
 
-    def meet(self, name, patience=None):
+    def barrier(self, name, patience=None):
         """All ranks have come here: a wait of minutes, where a collective would give up after the short time-out."""
         if self.size > 1:
             _meet(self.store, f"meet/{name}", self.size, patience)
@@ -108,7 +108,7 @@ class World:
                 set_timeout(WATCHED, group)
 
     @contextlib.contextmanager
-    def together(self, name):
+    def all_or_none(self, name):
         """All ranks leave this block, or none: what a person must mend on one rank is said once and raised on each."""
         try:
             yield
@@ -119,9 +119,9 @@ class World:
                 while self.store.add(f"meet/{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
                     time.sleep(0.01)                                # the store ends with rank 0: let the others hear first
             raise
-        self.meet(name)
+        self.barrier(name)
 
-    def own_line(self):
+    def new_store_client(self):
         """A second connection to this life's store, for a thread that must not wait behind the main one."""
         return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
 
@@ -130,7 +130,7 @@ class World:
         if self.local_size > 1:
             _meet(self.store, f"{name}/{self.node}", self.local_size)
 
-    def once_a_node(self, name, find):
+    def once_per_node(self, name, find):
         """The text that `find` returns on the first rank of this node, on all of its ranks; each name is good for once."""
         if self.local_size == 1:
             return find()

@@ -84,6 +84,6 @@ def average_buffers(state, world, weight):
     for name, base in state.buffers.items():
         delta = (live[name].double() - base.double()).masked_fill_(live[name] == base, 0.0)     # a mask of -inf moves by nan
         moved.append((delta * (weight if base.is_floating_point() else float(world.replica == 0))).flatten())
-    flat = world.replica_sum(torch.cat(moved))
+    flat = world.sum_over_replicas(torch.cat(moved))
     for (name, base), delta in zip(state.buffers.items(), flat.split([m.numel() for m in moved]), strict=True):
         live[name].copy_(base.double() + delta.view_as(base))

@@ -39,8 +39,8 @@ class Tree:
         self.tail = len(self.params)                                # what follows the gradients: moves of buffers, totals
         shapes = [*self.params, torch.zeros(self.buffers.numel + 2, dtype=self.buffers.dtype, device=world.device)]
         blocks = held(slices, world.replicas)
-        self.held, self.order = [len(b) for b in blocks], merges([block for b in blocks for block in b])
-        self.buckets = [Bucket(members, shapes, world, sum(self.held)) for members in _cut(shapes)]
+        self.own_weights, self.order = [len(b) for b in blocks], merges([block for b in blocks for block in b])
+        self.buckets = [Bucket(members, shapes, world, sum(self.own_weights)) for members in _cut(shapes)]
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self.rows, self.sending = [], False
         if world.replicas > 1:
@@ -50,7 +50,7 @@ class Tree:
     @property
     def bytes_sent(self):
         """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
-        others, rows = self.world.replicas - 1, sum(self.held) / self.world.replicas
+        others, rows = self.world.replicas - 1, sum(self.own_weights) / self.world.replicas
         return sum(bucket.numel / self.world.replicas * bucket.size * others * (rows + 1) for bucket in self.buckets)
 
     # ---- this rank's slices ---------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ class Tree:
                 torch._foreach_add_(*([row[i] for i in bucket.members] for row in self.rows[depth - 1:depth + 1]))
         self.done += 1
         if self.sending:
-            bucket.send(self.rows[:kept], self.held, plus)
+            bucket.send(self.rows[:kept], self.own_weights, plus)
 
     # ---- the rest of the tree -------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -131,7 +131,7 @@ class Tree:
         else:
             works = []
             for bucket in self.buckets:
-                works += bucket.add(self.order, self.held)
+                works += bucket.add(self.order, self.own_weights)
             for work in works:
                 work.wait()
             grads = [self.bucket_of[i].views[i] for i in range(self.tail + 1)]
