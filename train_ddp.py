@@ -1,4 +1,5 @@
-"""Train with one process per device (DistributedDataParallel); kill it, change the number of processes, run it again.
+"""Train with one process per device (DistributedDataParallel); kill it, change the number of processes, run
+it again.
 
     python train_ddp.py                                             # a world of one
     torchrun --nproc_per_node=2 train_ddp.py                        # two processes on this machine
@@ -6,7 +7,8 @@
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc_per_node=8 --max_restarts=1000000 \\
         --rdzv_backend=c10d --rdzv_id=JOB --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run
 
-The last one goes on each of one to four machines; without its variable, one that comes later would end the job for all.
+The last one goes on each of one to four machines; without its variable, one that comes later would end the
+job for all.
 
 The same command goes on where the run was stopped, and does nothing once it is complete.
 """
@@ -16,7 +18,7 @@ from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
-    gc.disable()                      # until `join`: imports make no garbage, and looking for it is a fifth of their time
+    gc.disable()  # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -45,22 +47,22 @@ def main(opts):
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
-    source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
+    source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = distribute(net, opts, world)
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         store.report = log.note
-        while not state.finished:                       # a finished run falls through and exits 0
-            order.set_epoch(state.epoch, state.position)            # the same samples at any world size
+        while not state.finished:  # a finished run falls through and exits 0
+            order.set_epoch(state.epoch, state.position)  # the same samples at any world size
             net.train()
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
-                totals = backward(model, batch, state, world)       # one gradient of one global batch
+                totals = backward(model, batch, state, world)  # one gradient of one global batch
                 if (state.step + 1) % opts.log_every == 0:
-                    world.all_sum(totals)                           # before the update: who made this step knows its loss
-                state.update(batch.size)                            # clip, optimizer, averages, counters: or nothing
+                    world.all_sum(totals)  # before the update: who made this step knows its loss
+                state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
@@ -68,18 +70,18 @@ def main(opts):
                 if opts.check_every and state.step % opts.check_every == 0:
                     store.agree(state)
                 if store.due(state):
-                    store.save(state)                               # copies; a thread writes
+                    store.save(state)  # copies; a thread writes
                 store.check()
                 if rescue.asked:
                     rescue.leave()
-                if state.finished:                                  # --max-steps
+                if state.finished:  # --max-steps
                     break
             if state.evaluation_due:
                 log.evaluation(state, state.record_evaluation(evaluate(net, data.test, state, world)))
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.evaluation_missing:                              # the life that made the last step ended before its evaluation
+        if state.evaluation_missing:  # the life that made the last step ended before its evaluation
             log.evaluation(state, state.record_evaluation(evaluate(net, data.test, state, world)))
             store.save(state)
         if opts.eval_only:

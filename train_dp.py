@@ -1,4 +1,5 @@
-"""Train in one process over many devices (nn.DataParallel): batch scattered, net replicated, outputs gathered.
+"""Train in one process over many devices (nn.DataParallel): batch scattered, net replicated, outputs
+gathered.
 
     python train_dp.py                                              # all GPUs, or the CPU
     CUDA_VISIBLE_DEVICES=0,2 python train_dp.py                     # these two GPUs
@@ -13,7 +14,7 @@ from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
-    gc.disable()                      # until `join`: imports make no garbage, and looking for it is a fifth of their time
+    gc.disable()  # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 from common.checkpoint import CheckpointStore
 from common.data import batches, load_data
@@ -38,7 +39,7 @@ def main(opts):
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
-    source = store.restore(state)                       # the newest checkpoint that verifies, on any node; none is fine
+    source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = replicate(net, opts, world)
     if opts.show_scatter:
@@ -47,30 +48,30 @@ def main(opts):
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         store.report = log.note
-        while not state.finished:                       # a finished run falls through and exits 0
-            order.set_epoch(state.epoch, state.position)            # the same samples at any world size
+        while not state.finished:  # a finished run falls through and exits 0
+            order.set_epoch(state.epoch, state.position)  # the same samples at any world size
             net.train()
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
-                totals = backward(model, batch, state, world)       # one gradient of one global batch
-                state.update(batch.size)                            # clip, optimizer, averages, counters: or nothing
+                totals = backward(model, batch, state, world)  # one gradient of one global batch
+                state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
                     log.step(state, state.note(totals, batch.size) | memory(world))
                 if store.due(state):
-                    store.save(state)                               # copies; a thread writes
+                    store.save(state)  # copies; a thread writes
                 store.check()
                 if rescue.asked:
                     rescue.leave()
-                if state.finished:                                  # --max-steps
+                if state.finished:  # --max-steps
                     break
             if state.evaluation_due:
                 log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.evaluation_missing:                              # the life that made the last step ended before its evaluation
+        if state.evaluation_missing:  # the life that made the last step ended before its evaluation
             log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             store.save(state)
         if opts.eval_only:

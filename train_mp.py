@@ -1,4 +1,5 @@
-"""Train one net cut into stages: for nets that do not fit on one device, with micro batches in flight to keep all of them busy.
+"""Train one net cut into stages: for nets that do not fit on one device, with micro batches in flight to keep
+all of them busy.
 
     torchrun --nproc_per_node=2 train_mp.py --micro-batch-size 8                # two processes, a stage each
     torchrun --nproc_per_node=4 train_mp.py --micro-batch-size 8 --stages 2     # two pipelines of two stages
@@ -14,7 +15,7 @@ from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
-    gc.disable()                      # until `join`: imports make no garbage, and looking for it is a fifth of their time
+    gc.disable()  # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -40,15 +41,18 @@ def main(opts):
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.replica, world.replicas, opts.seed,
                            slices=opts.virtual_ranks)
-    model = split(build_model(opts, data), opts, world, data)   # this rank's stages; the optimizer's state lives with their weights
+    # this rank's stages; the optimizer's state lives with their weights
+    model = split(build_model(opts, data), opts, world, data)
     net = model.net
     clock.lap("load")
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
-    state.norm, state.all_sum = model.norm, world.all_sum     # --clip-grad-norm and --amp fp16 look at all stages
+    # --clip-grad-norm and --amp fp16 look at all stages
+    state.norm, state.all_sum = model.norm, world.all_sum
     ledger = Ledger(opts.run_dir)
-    audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)     # one rank of each pipeline
+    # one rank of each pipeline
+    audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
     store = PartsStore(opts, world, data.fingerprint, ledger)
-    source = store.restore(state)                       # the newest checkpoint that verifies; none is fine
+    source = store.restore(state)  # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
@@ -56,16 +60,16 @@ def main(opts):
         for line in model.describe(-(-opts.global_batch_size // world.replicas)):
             log.note(line)
         store.report = log.note
-        while not state.finished:                       # a finished run falls through and exits 0
-            order.set_epoch(state.epoch, state.position)            # the same samples at any world size
+        while not state.finished:  # a finished run falls through and exits 0
+            order.set_epoch(state.epoch, state.position)  # the same samples at any world size
             net.train()
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
-                totals = backward(model, batch, state, world)       # one gradient of one global batch
-                state.finish_gradient(batch.size)                   # clip; from here on this rank could make the step alone
+                totals = backward(model, batch, state, world)  # one gradient of one global batch
+                state.finish_gradient(batch.size)  # clip; from here on this rank could make the step alone
                 totals = torch.tensor([*totals.tolist(), store.overdue()], dtype=torch.float64)
-                world.all_sum(totals)                               # no stage moves on before all of them can
-                state.update(batch.size)                            # optimizer, averages, counters: or nothing
+                world.all_sum(totals)  # no stage moves on before all of them can
+                state.update(batch.size)  # optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
@@ -73,18 +77,18 @@ def main(opts):
                 if opts.check_every and state.step % opts.check_every == 0:
                     store.agree(state)
                 if store.due(state, totals[2]):
-                    store.save(state)                               # copies; a thread writes
+                    store.save(state)  # copies; a thread writes
                 store.check()
                 if rescue.asked:
                     rescue.leave()
-                if state.finished:                                  # --max-steps
+                if state.finished:  # --max-steps
                     break
             if state.evaluation_due:
                 log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.evaluation_missing:                              # the life that made the last step ended before its evaluation
+        if state.evaluation_missing:  # the life that made the last step ended before its evaluation
             log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             store.save(state)
         if opts.eval_only:

@@ -1,4 +1,6 @@
-"""How a mistake reaches a person: once per machine, in at most three lines, with its exit code. No torch here."""
+"""How a mistake reaches a person: once per machine, in at most three lines, with its exit code. No torch
+here.
+"""
 import atexit
 import contextlib
 import difflib
@@ -13,7 +15,8 @@ import time
 
 
 class UserError(Exception):
-    """What a person can mend: fact, values, way out, in at most three lines; the process leaves with `code`."""
+    """What a person can mend: fact, values, way out, in at most three lines; the process leaves with `code`.
+    """
 
     def __init__(self, message, code=2):
         super().__init__(message)
@@ -24,7 +27,7 @@ class Outlet:
     """A text stream whose reader may leave (`| head`) or whose disk may fill up: then it falls silent."""
 
     def __init__(self, stream):
-        self.stream = stream                                         # None where the process began with a closed stdout
+        self.stream = stream  # None where the process began with a closed stdout
 
     def write(self, text):
         self._try(lambda: self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding)))
@@ -58,7 +61,9 @@ class Outlet:
 
 
 def say(text, stream=None):
-    """print, for streams that may be gone; on a terminal in the place of the bar, whichever rank has drawn it."""
+    """print, for streams that may be gone; on a terminal in the place of the bar, whichever rank has drawn
+    it.
+    """
     outlet = Outlet(stream or sys.stdout)
     bar = outlet.isatty() and os.environ.get("TERM") != "dumb"
     outlet.write(("\r\x1b[K" if bar else "") + text + "\n")
@@ -66,7 +71,9 @@ def say(text, stream=None):
 
 
 def speaks_for_node(environ=os.environ):
-    """Whether this process is its machine's voice: the first there, one started by hand, or one whose place makes no sense."""
+    """Whether this process is its machine's voice: the first there, one started by hand, or one whose place
+    makes no sense.
+    """
     try:
         rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
         local_rank, local_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", size))
@@ -76,16 +83,20 @@ def speaks_for_node(environ=os.environ):
 
 
 def fail(message, code=2, everyone=False):
-    """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a UserError."""
+    """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a
+    UserError.
+    """
     if everyone or speaks_for_node():
         say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
-        if code != 1:                                               # 1: a restart may cure it
+        if code != 1:  # 1: a restart may cure it
             dismiss_agent()
     sys.exit(code)
 
 
 def dismiss_agent(environ=os.environ):
-    """Tell torchrun that restarts cannot help: it would say the same error again, a hundred times with --max_restarts=100."""
+    """Tell torchrun that restarts cannot help: it would say the same error again, a hundred times with
+    --max_restarts=100.
+    """
     try:
         left = int(environ["TORCHELASTIC_MAX_RESTARTS"]) - int(environ["TORCHELASTIC_RESTART_COUNT"])
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
@@ -94,7 +105,7 @@ def dismiss_agent(environ=os.environ):
     except (KeyError, ValueError, OSError):
         return
     if left > 0 and agent:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)               # its answer must not overtake our exit code
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its answer must not overtake our exit code
         os.kill(os.getppid(), signal.SIGTERM)
 
 
@@ -117,7 +128,9 @@ def one_line(error):
 
 
 def out_of_memory(error):
-    """What could not be had, as text, if that is what an exception or one of its causes tells of; else an empty one."""
+    """What could not be had, as text, if that is what an exception or one of its causes tells of; else an
+    empty one.
+    """
     while error is not None:
         known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or getattr(error, "errno", 0) == errno.ENOMEM
@@ -128,7 +141,8 @@ def out_of_memory(error):
     return ""
 
 
-OTHERS = 1.0      # seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
+# seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
+OTHERS = 1.0
 LESS = {          # where memory runs out
     "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
     "dp": "use more --devices, or train_mp.py, which splits the net",
@@ -136,11 +150,13 @@ LESS = {          # where memory runs out
 
 
 def report_errors(main):
-    """What a person can mend is said once, without a traceback, and the process leaves with the error's code."""
+    """What a person can mend is said once, without a traceback, and the process leaves with the error's code.
+    """
     @functools.wraps(main)
     def run(opts):
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)            # until there is something to save, Ctrl-C ends it at once
+            # until there is something to save, Ctrl-C ends it at once
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         try:
             return main(opts)
         except UserError as error:
@@ -151,7 +167,7 @@ def report_errors(main):
             try:
                 fail(error, error.code, everyone=True)
             except SystemExit:
-                os._exit(error.code)                                # no destructors: they may wait for a dead peer
+                os._exit(error.code)  # no destructors: they may wait for a dead peer
         except Exception as error:
             if opts.debug or not (missing := out_of_memory(error)):
                 _note_whole_or_not_at_all()
@@ -163,7 +179,9 @@ def report_errors(main):
 
 
 def _note_whole_or_not_at_all():
-    """`@record` is about to write a file for torchrun, which itself ends of half a file: so aside first, and renamed at exit."""
+    """`@record` is about to write a file for torchrun, which itself ends of half a file: so aside first, and
+    renamed at exit.
+    """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         os.environ["TORCHELASTIC_ERROR_FILE"] = aside = f"{path}.new"
 

@@ -1,9 +1,10 @@
 """Which sample, when: the order of an epoch as a formula, and its split over ranks.
 
-A shuffled list of a billion indices takes minutes and gigabytes to make, and somebody has to remember how far down
-the list a dead process was. Here `permute(position, n, seed, epoch)` computes the sample at any position directly, so
-the only data state of a training is one integer: how many samples of this epoch have been trained on. A restart at
-another world size continues at that integer and sees exactly the samples that are left.
+A shuffled list of a billion indices takes minutes and gigabytes to make, and somebody has to remember how far
+down the list a dead process was. Here `permute(position, n, seed, epoch)` computes the sample at any position
+directly, so the only data state of a training is one integer: how many samples of this epoch have been
+trained on. A restart at another world size continues at that integer and sees exactly the samples that are
+left.
 """
 import contextlib
 import hashlib
@@ -17,13 +18,16 @@ from torch.utils.data import Sampler
 from common.errors import UserError
 
 MASK32 = 0xFFFFFFFF
-ROUNDS = 6  # fewer are visibly not random (tests/test_sampler.py shows it); 6 cannot be told from torch.randperm
-WINDOW = 8192  # positions per call of permute: enough to hide torch's cost per call, few enough for the L2 cache
+# fewer are visibly not random (tests/test_sampler.py shows it); 6 cannot be told from torch.randperm
+ROUNDS = 6
+# positions per call of permute: enough to hide torch's cost per call, few enough for the L2 cache
+WINDOW = 8192
 LARGEST = 1 << 62  # both halves of a position are then below 2**31, and no product below leaves int64
 
 
 def hash_seed(*key):
-    """Return 32 bits that depend on every part of the key, the same on every machine and for numpy's and torch's ints.
+    """Return 32 bits that depend on every part of the key, the same on every machine and for numpy's and
+    torch's ints.
 
     32 and not 64, because torch's CPU generator ignores the upper half of a seed.
     """
@@ -32,10 +36,11 @@ def hash_seed(*key):
 
 
 def mix(x):
-    """Scramble, in place and one to one, the 32-bit numbers in an int64 tensor: each bit moves all the others.
+    """Scramble, in place and one to one, the 32-bit numbers in an int64 tensor: each bit moves all the
+    others.
 
-    The integer hash "lowbias32" with later constants (C. Wellons, T. Iron Born: hash-prospector). Both constants are
-    below 2**31, so that their product with a 32-bit number fits in int64.
+    The integer hash "lowbias32" with later constants (C. Wellons, T. Iron Born: hash-prospector). Both
+    constants are below 2**31, so that their product with a 32-bit number fits in int64.
     """
     x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK32)
     x.bitwise_xor_(x >> 15).mul_(0x735A2D97).bitwise_and_(MASK32)
@@ -43,15 +48,19 @@ def mix(x):
 
 
 def _rotate(x, amount, modulus):
-    """Return (x + amount) mod modulus, amount first scaled down from 32 bits to 0..modulus-1; no slow division."""
+    """Return (x + amount) mod modulus, amount first scaled down from 32 bits to 0..modulus-1; no slow
+    division.
+    """
     total = amount.mul_(modulus).bitwise_right_shift_(32).add_(x)
     return total.sub_((total >= modulus) * modulus)
 
 
 def _permute_grid(x, rows, columns, keys):
-    """Permute 0..rows*columns-1 (a Feistel network): see x as (row, column), rotate each by the hash of the other.
+    """Permute 0..rows*columns-1 (a Feistel network): see x as (row, column), rotate each by the hash of the
+    other.
 
-    Whoever knows the keys can undo each turn, so no two x ever meet: a permutation, whatever the hash is like.
+    Whoever knows the keys can undo each turn, so no two x ever meet: a permutation, whatever the hash is
+    like.
     """
     row = torch.div(x, columns, rounding_mode="floor")
     column = x - row * columns
@@ -64,7 +73,8 @@ def _permute_grid(x, rows, columns, keys):
 
 
 def permute(positions, n, seed, epoch):
-    """Return the ids of the samples at these positions of the shuffled epoch: a permutation of 0..n-1 without a list.
+    """Return the ids of the samples at these positions of the shuffled epoch: a permutation of 0..n-1 without
+    a list.
 
     Memory and time follow the number of positions asked for, never n.
     """
@@ -79,11 +89,14 @@ def permute(positions, n, seed, epoch):
         raise ValueError(f"positions {int(x.min())}..{int(x.max())} are not all within 0..{n - 1}")
     rounds = ROUNDS if n > 1000 else 4 * ROUNDS  # a tiny grid has so few cells that each turn can move little
     keys = [hash_seed("order", seed, epoch, turn) for turn in range(rounds)]
-    rows = math.isqrt(n - 1) + 1  # any number gives a permutation; near the square root both halves are mixed well
+    # any number gives a permutation; near the square root both halves are mixed well
+    rows = math.isqrt(n - 1) + 1
     columns = -(-n // rows)
     x = _permute_grid(x, rows, columns, keys)
-    # The grid may have a few cells more than there are samples (fewer than `rows`). Whoever lands on one of those walks
-    # on from there. The walk follows a cycle of the grid's permutation that began below n, so it comes back below n;
+    # The grid may have a few cells more than there are samples (fewer than `rows`). Whoever lands on one of
+    # those walks
+    # on from there. The walk follows a cycle of the grid's permutation that began below n, so it comes back
+    # below n;
     # and the permutation can be run backwards, so no two walks end on the same id.
     while (outside := (x >= n).nonzero(as_tuple=True)[0]).numel():
         x[outside] = _permute_grid(x[outside], rows, columns, keys)
@@ -91,7 +104,8 @@ def permute(positions, n, seed, epoch):
 
 
 def uniforms(ids, seed, epoch, count):
-    """Return float32 [len(ids), count] in [0, 1): a pure function of (seed, epoch, id, column) that no rank owns.
+    """Return float32 [len(ids), count] in [0, 1): a pure function of (seed, epoch, id, column) that no rank
+    owns.
 
     Augmentation drawn from it is the same at any world size, batch size and number of workers.
     """
@@ -100,12 +114,14 @@ def uniforms(ids, seed, epoch, count):
     for column in range(count):
         low, high = (hash_seed("uniform", seed, epoch, column, half) for half in range(2))
         bits = mix(mix((ids & MASK32) ^ low) ^ (ids >> 32) ^ high)
-        out[:, column] = (bits >> 8) * 2.0**-24  # a float32 holds 24 bits: with all 32 the largest would round up to 1
+        # a float32 holds 24 bits: with all 32 the largest would round up to 1
+        out[:, column] = (bits >> 8) * 2.0**-24
     return out
 
 
 def share(n, rank, world, slices=0):
-    """Return this rank's part of range(n): contiguous; all ranks together have exactly range(n), sizes one apart.
+    """Return this rank's part of range(n): contiguous; all ranks together have exactly range(n), sizes one
+    apart.
 
     With `slices`, range(n) is cut into so many parts first, and a rank gets whole ones: its share of them.
     """
@@ -122,11 +138,12 @@ class ElasticSampler(Sampler):
         loader = DataLoader(dataset, batch_sampler=order, num_workers=2)
         order.set_epoch(epoch, position)  # position = samples of this epoch trained on so far, by all ranks together
 
-    Global batches do not depend on the world; the world only cuts them into shares. No sample is padded or dropped:
-    the last global batch may be short, and a list is empty where a batch has fewer samples than there are ranks.
-    Iterating never moves `position`: what was fetched ahead has not been trained on. Whoever updates the model keeps
-    count, and says so through set_epoch. (torch's default collate_fn cannot make a batch of an empty list: give the
-    DataLoader one that can where lists may be empty, as common/data.py does.)
+    Global batches do not depend on the world; the world only cuts them into shares. No sample is padded or
+    dropped: the last global batch may be short, and a list is empty where a batch has fewer samples than
+    there are ranks. Iterating never moves `position`: what was fetched ahead has not been trained on. Whoever
+    updates the model keeps count, and says so through set_epoch. (torch's default collate_fn cannot make a
+    batch of an empty list: give the DataLoader one that can where lists may be empty, as common/data.py
+    does.)
     """
 
     def __init__(self, length_or_dataset, global_batch_size, rank=0, world=1, seed=0, shuffle=True, slices=0):
@@ -155,7 +172,9 @@ class ElasticSampler(Sampler):
         return -(-(self.length - self.position) // self.global_batch_size)
 
     def batch_sizes(self):
-        """Yield the size of each remaining global batch, all ranks together: what a mean over the batch divides by."""
+        """Yield the size of each remaining global batch, all ranks together: what a mean over the batch
+        divides by.
+        """
         for start in range(self.position, self.length, self.global_batch_size):
             yield min(self.global_batch_size, self.length - start)
 
@@ -166,7 +185,8 @@ class ElasticSampler(Sampler):
         count = 1  # global batches per window: the first one is wanted at once, then the windows double
         while start < self.length:
             count = min(count, most, (self.length - start) // size)
-            if count == 0:  # fewer samples are left than a global batch has: one short batch, split like any other
+            # fewer samples are left than a global batch has: one short batch, split like any other
+            if count == 0:
                 count, size = 1, self.length - start
                 mine = share(size, self.rank, self.world, self.slices)
             starts = torch.arange(start, start + count * size, size)
@@ -178,7 +198,9 @@ class ElasticSampler(Sampler):
 
 @contextlib.contextmanager
 def seeded(*key):
-    """Inside, the CPU generators of torch, random and numpy are a function of `key`; outside, they never moved."""
+    """Inside, the CPU generators of torch, random and numpy are a function of `key`; outside, they never
+    moved.
+    """
     try:
         from numpy import random as numpy_random
     except ImportError:  # torch works without numpy, and so does this

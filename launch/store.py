@@ -2,10 +2,11 @@
 
     python launch/store.py HOST:PORT
 
-and on each machine `torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT --rdzv_conf=is_host=0,... --rdzv_id=NAME ...`.
-Without it the first agent hosts the store, and when that agent dies all the others end too. Listens on HOST alone (a TCPStore
-by itself listens on every interface) but asks nobody for a password, and agents unpickle what it holds: HOST must be an
-address that only the job's own machines reach. Port 0 takes a free one; the line it prints says which.
+and on each machine `torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT --rdzv_conf=is_host=0,...
+--rdzv_id=NAME ...`. Without it the first agent hosts the store, and when that agent dies all the others end
+too. Listens on HOST alone (a TCPStore by itself listens on every interface) but asks nobody for a password,
+and agents unpickle what it holds: HOST must be an address that only the job's own machines reach. Port 0
+takes a free one; the line it prints says which.
 """
 import signal
 import socket
@@ -29,7 +30,7 @@ def main(arguments):
         print(f"error: {host}:{port}: {error.strerror or error}\nname an address of this machine, and a free port", file=sys.stderr)
         return 2
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)                # before torch starts threads: they inherit it
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before torch starts threads: they inherit it
     from torch.distributed import TCPStore
     port = listener.getsockname()[1]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

@@ -1,12 +1,13 @@
-"""torchrun, for GPUs and several machines, with the settings that the promises of this project need; its options are torchrun's.
+"""torchrun, for GPUs and several machines, with the settings that the promises of this project need; its
+options are torchrun's.
 
     python launch/torchrun.py --nproc_per_node=2 train_ddp.py
     python launch/torchrun.py --nnodes=1:4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=JOB --rdzv_endpoint=HOST:29400 \\
         train_ddp.py --run-dir /shared/run                          # on each of one to four machines
 
-A wrong flag of the training is refused before any process is started, and the training's exit code is handed on, where
-torchrun itself turns every one into 1. A signal that comes before there are processes ends it at once, with 143. Machines
-that cannot meet end with 1, for another try may succeed.
+A wrong flag of the training is refused before any process is started, and the training's exit code is handed
+on, where torchrun itself turns every one into 1. A signal that comes before there are processes ends it at
+once, with 143. Machines that cannot meet end with 1, for another try may succeed.
 """
 import contextlib
 import logging
@@ -26,19 +27,22 @@ from pathlib import Path
 from warm import FINAL, STOP, STOPPED, Patience, check_options
 
 SETTINGS = {
-    # Counted on each node, other nodes' failures too, and the first node to run out ends the job for all. What has to be
+    # Counted on each node, other nodes' failures too, and the first node to run out ends the job for all.
+    # What has to be
     # bounded is lives without progress, and the training does that by itself.
     "PET_MAX_RESTARTS": "1000000",
-    # With one store for all its restarts, workers on other nodes keep the address of a rank 0 that is dead; and it listens
+    # With one store for all its restarts, workers on other nodes keep the address of a rank 0 that is dead;
+    # and it listens
     # on every network interface.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # A dead node is missed after 6 seconds instead of 15, a missing one waited for 3 instead of 30. Clocks may differ by less
+    # A dead node is missed after 6 seconds instead of 15, a missing one waited for 3 instead of 30. Clocks
+    # may differ by less
     # than those 6 seconds: a live node would count as dead.
     "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3",
     # Slurm's early warning too reaches the workers, which save; and nohup means what it says.
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1" + (
         "" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ",SIGHUP"),
-    "OMP_NUM_THREADS": "1",                      # torchrun's own default, without its warning; --threads says otherwise
+    "OMP_NUM_THREADS": "1",  # torchrun's own default, without its warning; --threads says otherwise
 }
 SILENCE = 20                                     # seconds
 MEETING = ("nnodes", "rdzv", "standalone", "master", "node")
@@ -48,7 +52,7 @@ class Worker(subprocess.Popen):
     """What torchrun starts its workers with; keeps those of the newest life, for their exit codes."""
 
     started = []
-    starting = threading.RLock()                 # held while one is born, so that nobody leaves without it
+    starting = threading.RLock()  # held while one is born, so that nobody leaves without it
 
     def __init__(self, *args, **kwargs):
         with self.starting:
@@ -60,7 +64,8 @@ class Worker(subprocess.Popen):
         return [worker.pid for worker in self.started if worker.poll() is None]
 
     def wait(self, timeout=None):
-        """torchrun gives its workers 30 s to end, which a large state is not saved in: who moves has longer."""
+        """torchrun gives its workers 30 s to end, which a large state is not saved in: who moves has longer.
+        """
         if timeout and timeout > 1:
             patience = Patience(self.alive())
             while (alive := self.alive()) and patience.lasts(alive):
@@ -70,7 +75,9 @@ class Worker(subprocess.Popen):
 
 
 def leave_before_there_are_workers(folder):
-    """torchrun hears signals once its workers run; until then process 1 of a container hears none, and nobody does in C."""
+    """torchrun hears signals once its workers run; until then process 1 of a container hears none, and nobody
+    does in C.
+    """
     def wait_for_a_signal():
         if not select.select([reader], [], [], SILENCE)[0] and not Worker.started:
             print(f"torchrun: nothing has met for {SILENCE} s: the rendezvous does not answer, or machines are missing",
@@ -85,14 +92,16 @@ def leave_before_there_are_workers(folder):
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     for number in STOP:
-        if signal.getsignal(number) is not signal.SIG_IGN:           # nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
             signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=wait_for_a_signal, daemon=True).start()
 
 
 def main(arguments, folder):
-    """The exit code of torchrun with these arguments and our settings; `folder` is for what must go when it does."""
+    """The exit code of torchrun with these arguments and our settings; `folder` is for what must go when it
+    does.
+    """
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from common.options import flag_in
     at = next((i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")), len(arguments))
@@ -104,11 +113,12 @@ def main(arguments, folder):
     # What the command line says comes on top: torchrun would drop the environment's settings altogether.
     arguments = [text.replace("=", f"={os.environ['PET_RDZV_CONF']},", 1) if text.startswith(("--rdzv_conf=", "--rdzv-conf="))
                  else text for text in arguments[:at]] + arguments[at:]
-    subprocess.Popen = Worker                    # before torch takes it from there
-    os.environ.setdefault("PET_LOG_DIR", folder)                    # torchrun by itself leaves such a one at every start
+    subprocess.Popen = Worker  # before torch takes it from there
+    os.environ.setdefault("PET_LOG_DIR", folder)  # torchrun by itself leaves such a one at every start
     elsewhere = any(text.lstrip("-").startswith(MEETING) for text in arguments[:at])
     if not elsewhere and not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(os.environ):
-        # On one machine the agent meets only itself: a file will do, where a port would be open to the network.
+        # On one machine the agent meets only itself: a file will do, where a port would be open to the
+        # network.
         os.environ["PET_RDZV_CONF"] += ",store_type=file"
         return run(["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={uuid.uuid4()}",
                     "--local_addr=127.0.0.1", *arguments])
@@ -119,19 +129,23 @@ def main(arguments, folder):
 
 
 def address_towards(endpoint):
-    """This machine's address on the way to HOST:PORT where its own name is a loopback, as Debian has it; or None."""
+    """This machine's address on the way to HOST:PORT where its own name is a loopback, as Debian has it; or
+    None.
+    """
     host, _, port = (endpoint or "").rpartition(":")
     with contextlib.suppress(OSError):
         if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
             return None
     with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))                            # sends nothing
+        probe.connect((host, int(port)))  # sends nothing
         address = probe.getsockname()[0]
         return None if address.startswith("127.") else address
 
 
 def count(arguments):
-    """How many processes torchrun will start, or 0 where only torchrun knows: several machines, or as many as there are GPUs."""
+    """How many processes torchrun will start, or 0 where only torchrun knows: several machines, or as many as
+    there are GPUs.
+    """
     from common.options import flag_in
     each, nodes = (flag_in(arguments, name, os.environ) for name in ("nproc_per_node", "nnodes"))
     return int(each or 1) if nodes in (None, "1", "1:1") and (each or "1").isdecimal() else 0
@@ -145,7 +159,7 @@ def run(arguments):
     from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.run import main as torchrun
     if "LOGLEVEL" not in os.environ:
-        for name in ("agent.server.api", "multiprocessing.api"):    # they report each signal they pass on
+        for name in ("agent.server.api", "multiprocessing.api"):  # they report each signal they pass on
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
     try:
         torchrun(arguments)
@@ -170,7 +184,7 @@ def code_of_a_stop():
     found = codes()
     if final := [code for code in found if code in FINAL]:
         return final[0]
-    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1      # killed: it never came to save
+    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1  # killed: it never came to save
 
 
 def not_met(error, arguments, seconds):

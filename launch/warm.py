@@ -1,10 +1,12 @@
-"""One machine's agent that has torch imported already and forks its workers: a restart costs tenths of a second, not seconds.
+"""One machine's agent that has torch imported already and forks its workers: a restart costs tenths of a
+second, not seconds.
 
     python launch/warm.py --nproc 2 train_ddp.py --epochs 5
 
-It starts, watches and restarts like torchrun on one machine, and unlike it passes the workers' exit codes on: 0 done, 143
-stopped on request and saved, 2 to 6 what a restart cannot mend. Not for several machines (use torchrun), and not for
-GPUs unless asked (--gpu): a fork of a process that has touched CUDA is unusable, which has not been tried on a GPU yet.
+It starts, watches and restarts like torchrun on one machine, and unlike it passes the workers' exit codes on:
+0 done, 143 stopped on request and saved, 2 to 6 what a restart cannot mend. Not for several machines (use
+torchrun), and not for GPUs unless asked (--gpu): a fork of a process that has touched CUDA is unusable, which
+has not been tried on a GPU yet.
 """
 import argparse
 import atexit
@@ -20,11 +22,12 @@ import time
 import traceback
 import uuid
 
-FINAL = (2, 3, 4, 5, 6)            # bad input, no whole checkpoint, saves fail, no progress, the run is another job's
+FINAL = (2, 3, 4, 5, 6)  # bad input, no whole checkpoint, saves fail, no progress, the run is another job's
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = 143
-GRACE = 30.0                       # seconds from the first signal to SIGKILL for workers that do nothing, as torchrun gives
-LONGEST = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))        # and for those that still work: they save
+GRACE = 30.0  # seconds from the first signal to SIGKILL for workers that do nothing, as torchrun gives
+# and for those that still work: they save
+LONGEST = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -44,13 +47,14 @@ def main():
     sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
     sys.argv = [given.script, *given.arguments]
     os.environ.setdefault("OMP_NUM_THREADS", "1" if given.nproc > 1 else str(os.cpu_count()))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")               # numpy's: it starts them when imported, and no fork has them
+    # numpy's: it starts them when imported, and no fork has them
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     check_options(given.script, given.nproc)
     preload(given.script)
     if len(os.listdir("/proc/self/task")) > 1:
         print("warm: the imports have started threads, which a fork does not have; if workers hang, use torchrun", file=sys.stderr)
     # From here on signals wait until they are asked for, so that none falls between a look and a wait.
-    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN        # left as it is, it stays ignored
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # left as it is, it stays ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP, signal.SIGCHLD} - ({signal.SIGHUP} if nohup else set()))
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -70,7 +74,9 @@ def train(given, folder):
 
 
 def leave_on_a_signal():
-    """Until there are workers a signal ends this at once, also where it is process 1, which has no default for them."""
+    """Until there are workers a signal ends this at once, also where it is process 1, which has no default
+    for them.
+    """
     handlers = {number: signal.getsignal(number) for number in STOP}
     for number in STOP:
         if handlers[number] is not signal.SIG_IGN:
@@ -79,28 +85,33 @@ def leave_on_a_signal():
 
 
 def check_options(script, processes):
-    """A wrong flag ends here, before torch is imported and before there is anything to clean up; 0 processes: not known yet."""
+    """A wrong flag ends here, before torch is imported and before there is anything to clean up; 0 processes:
+    not known yet.
+    """
     import ast
 
     from common.options import parse_options
     for name in PLACES:
-        os.environ.pop(name, None)                                   # of an outer job: each worker gets its own
+        os.environ.pop(name, None)  # of an outer job: each worker gets its own
     with open(script, encoding="utf-8") as file:
         parse_options(ast.get_docstring(ast.parse(file.read())) or "", processes=processes)
 
 
 def preload(script):
-    """Everything a worker would import: the script's own imports, and those that torch leaves for the first step."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")      # counting GPUs must not touch CUDA in this process
-    gc.disable()                                                     # imports make no garbage
+    """Everything a worker would import: the script's own imports, and those that torch leaves for the first
+    step.
+    """
+    # counting GPUs must not touch CUDA in this process
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    gc.disable()  # imports make no garbage
     runpy.run_path(script, run_name="preload")
     if "--no-tensorboard" not in sys.argv:
         try:
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
             pass
-    gc.freeze()                                                      # nobody looks through it again: workers share it uncopied
-    atexit.register(gc.unfreeze)                                     # but at the end: triton counts what is left, and complains
+    gc.freeze()  # nobody looks through it again: workers share it uncopied
+    atexit.register(gc.unfreeze)  # but at the end: triton counts what is left, and complains
     gc.enable()
 
 
@@ -123,7 +134,9 @@ class Patience:
 
 
 def work_of(pids):
-    """A number that changes while these processes compute, read or write; with one that waits for a disk, at every look."""
+    """A number that changes while these processes compute, read or write; with one that waits for a disk, at
+    every look.
+    """
     done = 0
     for pid in pids:
         try:
@@ -134,7 +147,7 @@ def work_of(pids):
                     fields = file.read().rpartition(")")[2].split()
                 done += int(fields[11]) + int(fields[12]) + (time.monotonic_ns() if fields[0] == "D" else 0)
         except OSError:
-            pass                                                     # it has ended, or this is no Linux
+            pass  # it has ended, or this is no Linux
     return done
 
 
@@ -152,7 +165,7 @@ class Life:
                   "TORCHELASTIC_USE_AGENT_STORE": False}
         agent, self.workers = os.getpid(), {}
         for rank in range(given.nproc):
-            notes = f"{folder}/warm/attempt_{restart}/{rank}"        # as torchrun has them
+            notes = f"{folder}/warm/attempt_{restart}/{rank}"  # as torchrun has them
             os.makedirs(notes)
             own = {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_ERROR_FILE": f"{notes}/error.json"}
             self.workers[self._fork(common | own, agent)] = rank
@@ -167,7 +180,7 @@ class Life:
                 ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: no orphan trains on
                 if os.getppid() != agent:
                     os._exit(1)
-                os.setsid()                                          # Ctrl-C reaches the agent, and through it the workers
+                os.setsid()  # Ctrl-C reaches the agent, and through it the workers
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP, signal.SIGCHLD))
                 os.environ.update({name: str(value) for name, value in environ.items()})
                 code = run(self.given.script)
@@ -195,7 +208,8 @@ class Life:
             return 0
         if not self.asked:
             return None
-        return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1      # killed: it never came to save
+        # killed: it never came to save
+        return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1
 
     def _reap(self):
         """One SIGCHLD may stand for several ends."""
@@ -205,7 +219,7 @@ class Life:
                 del self.workers[pid]
                 self.codes.append(os.waitstatus_to_exitcode(status))
                 if self.codes[-1]:
-                    self._end(signal.SIGTERM)                        # a survivor saves, if it has not done so already
+                    self._end(signal.SIGTERM)  # a survivor saves, if it has not done so already
 
     def _end(self, number):
         self._signal(number)

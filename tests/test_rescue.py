@@ -146,11 +146,11 @@ def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, s
         if slow == "write":
             common.checkpoint.commit.Writer._write_aside = lambda *args: (time.sleep(SLOW), write(*args))
         else:
-            def slow(*args, **given):
+            def verify_slowly(*args, **given):
                 time.sleep(SLOW if given.get("from_disk") else 0)
                 return verify(*args, **given)
 
-            common.checkpoint.commit.verify = slow
+            common.checkpoint.commit.verify = verify_slowly
         with contextlib.suppress(RuntimeError), Rescue(store, state, world, ledger) as rescue:
             step(state)
             if slow == "read back":

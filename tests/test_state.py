@@ -107,7 +107,7 @@ def test_whoever_saves_waits_for_the_end_of_the_update():
         go.wait(20)
 
     state.optimizer.step = slow_step
-    saver = threading.Thread(target=lambda: (inside.wait(20), go.set(), state.lock.acquire(), seen.append((state.step, state.half_updated)),
+    saver = threading.Thread(target=lambda: (inside.wait(20), go.set(), state.lock.acquire(), seen.append((state.step, state.half_updated)),  # noqa: E501
                                              state.lock.release()))
     saver.start()
     train(state, 1)

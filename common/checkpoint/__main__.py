@@ -10,7 +10,9 @@ from common.checkpoint.manifest import checkpoints, describe
 
 
 def main(arguments):
-    """List and verify the checkpoints of a run; exit code 0 when there is a whole one, 3 when there is none, 2 for no such run."""
+    """List and verify the checkpoints of a run; exit code 0 when there is a whole one, 3 when there is none,
+    2 for no such run.
+    """
     paths = [a for a in arguments if not a.startswith("-")]
     if len(paths) != 1 or set(arguments) - set(paths) - {"--digest"}:
         print("usage: python -m common.checkpoint RUN [--digest]", file=sys.stderr)

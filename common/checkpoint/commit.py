@@ -46,7 +46,9 @@ class Hurried(Exception):
 
 
 class Writer:
-    """Writes into the staging folder of one life and renames out of it: gone means fenced. `marks` goes into each manifest."""
+    """Writes into the staging folder of one life and renames out of it: gone means fenced. `marks` goes into
+    each manifest.
+    """
 
     def __init__(self, root, staging, marks):
         self.root, self.staging, self.marks = root, staging, marks
@@ -67,17 +69,19 @@ class Writer:
                 self._name(aside, self.root / name, unsure)
                 unsure = True
                 files.sync_folder(self.root)
-                for old in (aside, _damaged(aside)):                # what had the name before goes once that is on the disk
+                for old in (aside, _damaged(aside)):  # what had the name before goes once that is on the disk
                     _delete(old)
                 return
-            except (OSError, Damaged) as error:                     # Damaged: what should be joined is not what was written
+            except (OSError, Damaged) as error:  # Damaged: what should be joined is not what was written
                 shutil.rmtree(aside, ignore_errors=True)
                 self.ensure_staging(facts["step"])
                 if attempt == 2 or isinstance(error, Damaged) or error.errno in FULL:
                     raise
 
     def ensure_staging(self, step):
-        """The staging folder is there, or this life is fenced; a person's rm -rf is no successor, and is mended."""
+        """The staging folder is there, or this life is fenced; a person's rm -rf is no successor, and is
+        mended.
+        """
         if not os.path.isdir(self.staging):
             if self.renew is None:
                 raise Fenced(f"{self.staging.parent.parent} was taken over by another life: step {step} of this one is not saved")
@@ -85,7 +89,9 @@ class Writer:
 
     @contextlib.contextmanager
     def rescuing(self, step):
-        """fence.rescuing, once a process: were it taken anew by a second thread, the first to close it would unlock it for both."""
+        """fence.rescuing, once a process: were it taken anew by a second thread, the first to close it would
+        unlock it for both.
+        """
         with self.door:
             if not self.inside:
                 self.ensure_staging(step)
@@ -126,15 +132,15 @@ class Writer:
         try:
             theirs, _ = verify(int(final.name[5:]), final)
             if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:
-                return                                              # another survivor of this life was faster
+                return  # another survivor of this life was faster
         except Damaged:
             theirs = None
         try:
             files.exchange(aside, final)
         except OSError as error:
-            if error.errno == errno.ENOENT or unsure:               # fenced; or its name may not be on the disk: not saved
+            if error.errno == errno.ENOENT or unsure:  # fenced; or its name may not be on the disk: not saved
                 raise
-            if theirs is None:                                      # else the same step, whole: better than a moment without
+            if theirs is None:  # else the same step, whole: better than a moment without
                 os.rename(final, _damaged(aside))
                 os.rename(aside, final)
 
@@ -155,19 +161,23 @@ class Writer:
             os.rename(folder, to)
 
     def delete_old(self, keep, protected):
-        """Only after the newest was verified: all but the newest `keep` and the `protected` steps are deleted."""
+        """Only after the newest was verified: all but the newest `keep` and the `protected` steps are
+        deleted.
+        """
         extra = [folder for step, folder in checkpoints(self.root)[keep:] if step not in protected]
         if extra:
             extra += [path for path in self.root.iterdir() if path.name.startswith(ASIDE)]
         for folder in extra:
             gone = self.staging / f"{folder.name}.{next(self.numbers)}.gone"
             with contextlib.suppress(OSError):
-                os.rename(folder, gone)                             # a crash in mid-deletion leaves no half checkpoint
+                os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
                 _delete(gone)
 
 
 class Background:
-    """One thread for all saves, as starting one makes the training wait. `busy` is held from the copy to the end of its save."""
+    """One thread for all saves, as starting one makes the training wait. `busy` is held from the copy to the
+    end of its save.
+    """
 
     def __init__(self, act):
         self.act, self.busy, self.work, self.thread = act, threading.Lock(), queue.SimpleQueue(), None
@@ -179,7 +189,7 @@ class Background:
             try:
                 self.thread.start()
                 atexit.register(self.wait)
-            except RuntimeError:                                    # no more threads to be had: then without
+            except RuntimeError:  # no more threads to be had: then without
                 self.thread = None
                 return self._act(item)
         self.work.put(item)

@@ -24,7 +24,7 @@ from common.options import queued_again
 
 GLANCE = 2.0             # seconds of looking before a free lock of another machine's process is believed
 STALE_AFTER = 8.0        # seconds without a move: the owner is stopped, or an earlier life of our own job
-LEASE = 90.0             # another job's owner on another machine: networks show moves late and keep dead locks
+LEASE = 90.0  # another job's owner on another machine: networks show moves late and keep dead locks
 SAME_JOB_WAIT = 60.0     # an earlier life of our own job may still be saving; then the newest takes the run
 ORPHAN_WAIT = 10.0       # and so may one whose agent has just died
 RESCUE_WAIT = 10.0       # seconds without a sign of life until a rescue under way is given up
@@ -60,19 +60,19 @@ class Fence:
         """Ours from here on, or UserError naming the owner."""
         fd, owner = self._wait(report)
         begun = owner.get("begun")
-        begun = begun if isinstance(begun, dict) else owner         # older versions have none
+        begun = begun if isinstance(begun, dict) else owner  # older versions have none
         self.fresh_job = not self._is_of_our_job(begun)
         record = self.me | {"begun": {name: begun.get(name) for name in ("job", "agents")}}
         try:
             self.own_weights = Held(self.path, record, self.root / f"{self.staging.name}.lock")
-        except FileNotFoundError:                                   # another claim has swept it
+        except FileNotFoundError:  # another claim has swept it
             raise self._fenced() from None
         finally:
             if fd is not None:
                 os.close(fd)
         self.elect()
         self._sweep()
-        self.elect()                                                # another claim may have swept it
+        self.elect()  # another claim may have swept it
         self._check()
 
     def begin(self):
@@ -82,7 +82,7 @@ class Fence:
     def renew(self):
         """Somebody has removed the staging. A successor: Fenced. A person cleaning up: it is made again."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):                  # a file has the name: ours or not
+        with contextlib.suppress(FileExistsError):  # a file has the name: ours or not
             held = Held(self.path, self.own_weights.record)
             self.own_weights.close()
             self.own_weights = held
@@ -90,7 +90,7 @@ class Fence:
         self._check()
 
     def release(self):
-        with contextlib.suppress(OSError):                          # or the next life does it
+        with contextlib.suppress(OSError):  # or the next life does it
             _move_away(self.staging)
         if self.own_weights:
             self.own_weights.close()
@@ -125,14 +125,15 @@ class Fence:
                     _wait_for_rescue(self.root / name / RESCUE)
                 _move_away(self.root / name)
         for name in os.listdir(self.path.parent):
-            if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):          # its process died as it wrote
+            if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):  # its process died as it wrote
                 with contextlib.suppress(OSError):
                     os.unlink(self.path.parent / name)
 
     def _wait(self, report):
         """(the lock of a file that nobody needs, or None; its record). UserError: its owner lives on.
 
-        An owner that moves is waited for, or refused. One that does not is given the longer the less is known.
+        An owner that moves is waited for, or refused. One that does not is given the longer the less is
+        known.
         """
         began, beats, fates, said = time.monotonic(), Still(), Still(), False
         while True:
@@ -143,7 +144,7 @@ class Fence:
                 signed_off = not owner.get("machine") or owner.get("left") or is_mine(owner)
                 if signed_off or ours or fate == "gone" or fate == "unknown" and still >= GLANCE:
                     return fd, owner
-                os.close(fd)                                        # it lives, and has lost its lock
+                os.close(fd)  # it lives, and has lost its lock
             patience = {"lost": 0, "orphan": ORPHAN_WAIT, "alive": math.inf, "stopped": STALE_AFTER,
                         "gone": STALE_AFTER, "unknown": STALE_AFTER if ours else LEASE}[fate]
             if (orphan if fate == "orphan" else still) >= patience or ours and waited > SAME_JOB_WAIT:
@@ -164,7 +165,7 @@ class Fence:
 def rescuing(staging, moved=None):
     """Inside, this process alone of its node saves. A successor waits while it lives and `moved()` grows."""
     fd, mine = _wait_for_rescue(staging / RESCUE, os.O_CREAT)
-    if mine:                                    # another thread of ours is in here: closing `fd` would drop its lock
+    if mine:  # another thread of ours is in here: closing `fd` would drop its lock
         yield
         return
     aside = staging / f"{RESCUE}.{uuid.uuid4().hex[:12]}"

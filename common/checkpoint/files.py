@@ -16,9 +16,10 @@ from pathlib import Path
 
 CHUNK = 1 << 22
 AHEAD = 3                                        # chunks read before the first of them is hashed
-SYNC = 1 << 28                                   # bytes between two fsyncs of a long file: no stall of minutes at its end
-SMALL = 1 << 16                                  # no JSON of ours is larger: a longer one is not ours, and is not parsed
-WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)     # what is there is no file of ours
+SYNC = 1 << 28  # bytes between two fsyncs of a long file: no stall of minutes at its end
+SMALL = 1 << 16  # no JSON of ours is larger: a longer one is not ours, and is not parsed
+# what is there is no file of ours
+WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 PAUSES = (0.1, 0.4, 1.0, 2.5)                    # seconds between the tries of a read that fails
 
 
@@ -28,7 +29,9 @@ class Damaged(Exception):
 
 @contextlib.contextmanager
 def proven(path):
-    """An OSError that tells what is there is damage; any other (no memory, no server) proves nothing, and stays an OSError."""
+    """An OSError that tells what is there is damage; any other (no memory, no server) proves nothing, and
+    stays an OSError.
+    """
     try:
         yield
     except OSError as error:
@@ -39,7 +42,9 @@ def proven(path):
 
 
 def patient(read):
-    """A read that an OSError does not end at once: it may be gone in seconds, and nothing may be given up for it."""
+    """A read that an OSError does not end at once: it may be gone in seconds, and nothing may be given up for
+    it.
+    """
     @functools.wraps(read)
     def again(*args, **kwargs):
         for pause in PAUSES:
@@ -54,9 +59,9 @@ def patient(read):
 def write_file(path, data, moved=None):
     """Bytes on the disk under a name that was free; returns (size, SHA-256).
 
-    O_EXCL and O_NOFOLLOW: neither a leftover nor a planted link is ever written into. A failed fsync is the end of the
-    file: the kernel counts its pages as clean from then on, so the caller drops it and writes another. `data` may also
-    be an iterator of pieces.
+    O_EXCL and O_NOFOLLOW: neither a leftover nor a planted link is ever written into. A failed fsync is the
+    end of the file: the kernel counts its pages as clean from then on, so the caller drops it and writes
+    another. `data` may also be an iterator of pieces.
     """
     digest, at = hashlib.sha256(), 0
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -65,7 +70,7 @@ def write_file(path, data, moved=None):
             view, start = memoryview(piece).cast("B"), 0
             while start < len(view):
                 n = os.write(fd, view[start:start + CHUNK])
-                digest.update(view[start:start + n])                # what went to the disk, not what is there afterwards
+                digest.update(view[start:start + n])  # what went to the disk, not what is there afterwards
                 if at // SYNC != (at + n) // SYNC:
                     os.fsync(fd)
                 at, start = at + n, start + n
@@ -87,8 +92,10 @@ def sync_folder(path):
 
 
 def sync_lines(run_dir, life):
-    """What this machine's processes have told of the run so far is on the disk; nobody dies of a log that cannot be synced."""
-    names = ("metrics.jsonl", "ledger.jsonl", "audit", "")          # and the folders, for the names in them
+    """What this machine's processes have told of the run so far is on the disk; nobody dies of a log that
+    cannot be synced.
+    """
+    names = ("metrics.jsonl", "ledger.jsonl", "audit", "")  # and the folders, for the names in them
     for path in (*(run_dir / name for name in names), *run_dir.glob(f"audit/life-{life}-*")):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -117,15 +124,16 @@ def exchange(one, other):
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
-    if rename(-100, os.fsencode(one), -100, os.fsencode(other), 2):                 # AT_FDCWD twice, RENAME_EXCHANGE
+    if rename(-100, os.fsencode(one), -100, os.fsencode(other), 2):  # AT_FDCWD twice, RENAME_EXCHANGE
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one))
 
 
 def read_into(path, size, buffer=None, from_disk=False, seen=None):
-    """The file's SHA-256, its bytes left in `buffer`; refuses links, other kinds of file and another size, before reading.
+    """The file's SHA-256, its bytes left in `buffer`; refuses links, other kinds of file and another size,
+    before reading.
 
-    `from_disk` drops what the kernel still has in memory first: what is read then is what a power loss would leave.
-    `seen(at, data)` is called with each piece, in order.
+    `from_disk` drops what the kernel still has in memory first: what is read then is what a power loss would
+    leave. `seen(at, data)` is called with each piece, in order.
     """
     name = Path(path).name
     with opened(path) as fd:
@@ -147,7 +155,7 @@ def read_into(path, size, buffer=None, from_disk=False, seen=None):
                     digest.update(piece)
                 else:
                     hashed.append(pool.submit(digest.update, piece))
-                    if len(hashed) == AHEAD:                        # what is read into next has been hashed
+                    if len(hashed) == AHEAD:  # what is read into next has been hashed
                         hashed.popleft().result()
                 if seen:
                     seen(at, piece)
@@ -180,7 +188,9 @@ def opened(path):
 
 
 def parse_json(data, name):
-    """The JSON object in `data`, read strictly: no NaN, no infinity, no name twice, nothing that nests without end."""
+    """The JSON object in `data`, read strictly: no NaN, no infinity, no name twice, nothing that nests
+    without end.
+    """
     try:
         value = json.loads(data, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:

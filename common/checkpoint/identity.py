@@ -1,4 +1,6 @@
-"""What a run is: its options, its data, the code; kept in RUN/options.json. A restart that contradicts it is refused."""
+"""What a run is: its options, its data, the code; kept in RUN/options.json. A restart that contradicts it is
+refused.
+"""
 import contextlib
 import hashlib
 import os
@@ -28,13 +30,17 @@ def identity_of(opts, fingerprint, names=None):
 
 
 def marks(opts, world, fingerprint):
-    """What each checkpoint says of its run: all that decides the result, and (for older versions) a hash of it."""
+    """What each checkpoint says of its run: all that decides the result, and (for older versions) a hash of
+    it.
+    """
     return {"decides": opts.identity(), "identity": identity_of(opts, fingerprint), "data": fingerprint,
             "torch": torch.__version__, "pinned": bit_facts(opts, world)}
 
 
 def contradictions(saved, opts):
-    """The options that a manifest or options.json contradicts, with both values; what it lacks was at its default."""
+    """The options that a manifest or options.json contradicts, with both values; what it lacks was at its
+    default.
+    """
     fields, values = saved.get("decides", saved["identity"]), opts.identity()
     if isinstance(fields, str):
         same = fields == identity_of(opts, saved["data"], FIRST)
@@ -47,14 +53,16 @@ def versions(opts, fingerprint):
     """What all ranks of one life must have in common, as {what: value}."""
     house = next(folder for folder in Path(__file__).parents if folder.name == "common")
     code = hashlib.sha256()
-    for path in sorted([*house.rglob("[!.]*.py"), *house.parent.glob("train_*.py")]):    # .#NAME.py is an editor's link
+    # .#NAME.py is an editor's link
+    for path in sorted([*house.rglob("[!.]*.py"), *house.parent.glob("train_*.py")]):
         code.update(path.relative_to(house.parent).as_posix().encode() + path.read_bytes())
     return {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__, "code": code.hexdigest()[:12],
             "data": fingerprint[:12], "options": identity_of(opts, fingerprint)[:12]}
 
 
 def check_identity(run_dir, opts, world, fingerprint, report):
-    """Write RUN/options.json where there is none; UserError, naming each value, where it or a checkpoint contradicts.
+    """Write RUN/options.json where there is none; UserError, naming each value, where it or a checkpoint
+    contradicts.
 
     A folder in which nothing was saved yet is bound to nothing.
     """
@@ -92,7 +100,8 @@ def check_identity(run_dir, opts, world, fingerprint, report):
 
 
 def _read_options(path, report):
-    """What options.json holds; None where it is lost or torn: the sealed manifests know too whose run it is."""
+    """What options.json holds; None where it is lost or torn: the sealed manifests know too whose run it is.
+    """
     try:
         old = unseal(read_small(path), path.name) if os.path.lexists(path) else None
         if old and not (isinstance(old.get("identity"), dict) and isinstance(old.get("data"), str)):
@@ -113,7 +122,9 @@ def _manifests(root):
 
 
 def set_aside(run_dir, wanted, fresh_job, report):
-    """--resume none loses nothing: what was there moves to before-K/. Killed on the way, the next start ends it."""
+    """--resume none loses nothing: what was there moves to before-K/. Killed on the way, the next start ends
+    it.
+    """
     aside, steps = run_dir / ".before", checkpoints(run_dir / "checkpoints")
     old = [name for name in KEPT_ASIDE if os.path.lexists(run_dir / name)]
     if not os.path.lexists(aside):
@@ -132,7 +143,9 @@ def set_aside(run_dir, wanted, fresh_job, report):
 
 
 def refuse_an_idle_resume(run_dir, resume):
-    """--resume names a checkpoint of this very run that is not its newest: the newest would be taken all the same."""
+    """--resume names a checkpoint of this very run that is not its newest: the newest would be taken all the
+    same.
+    """
     found = checkpoints(run_dir / "checkpoints")
     named = [step for step, folder in found if os.path.isdir(resume) and os.path.samefile(folder, resume)]
     if named and named[0] < found[0][0]:

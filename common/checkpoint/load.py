@@ -1,4 +1,6 @@
-"""The newest checkpoint that anybody has, on every rank: read by one rank of each folder, sent to those that lack it."""
+"""The newest checkpoint that anybody has, on every rank: read by one rank of each folder, sent to those that
+lack it.
+"""
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,17 +15,19 @@ from common.world import progress, send
 
 @dataclass(frozen=True)
 class Found:
-    step: int                                    # the newest that verifies anywhere, or -1
-    own: int                                     # the newest of this node
+    step: int  # the newest that verifies anywhere, or -1
+    own: int  # the newest of this node
     facts: dict
-    skipped: list                                # this node's folders that are proven wrong
-    damaged: int                                 # and how many the node with the most of them has
+    skipped: list  # this node's folders that are proven wrong
+    damaged: int  # and how many the node with the most of them has
 
 
 def load_newest(world, choices, images, key, report):
-    """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do not read."""
+    """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do
+    not read.
+    """
     own, facts, skipped, unread = newest(choices or [], into(images, progress(world.store)), report)
-    world.barrier(f"read {key}")                                       # a collective would not wait as long as reading takes
+    world.barrier(f"read {key}")  # a collective would not wait as long as reading takes
     layout = sum(image.layout() for image in images.values()) % 2**62
     views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout, unread[0]]))]
     if len({view[2] for view in views}) > 1:
@@ -50,7 +54,8 @@ def into(images, seen=None):
 
 
 def newest(choices, read, report=print):
-    """(step, what `read(step, folder)` returns, folders proven wrong, (step, text) of the newest that could not be read).
+    """(step, what `read(step, folder)` returns, folders proven wrong, (step, text) of the newest that could
+    not be read).
 
     Of the first of `choices` that verifies; each step is -1 where there is none.
     """
@@ -69,7 +74,8 @@ def newest(choices, read, report=print):
 
 
 def refuse_to_fall_back(world, name, unread, step):
-    """Whoever could not read a newer checkpoint than all go on from ends this life: its steps are not thrown away for that.
+    """Whoever could not read a newer checkpoint than all go on from ends this life: its steps are not thrown
+    away for that.
 
     Exit code 1: the disk or the server may answer when the agent starts the next life.
     """
@@ -80,7 +86,9 @@ def refuse_to_fall_back(world, name, unread, step):
 
 
 def take(state, tensors, facts, data, report):
-    """The state as `tensors` and `facts` have it; `data` is the fingerprint of what it is trained on from here."""
+    """The state as `tensors` and `facts` have it; `data` is the fingerprint of what it is trained on from
+    here.
+    """
     if facts["order"] == [data]:
         facts["order"] = state.order
     state.load(tensors, facts)
@@ -97,10 +105,11 @@ def choices_at(path):
 
 
 def load_weights(state, path, shapes=None, own=lambda name, tensor: tensor):
-    """--init-from: a foreign .pt file, weights only; wrapped names are stripped. Explicit, because this one is a pickle.
+    """--init-from: a foreign .pt file, weights only; wrapped names are stripped. Explicit, because this one
+    is a pickle.
 
-    A rank with a part of the net gives the `shapes` of the whole, and which part of a tensor is its `own`: of the others no
-    byte is read.
+    A rank with a part of the net gives the `shapes` of the whole, and which part of a tensor is its `own`: of
+    the others no byte is read.
     """
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -133,7 +142,7 @@ def load_weights(state, path, shapes=None, own=lambda name, tensor: tensor):
         buffer.copy_(state.buffers[name])
     for name, parameter in state.net.named_parameters():
         if name in state.ema:
-            state.ema[name].copy_(parameter.detach())               # an average starts where the weights start
+            state.ema[name].copy_(parameter.detach())  # an average starts where the weights start
     return str(path)
 
 

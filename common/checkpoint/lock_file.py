@@ -1,8 +1,8 @@
 """A file that a process keeps locked and in which it moves a counter: so others see that it lives.
 
-The POSIX lock dies with its process and, unlike flock, is not inherited by data workers. But a network may lose
-it, or never have shared it. So a lock gives nobody anything: what counts is whose file has the name, and a
-successor puts another file there.
+The POSIX lock dies with its process and, unlike flock, is not inherited by data workers. But a network may
+lose it, or never have shared it. So a lock gives nobody anything: what counts is whose file has the name, and
+a successor puts another file there.
 """
 import contextlib
 import errno
@@ -43,7 +43,7 @@ class Held:
             with contextlib.suppress(OSError):
                 os.unlink(aside or "")
             raise
-        with contextlib.suppress(RuntimeError):             # no more threads to be had: then no beat
+        with contextlib.suppress(RuntimeError):  # no more threads to be had: then no beat
             thread = threading.Thread(target=self._beat, daemon=True, name="fence")
             thread.start()
             self.thread = thread
@@ -63,7 +63,7 @@ class Held:
         except OSError:
             return False
         if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):
-            self.looks.append(fd)                                   # closing it would drop our lock on the file
+            self.looks.append(fd)  # closing it would drop our lock on the file
         else:
             os.close(fd)
         return ours
@@ -72,7 +72,7 @@ class Held:
         """Signed off: a successor need not wait."""
         self.stop.set()
         if self.thread:
-            self.thread.join()                                      # one that wakes in a dying interpreter aborts it
+            self.thread.join()  # one that wakes in a dying interpreter aborts it
         with contextlib.suppress(OSError):
             self.write(left=True)
         for fd in (*self.looks, self.fd):
@@ -103,7 +103,7 @@ def look(path, flags=0):
     try:
         owner = read(fd)
         if _lock(fd, path):
-            with contextlib.suppress(FileNotFoundError):    # else a new file was put in place: look again
+            with contextlib.suppress(FileNotFoundError):  # else a new file was put in place: look again
                 keep = os.path.samestat(os.fstat(fd), os.stat(path))
         return (fd, owner) if keep else (None, owner)
     finally:
@@ -119,7 +119,7 @@ def is_mine(owner):
 def read(fd):
     """The record; what is none of ours counts as empty."""
     try:
-        value = json.loads(os.pread(fd, RECORD, 0).partition(b"\n")[0])      # a longer one may have been there
+        value = json.loads(os.pread(fd, RECORD, 0).partition(b"\n")[0])  # a longer one may have been there
         return value if isinstance(value, dict) else {}
     except (ValueError, RecursionError):
         return {}

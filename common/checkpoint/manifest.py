@@ -1,7 +1,9 @@
-"""A checkpoint's folder: its manifest, and the proof that every byte is the one that was saved. No torch, no pickle.
+"""A checkpoint's folder: its manifest, and the proof that every byte is the one that was saved. No torch, no
+pickle.
 
-Nothing is parsed before it was verified and nothing is allocated because a file said so: the manifest is bounded and
-sealed, sizes are compared with what this run needs, hashes with what was read, and only then is state.json looked at.
+Nothing is parsed before it was verified and nothing is allocated because a file said so: the manifest is
+bounded and sealed, sizes are compared with what this run needs, hashes with what was read, and only then is
+state.json looked at.
 """
 import contextlib
 import hashlib
@@ -24,7 +26,8 @@ KINDS = {"format": int, "step": int, "parent": int, "life": str, "digest": str, 
 
 @patient
 def checkpoints(root):
-    """Committed checkpoints under `root`, newest first, as (step, folder); what they hold is not looked at."""
+    """Committed checkpoints under `root`, newest first, as (step, folder); what they hold is not looked at.
+    """
     try:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
@@ -44,7 +47,9 @@ def write_manifest(fields, files):
 
 
 def _digest(files):
-    """One SHA-256 over all weights, buffers and optimizer tensors: the files hold names and tensors in a fixed order."""
+    """One SHA-256 over all weights, buffers and optimizer tensors: the files hold names and tensors in a
+    fixed order.
+    """
     return hashlib.sha256("".join(files[name][1] for name in TENSORS.values()).encode()).hexdigest()
 
 
@@ -59,7 +64,7 @@ def read_manifest(step, folder):
     for name, kind in KINDS.items():
         if type(manifest.get(name)) is not kind:
             raise Damaged(f"{MANIFEST} has no {name}")
-    for name in ("pinned", "decides"):                                # older ones have none
+    for name in ("pinned", "decides"):  # older ones have none
         if not isinstance(manifest.get(name, {}), dict):
             raise Damaged(f"{MANIFEST}: {name} is no object")
     if manifest["step"] != step:
@@ -78,11 +83,14 @@ def read_manifest(step, folder):
 
 @patient
 def verify(step, folder, buffers=None, from_disk=False, seen=None):
-    """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable memory}.
+    """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable
+    memory}.
 
-    `seen(name, at, data)` is called with each piece of each file, in order, before anybody knows whether it is right.
+    `seen(name, at, data)` is called with each piece of each file, in order, before anybody knows whether it
+    is right.
 
-    Damaged: proven wrong. OSError: it could not be read, also not some seconds later; what it holds is not known.
+    Damaged: proven wrong. OSError: it could not be read, also not some seconds later; what it holds is not
+    known.
     """
     manifest = read_manifest(step, folder)
     files = manifest["files"]
@@ -97,7 +105,8 @@ def verify(step, folder, buffers=None, from_disk=False, seen=None):
         told = seen and partial(seen, name)
         if (sha := read_into(folder / name, files[name]["bytes"], place, from_disk, told)) != files[name]["sha256"]:
             raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {files[name]['sha256'][:12]}...")
-    # Facts of earlier versions do not say in which order their position counts; the data's fingerprint must do.
+    # Facts of earlier versions do not say in which order their position counts; the data's fingerprint must
+    # do.
     return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(bytes(text), STATE), step)
 
 
@@ -115,7 +124,9 @@ def describe(step, folder):
 
 @patient
 def glance(step, folder):
-    """The facts of a checkpoint that another process has just committed: all but the tensors' hashes are looked at."""
+    """The facts of a checkpoint that another process has just committed: all but the tensors' hashes are
+    looked at.
+    """
     files = read_manifest(step, folder)["files"]
     with proven(folder):
         for name, file in files.items():
@@ -146,7 +157,8 @@ def check_facts(facts, step):
     if not (isinstance(best, dict) and type(best.get("step")) is int and type(best.get("val_acc")) in (int, float)
             and isinstance(facts.get("scaler"), (dict, type(None)))
             and all(isinstance(line, dict) and type(line.get("step", 0)) is int
-                    for line in (facts.get("record"), facts.get("judged", {})))):      # older ones have kept no evaluation
+                    # older ones have kept no evaluation
+                    for line in (facts.get("record"), facts.get("judged", {})))):
         raise Damaged(f"{STATE} has no best, record and scaler")
     if not (isinstance(order, list) and [type(part) for part in order] in ([int, int], [str])):
         raise Damaged(f"{STATE} does not say in which order its position counts")  # older ones say nothing

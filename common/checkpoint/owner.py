@@ -1,4 +1,5 @@
-"""Which process writes into which run folder: rank 0, and one rank of each node that has a folder of its own."""
+"""Which process writes into which run folder: rank 0, and one rank of each node that has a folder of its own.
+"""
 import os
 
 import torch
@@ -17,7 +18,7 @@ def claim(opts, world, fingerprint, report):
     with world.all_or_none("owner"):
         if world.rank == 0:
             owned = _own(fence, opts, world, fingerprint, report)
-    with world.all_or_none("owners"):              # the first rank of each node: rank 0's folder, or one of its own?
+    with world.all_or_none("owners"):  # the first rank of each node: rank 0's folder, or one of its own?
         if world.local_rank == 0 and world.rank != 0:
             owned = _own(fence, opts, world, fingerprint, report)
     return owned
@@ -53,4 +54,4 @@ def _make(folder):
     for path in reversed(new):
         path.mkdir(mode=0o700, exist_ok=True)
         sync_folder(path.parent)
-    os.listdir(folder)                                              # a file, or a folder that cannot be read: said now
+    os.listdir(folder)  # a file, or a folder that cannot be read: said now

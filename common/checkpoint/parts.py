@@ -1,12 +1,14 @@
-"""A checkpoint that no rank could hold alone: each writes the tensors it owns, the last one to finish makes one of them.
+"""A checkpoint that no rank could hold alone: each writes the tensors it owns, the last one to finish makes
+one of them.
 
     .life-L/part-s0/step-N/     a checkpoint of stage 0's tensors, by its first replica (in a rescue: by any that lives)
     .life-L/part-s1/step-N/     stage 1's
     step-N/                     both, streamed into the one that train_ddp.py reads and writes too
 
-Nobody waits for anybody and no collective is in the way: under the lock of the staging folder, whoever finds all parts of
-its own step there joins them. A part that never comes leaves the checkpoint before in place. Reading, each rank takes what
-it owns from the whole files, wherever the net is cut now. All ranks must see one run folder.
+Nobody waits for anybody and no collective is in the way: under the lock of the staging folder, whoever finds
+all parts of its own step there joins them. A part that never comes leaves the checkpoint before in place.
+Reading, each rank takes what it owns from the whole files, wherever the net is cut now. All ranks must see
+one run folder.
 """
 import contextlib
 import json
@@ -33,19 +35,19 @@ class PartsStore(CheckpointStore):
 
     def __init__(self, opts, world, *args, **kwargs):
         super().__init__(opts, world, *args, **kwargs)
-        self.shared = opts.shard                                     # each replica has other rows of a tensor
+        self.shared = opts.shard  # each replica has other rows of a tensor
         self.spread = world.stages > 1 or self.shared
         self.first = world.replica == 0
         self.folder = self.writer.staging / _part(world.stage, world.replica if self.shared else None)
         self.own = Writer(self.folder, self.folder / "aside", self.writer.marks)
-        self.own._move = self.writer._move                           # one counter tells whether the disk moves
+        self.own._move = self.writer._move  # one counter tells whether the disk moves
         self.whole, self.parts, self.joined = {}, [], None
 
     @property
     def writes(self):
         return bool(self.fence) or self.spread and (self.first or self.shared)
 
-    # ---- reading --------------------------------------------------------------------------------------------------
+    # ---- reading ----------------------------------------------------------------------------------
     def _load(self, choices, key):
         if not self.spread:
             return super()._load(choices, key)
@@ -63,13 +65,15 @@ class PartsStore(CheckpointStore):
         if best >= 0:
             facts, folder = parse_json(send(world, facts and facts_to_json(facts), 0), STATE), dict(choices)[best]
             found = {part: send(world, digests[part].found, 0) for part in TENSORS}
-            with world.all_or_none(f"loaded {key}"):                   # only then may rank 0 let anything go
+            with world.all_or_none(f"loaded {key}"):  # only then may rank 0 let anything go
                 self._take(folder, facts, found)
             self.committed = best if key == "own" else -1
         return Found(best, step, facts, skipped, damaged)
 
     def _learn(self):
-        """Names, types and shapes of the whole net: each rank tells what it holds, rank 0 of each stage first."""
+        """Names, types and shapes of the whole net: each rank tells what it holds, rank 0 of each stage
+        first.
+        """
         world, mine = self.world, {}
         for part, tensors in self.state.tensors().items():
             rows = self.state.sharded()
@@ -82,7 +86,7 @@ class PartsStore(CheckpointStore):
             for rank in sorted(range(world.size), key=lambda rank: (rank % world.stages, rank // world.stages)):
                 for name, (dtype, shape, rows) in told[rank][part].items():
                     if rank // world.stages and not rows:
-                        continue                                    # a copy of what the first replica has
+                        continue  # a copy of what the first replica has
                     if rank == world.rank:
                         self.before[part][name] = sum(size for _, size in holders[part].get(name, ()))
                     kind = getattr(torch, dtype)
@@ -98,7 +102,8 @@ class PartsStore(CheckpointStore):
                         for part, names in holders.items()}
 
     def _read_whole(self, digests):
-        """What `newest` reads with: every byte once, for the manifest's hashes and for those of the pieces."""
+        """What `newest` reads with: every byte once, for the manifest's hashes and for those of the pieces.
+        """
         moved, name_of = progress(self.world.store), {name: part for part, name in TENSORS.items()}
 
         def seen(name, at, data):
@@ -115,7 +120,9 @@ class PartsStore(CheckpointStore):
         return read
 
     def _take(self, folder, facts, digests):
-        """What this rank owns, compared with what rank 0 has verified: another machine's cache or memory may give other bytes."""
+        """What this rank owns, compared with what rank 0 has verified: another machine's cache or memory may
+        give other bytes.
+        """
         moved = progress(self.world.store)
 
         @patient
@@ -139,10 +146,10 @@ class PartsStore(CheckpointStore):
         return tensor.reshape(-1)[start:start + prod(shape)].view(shape)
 
     def agree(self, state):
-        if not self.shared:                                         # a shard is like no other
+        if not self.shared:  # a shard is like no other
             super().agree(state)
 
-    # ---- writing --------------------------------------------------------------------------------------------------
+    # ---- writing ----------------------------------------------------------------------------------
     def overdue(self):
         """1.0 where this rank's clock asks for a save; summed over all ranks it is known to all."""
         wanted = self.fence and self.opts.save_seconds and time.monotonic() - self.saved_at >= self.opts.save_seconds
@@ -154,10 +161,12 @@ class PartsStore(CheckpointStore):
         return self.writes and bool(told or every and state.step % every == 0) and state.facts() != self.saved
 
     def rescue(self, state):
-        """True: the newest whole step is on the disk; False: it was; a text: this rank has done its part of it.
+        """True: the newest whole step is on the disk; False: it was; a text: this rank has done its part of
+        it.
 
-        Whoever waited for the others with its gradient complete makes the next step too, and leaves its part of both: one
-        of the others may have passed that wait, and then has only the next one; or one may lack it, and has only this one.
+        Whoever waited for the others with its gradient complete makes the next step too, and leaves its part
+        of both: one of the others may have passed that wait, and then has only the next one; or one may lack
+        it, and has only this one.
         """
         if not self.spread:
             return super().rescue(state)
@@ -170,7 +179,7 @@ class PartsStore(CheckpointStore):
             done = not state.half_updated and self._rescue_part(state)
             if state.ready and not state.half_updated:
                 state.update(state.ready)
-                state.half_updated = True                                   # the main thread may come to where it makes this step
+                state.half_updated = True  # the main thread may come to where it makes this step
                 done = self._rescue_part(state)
             return done
 
@@ -202,7 +211,8 @@ class PartsStore(CheckpointStore):
                     shutil.rmtree(folder / name, ignore_errors=True)
 
     def _facts(self, folder, facts):
-        """Those of the part in this folder, or None; whoever did not see the end of a step lacks its record."""
+        """Those of the part in this folder, or None; whoever did not see the end of a step lacks its record.
+        """
         try:
             found = glance(facts["step"], folder / folder_name(facts["step"]))
         except Damaged:
@@ -210,7 +220,7 @@ class PartsStore(CheckpointStore):
         return found if parse_json(facts_to_json(facts | {"record": found["record"]}), STATE) == found else None
 
     def _confirm(self, facts, before, began):
-        if not self.spread or self.joined == facts:                 # whoever joined the parts looks after the whole
+        if not self.spread or self.joined == facts:  # whoever joined the parts looks after the whole
             super()._confirm(facts, before, began)
 
 

@@ -1,4 +1,6 @@
-"""Parts of one file of tensors: joined from those that ranks wrote, cut for what a rank owns; each byte is hashed first."""
+"""Parts of one file of tensors: joined from those that ranks wrote, cut for what a rank owns; each byte is
+hashed first.
+"""
 import contextlib
 import hashlib
 import os
@@ -10,24 +12,26 @@ from common.checkpoint.files import CHUNK, Damaged, opened
 from common.checkpoint.manifest import folder_name, read_manifest
 from common.checkpoint.tensor_file import TensorFile
 
-PIECE = 1 << 24                                  # bytes of a tensor that are hashed as one: a rank reads less than two too many
+PIECE = 1 << 24  # bytes of a tensor that are hashed as one: a rank reads less than two too many
 LONG = hashlib.sha256().digest_size
 
 
 class Digests:
-    """The SHA-256 of each piece of a whole file, of its header first; to be called with all that is read, in order."""
+    """The SHA-256 of each piece of a whole file, of its header first; to be called with all that is read, in
+    order.
+    """
 
     def __init__(self, whole):
-        self.first, self.ends = {}, [len(whole.header)]             # each tensor's first piece; where each piece ends
+        self.first, self.ends = {}, [len(whole.header)]  # each tensor's first piece; where each piece ends
         for name, (at, size, _, _) in whole.places.items():
             self.first[name] = len(self.ends)
             self.ends += [len(whole.header) + at + min(start + PIECE, size) for start in range(0, size, PIECE)]
         self.header, self.found = hashlib.sha256(whole.header).digest(), b""
 
     def __call__(self, at, data):
-        if at == 0:                                                 # a file that is read once more begins anew
+        if at == 0:  # a file that is read once more begins anew
             self.found, self.digest = bytearray(), hashlib.sha256()
-        while len(data) and len(self.found) < LONG * len(self.ends):        # a longer file is not that of this net
+        while len(data) and len(self.found) < LONG * len(self.ends):  # a longer file is not that of this net
             n = min(len(data), self.ends[len(self.found) // LONG] - at)
             self.digest.update(data[:n])
             at, data = at + n, data[n:]
@@ -41,8 +45,9 @@ class Digests:
 
 
 class Slices:
-    """What this rank owns of a whole file, {name: tensor}: read when asked for, and compared with the digests that the rank
-    which has verified the file found."""
+    """What this rank owns of a whole file, {name: tensor}: read when asked for, and compared with the digests
+    that the rank which has verified the file found.
+    """
 
     def __init__(self, fd, file, whole, own, before, digests, moved):
         self.fd, self.file, self.whole, self.own, self.before = fd, file, whole, own, before
@@ -74,7 +79,9 @@ def _read(fd, place, at, wrong):
 
 
 class Joined:
-    """The bytes of a whole file, streamed from the parts; the last is not out before each part is what its manifest says."""
+    """The bytes of a whole file, streamed from the parts; the last is not out before each part is what its
+    manifest says.
+    """
 
     def __init__(self, whole, sources, step, file):
         self.whole, self.sources, self.step, self.file = whole, sources, step, file
@@ -96,7 +103,9 @@ class Joined:
 
 
 class Part:
-    """One rank's file, read from its beginning to its end: its tensors lie in the order that the whole file has them in."""
+    """One rank's file, read from its beginning to its end: its tensors lie in the order that the whole file
+    has them in.
+    """
 
     def __init__(self, fd, place, file, names, stated):
         self.fd, self.place, self.file, self.stated = fd, place, file, stated
@@ -107,7 +116,7 @@ class Part:
     def tensor(self, name):
         at, size, _, _ = self.image.places[name]
         start = len(self.image.header) + at
-        for _ in self._up_to(start):                                # what the whole does not take is hashed as well
+        for _ in self._up_to(start):  # what the whole does not take is hashed as well
             pass
         assert self.at == start, f"{name} is out of order"
         yield from self._up_to(start + size)

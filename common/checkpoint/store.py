@@ -1,6 +1,7 @@
 """The store on disk: atomic, asynchronous, verified, fenced.
 
-commit.py walks through the crash points of a save, fence.py through who may write, manifest.py through what is believed.
+commit.py walks through the crash points of a save, fence.py through who may write, manifest.py through what
+is believed.
 """
 import time
 
@@ -14,12 +15,13 @@ from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
 from common.world import fingerprint_of, odd_ranks, same_everywhere
 
-FAILURES = 3                                     # saves that may fail in a row before the run stops with exit code 4
-STILL = 600.0                                    # seconds in which a disk that works, however slowly, has moved something
+FAILURES = 3  # saves that may fail in a row before the run stops with exit code 4
+STILL = 600.0  # seconds in which a disk that works, however slowly, has moved something
 
 
 class CheckpointStore:
-    """Of the processes that see one run folder, one owns it and writes; the others only ever write a rescue."""
+    """Of the processes that see one run folder, one owns it and writes; the others only ever write a rescue.
+    """
 
     def __init__(self, opts, world, fingerprint="", ledger=None, report=print):
         self.opts, self.world, self.fingerprint, self.ledger, self.report = opts, world, fingerprint, ledger, report
@@ -28,12 +30,14 @@ class CheckpointStore:
                              {"life": world.life} | marks(opts, world, fingerprint))
         self.fence, self.images, self.state, self.part = None, {}, None, ()
         self.background = Background(self._write_noting)
-        self.committed, self.agreed, self.saved = -1, None, None     # steps; the facts that were saved last
+        self.committed, self.agreed, self.saved = -1, None, None  # steps; the facts that were saved last
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
 
-    # ---- at the start of a life: who owns, what is there, everybody the same -------------------------------------
+    # ---- at the start of a life: who owns, what is there, everybody the same ----------------------
     def restore(self, state):
-        """The newest checkpoint that verifies on any node, in every rank's state; returns where it came from, or None."""
+        """The newest checkpoint that verifies on any node, in every rank's state; returns where it came from,
+        or None.
+        """
         self.state = state
         same_everywhere(self.world, versions(self.opts, self.fingerprint))
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
@@ -62,7 +66,9 @@ class CheckpointStore:
         return source
 
     def agree(self, state):
-        """Every rank holds the same weights, or this life ends without saving: the next one starts from what all agreed on."""
+        """Every rank holds the same weights, or this life ends without saving: the next one starts from what
+        all agreed on.
+        """
         if self.world.size > 1:
             odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
             if odd is not None:
@@ -82,7 +88,9 @@ class CheckpointStore:
                 self.writer.put_aside(folder)
 
     def _load(self, choices, key):
-        """The newest of all nodes' choices that verifies, in every rank's state; its step is -1 if there is none."""
+        """The newest of all nodes' choices that verifies, in every rank's state; its step is -1 if there is
+        none.
+        """
         found = load_newest(self.world, choices if self.fence else None, self.images, key, self.report)
         if found.step >= 0:
             tensors = {part: image.views for part, image in self.images.items()}
@@ -90,7 +98,9 @@ class CheckpointStore:
         return found
 
     def _settle(self, found):
-        """What is newer than the step all go on from is put aside; a node that lacked that step has it from now on."""
+        """What is newer than the step all go on from is put aside; a node that lacked that step has it from
+        now on.
+        """
         for folder in found.skipped:
             ahead = int(folder.name[5:]) - found.step
             again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
@@ -102,13 +112,13 @@ class CheckpointStore:
         else:
             self.report(f"step {found.step} was received from another node and is saved here too")
             self.background.busy.acquire()
-            self._start_writing(found.facts)                        # this node may be the one that survives
+            self._start_writing(found.facts)  # this node may be the one that survives
 
     @property
     def writes(self):
         return bool(self.fence)
 
-    # ---- saving ---------------------------------------------------------------------------------------------------
+    # ---- saving -----------------------------------------------------------------------------------
     def due(self, state):
         """Only the owner asks its clock, and saving is no collective: nobody has to agree."""
         opts = self.opts
@@ -117,7 +127,9 @@ class CheckpointStore:
             or (opts.save_seconds and time.monotonic() - self.saved_at >= opts.save_seconds)) and state.facts() != self.saved
 
     def save(self, state):
-        """Copy the state, leave the rest to the writer thread; waits for the save before. Quiet on ranks that do not own."""
+        """Copy the state, leave the rest to the writer thread; waits for the save before. Quiet on ranks that
+        do not own.
+        """
         if not self.writes or state.half_updated or state.facts() == self.saved:
             return
         self.wait()
@@ -136,8 +148,10 @@ class CheckpointStore:
         self.background.do(facts)
 
     def rescue(self, state):
-        """The newest whole step on disk before this returns, by whichever process of this node comes first; no collective."""
-        with self.writer.rescuing(state.step):                      # before it waits: a successor would sweep the staging away
+        """The newest whole step on disk before this returns, by whichever process of this node comes first;
+        no collective.
+        """
+        with self.writer.rescuing(state.step):  # before it waits: a successor would sweep the staging away
             self.wait(hurry=True)
             with state.lock, self.background.busy:
                 if state.half_updated or is_there(self.root, state.facts()):
@@ -146,7 +160,9 @@ class CheckpointStore:
                 return True
 
     def wait(self, hurry=False):
-        """Until the save under way is on the disk or has failed. A slow disk is no hang: this rank moves meanwhile."""
+        """Until the save under way is on the disk or has failed. A slow disk is no hang: this rank moves
+        meanwhile.
+        """
         self.writer.hurry, moved, since = hurry, None, time.monotonic()
         while not self.background.wait(0.2):
             if moved != self.writer.moved:
@@ -187,7 +203,7 @@ class CheckpointStore:
             self.failures = 0
         except Exception as error:
             self.failures += 1
-            self.saved = None                                       # so that the next interval tries again
+            self.saved = None  # so that the next interval tries again
             if isinstance(error, OSError):
                 error = room(error, error.filename or self.root, sum(image.size for image in self.images.values()))
             self.error = error
@@ -209,7 +225,7 @@ class CheckpointStore:
         try:
             self.writer.read_back(facts["step"])
         except Hurried:
-            return                                                  # older ones stay
+            return  # older ones stay
         except (Damaged, OSError):
             self.committed = before
             raise

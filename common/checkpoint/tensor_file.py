@@ -1,7 +1,8 @@
 """The bytes of one safetensors file in one host buffer: copied into, written out, read into, copied out of.
 
-Names, shapes and dtypes come from the live net, never from a file: a file either has exactly these header bytes or is
-refused, so nothing is ever allocated because a file said so. The buffer is allocated once and serves every save.
+Names, shapes and dtypes come from the live net, never from a file: a file either has exactly these header
+bytes or is refused, so nothing is ever allocated because a file said so. The buffer is allocated once and
+serves every save.
 """
 import ctypes
 import hashlib
@@ -19,7 +20,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 LARGE = 1 << 14                                  # from here on a plain memmove beats torch's copy
 PAGE = mmap.PAGESIZE
-CHECKED = 1 << 22                                # elements looked at in one go: bounds the memory of the check
+CHECKED = 1 << 22  # elements looked at in one go: bounds the memory of the check
 
 
 class TensorFile:
@@ -38,7 +39,7 @@ class TensorFile:
             self.places[name] = (at, size, tensor.dtype, tensor.shape)
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(len(text) + 8) % 64)                      # the format pads with spaces; data starts on a cache line
+        text += b" " * (-(len(text) + 8) % 64)  # the format pads with spaces; data starts on a cache line
         self.header = len(text).to_bytes(8, "little") + text
         self.size, self.gpus = len(self.header) + at, {t.device for t in tensors.values() if t.is_cuda}
         self.buffer = self.bytes = self.stream = self.copied = None
@@ -47,11 +48,12 @@ class TensorFile:
     def open(self, touch=True):
         """Allocate, once, and touch every page, so that no save waits for the kernel to find one.
 
-        Not in huge pages: they make the copy 5 % faster, but on a machine that has run for a while finding them took 3 s/GB.
+        Not in huge pages: they make the copy 5 % faster, but on a machine that has run for a while finding
+        them took 3 s/GB.
         """
         if self.buffer is None:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_DONTFORK)                      # else the first save after a fork copies page by page
+            memory.madvise(mmap.MADV_DONTFORK)  # else the first save after a fork copies page by page
             self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
             self.bytes[:len(self.header)] = self.header
             if len(self.gpus) == 1:
@@ -60,7 +62,7 @@ class TensorFile:
             self.views = {name: body[at:at + size].view(dtype).view(shape)
                           for name, (at, size, dtype, shape) in self.places.items()}
         if touch:
-            self.buffer[::PAGE].bitwise_or_(0)                      # changes nothing: it may hold a checkpoint already
+            self.buffer[::PAGE].bitwise_or_(0)  # changes nothing: it may hold a checkpoint already
         return self
 
     def close(self):
@@ -76,17 +78,21 @@ class TensorFile:
             self.stream, self.copied = torch.cuda.Stream(gpu), torch.cuda.Event()
 
     def layout(self):
-        """A number that two ranks share exactly when their nets and optimizers have the same names, shapes and types."""
+        """A number that two ranks share exactly when their nets and optimizers have the same names, shapes
+        and types.
+        """
         return int.from_bytes(hashlib.sha256(self.header).digest()[:7], "little")
 
     @torch.no_grad()
     def copy(self, tensors):
-        """The one copy the training loop pays for. Of a GPU's tensors it is only begun: `wait` before you read.
+        """The one copy the training loop pays for. Of a GPU's tensors it is only begun: `wait` before you
+        read.
 
-        Whoever changes a weight waits too (TrainState.changing), so the copy may run beside the next forward and backward.
+        Whoever changes a weight waits too (TrainState.changing), so the copy may run beside the next forward
+        and backward.
         """
         self.open(touch=False)
-        self.bytes[:len(self.header)] = self.header                 # a damaged file may have been read in here
+        self.bytes[:len(self.header)] = self.header  # a damaged file may have been read in here
         base, targets, sources = self.buffer.data_ptr() + len(self.header), [], []
         for name, (at, size, dtype, shape) in self.places.items():
             tensor = tensors[name].detach()
@@ -120,7 +126,8 @@ class TensorFile:
             view = self.views.get(name)
             if view is not None and view.is_floating_point() and view.element_size() > 1:
                 for piece in view.view(-1).split(CHECKED):
-                    if not piece.sum().isfinite() and not piece.isfinite().all():     # the sum alone may overflow
+                    # the sum alone may overflow
+                    if not piece.sum().isfinite() and not piece.isfinite().all():
                         return name
         return None
 

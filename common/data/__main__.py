@@ -12,7 +12,9 @@ from common.errors import UserError
 
 
 def main(arguments):
-    """Read every image of a folder with all cores; exit code 0 if all can be read, 1 if not, 2 for no such folder."""
+    """Read every image of a folder with all cores; exit code 0 if all can be read, 1 if not, 2 for no such
+    folder.
+    """
     folders = [argument for argument in arguments if argument != "--check"]
     if len(folders) != 1 or len(arguments) != 2:
         print("usage: python -m common.data DIR --check", file=sys.stderr)

@@ -2,9 +2,9 @@
 
     python -m common.data DIR --check       # every file of a folder of images that cannot be read
 
-Adding one: a function of the options that returns a Source, and a line in DATASETS. Code that lives elsewhere needs no
-edit here: `--dataset path/to/file.py:function`. Files are strangers: their sizes are checked before memory is taken,
-and nothing in them is ever executed.
+Adding one: a function of the options that returns a Source, and a line in DATASETS. Code that lives elsewhere
+needs no edit here: `--dataset path/to/file.py:function`. Files are strangers: their sizes are checked before
+memory is taken, and nothing in them is ever executed.
 """
 import gzip
 import math
@@ -47,7 +47,9 @@ def read_mnist(opts, name, class_names, **facts):
 
 
 def read_idx(opts, path, dims):
-    """The bytes of an IDX file, or of the .gz beside it; a header that lies is refused before memory is taken."""
+    """The bytes of an IDX file, or of the .gz beside it; a header that lies is refused before memory is
+    taken.
+    """
     packed = not path.is_file()
     path = path.with_name(path.name + ".gz") if packed else path
     if not path.is_file():
@@ -59,7 +61,8 @@ def read_idx(opts, path, dims):
                 raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\nit begins with {head[:4]!r}")
             shape = struct.unpack(f">{dims}I", head[4:])
             claimed, size = math.prod(shape), path.stat().st_size
-            most = min(LARGEST, size * 1032) if packed else size - len(head)  # deflate packs 1032 to 1 at best
+            # deflate packs 1032 to 1 at best
+            most = min(LARGEST, size * 1032) if packed else size - len(head)
             if claimed > most or (not packed and claimed != most):
                 had = "unpacks to less" if packed else f"holds {most:,}"
                 raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, the file "
@@ -83,7 +86,9 @@ def missing(opts, path):
 
 # ---- CIFAR-10 ----
 def cifar10(opts):
-    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test: the binary version, else torchvision's."""
+    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test: the binary version, else
+    torchvision's.
+    """
     folder = Path(opts.data_dir) / "cifar-10-batches-bin"
     if folder.is_dir():
         parts = [[folder / f"data_batch_{n}.bin" for n in range(1, 6)], [folder / "test_batch.bin"]]
@@ -121,7 +126,8 @@ def unpickle_cifar(opts, train):
 def user_dataset(opts):
     """What a user's function returns: (x, y, x_test, y_test) tensors, or (train, test) map-style Datasets.
 
-    A Dataset tells the number of classes by an attribute `classes` (a number or the names), or its labels by `targets`.
+    A Dataset tells the number of classes by an attribute `classes` (a number or the names), or its labels by
+    `targets`.
     """
     found, name = call_user(opts.dataset, opts), opts.dataset
     found = found if isinstance(found, (tuple, list)) else (found,)

@@ -11,7 +11,9 @@ CLASSES = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR1
 
 
 def download(opts, world):
-    """Fetch the dataset unless it is there and whole; call on every rank: one a node fetches, the others wait."""
+    """Fetch the dataset unless it is there and whole; call on every rank: one a node fetches, the others
+    wait.
+    """
     if opts.dataset not in CLASSES:
         raise UserError(f"dataset {opts.dataset} has nothing to download\nleave --download out, it is for "
                         f"{', '.join(CLASSES)}")
@@ -33,7 +35,8 @@ def fetch(opts):
     except UserError:
         pass  # not there, or not as it should be
     from torchvision import datasets
-    # Aside first, each file renamed when all are whole: nobody ever takes half a download for data, neither a later
+    # Aside first, each file renamed when all are whole: nobody ever takes half a download for data, neither a
+    # later
     # start nor another node that shares the folder and fetches at the same time.
     data_dir = Path(opts.data_dir)
     aside = data_dir / f".download-{socket.gethostname()}-{os.getpid()}"

@@ -1,7 +1,8 @@
-"""Datasets as batches: samples held in memory, or read by workers; the same numbers at any world size either way.
+"""Datasets as batches: samples held in memory, or read by workers; the same numbers at any world size either
+way.
 
-Whatever is random about a sample is a function of (seed, epoch, id of the sample): no worker and no rank owns a
-generator, so nothing has to be saved and nothing changes when the world does.
+Whatever is random about a sample is a function of (seed, epoch, id of the sample): no worker and no rank owns
+a generator, so nothing has to be saved and nothing changes when the world does.
 """
 import hashlib
 from dataclasses import dataclass
@@ -89,7 +90,8 @@ class TensorSplit:
 
 
 class DatasetSplit:
-    """A map-style Dataset; (seed, epoch, id) set torch's, Python's and numpy's generators before each sample."""
+    """A map-style Dataset; (seed, epoch, id) set torch's, Python's and numpy's generators before each sample.
+    """
 
     in_memory, tokens = False, 1
 
@@ -103,7 +105,8 @@ class DatasetSplit:
         return len(self.dataset)
 
     def fetch(self, ids, epoch=0, augment=False):
-        """(x, y) of these samples; `augment` chooses between the two transforms of the source, if it has any."""
+        """(x, y) of these samples; `augment` chooses between the two transforms of the source, if it has any.
+        """
         if not ids:
             return torch.empty(0, *self.shape, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
         x, y = zip(*(self.sample(id, epoch, augment) for id in ids), strict=True)
@@ -128,9 +131,11 @@ class DatasetSplit:
         return x, y
 
     def look(self):
-        """(label, size of the numbers) of the first, the middle and the last sample; None for one that differs at a second look.
+        """(label, size of the numbers) of the first, the middle and the last sample; None for one that
+        differs at a second look.
 
-        Rough on purpose: the last bits of a float may follow the CPU, and other bits would be another run's data.
+        Rough on purpose: the last bits of a float may follow the CPU, and other bits would be another run's
+        data.
         """
         def once(id):
             x, y = self.sample(id, 0, False)
@@ -143,7 +148,8 @@ class DatasetSplit:
 
 
 class FetchSplit:
-    """A split with a `fetch` of its own; every target it gives must count, as the mean is over all of them."""
+    """A split with a `fetch` of its own; every target it gives must count, as the mean is over all of them.
+    """
 
     def __init__(self, split, name):
         self.split, self.name = split, name
@@ -175,7 +181,9 @@ def as_input(x):
 
 # ---- loading ----
 def load_data(opts, world):
-    """The dataset that `opts.dataset` names; call on every rank (the first one of each node downloads, if asked to)."""
+    """The dataset that `opts.dataset` names; call on every rank (the first one of each node downloads, if
+    asked to).
+    """
     if opts.download:
         download(opts, world)
     source, name = find_source(opts), opts.dataset
@@ -195,7 +203,7 @@ def load_data(opts, world):
     if shapes[0] != shapes[1]:
         raise UserError(f"dataset {name}: training samples have shape {shapes[0]}, test samples {shapes[1]}")
     fingerprint = source.fingerprint or hash_splits(splits, source.classes, shapes[0])
-    if callable(fingerprint):                                       # long work, on a file system that the whole node shares
+    if callable(fingerprint):  # long work, on a file system that the whole node shares
         fingerprint = world.once_per_node("fingerprint", fingerprint)
     return Data(name, *splits, source.classes, shapes[0], source.vocab, fingerprint, source.class_names)
 
@@ -211,7 +219,9 @@ def checked(name, part, source, x, y):
 
 
 def hash_splits(splits, classes, shape):
-    """A hash of every byte in memory; of a Dataset that names no fingerprint of its own, of its size, shape and a few samples."""
+    """A hash of every byte in memory; of a Dataset that names no fingerprint of its own, of its size, shape
+    and a few samples.
+    """
     looks = [split.look() for split in splits if hasattr(split, "look")]
     digest = hashlib.sha256(repr((classes, shape, *map(len, splits), *looks)).encode())
     for tensor in (tensor for split in splits if split.in_memory for tensor in (split.x, split.y)):

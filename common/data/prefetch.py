@@ -1,4 +1,6 @@
-"""Processes that fetch samples ahead of the training: sheltered from signals, and never silent about what went wrong."""
+"""Processes that fetch samples ahead of the training: sheltered from signals, and never silent about what
+went wrong.
+"""
 import atexit
 import ctypes
 import functools
@@ -13,7 +15,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from common.errors import UserError
 
-BEGIN, FORKS = 10.0, 5          # seconds a forked process has to reach its first line of ours, and how often that is tried
+# seconds a forked process has to reach its first line of ours, and how often that is tried
+BEGIN, FORKS = 10.0, 5
 
 
 def from_workers(split, order, count, augment, pin):
@@ -21,9 +24,11 @@ def from_workers(split, order, count, augment, pin):
 
     Call it in the main thread: the workers are killed when the thread that started them ends.
     """
-    linux, shared = sys.platform == "linux", mmap.mmap(-1, 1 + count)  # rank and workers: leaving? and who has begun
+    # rank and workers: leaving? and who has begun
+    linux, shared = sys.platform == "linux", mmap.mmap(-1, 1 + count)
     leave = functools.partial(shared.__setitem__, 0, 1)
-    atexit.register(leave)  # what is registered last runs first: before multiprocessing ends and joins its processes
+    # what is registered last runs first: before multiprocessing ends and joins its processes
+    atexit.register(leave)
     loader = DataLoader(Shares(split, order.epoch, augment), batch_sampler=order, num_workers=count,
                         collate_fn=as_it_is, pin_memory=pin,
                         generator=torch.Generator(),  # its own: it must not draw its seed from the training's
@@ -31,7 +36,8 @@ def from_workers(split, order, count, augment, pin):
                         multiprocessing_context="fork" if linux else None)
     previous = signal.getsignal(signal.SIGCHLD)
     shares = begin(loader, shared) if linux else iter(loader)
-    # DataLoader's handler for dead workers would raise wherever the training just is, in mid-update for one. Without it
+    # DataLoader's handler for dead workers would raise wherever the training just is, in mid-update for one.
+    # Without it
     # the dead are found when their share is waited for, within five seconds.
     signal.signal(signal.SIGCHLD, previous)
     try:
@@ -53,8 +59,9 @@ def from_workers(split, order, count, augment, pin):
 def begin(loader, shared):
     """An iterator whose workers have all begun.
 
-    Before Python 3.12 a forked process may wait for ever for a lock of the interpreter that some thread held at that very
-    moment. It has not run a line of ours then, and is worth nothing: it is killed and another set is forked.
+    Before Python 3.12 a forked process may wait for ever for a lock of the interpreter that some thread held
+    at that very moment. It has not run a line of ours then, and is worth nothing: it is killed and another
+    set is forked.
     """
     for _ in range(FORKS):
         shared[1:] = bytes(len(shared) - 1)
@@ -66,7 +73,7 @@ def begin(loader, shared):
             return shares
         for worker in late:
             worker.kill()
-        shared[0] = 1                                               # the others may end
+        shared[0] = 1  # the others may end
         del shares
         shared[0] = 0
     raise RuntimeError(f"loading processes did not begin within {BEGIN:.0f} s, {FORKS} times in a row")
@@ -87,7 +94,8 @@ class Shares(Dataset):
         except UserError as error:
             return error  # raised here, it would reach the user wrapped in a traceback
         if get_worker_info() and ids:
-            # DataLoader would do this in a thread whose errors it drops, and wait for ever on a full /dev/shm.
+            # DataLoader would do this in a thread whose errors it drops, and wait for ever on a full
+            # /dev/shm.
             x.share_memory_(), y.share_memory_()
         return x, y, ids
 
@@ -97,10 +105,12 @@ def as_it_is(found):
 
 
 def shelter(shared, number):
-    """A worker lives and dies with its rank: torchrun and Slurm signal all processes, but the rank is to answer.
+    """A worker lives and dies with its rank: torchrun and Slurm signal all processes, but the rank is to
+    answer.
 
-    A worker that died would break its rank's orderly save. SIGTERM counts once the rank is leaving: it is then the rank
-    that sends it. (Blocking signals instead would not do: torch starts threads in a worker before this runs.)
+    A worker that died would break its rank's orderly save. SIGTERM counts once the rank is leaving: it is
+    then the rank that sends it. (Blocking signals instead would not do: torch starts threads in a worker
+    before this runs.)
     """
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

@@ -1,7 +1,7 @@
 """Datasets that a program draws: nothing to download, the same to the bit on every machine.
 
-Everything random comes from integer draws of one seeded generator, and pictures are made in integers, so that neither
-the CPU nor the version of torch can move a bit of the data, and with it the fingerprint of a run.
+Everything random comes from integer draws of one seeded generator, and pictures are made in integers, so that
+neither the CPU nor the version of torch can move a bit of the data, and with it the fingerprint of a run.
 """
 import random
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from common.errors import UserError
 
 @dataclass
 class Source:
-    """What a dataset hands over: train and test, each (x, y) tensors or a map-style Dataset, and the facts of both."""
+    """What a dataset hands over: train and test, each (x, y) tensors or a map-style Dataset, and the facts of
+    both.
+    """
 
     train: Any
     test: Any
@@ -24,7 +26,8 @@ class Source:
     class_names: tuple | None = None
     mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel
     std: tuple = (1.0,)
-    augment: Any = None  # for tensors: one of the names in data.AUGMENTATIONS; for a Dataset: a transform of a sample
+    # for tensors: one of the names in data.AUGMENTATIONS; for a Dataset: a transform of a sample
+    augment: Any = None
     plain: Any = None  # for a Dataset: the transform of a sample when it is not augmented
     fingerprint: Any = None  # for a Dataset, a text or a function that finds it out; tensors are hashed
 
@@ -45,7 +48,8 @@ DIGITS_SEED = 20240711  # of the data, not of a run: every run trains on the sam
 
 
 def digits(opts):
-    """28x28 pictures of digits, moved, turned, slanted, thick or thin, noisy: 12,000 to train, 2,000 to test."""
+    """28x28 pictures of digits, moved, turned, slanted, thick or thin, noisy: 12,000 to train, 2,000 to test.
+    """
     rng = torch.Generator().manual_seed(DIGITS_SEED)
     bank = glyph_bank()
     x, y = zip(*(draw_digits(1000, bank, rng) for _ in range(14)), strict=True)
@@ -74,11 +78,13 @@ def draw_digits(n, bank, rng):
     label = torch.arange(n) % 10
     glyph = (label * 4).view(n, 1, 1) + draw(0, 3)
     turn, slant = draw(-60, 60), draw(-55, 75)  # in 1/256
-    wide, high = draw(208, 310), draw(208, 310)  # steps in the bank per pixel step, in 1/64: large is a small digit
+    # steps in the bank per pixel step, in 1/64: large is a small digit
+    wide, high = draw(208, 310), draw(208, 310)
     right, down = draw(-10, 10), draw(-10, 10)  # in cells of the bank, which is a quarter of a pixel
     axis = 2 * torch.arange(28, dtype=torch.int32) - 27  # twice the distance from the centre
     across, along = axis.view(1, 1, 28), axis.view(1, 28, 1)
-    # Where in the bank a pixel looks: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift; in integers.
+    # Where in the bank a pixel looks: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift; in
+    # integers.
     column = (wide * (256 * across + (slant + turn) * along) >> 15) + SIDE // 2 + right
     row = (high * (256 * along - turn * across) >> 15) + SIDE // 2 + down
     outside = (column < 0) | (column >= SIDE) | (row < 0) | (row >= SIDE)
@@ -109,13 +115,15 @@ def sentiment(opts):
 
 
 def sentiment_large(opts):
-    """5,000 sentences of 4 to 12 words around one that praises or blames; a "not" before it turns it round."""
+    """5,000 sentences of 4 to 12 words around one that praises or blames; a "not" before it turns it round.
+    """
     words = ["<PAD>", "<UNK>", "not", *GOOD, *BAD, *PLAIN]
     vocab = {word: number for number, word in enumerate(words)}
     rng = random.Random(DIGITS_SEED)
 
     def pick(choices):
-        return choices[int(rng.random() * len(choices))]  # random() alone is promised to stay the same over versions
+        # random() alone is promised to stay the same over versions
+        return choices[int(rng.random() * len(choices))]
 
     rows, labels = [], []
     for number in range(5000):
@@ -132,7 +140,9 @@ def sentiment_large(opts):
 
 # ---- random ----
 def random_numbers(opts):
-    """`random`: 100 samples of 5 normal numbers, labels from a coin, as in the tutorials; `random:NxF` for others."""
+    """`random`: 100 samples of 5 normal numbers, labels from a coin, as in the tutorials; `random:NxF` for
+    others.
+    """
     _, _, size = opts.dataset.partition(":")
     try:
         samples, features = (int(part) for part in (size or "100x5").split("x"))
@@ -145,4 +155,5 @@ def random_numbers(opts):
     x = torch.randn(samples, features, generator=rng)
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
     both = x, torch.randint(0, 2, (samples,), generator=rng)
-    return Source(both, both, 2)  # labels from a coin cannot be guessed: the test can only be what was trained on
+    # labels from a coin cannot be guessed: the test can only be what was trained on
+    return Source(both, both, 2)

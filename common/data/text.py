@@ -1,4 +1,5 @@
-"""A file of text as samples for a language model: bytes are the tokens, so nothing has to be learned before."""
+"""A file of text as samples for a language model: bytes are the tokens, so nothing has to be learned before.
+"""
 import hashlib
 import re
 from pathlib import Path
@@ -10,11 +11,13 @@ from common.errors import UserError, one_line
 
 LENGTH = 128                 # tokens a sample, unless text:LENGTH says so
 TEST = 10                    # the last tenth of the file is for testing
-ZEROS = 0.001                # the share of bytes 0 that a text may have; of tokens of 16 bits at least 0.004 are
+ZEROS = 0.001  # the share of bytes 0 that a text may have; of tokens of 16 bits at least 0.004 are
 
 
 class Windows:
-    """Sample i is bytes i*L to i*L+L of the text; its target is the same, one byte on: every byte is predicted once an epoch."""
+    """Sample i is bytes i*L to i*L+L of the text; its target is the same, one byte on: every byte is
+    predicted once an epoch.
+    """
 
     in_memory, dtype = True, torch.int64
 

@@ -1,4 +1,6 @@
-"""Where the time of a life goes: the laps of its start, then the seconds in steps; entered in the ledger by rank 0."""
+"""Where the time of a life goes: the laps of its start, then the seconds in steps; entered in the ledger by
+rank 0.
+"""
 import os
 import time
 
@@ -21,7 +23,9 @@ class Clock:
         self.mark = now
 
     def open(self, ledger, trace=None):
-        """From here on, on the rank that keeps the account, steps are timed; `trace` is a file for a profile of a few."""
+        """From here on, on the rank that keeps the account, steps are timed; `trace` is a file for a profile
+        of a few.
+        """
         self.ledger, self.mark = ledger, time.time()
         if trace:
             from torch import profiler
@@ -31,7 +35,9 @@ class Clock:
             self.profiler.start()
 
     def stepped(self, step):
-        """A step is done; what lies between two of them (data, evaluation, saving) counts as the next one's unless `pause`d."""
+        """A step is done; what lies between two of them (data, evaluation, saving) counts as the next one's
+        unless `pause`d.
+        """
         if self.ledger is None:
             return
         now = time.time()

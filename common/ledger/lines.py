@@ -1,6 +1,8 @@
 """Append-only files of JSON lines: the ledger of a run and the audit of one rank.
 
-Nobody waits for them and nothing fails because of them: a full disk costs a warning and lines, never a training step."""
+Nobody waits for them and nothing fails because of them: a full disk costs a warning and lines, never a
+training step.
+"""
 import json
 import os
 import sys
@@ -10,7 +12,9 @@ from pathlib import Path
 
 
 class Lines:
-    """A file of JSON objects, one a line; append() survives a failing disk and never glues two lines together."""
+    """A file of JSON objects, one a line; append() survives a failing disk and never glues two lines
+    together.
+    """
 
     def __init__(self, path):
         self.path, self.fd, self.warned = Path(path), None, False
@@ -20,8 +24,10 @@ class Lines:
         try:
             if self.fd is None:
                 self._open()
-            # One write: with O_APPEND the kernel puts it at the end as a whole, whoever else is writing on this machine, and
-            # a process killed before or after it leaves whole lines. Two clients of NFS may overwrite each other's.
+            # One write: with O_APPEND the kernel puts it at the end as a whole, whoever else is writing on
+            # this machine, and
+            # a process killed before or after it leaves whole lines. Two clients of NFS may overwrite each
+            # other's.
             if os.write(self.fd, line) < len(line):
                 raise OSError("the disk took only part of a line")
         except OSError as error:
@@ -36,7 +42,8 @@ class Lines:
         self.fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         size = os.fstat(self.fd).st_size
         if size and os.pread(self.fd, 1, size - 1) != b"\n":
-            os.write(self.fd, b"\n")  # a full disk or a power cut tore the last line: it must not swallow ours
+            # a full disk or a power cut tore the last line: it must not swallow ours
+            os.write(self.fd, b"\n")
 
     def close(self):
         fd, self.fd = self.fd, None
@@ -50,10 +57,12 @@ def _plain(value):
 
 
 class Ledger:
-    """RUN/ledger.jsonl. Events named "life", "save" and "rescue" mean something to the report and carry `step`.
+    """RUN/ledger.jsonl. Events named "life", "save" and "rescue" mean something to the report and carry
+    `step`.
 
-    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time in which steps were made. "left" is
-    what a process says that leaves its life early, with the moments of its last whole step and of learning why.
+    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time in which steps were
+    made. "left" is what a process says that leaves its life early, with the moments of its last whole step
+    and of learning why.
     """
 
     def __init__(self, run_dir):

@@ -18,8 +18,9 @@ FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
 class Log:
     """Where rank 0 tells how the run goes; call it on every rank, the others stay silent.
 
-    `state_step` is the step this life resumed at, `total_steps` where the run ends; `records` are the lines that a checkpoint
-    kept of the last logged step and the last evaluation: written now if the process that should have written them died.
+    `state_step` is the step this life resumed at, `total_steps` where the run ends; `records` are the lines
+    that a checkpoint kept of the last logged step and the last evaluation: written now if the process that
+    should have written them died.
     """
 
     def __init__(self, opts, world, state_step=0, total_steps=0, records=()):
@@ -34,7 +35,7 @@ class Log:
             if record.get("step", state_step + 1) <= state_step:
                 self._keep(record)
         self.began = time.monotonic()
-        self.mark = (self.began, state_step, None, 0)                # when, step, epoch, position of the line before
+        self.mark = (self.began, state_step, None, 0)  # when, step, epoch, position of the line before
 
     def start(self, lines):
         """What this life is, once; the clock of samples/s starts here."""
@@ -75,7 +76,8 @@ class Log:
         self._keep({"step": state.step} | values)
         self.note("  ".join([f"step {state.step}", *(f"{name} {value:.4f}" for name, value in values.items()
                                                      if isinstance(value, float)), *lists]))
-        self.mark = (time.monotonic(), state.step, state.epoch, state.position)   # its time does not slow the steps
+        # its time does not slow the steps
+        self.mark = (time.monotonic(), state.step, state.epoch, state.position)
 
     def note(self, text):
         if self.speaks:
@@ -112,7 +114,8 @@ class Console:
         if opts.progress == "on" or opts.progress == "auto" and self.out.isatty() and os.environ.get("TERM") != "dumb":
             try:
                 from tqdm import tqdm
-                # Some terminals report a width or height of 0 (serial lines, containers, expect): tqdm would show nothing there.
+                # Some terminals report a width or height of 0 (serial lines, containers, expect): tqdm would
+                # show nothing there.
                 size = os.get_terminal_size(self.out.fileno()) if self.out.isatty() else None
                 blind = size and not all(size)
                 given = {"ncols": size.columns or 80, "nrows": size.lines or 24} if blind else {"dynamic_ncols": True}
@@ -142,7 +145,9 @@ class Console:
 
 
 class Board:
-    """RUN/tb for TensorBoard, written by a thread: its import takes seconds that no training step should wait for."""
+    """RUN/tb for TensorBoard, written by a thread: its import takes seconds that no training step should wait
+    for.
+    """
 
     def __init__(self, run_dir, step, note):
         self.folder, self.step, self.note = os.path.join(run_dir, "tb"), step, note
@@ -151,7 +156,7 @@ class Board:
             raise UserError(f"{self.folder} is a link; it is not followed\nremove it")
 
     def put(self, line):
-        if self.thread is None:                                     # a finished run with nothing to add imports nothing
+        if self.thread is None:  # a finished run with nothing to add imports nothing
             self.thread = threading.Thread(target=self._work, daemon=True, name="tensorboard")
             self.thread.start()
         if self.thread.is_alive():
@@ -160,7 +165,7 @@ class Board:
     def close(self):
         if self.thread is not None:
             self.queue.put(None)
-            self.thread.join(10)                                    # a rescue has little time; metrics.jsonl has it all
+            self.thread.join(10)  # a rescue has little time; metrics.jsonl has it all
 
     def _work(self):
         try:
@@ -178,8 +183,8 @@ class Board:
                             tag = name.replace("_", "/", 1) if name.startswith("val_") else f"train/{name}"
                             writer.add_scalar(tag, value, line["step"], when)
                     if self.queue.empty():
-                        writer.flush()                               # a kill costs no curve more than its last line
+                        writer.flush()  # a kill costs no curve more than its last line
         except ImportError:
             self.note("tensorboard is not installed: no curves (pip install tensorboard, or --no-tensorboard)")
-        except Exception as error:                                   # a full disk, say
+        except Exception as error:  # a full disk, say
             self.note(f"{self.folder} cannot be written ({error}); training goes on without curves")

@@ -1,4 +1,6 @@
-"""RUN/metrics.jsonl: an object per logged step and per evaluation, each there once after any number of restarts."""
+"""RUN/metrics.jsonl: an object per logged step and per evaluation, each there once after any number of
+restarts.
+"""
 import errno
 import json
 import math
@@ -16,7 +18,7 @@ class Metrics:
 
     def __init__(self, run_dir, step, note):
         self.path, self.note, self.fd, self.torn = os.path.join(run_dir, "metrics.jsonl"), note, None, False
-        self.last = {"train": -1, "val": -1}                         # the newest step of each kind of line
+        self.last = {"train": -1, "val": -1}  # the newest step of each kind of line
         try:
             os.makedirs(run_dir, mode=0o700, exist_ok=True)
             self.fd = _open(self.path)
@@ -26,7 +28,7 @@ class Metrics:
                 lines = file.readlines()
             kept = [line for line in lines if self._belongs(line, step)]
             if kept != lines or lines and not lines[-1].endswith(b"\n"):
-                with open(f"{self.path}.new", "wb") as aside:             # a log needs no fsync
+                with open(f"{self.path}.new", "wb") as aside:  # a log needs no fsync
                     aside.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
                 os.replace(aside.name, self.path)
                 os.close(self.fd)
@@ -47,10 +49,11 @@ class Metrics:
             # JSON has no nan and no infinity: null stands for both.
             finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
             data = json.dumps(finite).encode() + b"\n"
-            if self.torn:                                            # a full disk cut the line before: do not join it
+            if self.torn:  # a full disk cut the line before: do not join it
                 data = b"\n" + data
             try:
-                self.torn = os.write(self.fd, data) < len(data)      # one write a line: a crash tears the last at most
+                # one write a line: a crash tears the last at most
+                self.torn = os.write(self.fd, data) < len(data)
             except OSError as error:
                 self._give_up(error)
         return True

@@ -15,7 +15,9 @@ def _saved(events):
 
 
 def summarize(run_dir):
-    """Return what the ledger tells: lives, events and seconds by name, and goodput (None where no step was timed)."""
+    """Return what the ledger tells: lives, events and seconds by name, and goodput (None where no step was
+    timed).
+    """
     lives = lives_of(run_dir)
     everything = [event for events in lives for event in events]
     wall, seconds = max(event.get("t", 0) for event in everything) - everything[0]["t"], _seconds(everything)
@@ -55,7 +57,7 @@ def report(run_dir):
     yield f"goodput {'unknown' if goodput is None else f'{goodput:.1%}'} (time in steps / wall)"
 
 
-BETWEEN = ("detect_s", "tear_down_s", "rendezvous_s", "away_s", "down_s")        # what no event has a field for
+BETWEEN = ("detect_s", "tear_down_s", "rendezvous_s", "away_s", "down_s")  # what no event has a field for
 
 
 def read(path):
@@ -95,9 +97,10 @@ def lives_of(*run_dirs):
 def gap(before, after):
     """{part: seconds} between two lives, each a list of the ledger's events; they add up to the whole.
 
-    `detect` begins with the last whole step, as nobody sees the moment of a death, and ends when the first survivor knows;
-    `tear_down` ends when the last one has saved and left, `rendezvous` when the agent has started the next process. A life
-    without a survivor cannot tell these apart: they are `away`. What a person started is no restart: `down`.
+    `detect` begins with the last whole step, as nobody sees the moment of a death, and ends when the first
+    survivor knows; `tear_down` ends when the last one has saved and left, `rendezvous` when the agent has
+    started the next process. A life without a survivor cannot tell these apart: they are `away`. What a
+    person started is no restart: `down`.
     """
     match after[0]:
         case {"job": str(job), "began": int() | float() as began}:
@@ -144,14 +147,16 @@ def _last(events):
 
 
 def planned(lives, steps, explain):
-    """Yield (step, epoch, positions, n) of each step that should have been made, from what each life's first event says.
+    """Yield (step, epoch, positions, n) of each step that should have been made, from what each life's first
+    event says.
 
-    Where a life found another number of samples than the one before, the epoch begins again. A run that took its first
-    steps over from another folder goes on where it was told to; what came before is expected as if made here.
+    Where a life found another number of samples than the one before, the epoch begins again. A run that took
+    its first steps over from another folder goes on where it was told to; what came before is expected as if
+    made here.
     """
     first, changes = lives[0], {}
     for life in lives:
-        changes = {step: n for step, n in changes.items() if step <= life["step"]}      # others: steps undone
+        changes = {step: n for step, n in changes.items() if step <= life["step"]}  # others: steps undone
         last = [first["n"], *changes.values()][-1]
         if life.get("n", last) != last:
             changes.pop(life["step"], None)

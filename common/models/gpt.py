@@ -1,4 +1,6 @@
-"""A small GPT over bytes, as an nn.Sequential of embedding, blocks and head, so that it may be cut between any two of them."""
+"""A small GPT over bytes, as an nn.Sequential of embedding, blocks and head, so that it may be cut between
+any two of them.
+"""
 import re
 from collections import OrderedDict
 
@@ -39,8 +41,9 @@ class Block(nn.Module):
 
 
 def build_gpt(data, size=""):
-    """`gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width. Head and embedding do not share a weight: they
-    may be on different devices."""
+    """`gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width. Head and embedding do not share a
+    weight: they may be on different devices.
+    """
     if not data.vocab or data.classes != data.vocab:
         raise UserError(f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape {data.sample_shape} "
                         f"and {data.classes} classes\nchoose --dataset text --data-dir FILE, or another --model")
@@ -52,7 +55,7 @@ def build_gpt(data, size=""):
     ))
     with torch.no_grad():
         for name, p in net.named_parameters():
-            if p.dim() == 2:                                        # what feeds the residual stream is smaller, the deeper the net
+            if p.dim() == 2:  # what feeds the residual stream is smaller, the deeper the net
                 nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if name.endswith(("mix.weight", "down.weight")) else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)

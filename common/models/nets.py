@@ -1,7 +1,8 @@
 """Registry of nets; a net may be cut between the children of its top-level nn.Sequential.
 
-Adding one: a function that takes the facts of the data (classes, sample_shape, vocab) and returns an nn.Module, and a
-line in MODELS. Code that lives elsewhere needs no edit here: `--model path/to/file.py:function`.
+Adding one: a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
+nn.Module, and a line in MODELS. Code that lives elsewhere needs no edit here: `--model
+path/to/file.py:function`.
 """
 import inspect
 import itertools
@@ -61,13 +62,15 @@ MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_g
 
 
 def build_model(opts, data):
-    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed alone, and no generator moves."""
+    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed alone, and no generator
+    moves.
+    """
     name = opts.model
     with seeded(opts.seed, "init"):
         if ".py" in name:
             net = call_user(name, opts, data)
             if isinstance(net, (list, tuple)) and all(isinstance(part, nn.Module) for part in net):
-                net = nn.Sequential(*net)                           # its stages, already cut
+                net = nn.Sequential(*net)  # its stages, already cut
             if not isinstance(net, nn.Module):
                 raise UserError(f"model {name} returned {type(net).__name__}, not an nn.Module")
         elif name in MODELS:
@@ -104,7 +107,8 @@ def build_torchvision(name, data):
     try:
         net = models.get_model(name, weights=None, **facts)
         fit_channels(net, channels)
-        # A dry run on the meta device does no arithmetic; it finds images too small for the net before a step does.
+        # A dry run on the meta device does no arithmetic; it finds images too small for the net before a step
+        # does.
         on_meta = {key: t.to("meta") for key, t in itertools.chain(net.named_parameters(), net.named_buffers())}
         with torch.no_grad():
             x = torch.empty(2, channels, height, width, device="meta")

@@ -1,6 +1,7 @@
 """What torchrun, Slurm or a person put into the environment, checked without torch; and who speaks of errors.
 
-torch answers most of these mistakes with a traceback, or with half an hour of waiting for a rank that cannot come.
+torch answers most of these mistakes with a traceback, or with half an hour of waiting for a rank that cannot
+come.
 """
 import contextlib
 import ipaddress
@@ -15,7 +16,8 @@ from pathlib import Path
 
 from common.errors import UserError, say
 
-NUMBERS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}  # name: smallest value
+# name: smallest value
+NUMBERS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}
 DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")              # the last is Slurm's word for none
 LIVES = 5                                # that end before they train
 RESOLVING = 3                            # seconds; without a network a resolver may take minutes
@@ -26,7 +28,8 @@ def world_size(environ=os.environ):
 
 
 def check_environment(environ):
-    """Raises UserError for an environment in which the processes could not meet; call before anything else."""
+    """Raises UserError for an environment in which the processes could not meet; call before anything else.
+    """
     numbers = {name: _number(environ, name, low) for name, low in NUMBERS.items() if name in environ}
     size, rank = numbers.get("WORLD_SIZE"), numbers.get("RANK")
     if rank is not None and size is None:
@@ -45,7 +48,7 @@ def check_environment(environ):
     if numbers.get("LOCAL_RANK", 0) >= local_size:
         raise UserError(f"LOCAL_RANK={numbers['LOCAL_RANK']} with {local_size} processes on this machine\n"
                         f"local ranks go from 0 to {local_size - 1}; set LOCAL_WORLD_SIZE as well if that is too few")
-    if size > 1:                         # alone nobody is met, and Kubernetes may set MASTER_PORT=tcp://... by itself
+    if size > 1:  # alone nobody is met, and Kubernetes may set MASTER_PORT=tcp://... by itself
         _check_meeting_point(environ, size)
     threads = environ.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
@@ -74,7 +77,8 @@ def _check_meeting_point(environ, size):
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT={port!r} is not a port\n"
                         "take a free one from 1024 to 65535, the same for every rank")
-    # Two jobs under torchrun's default id at one endpoint are silently merged into one; where each node has its number, not.
+    # Two jobs under torchrun's default id at one endpoint are silently merged into one; where each node has
+    # its number, not.
     if (environ.get("TORCHELASTIC_RUN_ID") == "none" and environ.get("GROUP_WORLD_SIZE", "1") != "1"
             and agents_flag("rdzv_backend", environ) not in (None, "static")):
         raise UserError("torchrun on several machines without a run id: two jobs at one endpoint would be merged\n"
@@ -99,7 +103,7 @@ def _resolve(host):
         except (OSError, UnicodeError) as error:
             answer.append(f" ({getattr(error, 'strerror', None) or error})")
 
-    resolver = threading.Thread(target=look_up, daemon=True)             # getaddrinfo itself has no time-out
+    resolver = threading.Thread(target=look_up, daemon=True)  # getaddrinfo itself has no time-out
     resolver.start()
     resolver.join(RESOLVING)
     problem = answer[0] if answer else f" within {RESOLVING} s"
@@ -109,10 +113,12 @@ def _resolve(host):
 
 
 def end_a_crash_loop(environ=os.environ):
-    """Raises UserError once LIVES lives in a row were over before they were open; before that, each waits a bit longer.
+    """Raises UserError once LIVES lives in a row were over before they were open; before that, each waits a
+    bit longer.
 
-    An agent would restart them for ever. It counts its restarts, and `life_is_open` leaves the number of the life beside
-    its logs, which go with the agent: so each machine judges what became of its own. What fails later is told by the ledger.
+    An agent would restart them for ever. It counts its restarts, and `life_is_open` leaves the number of the
+    life beside its logs, which go with the agent: so each machine judges what became of its own. What fails
+    later is told by the ledger.
     """
     notes = _notes(environ)
     if not notes:
@@ -139,7 +145,9 @@ def life_is_open(environ=os.environ):
 
 
 def _notes(environ):
-    """The folder in which an agent keeps attempt_0, attempt_1, ... with a folder for each rank's error; None without one."""
+    """The folder in which an agent keeps attempt_0, attempt_1, ... with a folder for each rank's error; None
+    without one.
+    """
     path = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     return path.parents[2] if path.match(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT')}/*/*") else None
 
@@ -152,7 +160,9 @@ def _why_it_ended(attempt):
 
 
 def agents_flag(name, environ=os.environ):
-    """What the agent above this process was given as --NAME or PET_NAME; None where that is left open, or cannot be seen."""
+    """What the agent above this process was given as --NAME or PET_NAME; None where that is left open, or
+    cannot be seen.
+    """
     try:
         with open(f"/proc/{os.getppid()}/cmdline", encoding="utf-8", errors="replace") as file:
             return flag_in(file.read().split("\0"), name, environ)
@@ -161,16 +171,19 @@ def agents_flag(name, environ=os.environ):
 
 
 def flag_in(arguments, name, environ):
-    """torchrun's --NAME among these arguments, as torchrun reads them: the last one, or else the variable PET_NAME; or None."""
+    """torchrun's --NAME among these arguments, as torchrun reads them: the last one, or else the variable
+    PET_NAME; or None.
+    """
     found = re.findall(rf"^--{name.replace('_', '[-_]')}[=\n](.*)$", "\n".join(arguments), re.MULTILINE)
     return found[-1] if found else environ.get(f"PET_{name.upper()}")
 
 
 def warn_of_late_joins(environ=os.environ):
-    """Under plain torchrun a machine that joins a running job waits for an address that nobody gives it, and all agents end.
+    """Under plain torchrun a machine that joins a running job waits for an address that nobody gives it, and
+    all agents end.
 
-    torch hands the rendezvous' own store to the workers, and what it says of that store it says in the first round only.
-    A worker cannot mend it: the agents fail before they start the next workers.
+    torch hands the rendezvous' own store to the workers, and what it says of that store it says in the first
+    round only. A worker cannot mend it: the agents fail before they start the next workers.
     """
     low, _, high = (agents_flag("nnodes", environ) or "1").partition(":")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("RANK") == "0" and high not in ("", low):

@@ -10,7 +10,8 @@ SWITCH = None                                                # the kind of a fla
 
 
 def free(default, kind, text, group="", scripts="ddp dp mp", decides=False, why=""):
-    """A field of Options that is also a flag, and may change between restarts; `group` opens a group of --help.
+    """A field of Options that is also a flag, and may change between restarts; `group` opens a group of
+    --help.
 
     `why` says what stands against it in the scripts that do not have it.
     """
@@ -27,7 +28,7 @@ def flag_of(name):
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
 
 
-# ---- what a flag's text may be: each gives a function from text to value --------------------------------------------
+# ---- what a flag's text may be: each gives a function from text to value --------------------------
 def _kind(shape, convert):
     def kind(text):
         try:
@@ -52,7 +53,7 @@ def real(low=0.0, below=math.inf, above=False):
             value = float(text)
         except ValueError:
             value = math.nan
-        if not low <= value < below or (above and value == low):             # nan fails every comparison
+        if not low <= value < below or (above and value == low):  # nan fails every comparison
             bound = "" if below == math.inf else f" and < {below:g}"
             raise ValueError(f"is not a finite number {'>' if above else '>='} {low:g}{bound}")
         return value
@@ -89,7 +90,7 @@ def _balance(text):
 NAME, PATH, DEVICES, BALANCE = _kind("NAME", _plain), _kind("PATH", _plain), _kind("D,D", _devices), _kind("HOW", _balance)
 
 
-# ---- the parser ------------------------------------------------------------------------------------------------------
+# ---- the parser -----------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     """Opens --help with the script's own commands; every mistake is a UserError."""
 

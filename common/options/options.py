@@ -1,7 +1,7 @@
 """Flags -> one frozen dataclass; validation; the run's identity.
 
-A flag is one field of Options: `decides` marks those that decide the result (a restart may not change them), `free` the
-others. Nothing here imports torch, so `--help` and a wrong flag answer at once.
+A flag is one field of Options: `decides` marks those that decide the result (a restart may not change them),
+`free` the others. Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
 import os
 import re
@@ -29,9 +29,11 @@ OTHERS = {  # why these do not go with --virtual-ranks
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says, whole: values left open follow from the others (lr from the optimizer, ...)."""
+    """What the command line says, whole: values left open follow from the others (lr from the optimizer,
+    ...).
+    """
 
-    script: str = "ddp"                                                      # ddp, dp or mp: not a flag
+    script: str = "ddp"  # ddp, dp or mp: not a flag
 
     run_dir: Path = free(None, PATH, "folder and identity of the run (default: runs/MODEL-DATASET)", "the run")
     resume: str = free("auto", PATH, "auto: from the newest checkpoint that verifies; none: afresh; or a checkpoint")
@@ -112,7 +114,9 @@ class Options:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def compare(self, old):
-        """[(field, old, new)] where these options contradict the identity `old`; what it lacks had its default then."""
+        """[(field, old, new)] where these options contradict the identity `old`; what it lacks had its
+        default then.
+        """
         missing = {f.name: f.default for f in fields(self) if f.metadata.get("decides") and f.name not in old}
         was = replace(self, **missing).identity() | old
         return [(name, was[name], new) for name, new in self.identity().items() if was[name] != new]
@@ -123,7 +127,9 @@ class Options:
 
 
 def uses(dataset):
-    """The flags of DATASET_FLAGS that can take effect with this dataset; a user's own function may use them all."""
+    """The flags of DATASET_FLAGS that can take effect with this dataset; a user's own function may use them
+    all.
+    """
     if ".py" in dataset:
         return ("data_dir", "workers", *IMAGES)
     name, _, size = dataset.partition(":")
@@ -133,13 +139,14 @@ def uses(dataset):
 def parse_options(doc, argv=None, script=None, processes=None):
     """The checked options of this process; a mistake ends it with exit code 2, printed once per machine.
 
-    An agent checks for its workers: then `processes` is how many will train, or 0 where it cannot know that yet.
+    An agent checks for its workers: then `processes` is how many will train, or 0 where it cannot know that
+    yet.
     """
     die_with_the_agent()
     try:
         check_environment(os.environ)
         end_a_crash_loop()
-    except UserError as error:                                   # by hand, each process has a terminal of its own
+    except UserError as error:  # by hand, each process has a terminal of its own
         fail(error, error.code, everyone="TORCHELASTIC_RUN_ID" not in os.environ)
     named = re.fullmatch(r"train_(ddp|dp|mp)(\.py)?", os.path.basename(sys.argv[0]))
     script = script or (named[1] if named else "ddp")
@@ -253,6 +260,6 @@ def _check_places(opts):
         os.stat(run)
     except FileNotFoundError:
         pass
-    except (OSError, RuntimeError) as error:                     # too long a name, a circle of links, no permission
+    except (OSError, RuntimeError) as error:  # too long a name, a circle of links, no permission
         raise UserError(f"--run-dir: {str(run)!r} cannot be used ({getattr(error, 'strerror', None) or error})\n"
                         "choose another place") from None

@@ -8,15 +8,16 @@ import sys
 
 
 def die_with_the_agent():
-    """A SIGKILLed agent would leave its workers training on as orphans, two rank 0 in one run after the next start.
+    """A SIGKILLed agent would leave its workers training on as orphans, two rank 0 in one run after the next
+    start.
 
     Called before torch is imported too: that takes seconds, in which an agent can die.
     """
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)             # PR_SET_PDEATHSIG
-    parent = os.getppid()                                           # it may have died before this line: then init has adopted
-    try:                                                            # us, or a user's systemd; in a container an agent can be 1
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    parent = os.getppid()  # it may have died before this line: then init has adopted
+    try:  # us, or a user's systemd; in a container an agent can be 1
         with open(f"/proc/{parent}/cmdline", "rb") as file:
             name = os.path.basename(file.read().split(b"\0")[0])
     except OSError:
@@ -31,7 +32,9 @@ def machine():
 
 
 def job_id():
-    """What two lives of one job share: Slurm's number, the agent's run id, or (without an agent) this process."""
+    """What two lives of one job share: Slurm's number, the agent's run id, or (without an agent) this
+    process.
+    """
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm/{os.environ['SLURM_JOB_ID']}"
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "none")
@@ -39,7 +42,8 @@ def job_id():
 
 
 def queued_again():
-    """Whether Slurm has started this very job before: then its agents are others, and it is still no new job."""
+    """Whether Slurm has started this very job before: then its agents are others, and it is still no new job.
+    """
     return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
 
 
@@ -49,7 +53,9 @@ def machine_id():
 
 
 def end_of(pid):
-    """How a process of this machine has ended, in words, or None. A zombie still tells by what, until its agent clears it away."""
+    """How a process of this machine has ended, in words, or None. A zombie still tells by what, until its
+    agent clears it away.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             fields = file.read().rsplit(b")", 1)[1].split()

@@ -11,9 +11,11 @@ from common.errors import UserError, one_line
 
 
 def call_user(spec, *facts):
-    """What the function in `path/to/file.py:function` returns; given the last of `facts`, as many as it takes.
+    """What the function in `path/to/file.py:function` returns; given the last of `facts`, as many as it
+    takes.
 
-    Parameters with a default are left to it: `f()`, `f(data)` and `f(opts, data, width=3)` all do for a model.
+    Parameters with a default are left to it: `f()`, `f(data)` and `f(opts, data, width=3)` all do for a
+    model.
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
@@ -40,7 +42,8 @@ def load_file(path):
     if name in sys.modules:
         return sys.modules[name]
     if str(Path(path).parent) not in sys.path:
-        sys.path.append(str(Path(path).parent))  # last, so that it can hide neither common nor the standard library
+        # last, so that it can hide neither common nor the standard library
+        sys.path.append(str(Path(path).parent))
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:

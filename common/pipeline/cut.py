@@ -1,6 +1,8 @@
-"""Where a net may be cut into stages: its pieces in order, each measured, and groups of them that weigh about the same.
+"""Where a net may be cut into stages: its pieces in order, each measured, and groups of them that weigh about
+the same.
 
-The net stays whole to whoever reads its names: a stage runs its pieces, and `prune` takes the other stages' weights out.
+The net stays whole to whoever reads its names: a stage runs its pieces, and `prune` takes the other stages'
+weights out.
 """
 import time
 from typing import Any, NamedTuple
@@ -15,7 +17,8 @@ TURNS, ENOUGH = 4, 1.0       # how often each piece is measured; seconds after w
 
 
 class Piece(NamedTuple):
-    """One of the parts that a net runs one after the other; `owns` are the beginnings of its weights' names."""
+    """One of the parts that a net runs one after the other; `owns` are the beginnings of its weights' names.
+    """
 
     name: str
     call: Any
@@ -25,11 +28,11 @@ class Piece(NamedTuple):
 class Measure(NamedTuple):
     """What a piece does to two samples."""
 
-    seconds: float       # forward and backward
-    kept: int            # bytes a sample that wait for the backward
-    shape: tuple         # of the output, without the batch
+    seconds: float  # forward and backward
+    kept: int  # bytes a sample that wait for the backward
+    shape: tuple  # of the output, without the batch
     dtype: torch.dtype
-    random: bool         # whether it draws numbers
+    random: bool  # whether it draws numbers
 
 
 def pieces(net):
@@ -37,7 +40,8 @@ def pieces(net):
     find = {"ResNet": _resnet, "VisionTransformer": _vit, "AlexNet": _features, "VGG": _features, "MobileNetV3": _features,
             "EfficientNet": _features, "ConvNeXt": _features}.get(type(net).__name__)
     if type(net).forward is nn.Sequential.forward:
-        found = [Piece(name, part, (name,)) for name, part in net._modules.items()]      # a part may stand there twice
+        # a part may stand there twice
+        found = [Piece(name, part, (name,)) for name, part in net._modules.items()]
     elif find and type(net).__module__.startswith("torchvision."):
         found = find(net)
     else:
@@ -50,7 +54,7 @@ def pieces(net):
         joined.append(piece)
     known = [prefix for piece in joined for prefix in piece.owns]
     loose = tuple(n for n, _ in [*net.named_parameters(), *net.named_buffers()] if not belongs(n, known))
-    return [joined[0]._replace(owns=joined[0].owns + loose), *joined[1:]]             # used by none, and still saved
+    return [joined[0]._replace(owns=joined[0].owns + loose), *joined[1:]]  # used by none, and still saved
 
 
 def _then(*calls):
@@ -94,7 +98,9 @@ def belongs(name, prefixes):
 
 
 def prune(net, prefixes):
-    """Takes every weight and buffer out of the net that no stage of this rank owns; the names of the others stay."""
+    """Takes every weight and buffer out of the net that no stage of this rank owns; the names of the others
+    stay.
+    """
     for path, module in net.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key in tensors:
@@ -133,14 +139,15 @@ def count(net, piece):
 
 
 def measure(net, found, x, device, cast):
-    """[Measure] of each piece, run as in training on a few samples; buffers and generators are as they were afterwards.
+    """[Measure] of each piece, run as in training on a few samples; buffers and generators are as they were
+    afterwards.
 
     One piece is on the device at a time, and no gradient stays: the whole net may not fit.
     """
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     states, training, began, best = torch.get_rng_state(), net.training, time.perf_counter(), None
     net.train()
-    for _ in range(TURNS):                                          # of each piece the best counts: others use the machine too
+    for _ in range(TURNS):  # of each piece the best counts: others use the machine too
         measures, y = [], x
         for piece in found:
             place(net, piece, device)
@@ -161,7 +168,7 @@ def _measure(net, piece, x, device, cast):
     """(Measure, output) of one piece."""
     own = {p.data_ptr() for p in net.parameters()}
     kept, state, seconds = Kept(), draws(device), float("inf")
-    for _ in range(2):                                              # the first one warms up
+    for _ in range(2):  # the first one warms up
         x = x.to(device).detach().requires_grad_(x.is_floating_point())
         kept.clear()
         began = time.perf_counter()
@@ -202,7 +209,9 @@ def draws(device):
 
 
 def cut(found, weights, parts, by):
-    """[[piece, ...] of each stage]: contiguous, none empty, as `by` says: parameters or time (then `weights`), or counts."""
+    """[[piece, ...] of each stage]: contiguous, none empty, as `by` says: parameters or time (then
+    `weights`), or counts.
+    """
     names = ", ".join(piece.name for piece in found)
     if parts > len(found):
         raise UserError(f"{parts} stages, but this model can be cut into {len(found)} at most: {names[:150]}\n"
@@ -219,11 +228,13 @@ def cut(found, weights, parts, by):
 
 
 def balance(weights, count):
-    """A stage for each piece: contiguous, none empty, the heaviest as light as it can be (exact, by dynamic programming)."""
+    """A stage for each piece: contiguous, none empty, the heaviest as light as it can be (exact, by dynamic
+    programming).
+    """
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    best = {(0, 0): (0, None)}                                      # (pieces placed, stages used): (heaviest, cut before)
+    best = {(0, 0): (0, None)}  # (pieces placed, stages used): (heaviest, cut before)
     for stages in range(1, count + 1):
         for end in range(stages, len(weights) + 1):
             best[end, stages] = min((max(best[start, stages - 1][0], sums[end] - sums[start]), start)

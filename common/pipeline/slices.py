@@ -1,7 +1,9 @@
-"""--virtual-ranks in stages over ranks: every slice computed as if the net were whole, with other slices on the other stages.
+"""--virtual-ranks in stages over ranks: every slice computed as if the net were whole, with other slices on
+the other stages.
 
-What decides bits goes on where the stage before has left it: the tensor with its strides (line.py), and the generator's
-state. Each stage adds its slices up along its own tree, in their order, over the ranks that hold it.
+What decides bits goes on where the stage before has left it: the tensor with its strides (line.py), and the
+generator's state. Each stage adds its slices up along its own tree, in their order, over the ranks that hold
+it.
 """
 import itertools
 import time
@@ -20,7 +22,8 @@ def backward_slices(model, batch, state):
     first, last, out, at = stage.index == 0, stage.index == model.parts - 1, None, tree.slices.start
     tree.begin(state)
     sizes = [len(share(batch.size, v, tree.count)) for v in tree.slices]
-    flights = [each for each in zip(tree.slices, sizes, itertools.accumulate(sizes), strict=True) if each[1]]   # some may be empty
+    # some may be empty
+    flights = [each for each in zip(tree.slices, sizes, itertools.accumulate(sizes), strict=True) if each[1]]
     held = {}
     for ahead, k in orders("1f1b", len(flights), model.parts - stage.index):
         v, n, end = flights[k]
@@ -57,7 +60,7 @@ def _forward(model, v, x, y, came, size, state):
     n, (x, targets) = len(x), inputs_and_targets(x, y, state)
     if came:
         x = came[0].requires_grad_(came[0].is_floating_point())
-        stage.generator.set_state(came[1].clone())                  # it would read a view from the beginning of its memory
+        stage.generator.set_state(came[1].clone())  # it would read a view from the beginning of its memory
     if v > tree.slices.start:
         tree.buffers.renew()
     out, totals = stage(x), (torch.zeros((), device=stage.device),) * 2

@@ -1,4 +1,5 @@
-"""A net cut into stages, with micro batches in flight: over the devices of one process, or over the ranks of torchrun.
+"""A net cut into stages, with micro batches in flight: over the devices of one process, or over the ranks of
+torchrun.
 
     one process     a thread a stage; what one hands the next is a tensor moved to the next one's device
     ranks           torch.distributed.pipelining's schedules; a world of W ranks is W / stages pipelines side by side
@@ -41,7 +42,7 @@ def split(net, opts, world, data):
     cast = partial(autocast, opts, world.device)
     measures = measure(net, found, samples, world.device, cast)
     told = send(world, json.dumps([[m.seconds, m.kept] for m in measures]).encode(), 0) if world.size > 1 else None
-    if told:                                                        # one rank's clock decides for all
+    if told:  # one rank's clock decides for all
         measures = [m._replace(seconds=s, kept=k) for m, (s, k) in zip(measures, json.loads(told), strict=True)]
     loops = LOOPS if opts.schedule == "interleaved" else 1
     weights = [m.seconds for m in measures] if opts.balance == "time" else [count(net, piece) + 1 for piece in found]
@@ -68,17 +69,20 @@ def split(net, opts, world, data):
 
 
 def shard(model):
-    """FSDP over the replicas of each stage: a rank keeps some rows of each weight, and gathers a module's while it runs."""
+    """FSDP over the replicas of each stage: a rank keeps some rows of each weight, and gathers a module's
+    while it runs.
+    """
     mesh = DeviceMesh.from_group(model.world.peers or dist.group.WORLD, model.world.device.type)
     for prefix in [prefix for stage in model.stages for piece in stage.group for prefix in piece.owns]:
         try:
             part = model.net.get_submodule(prefix)
         except AttributeError:
-            continue                                                # a weight in no module that is called: every replica has it
+            continue  # a weight in no module that is called: every replica has it
         if next(part.parameters(), None) is not None:
-            fully_shard(part, mesh=mesh, reshard_after_forward=True)   # a root, as each is, would stay whole until backward
-            part.set_gradient_divide_factor(1.0)                    # each share is divided by the whole batch already
-            part.set_force_sum_reduction_for_comms(True)            # gloo has no sum that also multiplies
+            # a root, as each is, would stay whole until backward
+            fully_shard(part, mesh=mesh, reshard_after_forward=True)
+            part.set_gradient_divide_factor(1.0)  # each share is divided by the whole batch already
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no sum that also multiplies
 
 
 class Local(Pipeline):
@@ -96,7 +100,7 @@ class Local(Pipeline):
     def forward(self, x):
         before = self.stages[0]
         for stage in self.stages:
-            if self.opts.virtual_ranks and stage.device != before.device:      # as one generator would go on
+            if self.opts.virtual_ranks and stage.device != before.device:  # as one generator would go on
                 stage.generator.set_state(before.generator.get_state())
             x, before = stage(x.to(stage.device)), stage
         return x.to(self.world.device)
@@ -106,7 +110,7 @@ class Local(Pipeline):
         work = [self.pool.submit(self._work, stage, xs, loss, forward, backward) for stage in self.stages]
         errors = [error for error in (w.exception() for w in work) if error]
         for error in sorted(errors, key=lambda error: isinstance(error, _Elsewhere)):
-            raise error                                             # the first cause, not its echo in the other threads
+            raise error  # the first cause, not its echo in the other threads
 
     def _work(self, stage, xs, loss, forward, backward):
         i, last, held = stage.index, stage.index == self.parts - 1, {}
@@ -141,7 +145,9 @@ def _take(line):
 
 
 class Ranks(Pipeline):
-    """Stages over ranks: torch's schedules move the micro batches, each rank has one stage or, interleaved, several."""
+    """Stages over ranks: torch's schedules move the micro batches, each rank has one stage or, interleaved,
+    several.
+    """
 
     def __init__(self, net, groups, measures, opts, world, device_of):
         super().__init__(net, groups, measures, opts, world, device_of)
@@ -165,7 +171,9 @@ class Ranks(Pipeline):
         return None
 
     def edge(self, index, n, source, note=0):
-        """What comes from the stage `source` where stage `index` ends: activations of n samples, or their gradient."""
+        """What comes from the stage `source` where stage `index` ends: activations of n samples, or their
+        gradient.
+        """
         shape, dtype = self.edges[index]
         return (n, *shape), dtype, source % self.world.stages, note
 

@@ -1,4 +1,6 @@
-"""A stage, and a pipeline of them: what is the same whoever carries the tensors from one to the next (pipeline.py)."""
+"""A stage, and a pipeline of them: what is the same whoever carries the tensors from one to the next
+(pipeline.py).
+"""
 import contextlib
 import time
 from functools import partial
@@ -16,7 +18,9 @@ BUCKET = 25 << 20            # bytes of gradients summed at once
 
 
 class Stage(nn.Module):
-    """Some pieces in a row on one device; what they draw follows from (seed, step, pipeline, stage, micro batch) alone."""
+    """Some pieces in a row on one device; what they draw follows from (seed, step, pipeline, stage, micro
+    batch) alone.
+    """
 
     def __init__(self, net, index, group, device, opts, world, random, lock):
         super().__init__()
@@ -39,18 +43,20 @@ class Stage(nn.Module):
             return self.run(x)
 
     def backward(self, y, gradient=None):
-        with self.lock:                                             # --recompute draws again what the forward drew
+        with self.lock:  # --recompute draws again what the forward drew
             y.backward(gradient)
 
     def _run(self, x):
-        x = x.clone()                                               # of a leaf, or a part of the batch: layers may work in place
+        x = x.clone()  # of a leaf, or a part of the batch: layers may work in place
         for piece, norms in zip(self.group, self.norms, strict=True):
-            if self.opts.recompute and torch.is_grad_enabled():     # whoever draws nothing leaves the others' generator alone
+            # whoever draws nothing leaves the others' generator alone
+            if self.opts.recompute and torch.is_grad_enabled():
                 x = checkpoint(piece.call, x, use_reentrant=False, preserve_rng_state=self.random,
                                context_fn=partial(_contexts, norms))
             else:
                 x = piece.call(x)
-        return x if self.opts.virtual_ranks else x.contiguous()     # torch's schedules send it; line.py keeps what decides bits
+        # torch's schedules send it; line.py keeps what decides bits
+        return x if self.opts.virtual_ranks else x.contiguous()
 
     @property
     def generator(self):
@@ -60,13 +66,15 @@ class Stage(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """What train_mp.py calls: `backward` for a global batch, `forward` to evaluate; `net` has the weights this rank owns."""
+    """What train_mp.py calls: `backward` for a global batch, `forward` to evaluate; `net` has the weights
+    this rank owns.
+    """
 
     def __init__(self, net, groups, measures, opts, world, device_of):
         super().__init__()
         self.net, self.opts, self.world, self.groups, self.measures = net, opts, world, groups, measures
         self.parts, self.devices = len(groups), device_of
-        self.even = opts.shard                                      # the replicas of a stage then run in step
+        self.even = opts.shard  # the replicas of a stage then run in step
         self.parameters_of = [sum(count(net, piece) for piece in group) for group in groups]
         locks = {device: Lock() for device in device_of}
         self.stages = [Stage(net, i, group, device_of[i], opts, world, any(m.random for m in facts), locks[device_of[i]])
@@ -79,15 +87,17 @@ class Pipeline(nn.Module):
             for piece in stage.group:
                 place(net, piece, stage.device)
         own = {id(p) for p in net.parameters()}
-        self.order = [i for i, p in enumerate(weights) if id(p) in own]     # of the whole net's
+        self.order = [i for i, p in enumerate(weights) if id(p) in own]  # of the whole net's
 
     def backward(self, batch, state):
-        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits]. On every rank."""
+        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits].
+        On every rank.
+        """
         world, n = self.world, len(batch.x)
         totals, began = torch.zeros(2, dtype=torch.float64, device=self.stages[-1].device), time.monotonic()
         for stage in self.stages:
             stage.begin(state.step)
-        most = -(-batch.size // world.replicas) if self.even else n     # as many as any replica has
+        most = -(-batch.size // world.replicas) if self.even else n  # as many as any replica has
         size = self.opts.micro_batch_size or max(1, most)
         parts = [self._part(batch.x[at:at + size], batch.y[at:at + size], min(size, most - at), state)
                  for at in range(0, most, size)]
@@ -113,7 +123,7 @@ class Pipeline(nn.Module):
 
     def _part(self, x, y, size, state):
         x, targets = mix(x, y, state)
-        if len(x) < size:                                           # samples that no loss looks at
+        if len(x) < size:  # samples that no loss looks at
             x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
         if self.opts.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -136,22 +146,24 @@ class Pipeline(nn.Module):
 
     def norm(self, gradients):
         """The length of the whole net's gradient."""
-        if self.opts.virtual_ranks and self.world.stages > 1:       # the lengths in one order, wherever the net is cut
+        # the lengths in one order, wherever the net is cut
+        if self.opts.virtual_ranks and self.world.stages > 1:
             lengths = torch.zeros(self.weights, dtype=self.kind, device=self.world.device)
             if gradients:
                 lengths[self.order] = torch.stack(torch._foreach_norm(gradients)).to(self.kind)
             return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
         rows = [g.to_local() for g in gradients if hasattr(g, "to_local")]
-        own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)      # of nothing it is on the CPU
+        own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)  # of nothing it is on the CPU
                      for part in ([g for g in gradients if not hasattr(g, "to_local")], rows))
         if self.world.stages == 1 and not rows:
             return own
         mine = self.world.sum_over_replicas(mine.square()) if self.even else 0.0
         return self.world.sum_over_stages(own.square() + mine).sqrt()
 
-    # ---- what a person reads --------------------------------------------------------------------------------------
+    # ---- what a person reads ----------------------------------------------------------------------
     def describe(self, samples):
-        """The cut as lines of a table, and a warning where micro batches are too few to keep the stages busy."""
+        """The cut as lines of a table, and a warning where micro batches are too few to keep the stages busy.
+        """
         opts, sliced, ranks = self.opts, self.opts.virtual_ranks, self.world.stages > 1
         micro = -(-opts.global_batch_size // sliced) if sliced else min(opts.micro_batch_size or samples, samples)
         count, stages = -(-samples // max(1, micro)), self.world.stages if ranks else len(set(self.devices))
@@ -179,7 +191,9 @@ class Pipeline(nn.Module):
 
 
 def orders(schedule, flights, left):
-    """(forward?, micro batch) in the order in which a stage with `left` stages from itself to the end does them."""
+    """(forward?, micro batch) in the order in which a stage with `left` stages from itself to the end does
+    them.
+    """
     ahead = flights if schedule == "gpipe" else min(flights, left)
     for k in range(ahead):
         yield True, k
@@ -190,7 +204,9 @@ def orders(schedule, flights, left):
 
 
 def _contexts(norms):
-    """What surrounds a forward, and the same forward made again: that one must not move running statistics a second time."""
+    """What surrounds a forward, and the same forward made again: that one must not move running statistics a
+    second time.
+    """
     return contextlib.nullcontext(), _frozen(norms)
 
 

@@ -1,6 +1,7 @@
 """What the ranks of one pipeline hand each other: tensors in the layout they have, and where the draws go on.
 
-Code chooses by strides how it computes, so a tensor that came in another layout could have other bits in what follows.
+Code chooses by strides how it computes, so a tensor that came in another layout could have other bits in what
+follows.
 """
 from math import prod
 
@@ -18,7 +19,9 @@ class Transfer:
         self.world, self.sent = world, []
 
     def exchange(self, give=None, take=None):
-        """Sends (tensor, to stage, note); of (shape, dtype, from stage, bytes of the note) returns (tensor, note). Both at once."""
+        """Sends (tensor, to stage, note); of (shape, dtype, from stage, bytes of the note) returns (tensor,
+        note). Both at once.
+        """
         group, ops = self.world.stage_group, []
         if give:
             tensor, to, note = give

@@ -47,14 +47,16 @@ def open_life(log, ledger, clock, opts, world, data, state, source, parameters=0
 
 
 def refuse_the_same_end(ledger, opts, data, state):
-    """Three lives in a row that began here and came to nothing: a fourth would too. Being told to stop is no failure.
+    """Three lives in a row that began here and came to nothing: a fourth would too. Being told to stop is no
+    failure.
 
-    It is refused once: whoever starts the run again after that has mended something, or gets three lives to see that not.
+    It is refused once: whoever starts the run again after that has mended something, or gets three lives to
+    see that not.
     """
     try:
         lives = lives_of(opts.run_dir)
     except UserError:
-        return                                                      # a first life
+        return  # a first life
     failed = []
     for events in reversed(lives):
         names = {event["event"] for event in events}

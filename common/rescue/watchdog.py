@@ -1,10 +1,10 @@
 """Whether the ranks still move: a hang is noticed, named with its stack and ended; a slow rank is only named.
 
-Looked at from the rescue thread once a second, so a step pays nothing. A hang is when no rank moves: who waits for one that
-still evaluates, or waits for a slow disk, does not hang. Three things can stand still, and each is seen by something that
-cannot stand still with it: the main thread (this thread sees it), every thread of the process, by a lock held in C
-(faulthandler's own C thread dumps the stacks and ends the process), the process itself, stopped or cut off (its peers see
-it, and the agent kills it).
+Looked at from the rescue thread once a second, so a step pays nothing. A hang is when no rank moves: who
+waits for one that still evaluates, or waits for a slow disk, does not hang. Three things can stand still, and
+each is seen by something that cannot stand still with it: the main thread (this thread sees it), every thread
+of the process, by a lock held in C (faulthandler's own C thread dumps the stacks and ends the process), the
+process itself, stopped or cut off (its peers see it, and the agent kills it).
 """
 import contextlib
 import faulthandler
@@ -21,25 +21,27 @@ LEAST = 60.0            # seconds without progress that are nobody's fault
 STEPS = 20              # or so many median steps, if that is longer
 OPENING = 600.0         # the first step may compile
 TRIES = 5               # times in a row that rank 0's store may not answer
-BLIND = 10              # limits without any Python thread until C code ends the process: longer than people stop one and go on
+# limits without any Python thread until C code ends the process: longer than people stop one and go on
+BLIND = 10
 LATE = 1.5              # seconds between two beats, or this process did not run meanwhile
-SILENT = 2.0            # seconds between two signs of a living process are fewer, on a machine with a core to spare
+SILENT = 2.0  # seconds between two signs of a living process are fewer, on a machine with a core to spare
 SLOW = 2.0              # a rank whose own work takes so many times the others' median is named ...
 AGAIN = 60.0            # ... so often, in seconds
 
 
 class Watchdog:
-    """`beat()` every second from a thread of its own; returns what to say when this rank has hung, else None."""
+    """`beat()` every second from a thread of its own; returns what to say when this rank has hung, else None.
+    """
 
     def __init__(self, state, world, hang_timeout, note):
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note
         self.main = threading.main_thread().ident
         self.moved, self.first, self.alive = time.monotonic(), None, state.progress
         self.beaten, self.lock = self.moved, threading.Lock()
-        self.steps = []                                             # (moment, step) of the latest beats that moved
+        self.steps = []  # (moment, step) of the latest beats that moved
         self.told, self.named, self.thread = threading.Event(), -AGAIN, None
-        self.views, self.heard = [], {}                             # what each rank told last, and since when
-        self.others = self.moved                                    # when another rank was last seen to move
+        self.views, self.heard = [], {}  # what each rank told last, and since when
+        self.others = self.moved  # when another rank was last seen to move
         if world.size > 1:
             self.thread = threading.Thread(target=self._tell, daemon=True, name="pulse")
             self.thread.start()
@@ -54,13 +56,16 @@ class Watchdog:
 
     def beat(self):
         now = time.monotonic()
-        stood, self.beaten = max(0.0, now - self.beaten - LATE), now         # SIGSTOP, a debugger, a machine that slept: no hang
+        # SIGSTOP, a debugger, a machine that slept: no hang
+        stood, self.beaten = max(0.0, now - self.beaten - LATE), now
         self.moved, self.others = self.moved + stood, self.others + stood
         with self.lock:
             if self.told.is_set():
-                return None                                         # watched no more
-            with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):     # no stderr, nowhere to dump to
-                faulthandler.dump_traceback_later(BLIND * self.limit + 1, exit=True)     # re-set each second: due if nobody can
+                return None  # watched no more
+            # no stderr, nowhere to dump to
+            with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):
+                # re-set each second: due if nobody can
+                faulthandler.dump_traceback_later(BLIND * self.limit + 1, exit=True)
         if self.state.progress != self.alive:
             self.first = self.first if self.first is not None else self.alive
             self.alive, self.moved = self.state.progress, now
@@ -74,10 +79,12 @@ class Watchdog:
                 f"its main thread stands here:\n{stack}").rstrip()
 
     def doze(self):
-        """Ctrl-Z: stopped by a person until `fg`, however long; nothing may be due by then. Call on the thread that beats."""
+        """Ctrl-Z: stopped by a person until `fg`, however long; nothing may be due by then. Call on the
+        thread that beats.
+        """
         faulthandler.cancel_dump_traceback_later()
         os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)                                             # it stands still somewhere in here
+        time.sleep(0.1)  # it stands still somewhere in here
         self.moved = self.beaten = time.monotonic()
 
     def stop(self, patience=5):
@@ -86,15 +93,18 @@ class Watchdog:
             self.told.set()
             faulthandler.cancel_dump_traceback_later()
         if self.thread:
-            self.thread.join(patience)                              # a thread that wakes in a dying interpreter aborts it
+            self.thread.join(patience)  # a thread that wakes in a dying interpreter aborts it
 
     def _median(self):
         rates = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(self.steps, self.steps[1:], strict=False) if b[1] > a[1]]
         return statistics.median(rates) if rates else 0.0
 
-    # ---- what the ranks tell each other, over a connection of its own: the main thread may be blocked in the other one ----
+    # ---- what the ranks tell each other, over a connection of its own: the main thread may be blocked in the
+    # other one
     def _tell(self):
-        """Each rank's latest (step, beats, own seconds, place, moves) under its name; rank 0 reads all, names the slow."""
+        """Each rank's latest (step, beats, own seconds, place, moves) under its name; rank 0 reads all, names
+        the slow.
+        """
         line, seen, beats, refused = None, {}, 0, 0
         while refused < TRIES and not self.told.wait(min(1.0, self.limit / 10)):
             try:
@@ -108,8 +118,9 @@ class Watchdog:
                 if self.world.rank == 0:
                     seen = self._name_the_slow(seen)
                 refused = 0
-            except Exception:                                       # a busy machine, or the store died with rank 0
-                line, refused = None, refused + 1                   # an answer that came too late must not meet another question
+            except Exception:  # a busy machine, or the store died with rank 0
+                # an answer that came too late must not meet another question
+                line, refused = None, refused + 1
 
     def _listen(self, line):
         names = [f"pulse/{rank}" for rank in range(self.world.size)]

@@ -1,4 +1,6 @@
-"""How a global batch becomes one gradient: the exact mean over its real samples, at any number of ranks and micro batches."""
+"""How a global batch becomes one gradient: the exact mean over its real samples, at any number of ranks and
+micro batches.
+"""
 import contextlib
 import time
 
@@ -14,17 +16,19 @@ from common.training.prepare import rounds
 def backward(model, batch, state, world):
     """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits].
 
-    Every rank calls it for every global batch, with an empty share too: exactly one synchronising backward each.
+    Every rank calls it for every global batch, with an empty share too: exactly one synchronising backward
+    each.
     """
     opts = state.opts
     if opts.virtual_ranks:
         return backward_slices(model, batch, state, world)
-    seed(world, opts.seed, "step", state.step, world.rank)          # dropout: derived, never stored
+    seed(world, opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
     totals = torch.zeros(2, dtype=torch.float64, device=world.device)
     x, y = batch.x.to(world.device, non_blocking=True), batch.y.to(world.device, non_blocking=True)
     size = opts.micro_batch_size or max(1, len(x))
     parts = list(zip(x.split(size), y.split(size), strict=True))
-    if opts.sync_bn and batch.size % world.size:                    # its layers wait for each other: as many forwards on each rank
+    # its layers wait for each other: as many forwards on each rank
+    if opts.sync_bn and batch.size % world.size:
         count = rounds(batch.size, opts, world)
         parts = list(zip(x.tensor_split(count), y.tensor_split(count), strict=True))
     began = time.monotonic()
@@ -33,8 +37,9 @@ def backward(model, batch, state, world):
         with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
             loss, right = forward(model, *part, state, world)
             if last:
-                state.own_seconds += time.monotonic() - began       # the backward to come waits for the others
-            # Summed, then divided by the whole batch's size: uneven shares still give the exact mean. DDP divides by the
+                state.own_seconds += time.monotonic() - began  # the backward to come waits for the others
+            # Summed, then divided by the whole batch's size: uneven shares still give the exact mean. DDP
+            # divides by the
             # number of ranks, which is taken back.
             scaled = loss * (world.size / batch.size)
             (state.scaler.scale(scaled) if state.scaler else scaled).backward()
@@ -46,14 +51,16 @@ def backward(model, batch, state, world):
 
 
 def backward_slices(model, batch, state, world):
-    """The same along a fixed tree: each slice computed as if it were alone, so that only who computes it follows the world."""
+    """The same along a fixed tree: each slice computed as if it were alone, so that only who computes it
+    follows the world.
+    """
     tree, at, began = model.tree, 0, time.monotonic()
     tree.begin(state)
     for v in tree.slices:
-        n = len(share(batch.size, v, tree.count))                   # in a short last batch it may be 0
+        n = len(share(batch.size, v, tree.count))  # in a short last batch it may be 0
         seed(world, state.opts.seed, "step", state.step, v)
         if v == tree.slices[-1]:
-            state.own_seconds += time.monotonic() - began           # the exchange to come waits for the others
+            state.own_seconds += time.monotonic() - began  # the exchange to come waits for the others
         if v > tree.slices.start:
             tree.buffers.restore()
         with tree.leaf(v):
@@ -68,7 +75,9 @@ def backward_slices(model, batch, state, world):
 
 
 def seed(world, *key):
-    """The generators in use, from a key. (torch.manual_seed notes a stack trace for every kind of device that is not: 0.3 ms.)"""
+    """The generators in use, from a key. (torch.manual_seed notes a stack trace for every kind of device that
+    is not: 0.3 ms.)
+    """
     torch.default_generator.manual_seed(hash_seed(*key))
     if world.device.type == "cuda":
         torch.cuda.manual_seed_all(hash_seed(*key))

@@ -10,20 +10,24 @@ from common.training.loss import autocast
 BLOCK = 256                                      # samples per forward: the same blocks at every world size
 TOKENS = 4096                                    # or so many tokens, if that is fewer samples
 FEW = 16                                         # samples whose predictions a person would like to see
-FIXED = 2.0 ** 24                                # losses are summed as integers: no order of addition can show
+FIXED = 2.0 ** 24  # losses are summed as integers: no order of addition can show
 
 
 @torch.no_grad()
 def evaluate(model, split, state, world):
-    """{"val_loss", "val_acc"} of the averaged weights where there are some; of few samples, predictions and labels too."""
+    """{"val_loss", "val_acc"} of the averaged weights where there are some; of few samples, predictions and
+    labels too.
+    """
     state.net.eval()
     size = min(BLOCK, max(1, TOKENS // split.tokens))
     blocks = -(-len(split) // size)
-    sums = torch.zeros(4, dtype=torch.int64)     # loss in fixed point, hits, samples, samples without a finite loss
+    # loss in fixed point, hits, samples, samples without a finite loss
+    sums = torch.zeros(4, dtype=torch.int64)
     predictions, labels = [], []
     with averaged_weights(state):
         mine = list(share(blocks, world.replica, world.replicas))
-        if getattr(model, "even", False):        # its replicas run in step: those with a block less run one that does not count
+        # its replicas run in step: those with a block less run one that does not count
+        if getattr(model, "even", False):
             mine += [None] * (-(-blocks // world.replicas) - len(mine))
         for block in mine:
             state.progress += 1
@@ -33,7 +37,7 @@ def evaluate(model, split, state, world):
             x, y = x.to(world.device), y.to(world.device)
             with autocast(state.opts, world.device):
                 out = model(x)
-            if out is None or not counts:        # a stage before the last
+            if out is None or not counts:  # a stage before the last
                 continue
             losses = F.cross_entropy(out.double().flatten(0, -2), y.flatten(), reduction="none").view(len(y), -1).mean(1)
             finite = losses.isfinite()
@@ -56,7 +60,8 @@ def averaged_weights(state):
         return
     own = {p: p.detach().clone() for p in state.net.parameters()}
     with state.changing():
-        state.own_weights = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}   # for a save meanwhile
+        # for a save meanwhile
+        state.own_weights = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}
         for name, p in state.net.named_parameters():
             p.copy_(state.ema[name])
     try:

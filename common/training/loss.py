@@ -35,7 +35,9 @@ def autocast(opts, device):
 
 
 def mix(x, y, state):
-    """Mixup or cutmix with the neighbour in the micro batch: (inputs, [(weight, targets)]); strength drawn from the step."""
+    """Mixup or cutmix with the neighbour in the micro batch: (inputs, [(weight, targets)]); strength drawn
+    from the step.
+    """
     opts = state.opts
     if not (opts.mixup or opts.cutmix) or len(x) < 2:
         return x, [(1.0, y)]

@@ -1,4 +1,6 @@
-"""Optimizers and the learning rate: adding an optimizer is a line in OPTIMIZERS, its default rate a line in options."""
+"""Optimizers and the learning rate: adding an optimizer is a line in OPTIMIZERS, its default rate a line in
+options.
+"""
 import math
 
 import torch
@@ -6,21 +8,24 @@ import torch
 OPTIMIZERS = {
     "sgd": lambda groups, opts: torch.optim.SGD(
         groups, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay,
-        fused=not any(hasattr(p, "to_local") for p in groups[0]["params"])),       # torch has no fused SGD of sharded weights
+        # torch has no fused SGD of sharded weights
+        fused=not any(hasattr(p, "to_local") for p in groups[0]["params"])),
     "adam": lambda groups, opts: torch.optim.Adam(groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
     "adamw": lambda groups, opts: torch.optim.AdamW(groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
 }
 
 
 def build_optimizer(net, opts):
-    """The optimizer with its state already there, so that a checkpoint has the same names at step 0 as at step 1000."""
+    """The optimizer with its state already there, so that a checkpoint has the same names at step 0 as at
+    step 1000.
+    """
     parameters = [p for p in net.parameters() if p.requires_grad]
-    optimizer = OPTIMIZERS[opts.optimizer]([{"params": parameters}], opts)       # of a frozen stage there are none
+    optimizer = OPTIMIZERS[opts.optimizer]([{"params": parameters}], opts)  # of a frozen stage there are none
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()                                                # allocates; at rate 0 and gradient 0 no weight moves
+    optimizer.step()  # allocates; at rate 0 and gradient 0 no weight moves
     optimizer.zero_grad(set_to_none=True)
     for values in optimizer.state.values():
         for value in values.values():
@@ -36,6 +41,6 @@ def learning_rate(step, opts, steps_per_epoch):
         return opts.lr * (step + 1) / (warmup + 1)
     if opts.lr_schedule == "cosine":
         return opts.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
-    if opts.lr_schedule == "step":                                  # a tenth after each third of the run
+    if opts.lr_schedule == "step":  # a tenth after each third of the run
         return opts.lr * 0.1 ** min(2, 3 * step // total)
     return opts.lr

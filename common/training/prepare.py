@@ -1,4 +1,6 @@
-"""A net made ready: on its device, with the layers the options ask for, wrapped for as many devices or ranks as there are."""
+"""A net made ready: on its device, with the layers the options ask for, wrapped for as many devices or ranks
+as there are.
+"""
 import inspect
 import itertools
 
@@ -15,7 +17,9 @@ from common.world import require_same_bits
 
 
 def prepare(net, opts, world, data):
-    """The net on its device, with the layers and the memory layout the options ask for; names stay as they are."""
+    """The net on its device, with the layers and the memory layout the options ask for; names stay as they
+    are.
+    """
     return fit(net, opts, world, data).to(world.device)
 
 
@@ -44,7 +48,8 @@ def distribute(net, opts, world):
         return net
     # Buffers are averaged below, once a step: DDP would instead copy rank 0's, which sees only its own share.
     parameters = inspect.signature(DistributedDataParallel).parameters
-    off = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"    # renamed in torch 2.15
+    # renamed in torch 2.15
+    off = "forward_sync_buffers" if "forward_sync_buffers" in parameters else "broadcast_buffers"
     return DistributedDataParallel(Replica(net, opts.sync_bn), gradient_as_bucket_view=True, **{off: False})
 
 
@@ -59,7 +64,8 @@ def replicate(net, opts, world):
 
 
 class Casting(nn.Module):
-    """The net under --amp in whatever thread: nn.DataParallel's have autocast on, but of a type of their own."""
+    """The net under --amp in whatever thread: nn.DataParallel's have autocast on, but of a type of their own.
+    """
 
     def __init__(self, net, opts, device):
         super().__init__()
@@ -71,7 +77,8 @@ class Casting(nn.Module):
 
 
 class Replica(nn.Module):
-    """The net, except that an empty share of a short last batch yields zero gradients: the rank still takes part.
+    """The net, except that an empty share of a short last batch yields zero gradients: the rank still takes
+    part.
 
     With --sync-bn it takes part in the net itself, in whose layers the others wait for it.
     """
@@ -99,15 +106,17 @@ class Sliced(nn.Module):
 
 
 class CpuReplicas(nn.Module):
-    """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices", so that the path can be seen without a GPU."""
+    """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices", so that the path can be seen
+    without a GPU.
+    """
 
     def __init__(self, net, count):
         super().__init__()
         self.module, self.count = net, count
 
     def forward(self, x):
-        first, *rest = x.chunk(self.count)                          # the sizes nn.DataParallel would send to GPUs
-        outputs = [self.module(first)]                              # as there, the first replica is the net itself
+        first, *rest = x.chunk(self.count)  # the sizes nn.DataParallel would send to GPUs
+        outputs = [self.module(first)]  # as there, the first replica is the net itself
         for chunk in rest:
             copies = {n: t.clone() for n, t in [*self.module.named_parameters(), *self.module.named_buffers()]}
             outputs.append(torch.func.functional_call(self.module, copies, (chunk,)))
@@ -115,7 +124,9 @@ class CpuReplicas(nn.Module):
 
 
 def show_scatter(model, net):
-    """Print the sizes inside each replica, and outside, where the batch is whole (seeds of every DataParallel tutorial)."""
+    """Print the sizes inside each replica, and outside, where the batch is whole (seeds of every DataParallel
+    tutorial).
+    """
     def sizes(x, output):
         return f"input size {tuple(x.shape)} output size {tuple(output.shape)}"
 
@@ -130,7 +141,9 @@ REFUSED = "more than 1 value per channel"        # from torch's ValueError
 
 
 def refuse_single(net, opts, world, data):
-    """UserError if some step would have a forward of one sample and the net, whole and on the CPU, takes none."""
+    """UserError if some step would have a forward of one sample and the net, whole and on the CPU, takes
+    none.
+    """
     n, size = len(data.train), opts.global_batch_size
     tail = n % size if not opts.max_steps or opts.max_steps > n // size else 0
     wrong = next((batch for batch in (min(n, size), tail) if 1 in forwards(batch, opts, world)), None)
@@ -147,12 +160,15 @@ def refuse_single(net, opts, world, data):
 
 
 def forwards(batch, opts, world):
-    """How many samples the forwards of a global batch have, on any rank; with --sync-bn on all of them together."""
+    """How many samples the forwards of a global batch have, on any rank; with --sync-bn on all of them
+    together.
+    """
     parts = opts.virtual_ranks or world.replicas
-    if opts.sync_bn and parts > 1 and batch:                        # one BatchNorm over the forwards of all ranks
+    if opts.sync_bn and parts > 1 and batch:  # one BatchNorm over the forwards of all ranks
         count, shares = rounds(batch, opts, world), [len(share(batch, rank, parts)) for rank in range(parts)]
         return {sum(n // count + (k < n % count) for n in shares) for k in range(count)}
-    found = {-(-batch // parts)} | ({batch // parts} if not opts.shard else set())     # with --shard the others fill up
+    # with --shard the others fill up
+    found = {-(-batch // parts)} | ({batch // parts} if not opts.shard else set())
     if not opts.virtual_ranks:
         found = pieces(found, lambda part: opts.micro_batch_size or part)
         if opts.script == "dp":
@@ -172,7 +188,8 @@ def pieces(sizes, most):
 
 
 def takes_one(net, data):
-    """Whether the net's forward in training takes one sample; tried without values, on torch's meta device."""
+    """Whether the net's forward in training takes one sample; tried without values, on torch's meta device.
+    """
     if not any(isinstance(m, _BatchNorm) for m in net.modules()):
         return True
     was, x = net.training, data.train.fetch([0])[0]
@@ -183,7 +200,7 @@ def takes_one(net, data):
     except ValueError as error:
         return REFUSED not in str(error)
     except Exception:
-        return True                                                 # it looks at values, say: then the step itself will tell
+        return True  # it looks at values, say: then the step itself will tell
     finally:
         net.train(was)
     return True

@@ -1,6 +1,7 @@
 """Everything a checkpoint holds, as named parts; the only place where counters move.
 
-What can be derived from (options, step) is not here: order, learning rate, dropout and augmentation randomness.
+What can be derived from (options, step) is not here: order, learning rate, dropout and augmentation
+randomness.
 """
 import contextlib
 import math
@@ -14,29 +15,33 @@ from common.training.optimizer import learning_rate
 
 
 class TrainState:
-    """Net, optimizer, averages and counters between two steps; `lock` is held while they move from one step to the next."""
+    """Net, optimizer, averages and counters between two steps; `lock` is held while they move from one step
+    to the next.
+    """
 
     def __init__(self, net, optimizer, opts, samples):
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
-        self.order = [samples, opts.seed]                           # in another one a position means nothing
+        self.order = [samples, opts.seed]  # in another one a position means nothing
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
-        self.step = self.epoch = self.position = 0                  # position: samples of this epoch already trained on
+        self.step = self.epoch = self.position = 0  # position: samples of this epoch already trained on
         self.best = {"val_acc": -1.0, "step": 0}
-        self.progress, self.own_seconds = 0, 0.0                       # for the pulse: any progress; work that waits for nobody
-        self.stepped = time.time()                                  # for the ledger: when the last step was whole
-        self.record = {}                                            # the last logged step: its writer may have died before that
-        self.evaluated = {}                                            # the last evaluation, likewise
+        self.progress, self.own_seconds = 0, 0.0  # for the pulse: any progress; work that waits for nobody
+        self.stepped = time.time()  # for the ledger: when the last step was whole
+        self.record = {}  # the last logged step: its writer may have died before that
+        self.evaluated = {}  # the last evaluation, likewise
         self.lock, self.half_updated = threading.RLock(), False
-        self.images = {}                                            # the store's: a save may still be copying into them
-        self.verdict = None                                         # why it may never be saved, as an error for a person
-        self.norm = torch.nn.utils.get_total_norm                   # of gradients; a rank with a part of the net asks the others
-        self.all_sum = None                                         # over the ranks that have other parts of the net
-        self.ready = 0                                           # samples whose gradient is here, clipped: only to be used
+        self.images = {}  # the store's: a save may still be copying into them
+        self.verdict = None  # why it may never be saved, as an error for a person
+        # of gradients; a rank with a part of the net asks the others
+        self.norm = torch.nn.utils.get_total_norm
+        self.all_sum = None  # over the ranks that have other parts of the net
+        self.ready = 0  # samples whose gradient is here, clipped: only to be used
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
-        self.own_weights = {}                                              # the weights, while the net wears their averages
-        # Forward moves running statistics in mid-step; a checkpoint takes these copies, which the last whole step left.
+        self.own_weights = {}  # the weights, while the net wears their averages
+        # Forward moves running statistics in mid-step; a checkpoint takes these copies, which the last whole
+        # step left.
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
 
     @property
@@ -51,33 +56,39 @@ class TrainState:
 
     @contextlib.contextmanager
     def changing(self):
-        """Whoever changes weights does it in here: no save begins meanwhile, and what one has begun to copy is copied."""
+        """Whoever changes weights does it in here: no save begins meanwhile, and what one has begun to copy
+        is copied.
+        """
         with self.lock:
             for image in self.images.values():
                 image.wait()
             yield
 
     def finish_gradient(self, size):
-        """The last that a step needs others for, where each has a part of the net: whether it overflows, and how long it is."""
+        """The last that a step needs others for, where each has a part of the net: whether it overflows, and
+        how long it is.
+        """
         if self.scaler and (self.opts.clip_grad_norm or self.all_sum):
             none = torch.zeros((), device=next(iter(self.names)).device)
-            self.scaler.scale(none)                                 # its first call: not all have a loss
+            self.scaler.scale(none)  # its first call: not all have a loss
             self.scaler.unscale_(self.optimizer)
-            if self.all_sum:                                        # a step that one of them skips, all skip
+            if self.all_sum:  # a step that one of them skips, all skip
                 found = self.scaler._found_inf_per_device(self.optimizer)
                 overflows = self.all_sum(sum((f.to(none.device) for f in found.values()), none)).clamp_(max=1.0)
-                for other in found.values():                        # their sum goes to the optimizer, which knows 0 and 1 alone
+                for other in found.values():  # their sum goes to the optimizer, which knows 0 and 1 alone
                     other.zero_()
                 found[none.device] = overflows
         if self.opts.clip_grad_norm:
             norm = self.norm([p.grad for p in self.names if p.grad is not None])
             torch.nn.utils.clip_grads_with_norm_(self.names, self.opts.clip_grad_norm, norm)
         if self.net_is_on_gpu():
-            torch.cuda.synchronize()                                # no update may be queued behind a collective that can hang
+            torch.cuda.synchronize()  # no update may be queued behind a collective that can hang
         self.ready = size
 
     def update(self, size):
-        """One optimizer step of a global batch of `size` samples: all of it or, for whoever saves meanwhile, nothing."""
+        """One optimizer step of a global batch of `size` samples: all of it or, for whoever saves meanwhile,
+        nothing.
+        """
         if not self.ready:
             self.finish_gradient(size)
         for group in self.optimizer.param_groups:
@@ -85,7 +96,7 @@ class TrainState:
         with self.changing():
             if self.half_updated:
                 raise self.verdict or RuntimeError("no step follows: the rescue has made this one already")
-            self.half_updated = True                                        # stays True if the body raises: half a step is no state
+            self.half_updated = True  # stays True if the body raises: half a step is no state
             if self.scaler:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
@@ -102,7 +113,9 @@ class TrainState:
         self.optimizer.zero_grad(set_to_none=True)
 
     def note(self, totals, size):
-        """The record of the step just made, from [summed loss, hits] of its global batch; kept, as its writer may die."""
+        """The record of the step just made, from [summed loss, hits] of its global batch; kept, as its writer
+        may die.
+        """
         loss, hits = totals.tolist()
         self.record = {"step": self.step, "epoch": self.epoch, "loss": loss / size, "acc": hits / size,
                        "lr": learning_rate(self.planned - 1, self.opts, self.steps_per_epoch)}
@@ -111,7 +124,9 @@ class TrainState:
         return self.record
 
     def condemn(self, fact):
-        """Raise what a person can do; this state is never saved, no step follows it, and a restart goes back to before it."""
+        """Raise what a person can do; this state is never saved, no step follows it, and a restart goes back
+        to before it.
+        """
         kept = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
         what, where = (f"nothing after {kept.name} is", f" --resume {kept}") if kept else ("nothing is", "")
         # The learning rate decides the result, so with another one it is another run.
@@ -129,12 +144,14 @@ class TrainState:
         return metrics
 
     def end_epoch(self):
-        """On to the next epoch, if this one's samples have all been trained on (--max-steps may have ended it earlier)."""
+        """On to the next epoch, if this one's samples have all been trained on (--max-steps may have ended it
+        earlier).
+        """
         if self.epoch_over:
             with self.lock:
                 self.epoch, self.position = self.epoch + 1, 0
 
-    # ---- how far the run is -------------------------------------------------------------------------------------
+    # ---- how far the run is -----------------------------------------------------------------------
     @property
     def total_steps(self):
         whole = self.step - self.planned + self.opts.epochs * self.steps_per_epoch
@@ -157,7 +174,8 @@ class TrainState:
     @property
     def evaluation_missing(self):
         """The last step of the run is made and saved, its evaluation is not."""
-        return not self.opts.eval_only and self.step == self.total_steps and self.finished and self.evaluated.get("step") != self.step
+        ended = self.finished and self.step == self.total_steps
+        return ended and not self.opts.eval_only and self.evaluated.get("step") != self.step
 
     @property
     def records(self):
@@ -172,9 +190,10 @@ class TrainState:
         for name, buffer in self.net.named_buffers():
             self.buffers[name].copy_(buffer)
 
-    # ---- what a checkpoint sees: two sets of named tensors and one dict of facts ---------------------------------
+    # ---- what a checkpoint sees: two sets of named tensors and one dict of facts ------------------
     def tensors(self):
-        """{"model": ..., "optimizer": ...}: live tensors under bare names, without `module.` or `_orig_mod.`."""
+        """{"model": ..., "optimizer": ...}: live tensors under bare names, without `module.` or `_orig_mod.`.
+        """
         return {part: {n: t.to_local() if hasattr(t, "to_local") else t for n, t in named.items()}
                 for part, named in self._named().items()}
 
@@ -199,7 +218,8 @@ class TrainState:
     def load(self, tensors, facts):
         """apply(capture()) is the identity: `tensors` and `facts` as the two methods above gave them.
 
-        In another order than that of `facts` no position is the same: the epoch begins again, unless it was complete.
+        In another order than that of `facts` no position is the same: the epoch begins again, unless it was
+        complete.
         """
         for part, live in self.tensors().items():
             for name, tensor in live.items():

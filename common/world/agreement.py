@@ -17,7 +17,9 @@ def same_everywhere(world, mine):
 
 
 def odd_ranks(world, mine):
-    """None if all ranks of a stage have the same integers, else those without a majority: none, if there is no majority."""
+    """None if all ranks of a stage have the same integers, else those without a majority: none, if there is
+    no majority.
+    """
     theirs, odd = [tuple(t.tolist()) for t in world.all_gather(torch.tensor(mine))], None
     for stage in range(world.stages):
         kind = theirs[stage::world.stages]

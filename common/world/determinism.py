@@ -1,4 +1,6 @@
-"""What decides the bits beside the options (--virtual-ranks): set once, recorded with the run, compared at every start."""
+"""What decides the bits beside the options (--virtual-ranks): set once, recorded with the run, compared at
+every start.
+"""
 import os
 import platform
 import sys
@@ -9,8 +11,10 @@ from common.errors import UserError, say
 from common.sampler import hash_seed
 
 FIRM = {"threads": "CPU threads per process", "device": "kind of device", "optimizer": "implementation of the optimizer"}
-SOFT = {"torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}    # other bits are likely then, not certain: said, not refused
-KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")   # choose code as the CPU does
+# other bits are likely then, not certain: said, not refused
+SOFT = {"torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}
+# choose code as the CPU does
+KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def pin(opts):
@@ -18,10 +22,12 @@ def pin(opts):
     if not opts.virtual_ranks:
         return
     torch.set_num_threads(opts.threads or 1)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")     # cuBLAS is deterministic only with a fixed workspace
+    # cuBLAS is deterministic only with a fixed workspace
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False     # filling what is overwritten anyway costs time only
-    torch.backends.cudnn.benchmark = False                          # it would choose kernels by their speed today
+    # filling what is overwritten anyway costs time only
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.benchmark = False  # it would choose kernels by their speed today
 
 
 def bit_facts(opts, world):

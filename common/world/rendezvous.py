@@ -1,4 +1,6 @@
-"""The key-value store over which the ranks of one life find each other; nothing of an earlier life can be read from it."""
+"""The key-value store over which the ranks of one life find each other; nothing of an earlier life can be
+read from it.
+"""
 import contextlib
 import fcntl
 import os
@@ -22,9 +24,10 @@ JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or
 def fresh_store(rank, size):
     """A key-value store that belongs to this life only.
 
-    torchrun keeps ONE store for all restarts and gives it to every life without a prefix, so a new life can read the
-    addresses its dead predecessor left there: connection refused, or a hang. Here rank 0 opens a store of its own and
-    hands its port to each rank under a nonce that this very process drew: nothing stale can be read.
+    torchrun keeps ONE store for all restarts and gives it to every life without a prefix, so a new life can
+    read the addresses its dead predecessor left there: connection refused, or a hang. Here rank 0 opens a
+    store of its own and hands its port to each rank under a nonce that this very process drew: nothing stale
+    can be read.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -50,12 +53,14 @@ def fresh_store(rank, size):
 
 
 def place(store, rank, size):
-    """(number of this machine, rank on it, ranks on it), found by asking: a person sets RANK and WORLD_SIZE alone."""
+    """(number of this machine, rank on it, ranks on it), found by asking: a person sets RANK and WORLD_SIZE
+    alone.
+    """
     store.set(f"place/{rank}", machine())
     places = [store.get(f"place/{other}") for other in range(size)]
     if store.add("placed", 1) == size:
         store.set("all placed", "1")
-    store.wait(["all placed"], JOINING)                             # all have read: who holds the store may leave
+    store.wait(["all placed"], JOINING)  # all have read: who holds the store may leave
     here = [other for other in range(size) if places[other] == places[rank]]
     return list(dict.fromkeys(places)).index(places[rank]), here.index(rank), len(here)
 
@@ -63,8 +68,8 @@ def place(store, rank, size):
 def choose_interface(env, size, local_size):
     """Who meets at a loopback address is on one machine, and offers gradients on no other interface.
 
-    Between machines gloo offers what the machine's own name stands for: where that is a loopback (Debian writes 127.0.1.1
-    into /etc/hosts), the interface on the way to rank 0 it is.
+    Between machines gloo offers what the machine's own name stands for: where that is a loopback (Debian
+    writes 127.0.1.1 into /etc/hosts), the interface on the way to rank 0 it is.
     """
     host, name = env["MASTER_ADDR"], socket.gethostname()
     here = size == local_size and host in (name, socket.getfqdn())
@@ -79,12 +84,13 @@ def choose_interface(env, size, local_size):
 
 
 def interface_towards(host):
-    """The name of the interface whose address packets to `host` would come from; None if it has none in IPv4."""
+    """The name of the interface whose address packets to `host` would come from; None if it has none in IPv4.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))                                    # sends nothing
+        probe.connect((host, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):                      # it has no address
+            with contextlib.suppress(OSError):  # it has no address
                 if fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", name.encode()))[20:24] == own:
                     return name
 
@@ -114,7 +120,9 @@ def progress(store):
 
 
 def _find_store(host, port):
-    """Knocks until somebody listens: a TCPStore that comes too early waits up to a second before it tries again."""
+    """Knocks until somebody listens: a TCPStore that comes too early waits up to a second before it tries
+    again.
+    """
     deadline = time.monotonic() + JOINING.total_seconds()
     while True:
         try:
@@ -133,7 +141,7 @@ def _open_store(host, port):
     try:
         listener = socket.create_server(families[0][4][:2], family=families[0][0], backlog=1024)
     except OSError as error:
-        if "TORCHELASTIC_RUN_ID" in os.environ:                     # the agent chose it a moment ago: it will choose another
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the agent chose it a moment ago: it will choose another
             raise
         raise UserError(f"MASTER_ADDR={host} MASTER_PORT={port}: rank 0 cannot listen there ({error.strerror})\n"
                         "choose a free port, and an address of rank 0's own machine") from error
@@ -143,7 +151,9 @@ def _open_store(host, port):
 
 
 def _reachable(host, address):
-    """Raises UserError if ranks of other machines are to come to a name that is a loopback here; by hand they may all be here."""
+    """Raises UserError if ranks of other machines are to come to a name that is a loopback here; by hand they
+    may all be here.
+    """
     if not address.startswith("127.") or host in (address, "localhost"):
         return
     here = os.environ.get("LOCAL_WORLD_SIZE")

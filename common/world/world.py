@@ -27,10 +27,10 @@ class World:
     local_size: int
     node: int
     devices: tuple
-    life: str            # drawn by rank 0: names this life in the ledger, in the audit and in the fence
+    life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     restart: int
     store: object = None
-    stages: int = 1      # ranks that hold one replica of the net together, a stage each
+    stages: int = 1  # ranks that hold one replica of the net together, a stage each
     stage_group: object = None  # the group of this rank's replica, if it is more than this rank
     peers: object = None  # the group of the ranks with the same stage, if they are not all
 
@@ -96,12 +96,16 @@ class World:
         return tensor
 
     def barrier(self, name, patience=None):
-        """All ranks have come here: a wait of minutes, where a collective would give up after the short time-out."""
+        """All ranks have come here: a wait of minutes, where a collective would give up after the short time-
+        out.
+        """
         if self.size > 1:
             _meet(self.store, f"meet/{name}", self.size, patience)
 
     def watched(self):
-        """From here on the pulse ends hangs: no collective gives up before it, however long a step or a save takes."""
+        """From here on the pulse ends hangs: no collective gives up before it, however long a step or a save
+        takes.
+        """
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.line, self.peers):
@@ -109,7 +113,9 @@ class World:
 
     @contextlib.contextmanager
     def all_or_none(self, name):
-        """All ranks leave this block, or none: what a person must mend on one rank is said once and raised on each."""
+        """All ranks leave this block, or none: what a person must mend on one rank is said once and raised on
+        each.
+        """
         try:
             yield
         except UserError as error:
@@ -117,7 +123,7 @@ class World:
                 self.store.set(f"meet/{name}/open", json.dumps([str(error), error.code]))
                 deadline = time.monotonic() + ANSWER.total_seconds()
                 while self.store.add(f"meet/{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
-                    time.sleep(0.01)                                # the store ends with rank 0: let the others hear first
+                    time.sleep(0.01)  # the store ends with rank 0: let the others hear first
             raise
         self.barrier(name)
 
@@ -131,7 +137,9 @@ class World:
             _meet(self.store, f"{name}/{self.node}", self.local_size)
 
     def once_per_node(self, name, find):
-        """The text that `find` returns on the first rank of this node, on all of its ranks; each name is good for once."""
+        """The text that `find` returns on the first rank of this node, on all of its ranks; each name is good
+        for once.
+        """
         if self.local_size == 1:
             return find()
         key = f"once/{self.node}/{name}"
@@ -174,5 +182,7 @@ def devices_line(world):
 
 
 def memory(world):
-    """MiB in use on each GPU of this process, under names for the log: the first one's surplus is nn.DataParallel's price."""
+    """MiB in use on each GPU of this process, under names for the log: the first one's surplus is
+    nn.DataParallel's price.
+    """
     return {f"MiB_{d.index}": torch.cuda.memory_allocated(d) >> 20 for d in world.devices if d.type == "cuda"}

@@ -8,15 +8,18 @@ r"""One fixed tree of additions over V slices of a global batch, whoever compute
                     \           /
                           +
 
-Floating-point addition is not associative: only a fixed tree gives the same bits at any number of ranks. When V and the
-world are powers of two, each rank's slices are one subtree and one sum is sent. No tree could do that for all divisors:
-the halves of six slices and the thirds of them overlap, and the subtrees of one tree never do.
+Floating-point addition is not associative: only a fixed tree gives the same bits at any number of ranks. When
+V and the world are powers of two, each rank's slices are one subtree and one sum is sent. No tree could do
+that for all divisors: the halves of six slices and the thirds of them overlap, and the subtrees of one tree
+never do.
 """
 from common.sampler import share
 
 
 def carries(v, start):
-    """How many additions slice v completes for a rank whose slices begin at `start`: the first with its sibling v - 1."""
+    """How many additions slice v completes for a rank whose slices begin at `start`: the first with its
+    sibling v - 1.
+    """
     count = 0
     while (v + 1) % (2 << count) == 0 and v + 1 - (2 << count) >= start:
         count += 1
@@ -24,7 +27,9 @@ def carries(v, start):
 
 
 def blocks(mine):
-    """The subtrees a rank is left with after its additions, as (first slice, slices): they tile its range, largest first fit."""
+    """The subtrees a rank is left with after its additions, as (first slice, slices): they tile its range,
+    largest first fit.
+    """
     out, first = [], mine.start
     while first < mine.stop:
         size = first & -first if first else 1 << mine.stop.bit_length()
@@ -36,8 +41,10 @@ def blocks(mine):
 
 
 def merges(rows):
-    """The additions `row[i] += row[j]`, in order, that end the tree in row 0; `rows` are blocks that tile all the slices."""
-    stack, order = [], []                                           # of [first slice, slices, row]
+    """The additions `row[i] += row[j]`, in order, that end the tree in row 0; `rows` are blocks that tile all
+    the slices.
+    """
+    stack, order = [], []  # of [first slice, slices, row]
 
     def add():
         right = stack.pop()[2]
@@ -48,7 +55,7 @@ def merges(rows):
         stack.append([first, size, row])
         while len(stack) > 1 and stack[-2][1] == stack[-1][1] and not stack[-2][0] % (2 * stack[-1][1]):
             add()
-    while len(stack) > 1:                                           # no power of two: what would be added is missing
+    while len(stack) > 1:  # no power of two: what would be added is missing
         add()
     return order
 
