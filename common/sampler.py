@@ -18,7 +18,7 @@ from torch.utils.data import Sampler
 from common.errors import UserError
 
 MASK32 = 0xFFFFFFFF
-# fewer are visibly not random (tests/test_sampler.py shows it); 6 cannot be told from torch.randperm
+# fewer are visibly not random (tests/sampler/test_sampler.py shows it); 6 cannot be told from torch.randperm
 ROUNDS = 6
 # positions per call of permute: enough to hide torch's cost per call, few enough for the L2 cache
 WINDOW = 8192

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]     # so that bare `pytest` finds common and ranks too
+# So that bare `pytest` finds common, the tools and, from any folder, the helpers of other tests.
+sys.path[:0] = [str(ROOT), *map(str, sorted((ROOT / "tests").glob("[a-z]*/")))]
 
 # Before anything imports torch. One thread, no GPU: forked ranks (ranks.py) inherit neither of them alive.
 os.environ["OMP_NUM_THREADS"] = "1"

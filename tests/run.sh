@@ -2,7 +2,7 @@
 # All tests, or those that pytest's arguments choose. Makes .venv and installs what is missing first, like launch/local.sh.
 #
 #     tests/run.sh
-#     tests/run.sh tests/test_sampler.py -k tiny
+#     tests/run.sh tests/sampler/test_sampler.py -k tiny
 set -euo pipefail
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 source "$root/launch/setup.sh"

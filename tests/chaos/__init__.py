@@ -2,7 +2,8 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[i]) for i in (2, 1)]     # for common, and for the tests' own helpers
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]  # for common, and for the tests' own helpers
 
 EPOCH = 11                                                          # steps of the campaign's trainings
 HANG = 15                                                           # seconds until a silent process counts as dead

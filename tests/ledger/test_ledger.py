@@ -11,7 +11,7 @@ import pytest
 from common.ledger import Ledger, summarize
 from common.ledger.__main__ import main
 
-HOUSE = Path(__file__).parent.parent
+HOUSE = Path(__file__).parents[2]
 
 
 def test_the_report_tells_lives_worlds_restart_times_saves_rescues_and_goodput(tmp_path, capsys):

@@ -14,7 +14,7 @@ from common import sampler
 from common.errors import UserError
 from common.sampler import ElasticSampler, hash_seed, permute, share, uniforms
 
-HOUSE = Path(__file__).parent.parent
+HOUSE = Path(__file__).parents[2]
 POWERS = [2**k + d for k in range(2, 18) for d in (-1, 0, 1)]
 
 

@@ -12,8 +12,8 @@ import time
 import uuid
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-TESTS = ROOT / "tests"
+ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests/tools"
 PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "--global-batch-size=32", "--epochs=2",
          "--audit", "--no-tensorboard", "--log-every=1", "--lr=0.01")
 STEPS = 22                               # of PACED

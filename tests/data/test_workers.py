@@ -110,7 +110,7 @@ def is_alive(pid):
                                        ("os.kill(os.getpid(), 9)", -9)])
 def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(how, code):
     here = Path(__file__).parent
-    script = LEAVING.format(path=[str(here), str(here.parent)], how=how)
+    script = LEAVING.format(path=[str(here.parents[1]), str(here.parent / "tools"), str(here)], how=how)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert done.returncode == code and len(done.stdout.split()) == 2, done.stderr
     deadline = time.monotonic() + 20

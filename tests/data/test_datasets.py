@@ -17,7 +17,7 @@ from common.sampler import ElasticSampler
 
 ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, local_barrier=lambda: None,
                         once_per_node=lambda name, find: find())
-REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parent.parent.parent / "shared" / "data"))
+REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def options(dataset, data_dir="nowhere", **changed):

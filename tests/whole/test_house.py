@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ROOT / "common"
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
 MAP = ast.get_docstring(ast.parse((HOUSE / "__init__.py").read_text(encoding="utf-8")), clean=False)

@@ -27,7 +27,7 @@ from common.world.join import _devices, allow_open_files
 from common.world.rendezvous import _find_store, fresh_store
 from common.world.world import _refuse_a_shared_gpu
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_without_torchrun_the_world_is_one_rank_and_opens_no_socket():

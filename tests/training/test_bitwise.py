@@ -27,7 +27,7 @@ from common.sampler import share
 from common.training import TrainState, backward, build_optimizer, distribute
 from common.world import determinism as pinned
 
-NETS = Path(__file__).with_name("nets.py")
+NETS = Path(__file__).parents[1] / "tools/nets.py"
 CNN = {"model": f"{NETS}:cnn", "dataset": f"{NETS}:pictures", "global_batch_size": 24, "optimizer": "adamw", "weight_decay": 0.05,
        "ema_decay": 0.9, "clip_grad_norm": 1.0, "lr_schedule": "cosine", "mixup": 0.4, "label_smoothing": 0.1}
 GPT = {"model": f"{NETS}:gpt", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw", "weight_decay": 0.1}

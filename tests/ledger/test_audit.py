@@ -12,7 +12,7 @@ from common.ledger.__main__ import main
 from common.sampler import ElasticSampler
 
 N, BATCH, SEED = 50, 8, 3  # 7 steps an epoch, the last with 2 samples
-HOUSE = Path(__file__).parent.parent
+HOUSE = Path(__file__).parents[2]
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 

@@ -1,4 +1,4 @@
-"""Nets and data for the tests of --virtual-ranks, given to the scripts as `--model tests/nets.py:cnn` and so on."""
+"""Nets and data for the tests of --virtual-ranks, given to the scripts as `--model tests/tools/nets.py:cnn` and so on."""
 import os
 import resource
 

@@ -21,7 +21,7 @@ from common.ledger import Log
 from common.ledger import metrics as metrics_module
 from common.options import Options
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
