@@ -18,9 +18,8 @@ import time
 import uuid
 
 from common.checkpoint.lock_file import Held, Still, is_mine, look, read
-from common.checkpoint.lock_holder import holder_status, this_process
 from common.errors import UserError
-from common.options import queued_again
+from common.options import holder_status, queued_again, this_process
 
 GLANCE = 2.0             # seconds of looking before a free lock of another machine's process is believed
 STALE_AFTER = 8.0        # seconds without a move: the owner is stopped, or an earlier life of our own job

@@ -12,8 +12,8 @@ import os
 import threading
 import time
 
-from common.checkpoint.lock_holder import holder_status
 from common.errors import UserError
+from common.options import holder_status
 
 BEAT = 0.5               # seconds between two moves of the counter
 RECORD = 1 << 18         # bytes of a file, at most: it names the agents of the job

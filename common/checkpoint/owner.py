@@ -7,8 +7,8 @@ import torch
 from common.checkpoint.fence import Fence
 from common.checkpoint.files import room, sync_folder
 from common.checkpoint.identity import check_identity, refuse_an_idle_resume, set_aside, trusted
-from common.checkpoint.lock_holder import agent_id
 from common.errors import UserError
+from common.options import agent_id
 
 
 def claim(opts, world, fingerprint, report):

@@ -1,5 +1,4 @@
 """Datasets as batches: the same numbers at any world size."""
-from common.data.datasets import DATASETS
 from common.data.loading import Batch, batches, load_data
 
-__all__ = ["Batch", "DATASETS", "batches", "load_data"]
+__all__ = ["Batch", "batches", "load_data"]

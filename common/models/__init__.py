@@ -1,4 +1,4 @@
 """The registry of nets."""
-from common.models.nets import MODELS, build_model
+from common.models.nets import build_model
 
-__all__ = ["MODELS", "build_model"]
+__all__ = ["build_model"]

@@ -1,22 +1,23 @@
-"""What was asked for: flags, the launcher's environment, a user's own code. No torch here."""
+"""What was asked for: flags, the launcher's environment, a user's own code; and which processes there are.
+
+No torch here: --help and a typo answer at once.
+"""
 from common.options.environment import flag_in, life_is_open
 from common.options.options import Options, parse_options
 from common.options.process import (
+    agent_id,
     die_with_the_agent,
     end_of,
+    holder_status,
     job_id,
     machine,
     machine_id,
-    process_start,
-    process_state,
     queued_again,
-    this_agent,
-    this_boot,
+    this_process,
 )
 from common.options.user_code import call_user
 
 __all__ = [
-    "Options", "call_user", "die_with_the_agent", "end_of", "flag_in", "job_id", "life_is_open",
-    "machine", "machine_id", "parse_options", "process_start", "process_state", "queued_again",
-    "this_agent", "this_boot",
+    "Options", "agent_id", "call_user", "die_with_the_agent", "end_of", "flag_in", "holder_status", "job_id",
+    "life_is_open", "machine", "machine_id", "parse_options", "queued_again", "this_process",
 ]

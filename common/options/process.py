@@ -1,10 +1,15 @@
-"""This process and others on its machine: who they are, and whose agent started them. No torch here."""
+"""This process and others: who each is (host, boot, pid, start time), whose agent started it, and whether the
+holder of a lock runs, is stopped, orphaned or gone. No torch here.
+"""
 import ctypes
 import hashlib
 import os
 import signal
 import socket
 import sys
+
+# states in /proc/PID/stat of a process that does not move by itself, or never will
+STOPPED, DEAD = b"Tt", b"ZX"
 
 
 def die_with_the_agent():
@@ -28,7 +33,7 @@ def die_with_the_agent():
 
 def machine():
     """The name of this machine, or of this container on it, in this boot."""
-    return f"{socket.gethostname()} {this_boot()}"
+    return f"{socket.gethostname()} {_this_boot()}"
 
 
 def job_id():
@@ -69,10 +74,10 @@ def end_of(pid):
 
 def this_agent():
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
-    return f"{pid}/{process_start(pid)}"
+    return f"{pid}/{_started(pid)}"
 
 
-def this_boot():
+def _this_boot():
     """Where a pid means something: this boot of this machine, this container."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -81,7 +86,7 @@ def this_boot():
         return None
 
 
-def process_state(pid):
+def _state(pid):
     """(state, start in ticks since boot) of a process, or None: a pid alone may be reused."""
     try:
         with open(f"/proc/{int(pid)}/stat", "rb") as file:
@@ -91,6 +96,36 @@ def process_state(pid):
         return None
 
 
-def process_start(pid):
-    found = process_state(pid)
+def _started(pid):
+    found = _state(pid)
     return found[1] if found else None
+
+
+def this_process():
+    return {"host": socket.gethostname(), "machine": _this_boot(), "pid": os.getpid(), "started": _started(os.getpid()),
+            "job": job_id(), "agent": this_agent()}
+
+
+def agent_id():
+    """A 62-bit number of the agent above this process (or of the process itself), on this machine, in this
+    boot.
+    """
+    return int.from_bytes(hashlib.sha256(f"{machine()} {this_agent()}".encode()).digest()[:8], "little") >> 2
+
+
+def holder_status(owner):
+    """What can be said of the process that holds a lock: alive, stopped, orphan, lost, gone or unknown.
+
+    orphan: it lives, and its agent does not. lost: an orphan that stands still, so nobody will ever wake it
+    for our good. unknown: it is on another machine.
+    """
+    if owner.get("machine") is None or owner["machine"] != _this_boot():
+        return "unknown"
+    found = _state(owner.get("pid"))
+    if found is None or found[1] != owner.get("started") or found[0] in DEAD:
+        return "gone"  # its lock is about to fall, or it is a network's
+    stopped = found[0] in STOPPED
+    agent, _, started = str(owner.get("agent")).partition("/")
+    if str(_started(agent)) != started:
+        return "lost" if stopped else "orphan"
+    return "stopped" if stopped else "alive"

@@ -13,7 +13,7 @@ import torch
 from common.pipeline.stages import orders
 from common.pipeline.transfer import NOTHING
 from common.sampler import share
-from common.training import correct, inputs_and_targets, own_copy, seed, summed_loss
+from common.training import loss, own_copy, seed
 
 
 def backward_slices(model, batch, state):
@@ -57,7 +57,7 @@ def _forward(model, v, x, y, came, size, state):
     opts, stage, tree = model.opts, model.stages[0], model.tree
     seed(model.world, opts.seed, "step", state.step, v)
     x, y = (own_copy(t, model.world) for t in (x, y))
-    n, (x, targets) = len(x), inputs_and_targets(x, y, state)
+    n, (x, targets) = len(x), loss.inputs_and_targets(x, y, state)
     if came:
         x = came[0].requires_grad_(came[0].is_floating_point())
         stage.generator.set_state(came[1].clone())  # it would read a view from the beginning of its memory
@@ -65,8 +65,8 @@ def _forward(model, v, x, y, came, size, state):
         tree.buffers.renew()
     out, totals = stage(x), (torch.zeros((), device=stage.device),) * 2
     if stage.index == model.parts - 1:
-        loss = summed_loss(out, targets, opts)
-        totals, out = (loss.detach(), correct(out, y)), loss / size
+        summed = loss.summed_loss(out, targets, opts)
+        totals, out = (summed.detach(), loss.correct(out, y)), summed / size
         out = state.scaler.scale(out) if state.scaler else out
     return x, out, totals, tree.moves(v, n / size)
 

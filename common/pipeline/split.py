@@ -21,8 +21,8 @@ from common.pipeline.cut import count, cut, measure, pieces, refuse_ties
 from common.pipeline.slices import backward_slices
 from common.pipeline.stages import Pipeline, orders
 from common.pipeline.transfer import NOTHING, Transfer
-from common.training import autocast, distribute, fit
 from common.training import backward as plain_backward
+from common.training import distribute, fit, loss
 from common.world import send
 
 SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
@@ -39,7 +39,7 @@ def split(net, opts, world, data):
     net = fit(net, opts, world, data)
     found, places = pieces(net), world.devices if world.stages == 1 else range(world.stages)
     samples = data.train.fetch([0, len(data.train) - 1])[0]
-    cast = partial(autocast, opts, world.device)
+    cast = partial(loss.autocast, opts, world.device)
     measures = measure(net, found, samples, world.device, cast)
     told = send(world, json.dumps([[m.seconds, m.kept] for m in measures]).encode(), 0) if world.size > 1 else None
     if told:  # one rank's clock decides for all

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.pipeline.cut import belongs, count, place, prune
 from common.sampler import hash_seed
-from common.training import autocast, average_buffers, correct, mix, summed_loss
+from common.training import average_buffers, loss
 
 BUCKET = 25 << 20            # bytes of gradients summed at once
 
@@ -35,7 +35,7 @@ class Stage(nn.Module):
         self.step, self.forwards = step, 0
 
     def forward(self, x):
-        with self.lock, autocast(self.opts, self.device):
+        with self.lock, loss.autocast(self.opts, self.device):
             if torch.is_grad_enabled() and self.random and not self.opts.virtual_ranks:
                 self.generator.manual_seed(
                     hash_seed(self.opts.seed, "stage", self.step, self.world.replica, self.index, self.forwards))
@@ -102,18 +102,18 @@ class Pipeline(nn.Module):
         parts = [self._part(batch.x[at:at + size], batch.y[at:at + size], min(size, most - at), state)
                  for at in range(0, most, size)]
 
-        def loss(out, k):
+        def graded(out, k):
             _, y, targets = parts[int(k)]
             out = out[:len(y)]
             y, targets = y.to(out.device), [(w, t.to(out.device)) for w, t in targets]
-            found = summed_loss(out, targets, self.opts)
+            found = loss.summed_loss(out, targets, self.opts)
             totals[0] += found.detach()
-            totals[1] += correct(out, y)
+            totals[1] += loss.correct(out, y)
             found = found / batch.size
             return state.scaler.scale(found) if state.scaler else found
 
         if parts:
-            self.run([x for x, _, _ in parts], loss)
+            self.run([x for x, _, _ in parts], graded)
         state.own_seconds += time.monotonic() - began
         if world.replicas > 1:
             self._sum_gradients()
@@ -122,7 +122,7 @@ class Pipeline(nn.Module):
         return totals.to(world.device)
 
     def _part(self, x, y, size, state):
-        x, targets = mix(x, y, state)
+        x, targets = loss.mix(x, y, state)
         if len(x) < size:  # samples that no loss looks at
             x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
         if self.opts.channels_last and x.dim() == 4:

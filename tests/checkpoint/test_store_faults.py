@@ -8,20 +8,7 @@ import threading
 
 import pytest
 import torch
-from stores import (
-    a_life,
-    at_step,
-    child,
-    images_for,
-    is_at,
-    load,
-    new_store,
-    options,
-    save,
-    steps_of,
-    tiny_state,
-    two_checkpoints,
-)
+from stores import a_life, at_step, child, images_for, is_at, load, new_store, options, save, steps_of, tiny_state, two_checkpoints
 
 from common.checkpoint import files
 from common.checkpoint.files import Damaged

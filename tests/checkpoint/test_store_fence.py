@@ -126,8 +126,8 @@ def test_the_orphan_of_a_dead_agent_is_taken_over_at_once_if_it_stands_still(tmp
     real = fence.this_process
     with monkeypatch.context() as patch:
         started = fence.this_process()["agent"]
-        from common.checkpoint import lock_holder as processes
-        patch.setattr(processes, "this_agent", lambda: f"{agent.pid}/{processes.process_start(agent.pid)}")
+        from common.options import process as processes
+        patch.setattr(processes, "this_agent", lambda: f"{agent.pid}/{processes._started(agent.pid)}")
         assert fence.this_process()["agent"] != started
         with lives(opts, here, lambda life: os.kill(os.getpid(), signal.SIGSTOP)) as pid:
             patch.undo()

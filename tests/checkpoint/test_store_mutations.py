@@ -18,7 +18,7 @@ import common
 
 DEADLINE = 100
 STORE = ("world", "world.agreement", "checkpoint", *(f"checkpoint.{name}" for name in (
-    "files", "manifest", "lock_holder", "lock_file", "fence", "identity", "owner", "tensor_file", "pieces", "load",
+    "files", "manifest", "lock_file", "fence", "identity", "owner", "tensor_file", "pieces", "load",
     "commit", "store", "parts")))
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")

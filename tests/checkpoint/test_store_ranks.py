@@ -6,19 +6,7 @@ import time
 import pytest
 import torch
 from ranks import fork_ranks
-from stores import (
-    a_life,
-    at_step,
-    end,
-    is_at,
-    new_store,
-    options,
-    save,
-    steps_of,
-    tiny_net,
-    tiny_state,
-    two_checkpoints,
-)
+from stores import a_life, at_step, end, is_at, new_store, options, save, steps_of, tiny_net, tiny_state, two_checkpoints
 from torch import nn
 
 import train_ddp

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from common.data import DATASETS, batches, load_data
+from common.data import batches, load_data
+from common.data.datasets import DATASETS
 from common.errors import UserError
 from common.models import build_model
 from common.sampler import ElasticSampler

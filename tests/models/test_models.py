@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from common.errors import UserError
-from common.models import MODELS, build_model
+from common.models import build_model
+from common.models.nets import MODELS
 from common.sampler import seeded
 
 IMAGES = SimpleNamespace(name="images", classes=10, sample_shape=(1, 28, 28), vocab=None)

@@ -358,4 +358,4 @@ def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
 
 
 def test_the_datasets_known_to_options_are_those_of_data():
-    assert set(DATASET_FLAGS) == set(pytest.importorskip("common.data").DATASETS)
+    assert set(DATASET_FLAGS) == set(pytest.importorskip("common.data.datasets").DATASETS)

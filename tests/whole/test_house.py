@@ -19,7 +19,7 @@ HEIGHT = {room: -number for number, floor in enumerate(FLOORS) for room in floor
 FILES = sorted(path for path in HOUSE.rglob("*.py") if path != HOUSE / "__init__.py")
 TORCHLESS = ("common", "common.errors", "common.options", "common.ledger")
 MOST_LINES = 270
-MOST_NAMES = 20          # that one door hands out
+MOST_NAMES = 14          # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
 COLLECTIVE = {"world/world", "world/join", "world/rendezvous", "training/prepare", "training/bitwise/sums",
@@ -107,8 +107,8 @@ def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
     assert door(room) <= taken, f"nobody outside of {room} takes {sorted(door(room) - taken)}"
     assert len(door(room)) <= MOST_NAMES
     body = tree_of(HOUSE / room / "__init__.py").body
-    assert all(isinstance(node, ast.Expr | ast.ImportFrom | ast.Assign) for node in body), "a door only hands out"
-    assert all(module.startswith(f"common.{room}.") for module, _ in imports(HOUSE / room / "__init__.py"))
+    assert all(isinstance(node, ast.Expr | ast.Import | ast.ImportFrom | ast.Assign) for node in body), "a door only hands out"
+    assert all(module.startswith(f"common.{room}") for module, _ in imports(HOUSE / room / "__init__.py"))
 
 
 @pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
