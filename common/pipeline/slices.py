@@ -1,7 +1,7 @@
 """--virtual-ranks in stages over ranks: every slice computed as if the net were whole, with other slices on
 the other stages.
 
-What decides bits goes on where the stage before has left it: the tensor with its strides (line.py), and the
+What decides bits goes on where the stage before has left it: the tensor with its strides (transfer.py), and the
 generator's state. Each stage adds its slices up along its own tree, in their order, over the ranks that hold
 it.
 """
@@ -18,7 +18,7 @@ from common.training import loss, own_copy, seed
 
 def backward_slices(model, batch, state):
     """As reduce.backward_slices; `model` is the pipeline, with one stage on this rank."""
-    tree, stage, line = model.tree, model.stages[0], model.line
+    tree, stage, transfer = model.tree, model.stages[0], model.transfer
     first, last, out, at = stage.index == 0, stage.index == model.parts - 1, None, tree.slices.start
     tree.begin(state)
     sizes = [len(share(batch.size, v, tree.count)) for v in tree.slices]
@@ -28,13 +28,13 @@ def backward_slices(model, batch, state):
     for ahead, k in orders("1f1b", len(flights), model.parts - stage.index):
         v, n, end = flights[k]
         if ahead:
-            came = line.exchange(out, None if first else
+            came = transfer.exchange(out, None if first else
                                  model.edge(stage.index - 1, n, stage.index - 1, len(stage.generator.get_state())))
             began = time.monotonic()
             held[k] = _forward(model, v, batch.x[end - n:end], batch.y[end - n:end], came, batch.size, state)
             out = None if last else (held[k][1], stage.index + 1, stage.generator.get_state())
         else:
-            came = line.exchange(out, None if last else model.edge(stage.index, n, stage.index + 1))
+            came = transfer.exchange(out, None if last else model.edge(stage.index, n, stage.index + 1))
             began = time.monotonic()
             x, y, totals, moves = held.pop(k)
             _add_nothing(tree, range(at, v))
@@ -46,9 +46,9 @@ def backward_slices(model, batch, state):
             if not first:
                 out = torch.zeros_like(x) if x.grad is None else x.grad, stage.index - 1, NOTHING
         state.own_seconds += time.monotonic() - began
-    line.exchange(out)
+    transfer.exchange(out)
     _add_nothing(tree, range(at, tree.slices.stop))
-    line.drain()
+    transfer.drain()
     return tree.finish()
 
 

@@ -151,7 +151,7 @@ class Ranks(Pipeline):
 
     def __init__(self, net, groups, measures, opts, world, device_of):
         super().__init__(net, groups, measures, opts, world, device_of)
-        self.schedules, self.line = {}, Transfer(world)
+        self.schedules, self.transfer = {}, Transfer(world)
         self.edges = [(facts[-1].shape, facts[-1].dtype) for facts in measures]
 
     def owns(self, index):
@@ -159,15 +159,15 @@ class Ranks(Pipeline):
 
     def forward(self, x):
         """The net's output on the rank that has the last stage, None on the others."""
-        self.line.drain()
+        self.transfer.drain()
         n = len(x)
         for stage in self.stages:
             if stage.index:
-                x, _ = self.line.exchange(take=self.edge(stage.index - 1, n, stage.index - 1))
+                x, _ = self.transfer.exchange(take=self.edge(stage.index - 1, n, stage.index - 1))
             y = stage(x)
             if stage.index == self.parts - 1:
                 return y
-            self.line.exchange(give=(y, (stage.index + 1) % self.world.stages, NOTHING))
+            self.transfer.exchange(give=(y, (stage.index + 1) % self.world.stages, NOTHING))
         return None
 
     def edge(self, index, n, source, note=0):

@@ -108,7 +108,7 @@ class World:
         """
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-            for group in (None, self.line, self.peers):
+            for group in (None, self.stage_group, self.peers):
                 set_timeout(WATCHED, group)
 
     @contextlib.contextmanager

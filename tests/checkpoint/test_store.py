@@ -202,7 +202,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
 def test_a_state_cut_in_two_is_never_saved(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
-        at_step(life.state, 1).torn = True
+        at_step(life.state, 1).half_updated = True
         life.store.save(life.state)
         assert not life.store.rescue(life.state)
     assert steps_of(opts) == []

@@ -175,7 +175,7 @@ def by_hand(world, machines):
     asked = []
     sys.modules["common.world.join"]._devices = lambda opts, rank, size: asked.append((rank, size)) or (torch.device("cpu"),)
     found = join(Options())
-    found.meet("end")
+    found.barrier("end")
     return found.node, found.local_rank, found.local_size, *asked
 
 
