@@ -12,7 +12,7 @@ from common.pipeline import split
 from common.pipeline.cut import balance, cut, measure, pieces, prune
 from common.pipeline.split import plan
 from common.pipeline.stages import orders
-from common.training import autocast
+from common.training.loss import autocast
 from common.world import World
 
 CPU = torch.device("cpu")

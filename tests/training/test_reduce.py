@@ -11,8 +11,9 @@ from common.data import Batch
 from common.errors import UserError
 from common.options import Options
 from common.sampler import share
-from common.training import TrainState, backward, build_optimizer, distribute, mix, prepare, replicate
+from common.training import TrainState, backward, build_optimizer, distribute, prepare, replicate
 from common.training.backward import forward
+from common.training.loss import mix
 from common.training.prepare import CpuReplicas
 
 
