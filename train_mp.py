@@ -45,9 +45,8 @@ def main(opts):
     model = split(build_model(opts, data), opts, world, data)
     net = model.net
     clock.lap("load")
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     # --clip-grad-norm and --amp fp16 look at all stages
-    state.norm, state.all_sum = model.norm, world.all_sum
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), model.norm, world.all_sum)
     ledger = Ledger(opts.run_dir)
     # one rank of each pipeline
     audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
@@ -57,7 +56,7 @@ def main(opts):
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source, sum(model.parameters_of))
-        for line in model.describe(-(-opts.global_batch_size // world.replicas)):
+        for line in model.describe(-(-opts.global_batch_size // world.replicas), state.optimizer):
             log.note(line)
         store.report = log.note
         while not state.finished:  # a finished run falls through and exits 0

@@ -161,15 +161,14 @@ class Pipeline(nn.Module):
         return self.world.sum_over_stages(own.square() + mine).sqrt()
 
     # ---- what a person reads ----------------------------------------------------------------------
-    def describe(self, samples):
-        """The cut as lines of a table, and a warning where micro batches are too few to keep the stages busy.
-        """
+    def describe(self, samples, optimizer):
+        """The cut as lines of a table, and a warning if too few micro batches leave stages idle."""
         opts, sliced, ranks = self.opts, self.opts.virtual_ranks, self.world.stages > 1
         micro = -(-opts.global_batch_size // sliced) if sliced else min(opts.micro_batch_size or samples, samples)
         count, stages = -(-samples // max(1, micro)), self.world.stages if ranks else len(set(self.devices))
         flights = count if ranks or not sliced else 1
         spent = [sum(m.seconds for m in facts) for facts in self.measures]
-        copies = 2 + {"sgd": int(bool(opts.momentum)), "adam": 2, "adamw": 2}[opts.optimizer]
+        copies = _copies(optimizer)
         lines = ["stage  place     layers                              parameters   time   memory (MiB)"]
         for i, group in enumerate(self.groups):
             at = f"rank {i % self.world.stages}" if self.world.stages > 1 else str(self.devices[i])
@@ -188,6 +187,12 @@ class Pipeline(nn.Module):
                 lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; --micro-batch-size {better}: "
                              f"idle {(stages - 1) / (-(-samples // better) + stages - 1):.0%}")
         return lines
+
+
+def _copies(optimizer):
+    """How many tensors of a weight's size a step needs: weight, gradient, and what the optimizer keeps."""
+    return 2 + max((sum(torch.is_tensor(value) and value.shape == p.shape for value in values.values())
+                    for p, values in optimizer.state.items() if p.dim()), default=0)
 
 
 def orders(schedule, flights, left):

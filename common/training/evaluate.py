@@ -2,10 +2,9 @@
 import contextlib
 
 import torch
-from torch.nn import functional as F
 
 from common.sampler import share
-from common.training.loss import autocast
+from common.training.loss import autocast, exact_losses
 
 BLOCK = 256                                      # samples per forward: the same blocks at every world size
 TOKENS = 4096                                    # or so many tokens, if that is fewer samples
@@ -39,7 +38,7 @@ def evaluate(model, split, state, world):
                 out = model(x)
             if out is None or not counts:  # a stage before the last
                 continue
-            losses = F.cross_entropy(out.double().flatten(0, -2), y.flatten(), reduction="none").view(len(y), -1).mean(1)
+            losses = exact_losses(out, y)
             finite = losses.isfinite()
             found = out.argmax(-1)
             sums += torch.stack([(losses[finite] * FIXED).round().long().sum(), (found == y).sum(),

@@ -16,12 +16,21 @@ def inputs_and_targets(x, y, state):
     return mix(x, y, state)
 
 
+def criterion(out, y, **how):
+    """The loss of training and of evaluation, of each token: change it here, and only here."""
+    return F.cross_entropy(out.flatten(0, -2), y.flatten(), **how)
+
+
 def summed_loss(out, targets, opts):
-    """The loss of each sample, added up; where a sample has many tokens, its loss is the mean over them."""
-    flat = (out.float() if opts.amp != "off" else out).flatten(0, -2)
-    tokens = targets[0][1].shape[1:].numel()
-    return sum(w * F.cross_entropy(flat, t.flatten(), reduction="sum", label_smoothing=opts.label_smoothing)
-               for w, t in targets) / tokens
+    """The training loss of each sample, added up; of a sample with many tokens, the mean over them."""
+    out, tokens = out.float() if opts.amp != "off" else out, targets[0][1].shape[1:].numel()
+    return sum(weight * criterion(out, y, reduction="sum", label_smoothing=opts.label_smoothing)
+               for weight, y in targets) / tokens
+
+
+def exact_losses(out, y):
+    """The loss of each sample in an evaluation: in double precision, without label smoothing."""
+    return criterion(out.double(), y, reduction="none").view(len(y), -1).mean(1)
 
 
 def correct(out, y):

@@ -7,10 +7,13 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from common.errors import UserError
+from common.options import Options
 from common.training.optimizer import learning_rate
 
 
@@ -19,7 +22,8 @@ class TrainState:
     to the next.
     """
 
-    def __init__(self, net, optimizer, opts, samples):
+    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
+                 norm: Callable = torch.nn.utils.get_total_norm, all_sum: Callable | None = None):
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
         self.order = [samples, opts.seed]  # in another one a position means nothing
@@ -33,9 +37,7 @@ class TrainState:
         self.lock, self.half_updated = threading.RLock(), False
         self.images = {}  # the store's: a save may still be copying into them
         self.verdict = None  # why it may never be saved, as an error for a person
-        # of gradients; a rank with a part of the net asks the others
-        self.norm = torch.nn.utils.get_total_norm
-        self.all_sum = None  # over the ranks that have other parts of the net
+        self.norm, self.all_sum = norm, all_sum  # of gradients, over all ranks: given where each has a part of the net
         self.ready = 0  # samples whose gradient is here, clipped: only to be used
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}

@@ -12,6 +12,7 @@ from common.pipeline import split
 from common.pipeline.cut import balance, cut, measure, pieces, prune
 from common.pipeline.split import plan
 from common.pipeline.stages import orders
+from common.training import build_optimizer
 from common.training.loss import autocast
 from common.world import World
 
@@ -118,7 +119,7 @@ def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2
     net = build_model(SimpleNamespace(model="net", seed=0), SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (1, 28, 28)})))
     model = split(net, Options(script="mp"), world("cpu", "cpu:0"), data(1, 28, 28))
     places = {piece.name: str(device) for group, device in zip(model.groups, model.devices, strict=True) for piece in group}
-    assert places == {"block1": "cpu", "block2": "cpu:0", "fc1": "cpu", "fc2": "cpu:0"} and len(model.describe(8)) > 5
+    assert places == {"block1": "cpu", "block2": "cpu:0", "fc1": "cpu", "fc2": "cpu:0"} and len(model.describe(8, build_optimizer(net, Options()))) > 5
 
 
 class Total(nn.Linear):

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bitwise import bytes_sent
 from jobs import audit, lives, wait_for
 from ranks import fork_ranks
 
@@ -296,7 +297,7 @@ def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are
             bucket.direct = True
         backward(model, batch_at(world, 0, slices), state, world)
         values = sum(t.numel() for t in [*state.net.parameters(), *state.net.buffers()]) + 2       # and loss and hits
-        return count[0], model.tree.bytes_sent, values * 4
+        return count[0], bytes_sent(model.tree), values * 4
 
     for world, slices in ((2, 2), (2, 8), (4, 8), (3, 8)):
         counts, promised, sizes = zip(*fork_ranks(world, sent, slices), strict=True)

@@ -43,19 +43,13 @@ class Tree:
         self.tail = len(self.params)  # what follows the gradients: moves of buffers, totals
         shapes = [*self.params, torch.zeros(self.buffers.numel + 2, dtype=self.buffers.dtype, device=world.device)]
         blocks = held(slices, world.replicas)
-        self.own_weights, self.order = [len(b) for b in blocks], merges([block for b in blocks for block in b])
-        self.buckets = [Bucket(members, shapes, world, sum(self.own_weights)) for members in _cut(shapes)]
+        self.rows_of, self.order = [len(b) for b in blocks], merges([block for b in blocks for block in b])
+        self.buckets = [Bucket(members, shapes, world, sum(self.rows_of)) for members in _cut(shapes)]
         self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
         self.rows, self.sending = [], False
         if world.replicas > 1:
             for i, p in enumerate(self.params):
                 p.register_post_accumulate_grad_hook(lambda _, i=i: self._ready(i))
-
-    @property
-    def bytes_sent(self):
-        """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
-        others, rows = self.world.replicas - 1, sum(self.own_weights) / self.world.replicas
-        return sum(bucket.numel / self.world.replicas * bucket.size * others * (rows + 1) for bucket in self.buckets)
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def begin(self, state):
@@ -126,7 +120,7 @@ class Tree:
                 torch._foreach_add_(*([row[i] for i in bucket.members] for row in self.rows[depth - 1:depth + 1]))
         self.done += 1
         if self.sending:
-            bucket.send(self.rows[:kept], self.own_weights, plus)
+            bucket.send(self.rows[:kept], self.rows_of, plus)
 
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
@@ -141,7 +135,7 @@ class Tree:
         else:
             works = []
             for bucket in self.buckets:
-                works += bucket.add(self.order, self.own_weights)
+                works += bucket.add(self.order, self.rows_of)
             for work in works:
                 work.wait()
             grads = [self.bucket_of[i].views[i] for i in range(self.tail + 1)]
