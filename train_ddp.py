@@ -1,5 +1,4 @@
-"""Train with one process per device (DistributedDataParallel); kill it, change the number of processes, run
-it again.
+"""Train with one process per device (DistributedDataParallel); kill it, start more or fewer processes.
 
     python train_ddp.py                                             # a world of one
     torchrun --nproc_per_node=2 train_ddp.py                        # two processes on this machine
@@ -7,18 +6,15 @@ it again.
     TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes=1:4 --nproc_per_node=8 --max_restarts=1000000 \\
         --rdzv_backend=c10d --rdzv_id=JOB --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run
 
-The last one goes on each of one to four machines; without its variable, one that comes later would end the
-job for all.
+Start the last one on each of one to four machines; without its variable, a machine that joins later would
+end the job for all.
 
-The same command goes on where the run was stopped, and does nothing once it is complete.
+The same command resumes a run that was stopped, and does nothing once the run is complete.
 """
-import gc
-
 from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
-    gc.disable()  # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
@@ -37,7 +33,7 @@ from common.world import join, leave
 @report_errors
 def main(opts):
     clock = Clock("import")
-    world = join(opts)
+    world = join(opts)  # reads RANK, LOCAL_RANK, WORLD_SIZE; without them a world of one
     clock.lap("join")
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed,
@@ -53,15 +49,14 @@ def main(opts):
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
-        store.report = log.note
         while not state.finished:  # a finished run falls through and exits 0
-            order.set_epoch(state.epoch, state.position)  # the same samples at any world size
+            order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is already trained on
             net.train()
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
                 if (state.step + 1) % opts.log_every == 0:
-                    world.all_sum(totals)  # before the update: who made this step knows its loss
+                    world.all_sum(totals)  # before the update: a rank that makes the step knows its loss
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
@@ -81,11 +76,9 @@ def main(opts):
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.evaluation_missing:  # the life that made the last step ended before its evaluation
+        if state.evaluation_missing:  # --eval-only, or the run was stopped between its last step and this
             log.evaluation(state, state.record_evaluation(evaluate(net, data.test, state, world)))
             store.save(state)
-        if opts.eval_only:
-            log.evaluation(state, evaluate(net, data.test, state, world))
         store.close()
         clock.close()
     leave(world)

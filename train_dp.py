@@ -1,20 +1,16 @@
-"""Train in one process over many devices (nn.DataParallel): batch scattered, net replicated, outputs
-gathered.
+"""Train in one process over many devices (nn.DataParallel): scatter, replicate, gather.
 
     python train_dp.py                                              # all GPUs, or the CPU
     CUDA_VISIBLE_DEVICES=0,2 python train_dp.py                     # these two GPUs
-    python train_dp.py --devices cpu,cpu --show-scatter             # the same path, seen without a GPU
+    python train_dp.py --devices cpu,cpu --show-scatter             # the same without a GPU
     python train_dp.py --model lstm --dataset sentiment --epochs 10
 
-train_ddp.py is faster, even on one machine; its checkpoints and these are the same.
+train_ddp.py is faster, even on one machine; both write the same checkpoints.
 """
-import gc
-
 from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
-    gc.disable()  # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 from common.checkpoint import CheckpointStore
 from common.data import batches, load_data
@@ -30,7 +26,7 @@ from common.world import join, leave, memory
 @report_errors
 def main(opts):
     clock = Clock("import")
-    world = join(opts)
+    world = join(opts)  # reads RANK, LOCAL_RANK, WORLD_SIZE; without them a world of one
     clock.lap("join")
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
@@ -47,9 +43,8 @@ def main(opts):
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
-        store.report = log.note
         while not state.finished:  # a finished run falls through and exits 0
-            order.set_epoch(state.epoch, state.position)  # the same samples at any world size
+            order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is already trained on
             net.train()
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
@@ -71,11 +66,9 @@ def main(opts):
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.evaluation_missing:  # the life that made the last step ended before its evaluation
+        if state.evaluation_missing:  # --eval-only, or the run was stopped between its last step and this
             log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             store.save(state)
-        if opts.eval_only:
-            log.evaluation(state, evaluate(model, data.test, state, world))
         store.close()
         clock.close()
     leave(world)

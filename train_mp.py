@@ -1,21 +1,17 @@
-"""Train one net cut into stages: for nets that do not fit on one device, with micro batches in flight to keep
-all of them busy.
+"""Train a net cut into stages, because it does not fit on one device; micro batches keep all stages busy.
 
-    torchrun --nproc_per_node=2 train_mp.py --micro-batch-size 8                # two processes, a stage each
-    torchrun --nproc_per_node=4 train_mp.py --micro-batch-size 8 --stages 2     # two pipelines of two stages
-    torchrun --nproc_per_node=6 train_mp.py --virtual-ranks 8 --stages 2        # three, with the bits of train_ddp.py
-    python train_mp.py --devices cuda:0,cuda:1 --micro-batch-size 8             # one process, two devices (or cpu,cpu)
-    torchrun --nproc_per_node=2 train_mp.py --model gpt:small --dataset text --data-dir FILE --micro-batch-size 4
+    torchrun --nproc_per_node=2 train_mp.py --micro-batch-size 8               # two processes, a stage each
+    torchrun --nproc_per_node=4 train_mp.py --micro-batch-size 8 --stages 2    # two pipelines of two stages
+    torchrun --nproc_per_node=6 train_mp.py --virtual-ranks 8 --stages 2       # bitwise as train_ddp.py
+    python train_mp.py --devices cuda:0,cuda:1 --micro-batch-size 8            # one process, two devices
+    torchrun --nproc_per_node=2 train_mp.py --micro-batch-size 4 --model gpt:small --dataset text --data-dir F
 
-Checkpoints are those of train_ddp.py and train_dp.py: a run goes on under any of the three.
+The three scripts write the same checkpoints: any of them can resume a run.
 """
-import gc
-
 from common.options import parse_options
 
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
-    gc.disable()  # until `join`: imports make no garbage, and looking for it is a fifth of their time
 
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -36,20 +32,18 @@ from common.world import join, leave, memory
 @report_errors
 def main(opts):
     clock = Clock("import")
-    world = join(opts)
+    world = join(opts)  # reads RANK, LOCAL_RANK, WORLD_SIZE; without them a world of one
     clock.lap("join")
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.replica, world.replicas, opts.seed,
                            slices=opts.virtual_ranks)
-    # this rank's stages; the optimizer's state lives with their weights
     model = split(build_model(opts, data), opts, world, data)
-    net = model.net
+    net = model.net  # this rank's stages, so that the optimizer holds their weights alone
     clock.lap("load")
     # --clip-grad-norm and --amp fp16 look at all stages
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), model.norm, world.all_sum)
     ledger = Ledger(opts.run_dir)
-    # one rank of each pipeline
-    audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
+    audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)  # one a pipeline
     store = PartsStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
@@ -58,16 +52,15 @@ def main(opts):
         open_life(log, ledger, clock, opts, world, data, state, source, sum(model.parameters_of))
         for line in model.describe(-(-opts.global_batch_size // world.replicas), state.optimizer):
             log.note(line)
-        store.report = log.note
         while not state.finished:  # a finished run falls through and exits 0
-            order.set_epoch(state.epoch, state.position)  # the same samples at any world size
+            order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is already trained on
             net.train()
             for batch in batches(data.train, order, opts):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
-                state.finish_gradient(batch.size)  # clip; from here on this rank could make the step alone
+                state.finish_gradient(batch.size)  # clip; from here on this rank can make the step alone
                 totals = torch.tensor([*totals.tolist(), store.overdue()], dtype=torch.float64)
-                world.all_sum(totals)  # no stage moves on before all of them can
+                world.all_sum(totals)  # no stage updates before all of them can
                 state.update(batch.size)  # optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
@@ -87,11 +80,9 @@ def main(opts):
             state.end_epoch()
             store.save(state)
             clock.pause()
-        if state.evaluation_missing:  # the life that made the last step ended before its evaluation
+        if state.evaluation_missing:  # --eval-only, or the run was stopped between its last step and this
             log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
             store.save(state)
-        if opts.eval_only:
-            log.evaluation(state, evaluate(model, data.test, state, world))
         store.close()
         clock.close()
     leave(world)

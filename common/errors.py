@@ -1,6 +1,4 @@
-"""How a mistake reaches a person: once per machine, in at most three lines, with its exit code. No torch
-here.
-"""
+"""How a mistake reaches a person: once per machine, in at most three lines, with its exit code. No torch."""
 import atexit
 import contextlib
 import difflib
@@ -12,37 +10,39 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, TextIO
 
 
 class UserError(Exception):
-    """What a person can mend: fact, values, way out, in at most three lines; the process leaves with `code`.
-    """
+    """A mistake a person can mend: fact, values, way out, in three lines at most; `code` is the exit code."""
 
-    def __init__(self, message, code=2):
+    def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
         self.code = code
 
 
 class Outlet:
-    """A text stream whose reader may leave (`| head`) or whose disk may fill up: then it falls silent."""
+    """A text stream that falls silent when its reader leaves (`| head`) or its disk is full."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream  # None where the process began with a closed stdout
 
-    def write(self, text):
-        self._try(lambda: self.stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding)))
+    def write(self, text: str) -> None:
+        shown = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
+        self._try(lambda: self.stream.write(shown))
 
-    def flush(self):
+    def flush(self) -> None:
         self._try(lambda: self.stream.flush())
 
     @property
-    def encoding(self):
+    def encoding(self) -> str:
         return getattr(self.stream, "encoding", None) or "utf-8"
 
-    def isatty(self):
+    def isatty(self) -> bool:
         return self.stream is not None and not self.stream.closed and self.stream.isatty()
 
-    def fileno(self):
+    def fileno(self) -> int:
         return self.stream.fileno()
 
     def _try(self, act):
@@ -50,7 +50,7 @@ class Outlet:
             if self.stream is not None:
                 act()
         except (OSError, ValueError):
-            # What is still in its buffer would raise again in every later print, and at exit: exit code 120.
+            # Text left in the buffer would raise again in every later print, and at exit (exit code 120).
             try:
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())
@@ -60,19 +60,18 @@ class Outlet:
             self.stream = None
 
 
-def say(text, stream=None):
-    """print, for streams that may be gone; on a terminal in the place of the bar, whichever rank has drawn
-    it.
-    """
+def say(text: str, stream: TextIO | None = None) -> None:
+    """print, for streams that may be closed; on a terminal it replaces the bar, also that of another rank."""
     outlet = Outlet(stream or sys.stdout)
     bar = outlet.isatty() and os.environ.get("TERM") != "dumb"
     outlet.write(("\r\x1b[K" if bar else "") + text + "\n")
     outlet.flush()
 
 
-def speaks_for_node(environ=os.environ):
-    """Whether this process is its machine's voice: the first there, one started by hand, or one whose place
-    makes no sense.
+def speaks_for_node(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process prints errors for its machine.
+
+    That is local rank 0, a process without ranks, or one whose rank variables contradict each other.
     """
     try:
         rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
@@ -82,10 +81,8 @@ def speaks_for_node(environ=os.environ):
     return local_rank == 0 or not (0 <= rank < size and 0 <= local_rank < local_size)
 
 
-def fail(message, code=2, everyone=False):
-    """Leave with `code` after at most three lines on stderr, said once per machine; `message` may be a
-    UserError.
-    """
+def fail(message: str | UserError, code: int = 2, everyone: bool = False) -> NoReturn:
+    """Print at most three lines on stderr, once per machine (or from everyone), and exit with `code`."""
     if everyone or speaks_for_node():
         say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
         if code != 1:  # 1: a restart may cure it
@@ -93,10 +90,8 @@ def fail(message, code=2, everyone=False):
     sys.exit(code)
 
 
-def dismiss_agent(environ=os.environ):
-    """Tell torchrun that restarts cannot help: it would say the same error again, a hundred times with
-    --max_restarts=100.
-    """
+def dismiss_agent(environ: Mapping[str, str] = os.environ) -> None:
+    """Stop torchrun, for restarts cannot help: --max_restarts=100 would print the same error 100 times."""
     try:
         left = int(environ["TORCHELASTIC_MAX_RESTARTS"]) - int(environ["TORCHELASTIC_RESTART_COUNT"])
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
@@ -105,32 +100,23 @@ def dismiss_agent(environ=os.environ):
     except (KeyError, ValueError, OSError):
         return
     if left > 0 and agent:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # its answer must not overtake our exit code
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it back: our exit code comes first
         os.kill(os.getppid(), signal.SIGTERM)
 
 
-def did_you_mean(text, names):
-    close = difflib.get_close_matches(text, names, 1)
-    return f"; did you mean {close[0]}?" if close else ""
+def did_you_mean(name: str, known: Collection[str], most: int = 1) -> str:
+    """The nearest of the known names as a question that ends a sentence; empty if none is near."""
+    near = difflib.get_close_matches(name, known, most) or [entry for entry in known if name.lower() in entry]
+    return f"; did you mean {' or '.join(near[:most])}?" if near else ""
 
 
-# ---- shared with the datasets: names, users' own files, randomness that is a function of a key ----
-def unknown_name(what, name, known):
-    """The error for a name that nothing answers to, with the nearest ones that exist."""
-    near = difflib.get_close_matches(name, known, n=3) or [entry for entry in known if name.lower() in entry][:3]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(list(known)[:12])}"
-    return UserError(f"unknown {what} {name!r}\n{hint}\nyour own: --{what} path/to/file.py:function")
-
-
-def one_line(error):
-    """The first line of what an exception says, at most 200 characters of it."""
+def one_line(error: BaseException) -> str:
+    """The first line of an exception's message, cut after 200 characters; its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
-def out_of_memory(error):
-    """What could not be had, as text, if that is what an exception or one of its causes tells of; else an
-    empty one.
-    """
+def out_of_memory(error: BaseException | None) -> str:
+    """Which memory could not be had, if an exception or one of its causes tells of that; else empty."""
     while error is not None:
         known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or getattr(error, "errno", 0) == errno.ENOMEM
@@ -141,47 +127,44 @@ def out_of_memory(error):
     return ""
 
 
-# seconds a rank that is not its machine's voice waits: was the error everybody's, the agent ends it meanwhile
-OTHERS = 1.0
-LESS = {          # where memory runs out
+OTHER_RANKS_WAIT = 1.0     # seconds before they print: the agent ends them first if all have the error
+USE_LESS_MEMORY = {        # by script
     "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
     "dp": "use more --devices, or train_mp.py, which splits the net",
     "mp": "use more stages, a smaller --micro-batch-size, --recompute or --shard"}
 
 
-def report_errors(main):
-    """What a person can mend is said once, without a traceback, and the process leaves with the error's code.
-    """
+def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Turns a UserError of `main` into its lines and its exit code, without a traceback."""
     @functools.wraps(main)
     def run(opts):
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # until there is something to save, Ctrl-C ends it at once
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once: nothing to save yet
         try:
             return main(opts)
         except UserError as error:
             if opts.debug:
                 raise
             if not speaks_for_node():
-                time.sleep(OTHERS)
+                time.sleep(OTHER_RANKS_WAIT)
             try:
                 fail(error, error.code, everyone=True)
             except SystemExit:
                 os._exit(error.code)  # no destructors: they may wait for a dead peer
         except Exception as error:
             if opts.debug or not (missing := out_of_memory(error)):
-                _note_whole_or_not_at_all()
+                _write_error_file_at_once()
                 raise
-            # Exit code 1: who took the memory may be gone soon, so an agent's restarts are worth a try.
-            say(f"error: rank {os.environ.get('RANK', 0)} is out of memory: {missing}\n       {LESS[opts.script]}", sys.stderr)
+            # Exit code 1: another process may have taken the memory for a while, so a restart is worth a try.
+            rank = os.environ.get("RANK", 0)
+            advice = USE_LESS_MEMORY[opts.script]
+            say(f"error: rank {rank} is out of memory: {missing}\n       {advice}", sys.stderr)
             os._exit(1)
     return run
 
 
-def _note_whole_or_not_at_all():
-    """`@record` is about to write a file for torchrun, which itself ends of half a file: so aside first, and
-    renamed at exit.
-    """
+def _write_error_file_at_once():
+    """torchrun crashes on a half-written error file: `@record` writes it aside, and it is renamed at exit."""
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         os.environ["TORCHELASTIC_ERROR_FILE"] = aside = f"{path}.new"
 

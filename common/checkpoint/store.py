@@ -12,7 +12,7 @@ from common.checkpoint.load import choices_at, load_newest, load_weights, take
 from common.checkpoint.manifest import checkpoints, folder_name, is_there
 from common.checkpoint.owner import claim
 from common.checkpoint.tensor_file import TensorFile
-from common.errors import UserError
+from common.errors import UserError, say
 from common.world import fingerprint_of, odd_ranks, same_everywhere
 
 FAILURES = 3  # saves that may fail in a row before the run stops with exit code 4
@@ -23,7 +23,7 @@ class CheckpointStore:
     """Of the processes that see one run folder, one owns it and writes; the others only ever write a rescue.
     """
 
-    def __init__(self, opts, world, fingerprint="", ledger=None, report=print):
+    def __init__(self, opts, world, fingerprint="", ledger=None, report=say):
         self.opts, self.world, self.fingerprint, self.ledger, self.report = opts, world, fingerprint, ledger, report
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
         self.writer = Writer(self.root, self.root / f".life-{world.life}",
@@ -130,7 +130,7 @@ class CheckpointStore:
         """Copy the state, leave the rest to the writer thread; waits for the save before. Quiet on ranks that
         do not own.
         """
-        if not self.writes or state.half_updated or state.facts() == self.saved:
+        if not self.writes or self.opts.eval_only or state.half_updated or state.facts() == self.saved:
             return
         self.wait()
         with state.lock:

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from common.data.pictures import imagefolder
 from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.data.text import text
-from common.errors import UserError, one_line, unknown_name
+from common.errors import UserError, did_you_mean, one_line
 from common.options import call_user
 
 LARGEST = 2**31  # bytes an IDX file may unpack to
@@ -197,5 +197,6 @@ def find_source(opts):
     if ".py" in opts.dataset:
         return user_dataset(opts)
     if name not in DATASETS or (size and name not in ("random", "text")):
-        raise unknown_name("dataset", opts.dataset, DATASETS)
+        raise UserError(f"unknown dataset {opts.dataset!r}{did_you_mean(opts.dataset, DATASETS, 3)}\n"
+                        f"there are {', '.join(DATASETS)}, and path/to/file.py:function")
     return DATASETS[name](opts)

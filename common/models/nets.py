@@ -12,7 +12,7 @@ from collections import OrderedDict
 import torch
 from torch import nn
 
-from common.errors import UserError, one_line, unknown_name
+from common.errors import UserError, did_you_mean, one_line
 from common.models.gpt import build_gpt
 from common.options import call_user
 from common.sampler import seeded
@@ -94,7 +94,8 @@ def build_torchvision(name, data):
                         "further\npip install torchvision") from None
     known = models.list_models(module=models)
     if name not in known:
-        raise unknown_name("model", name, [*MODELS, *known])
+        raise UserError(f"unknown model {name!r}{did_you_mean(name, [*MODELS, *known], 3)}\n"
+                        f"there are {', '.join(MODELS)}, torchvision's names, and path/to/file.py:function")
     channels, height, width = numbers(name, data, dims=3)
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     facts = {"num_classes": data.classes}

@@ -3,6 +3,7 @@
 A flag is one field of Options: `decides` marks those that decide the result (a restart may not change them),
 `free` the others. Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
+import gc
 import os
 import re
 import sys
@@ -143,6 +144,8 @@ def parse_options(doc, argv=None, script=None, processes=None):
     yet.
     """
     die_with_the_agent()
+    if argv is None and processes is None:
+        gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
         check_environment(os.environ)
         end_a_crash_loop()

@@ -175,9 +175,9 @@ class TrainState:
 
     @property
     def evaluation_missing(self):
-        """The last step of the run is made and saved, its evaluation is not."""
+        """--eval-only, or the last step of the run is saved without its evaluation."""
         ended = self.finished and self.step == self.total_steps
-        return ended and not self.opts.eval_only and self.evaluated.get("step") != self.step
+        return self.opts.eval_only or ended and self.evaluated.get("step") != self.step
 
     @property
     def records(self):

@@ -193,6 +193,7 @@ def test_each_stage_takes_its_own_of_foreign_weights(tmp_path, foreign):
     for name, world, more, script in (("shard", 4, MP | {"stages": 2, "shard": True}, train_mp), ("whole", 2, MP, train_mp)):
         fork_ranks(world, life, script, options(tmp_path / name, given | shard | more))
     assert (tmp_path / "shard/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text() != ""
+    assert not list(tmp_path.glob("*/checkpoints/step-00000000")), "--eval-only saves nothing"
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
