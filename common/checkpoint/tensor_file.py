@@ -4,6 +4,7 @@ Names, shapes and dtypes come from the live net, never from a file: a file eithe
 bytes or is refused, so nothing is ever allocated because a file said so. The buffer is allocated once and
 serves every save.
 """
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -20,6 +21,9 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 LARGE = 1 << 14                                  # from here on a plain memmove beats torch's copy
 PAGE = mmap.PAGESIZE
+# madvise: a child gets zeros. If pages were shared, the first save after a fork would copy them one by one; without a
+# mapping (MADV_DONTFORK), a child that drops the buffer would unmap whatever it has placed at that address since.
+WIPE_ON_FORK = 18
 CHECKED = 1 << 22  # elements looked at in one go: bounds the memory of the check
 
 
@@ -53,7 +57,8 @@ class TensorFile:
         """
         if self.buffer is None:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_DONTFORK)  # else the first save after a fork copies page by page
+            with contextlib.suppress(OSError):  # unknown to this kernel: then that save is slower
+                memory.madvise(WIPE_ON_FORK)
             self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
             self.bytes[:len(self.header)] = self.header
             if len(self.gpus) == 1:

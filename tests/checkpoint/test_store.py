@@ -13,6 +13,7 @@ from torch import nn
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
 from common.checkpoint.manifest import verify
+from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
 from common.training.evaluate import averaged_weights
 
@@ -307,4 +308,17 @@ def test_a_forked_process_does_not_get_the_image_so_that_the_next_save_has_no_pa
     with open("/proc/self/smaps") as file:
         areas = re.split("(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", file.read())[1:]
     mine = [area for area in areas if int(area.split("-")[0], 16) <= address < int(area.split("-")[1].split()[0], 16)]
-    assert len(mine) == 1 and " dc" in re.search("VmFlags:.*", mine[0])[0]      # "don't copy": not for loading processes
+    assert len(mine) == 1 and " wf" in re.search("VmFlags:.*", mine[0])[0]      # "wipe on fork": not for loading processes
+
+
+def test_a_forked_process_that_drops_the_image_unmaps_nothing_of_its_own(tmp_path):
+    """MADV_DONTFORK leaves a hole in the child: its next mapping lies there, and goes with the image."""
+    images = images_for(options(tmp_path))
+    pid = os.fork()
+    if pid == 0:
+        own = [TensorFile(images["model"].views).open() for _ in range(500)]
+        images["model"].close()
+        for image in own:
+            image.buffer.fill_(1)                                   # a segmentation fault, where it lay in that hole
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
