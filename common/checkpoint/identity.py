@@ -154,8 +154,13 @@ def refuse_an_idle_resume(run_dir, resume):
 
 
 def trusted(folder):
-    """A folder that others may write into can hold anything: ssh's rule for its keys."""
+    """UserError if others may write into the folder: they could put anything there. (ssh's rule for its keys.)
+
+    The process's own group may: with the umask 002 of Debian and Ubuntu, each user has a group of his own.
+    """
     info = os.stat(folder)
-    if info.st_uid != os.getuid() or info.st_mode & (stat.S_IWOTH | stat.S_IWGRP):
-        raise UserError(f"{folder} is not yours alone: owner {info.st_uid}, mode {stat.S_IMODE(info.st_mode):04o}\n"
+    others = stat.S_IWOTH if info.st_gid == os.getgid() else stat.S_IWOTH | stat.S_IWGRP
+    if info.st_uid != os.getuid() or info.st_mode & others:
+        mode = f"mode {stat.S_IMODE(info.st_mode):04o}"
+        raise UserError(f"{folder} is not yours alone: owner {info.st_uid}, group {info.st_gid}, {mode}\n"
                         "chmod 700 it (as its owner), or use another --run-dir")

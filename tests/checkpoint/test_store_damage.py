@@ -339,12 +339,28 @@ def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
 
 def test_a_folder_that_others_may_write_into_is_not_loaded_from(tmp_path):
     opts, root = two_checkpoints(tmp_path)
-    for folder, mode in ((opts.run_dir, 0o777), (opts.run_dir, 0o770), (root, 0o707), (root, 0o775)):
+    for folder, mode in ((opts.run_dir, 0o777), (root, 0o707)):
         folder.chmod(mode)
         with pytest.raises(UserError, match=f"not yours alone: owner .*, mode {mode:04o}"):
             new_store(opts).restore(tiny_state(opts))
+        folder.chmod(0o700)
+    foreign = 12345 if os.getuid() == 0 else next((group for group in os.getgroups() if group != os.getgid()), None)
+    for folder in (opts.run_dir, root) if foreign else ():
+        os.chown(folder, -1, foreign)
+        folder.chmod(0o770)
+        with pytest.raises(UserError, match=f"not yours alone: owner .*, group {foreign}, mode 0770"):
+            new_store(opts).restore(tiny_state(opts))
+        os.chown(folder, -1, os.getgid())
         folder.chmod(0o700)
     if os.getuid() == 0:
         os.chown(opts.run_dir, 12345, -1)
         with pytest.raises(UserError, match="owner 12345"):
             new_store(opts).restore(tiny_state(opts))
+
+
+def test_a_folder_made_under_the_umask_002_of_a_user_with_a_group_of_his_own_is_trusted(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    for folder in (opts.run_dir, root):
+        os.chown(folder, -1, os.getgid())
+        folder.chmod(0o775)
+    assert new_store(opts).restore(state := tiny_state(opts)) and state.step == 2
