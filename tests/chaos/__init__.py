@@ -7,7 +7,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]  # for common, and for the
 
 EPOCH = 11                                                          # steps of the campaign's trainings
 HANG = 15                                                           # seconds until a silent process counts as dead
-MISSED = 10                                                         # until a rank has left that misses a loading process
+MISSED = 20                                                         # without a step, until a rank that misses a loading process has
+                                                                    # left: it looks after 5 s, after 10 s as its workers begin
 RECOVERY = 150                                                      # seconds within which training must go on after anything
 
 

@@ -79,7 +79,7 @@ class Strikes:
         return max([self.cluster.strike(found[1:], name) for name in event.signal.split()][0], 0), True
 
     def _loader(self, event):
-        """Its rank misses it within seconds, saves and leaves; or has all it needs of this epoch, and nothing happens."""
+        """Its rank misses it within seconds, saves and leaves. Not missed: the rank trains on past the end of the epoch."""
         found = []
         self.until(lambda: self.over() or found or found.extend(self.cluster.loader() or ()), "a loading process")
         if not found or not self.cluster.strike(found[1:], event.signal.split()[0]):
@@ -90,9 +90,12 @@ class Strikes:
             self.jobs.kill(found[1], signal.SIGCONT)
         if event.signal in ("TERM", "STOP CONT"):                   # a rank's to answer; slow, not dead: nothing may happen
             return 1, False
-        self.until(lambda: self.over() or state(found[0]) in "ZX" or reached(self.run) >= epoch_over,
-                   "the rank of a dead loading process to leave", MISSED if event.target == "loader" else RECOVERY)
+        while not (self.over() or state(found[0]) in "ZX" or (step := reached(self.run)) >= epoch_over):
+            # each step that is made begins the wait anew: a rank that trains on may have all its shares of this epoch
+            self.until(lambda step=step: self.over() or state(found[0]) in "ZX" or reached(self.run) != step,
+                       "the rank of a dead loading process to leave", MISSED if event.target == "loader" else RECOVERY)
         if state(found[0]) not in "ZX":
+            self.tally["loaders not missed"] += 1
             return 1, False
         self.missed.append(time.monotonic() - began)
         return 1, True
