@@ -163,7 +163,8 @@ def test_the_shell_scripts_are_clean():
 
 
 def test_nothing_here_opens_tensorboard_to_the_network():
-    for path in [*ROOT.glob("launch/*"), *ROOT.glob("train_*.py"), *ROOT.glob("common/*.py"), ROOT / "README.md"]:
+    for path in [*ROOT.glob("launch/*"), *ROOT.glob("train_*.py"), *ROOT.glob("common/**/*.py"),
+                 ROOT / "README.md", *ROOT.glob("*/README.md")]:
         if path.is_file():
             assert "bind_all" not in path.read_text()
     assert re.findall(r"^tensorboard .*", (ROOT / "README.md").read_text(), re.MULTILINE)[0].count("--host 127.0.0.1") == 1

@@ -1,25 +1,49 @@
-"""README.md and the files of launch/ say nothing that is not so: commands are parsed by what they start, or run."""
+"""No README and no file of launch/ says what is not so: commands are parsed by what they start, or run."""
 import ast
+import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+import torch
 
 from common.options import Options, parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted(p for name in ("common", "launch", "tests") for p in (ROOT / name).rglob("README.md")),
+         *sorted(ROOT.glob(".github/*.md"))]
+README, COMMON, LAUNCH = [(ROOT / name / "README.md").read_text(encoding="utf-8") for name in ("", "common", "launch")]
 LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/warm.py": {"--nproc", "--max-restarts"}}   # flags of their own
+MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "model.", "optimizer.", "state.json", "manifest.json", "tb/",
+        "audit/")                                                    # by a reader or by a run
+PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def fenced(text, language):
     """The contents of ```language blocks."""
     parts = re.split(r"^```(.*)\n", text, flags=re.MULTILINE)        # outside, language, inside, "", outside, ...
     return [inside for name, inside in zip(parts[1::4], parts[2::4], strict=True) if name == language]
+
+
+def prose(text):
+    return re.sub("^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def section(text, heading):
+    assert f"\n## {heading}\n" in text, heading
+    return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+
+
+def rows(text, first):
+    """The cells of the table whose head begins with `first`."""
+    table = text.partition(f"| {first}")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) > 4, first
+    return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table]
 
 
 def commands(lines):
@@ -29,14 +53,17 @@ def commands(lines):
 
 
 def documented():
-    """(where, command): README's shell blocks and the indented commands that open scripts and launch files."""
-    found = [("README.md", words) for block in fenced(README, "sh") for words in commands(block)]
-    prose = re.sub("```.*?```", "", README, flags=re.DOTALL)
-    inline = re.findall(r"`((?:launch/|tests/run|torchrun|python|CUDA)[^`\n]* [^`\n]*)`", prose)
-    found += [("README.md", shlex.split(text)) for text in inline]
-    for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), ROOT / "common/checkpoint/__main__.py", ROOT / "common/ledger/__main__.py"]:  # noqa: E501
-        doc = ast.get_docstring(ast.parse(path.read_text()), clean=False)
-        found += [(path.name, words) for words in commands("\n".join(re.findall(r"^    .*", doc, re.MULTILINE)))]
+    """(where, command): the READMEs' shell blocks and inline commands, and those that docstrings and launch files show."""
+    found = []
+    for page in PAGES:
+        text, where = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
+        found += [(where, words) for block in fenced(text, "sh") for words in commands(block)]
+        inline = re.findall(r"`((?:launch/|tests/run|torchrun|sbatch|pip|python|CUDA)[^`\n]* [^`\n]*)`", prose(text))
+        found += [(where, shlex.split(command)) for command in inline]
+    for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), *(ROOT / "common").rglob("*.py")]:
+        shown = r"^    (?:python|torchrun) .*" if ROOT / "common" in path.parents else r"^    .*"      # there are pictures too
+        doc = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
+        found += [(path.name, words) for words in commands("\n".join(re.findall(shown, doc, re.MULTILINE)))]
     for path in [*ROOT.glob("launch/*.s*h"), ROOT / "tests/run.sh"]:
         text = "\n".join(re.findall(r"^#     (.*)", path.read_text(), re.MULTILINE))
         text = re.sub(r"  +\w.*", "", text)                         # what follows two spaces explains
@@ -46,10 +73,8 @@ def documented():
 
 def check_training(words, monkeypatch):
     """The script exists, and its own parser takes the flags."""
-    monkeypatch.chdir(ROOT)
     assert (ROOT / words[0]).is_file(), words
     monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr("common.options.options._check_places", lambda opts: None)      # whose folders are not here
     flags = [text for text in words[1:] if text not in ("--help", "...")]
     assert isinstance(parse_options("", flags), Options)
 
@@ -58,26 +83,26 @@ def check(words, monkeypatch):
     """One command, by what it starts; a command that nothing here knows is a failure."""
     from torch.distributed.run import get_args_parser
     while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        name, _, value = words[0].partition("=")
+        monkeypatch.setenv(name, value.replace("HOST", "127.0.0.1"))
         words = words[1:]
     program = words[0].removeprefix(".venv/bin/")
     if program == "python" and words[1] == "-m":
-        module, rest = words[2], words[3:]
-        if module.startswith("common."):
-            paths = [ROOT / f"{module.replace('.', '/')}{end}" for end in (".py", "/__main__.py")]
-            path = next(filter(Path.is_file, paths), paths[0])
-            assert path.is_file() and all(text in path.read_text() for text in rest if text.startswith("--")), words
-        else:
-            assert (ROOT / module.replace(".", "/")).exists(), words
+        base = ROOT / words[2].replace(".", "/")
+        path = next(path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file())
+        assert all(text in path.read_text() for text in words[3:] if text.startswith("--")), words
         return
     if program == "python":
         program, words = words[1], words[1:]
     if program in ("torchrun", "launch/torchrun.py"):
-        given = get_args_parser().parse_args(words[1:])
-        if given.training_script.startswith("tests/bench/"):
-            return check(["python", given.training_script, *given.training_script_args], monkeypatch)
-        assert given.training_script in ("train_ddp.py", "train_mp.py"), words
-        monkeypatch.setattr("common.options.options.world_size", lambda: int(given.nproc_per_node) if given.nproc_per_node.isdigit() else 1)  # noqa: E501
-        check_training([given.training_script, *given.training_script_args], monkeypatch)
+        agent = get_args_parser().parse_args(words[1:])
+        if agent.training_script.startswith("tests/bench/"):
+            return check(["python", agent.training_script, *agent.training_script_args], monkeypatch)
+        assert agent.training_script in ("train_ddp.py", "train_mp.py"), words
+        size = agent.nproc_per_node if agent.nproc_per_node.isdigit() else "1"
+        for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        check_training([agent.training_script, *agent.training_script_args], monkeypatch)
     elif program in LAUNCHERS:
         rest = words[1:]
         while flag := next((text for text in rest if text in LAUNCHERS[program]), None):
@@ -103,7 +128,10 @@ def check(words, monkeypatch):
 
 
 @pytest.mark.parametrize("where, words", documented(), ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
-def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch):
+def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, tmp_path):
+    for part in ("train", "val"):                                   # a folder of images is looked for before torch is imported
+        (tmp_path / "data" / part).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     check(words, monkeypatch)
 
 
@@ -114,47 +142,104 @@ def test_a_documented_torchrun_over_a_range_of_machines_survives_a_late_join():
 
 def test_enough_commands_were_found_to_be_checked():
     starts = [" ".join(words[:2]) for _, words in documented()]
-    assert len(starts) > 30 and {"python -m", "torchrun --nproc_per_node=2", "launch/local.sh --epochs"} <= set(starts)
+    assert len(PAGES) >= 7 and len(starts) > 50
+    assert {"python -m", "torchrun --nproc_per_node=2", "launch/local.sh --epochs", "python launch/store.py"} <= set(starts)
 
 
-def test_files_that_the_readme_names_exist():
-    made = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "model.", "optimizer.", "state.json", "manifest.json")
-    for name in re.findall(r"`([\w./-]+\.(?:py|sh|txt|json|md|yml))`", README):
-        places = (ROOT, ROOT / "common", ROOT / "launch", ROOT / "tests")
-        assert name.startswith(made) or any((place / name).is_file() for place in places), name
+@PAGE
+def test_no_inline_code_is_cut_in_two_by_the_end_of_a_line(page):
+    cut = [line for line in prose(page.read_text(encoding="utf-8")).splitlines() if line.count("`") % 2]
+    assert not cut, "a command cut in two would not be checked"
 
 
-def test_every_launcher_is_named_in_the_readme():
-    assert all(f"`{path.name}`" in README for path in (ROOT / "launch").iterdir() if path.is_file())
+@PAGE
+def test_files_and_folders_that_a_readme_names_exist(page):
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|sh|sbatch|txt|json|md|yml)|/))`", page.read_text(encoding="utf-8")):
+        places = [place / name for place in (ROOT, page.parent)]
+        assert name.startswith(MADE) or any(p.is_dir() if name.endswith("/") else p.is_file() for p in places), name
 
 
-def test_every_test_that_the_readme_calls_a_proof_exists():
-    rows = re.findall(r"`(tests/test_\w+\.py)`(?:: `(\w+)`)?", README)
-    assert len(rows) > 6
-    for path, name in rows:
-        assert (ROOT / path).is_file() and f"def {name or 'test_'}" in (ROOT / path).read_text(), (path, name)
+@PAGE
+def test_links_of_a_readme_lead_somewhere(page):
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
+        path = (page.parent / target).resolve() if target else page
+        assert path.is_file(), target
+        headings = re.findall(r"^#+ (.*)", prose(path.read_text(encoding="utf-8")), re.MULTILINE)
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], anchor
 
 
-def test_every_table_row_of_the_guarantees_has_a_proof():
-    table = README.partition("| guarantee |")[2].partition("\n\n")[0].splitlines()[2:]
-    assert len(table) > 4 and all("`tests/" in row for row in table)
+def test_every_guarantee_has_tests_that_exist_and_its_how():
+    code = "\n".join(path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py")))
+    told = []
+    for page in (README, COMMON):
+        names = [re.findall(r"`(test_\w+)`", line[-1]) for line in rows(page, "guarantee |")]
+        assert all(names)
+        told.append(sorted(name for row in names for name in row))
+    assert told[0] == told[1], "README.md says what is guaranteed, common/README.md how"
+    for name in told[0]:
+        assert len(re.findall(rf"^def {name}\(", code, re.MULTILINE)) == 1, name
 
 
-def test_the_exit_codes_in_the_readme_are_those_of_the_launcher():
-    from importlib.util import module_from_spec, spec_from_file_location
+def test_the_readmes_name_the_rooms_of_common_and_no_other():
+    rooms = {path.stem for path in (ROOT / "common").iterdir()
+             if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
+    where = section(README, "Where things are")
+    assert rooms == {*re.findall(r"^\| `(\w+)` \|", where, re.MULTILINE), *re.findall(r"`common/(\w+)\.py`", where)}
+    picture = re.sub(r"\(.*?\)", "", COMMON.split("\n\n")[1]).partition("---\n")[2]
+    assert rooms == {name.removesuffix(".py") for name in picture.split()}
+
+
+def test_the_exit_codes_in_the_readmes_are_those_of_the_launcher():
     spec = spec_from_file_location("warm_agent", ROOT / "launch" / "warm.py")
     warm = module_from_spec(spec)
     spec.loader.exec_module(warm)
+    codes = {0, *warm.FINAL, warm.STOPPED}
     said = README.partition("Exit codes:")[2].partition("\n\n")[0]
-    assert {int(n) for n in re.findall(r"(?:^|· |\n)\s*(\d+) [a-z]", said)} == {0, *warm.FINAL, warm.STOPPED}
+    assert {int(n) for n in re.findall(r"(?:^|· |\n)\s*(\d+) [a-z]", said)} == codes | {1}
+    assert {int(cells[0]) for cells in rows(LAUNCH, "code |")} == codes | {1}
+
+
+def test_the_lines_that_the_readme_shows_are_printed():
+    strings = set()
+    for path in [*(ROOT / "common").rglob("*.py"), ROOT / "launch/warm.py"]:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}      # docstrings
+        strings |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in said
+                    and isinstance(node.value, str)}
+    printed = set(re.findall("[a-z_]+", " ".join(strings)))
+    shown = next(text for text in fenced(section(README, "Sixty seconds on a laptop"), "") if text.startswith("run "))
+    shown = re.sub(r"\S*[\d/]\S*", "", shown)
+    assert set(re.findall(r"\b[a-z_]{3,}\b", shown)) <= printed
+
+
+def test_every_launcher_and_every_setting_of_torchrun_is_explained():
+    files = {path.name for path in (ROOT / "launch").iterdir() if path.is_file()} - {"README.md"}
+    assert files <= set(re.findall(r"`(?:launch/)?([\w.]+)`", LAUNCH))
+    tree = ast.parse((ROOT / "launch/torchrun.py").read_text())
+    settings = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "SETTINGS")
+    table = section(LAUNCH, "What torchrun.py sets, and why")
+    for key, value in zip(settings.keys, settings.values, strict=True):
+        assert key.value in table, key.value
+        assert all(part in table for part in (value.value.split(",") if isinstance(value, ast.Constant) else ())), value.value
+
+
+def test_the_private_names_of_torch_that_are_used_exist_and_are_listed():
+    said = set(re.findall(r"`(?:[\w.]+\.)?(_\w+)`", section(COMMON, "Private names of torch")))
+    code = "\n".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
+    assert said == {name for name in said if re.search(rf"\b{name}\b", code)}
+    assert set(re.findall(r"\btorch\.(_[a-z]\w*)", code)) <= said, "list it, so that an upgrade of torch is looked at"
+    vision = pytest.importorskip("torchvision")
+    places = (torch, torch.amp.GradScaler, torch.nn.modules.batchnorm, vision.models.VisionTransformer)
+    loader = inspect.getsource(torch.utils.data.dataloader._MultiProcessingDataLoaderIter)
+    assert not [name for name in said if not any(hasattr(place, name) for place in places) and f"self.{name} " not in loader]
 
 
 def test_the_readmes_own_model_and_dataset_train(tmp_path):
-    for name, heading in (("my_model.py", "## Adding a model"), ("my_data.py", "## Adding a dataset")):
-        code, = fenced(README.partition(heading)[2].partition("\n## ")[0], "python")
-        assert len(code.splitlines()) <= 7
-        (tmp_path / name).write_text(code)
-    command, = commands(fenced(README.partition("## Adding a dataset")[2].partition("\n## ")[0], "sh")[0])
+    text = section(README, "Your own model, your own data")
+    code, = fenced(text, "python")
+    assert len(code.splitlines()) <= 12
+    (tmp_path / "my_own.py").write_text(code)
+    command, = commands(fenced(text, "sh")[0])
     assert command[:2] == ["python", "train_ddp.py"]
     done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *command[2:], "--max-steps", "30", "--no-tensorboard"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=120)
