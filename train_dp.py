@@ -20,7 +20,7 @@ from common.models import build_model
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
 from common.training import TrainState, backward, build_optimizer, evaluate, prepare, replicate, show_scatter
-from common.world import join, leave, memory
+from common.world import join, leave
 
 
 @report_errors
@@ -53,7 +53,7 @@ def main(opts):
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
-                    log.step(state, state.note(totals, batch.size) | memory(world))
+                    log.step(state, state.note(totals, batch.size) | world.memory())
                 if store.due(state):
                     store.save(state)  # copies; a thread writes
                 store.check()

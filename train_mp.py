@@ -25,7 +25,7 @@ from common.pipeline import backward, split
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
 from common.training import TrainState, build_optimizer, evaluate
-from common.world import join, leave, memory
+from common.world import join, leave
 
 
 @record
@@ -65,7 +65,7 @@ def main(opts):
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
-                    log.step(state, state.note(totals[:2], batch.size) | memory(world))
+                    log.step(state, state.note(totals[:2], batch.size) | world.memory())
                 if opts.check_every and state.step % opts.check_every == 0:
                     store.agree(state)
                 if store.due(state, totals[2]):

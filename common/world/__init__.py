@@ -3,9 +3,9 @@ from common.world.agreement import fingerprint_of, odd_ranks, same_everywhere, s
 from common.world.determinism import bit_differences, bit_facts, require_same_bits
 from common.world.join import join, leave
 from common.world.rendezvous import progress
-from common.world.world import WATCHED, World, devices_line, memory
+from common.world.world import WATCHED, World
 
 __all__ = [
-    "WATCHED", "World", "bit_differences", "bit_facts", "devices_line", "fingerprint_of", "join", "leave",
-    "memory", "odd_ranks", "progress", "require_same_bits", "same_everywhere", "send",
+    "WATCHED", "World", "bit_differences", "bit_facts", "fingerprint_of", "join", "leave", "odd_ranks",
+    "progress", "require_same_bits", "same_everywhere", "send",
 ]

@@ -2,19 +2,26 @@
 import contextlib
 import json
 import os
+import re
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from common.errors import UserError
 from common.options import machine
 from common.world.rendezvous import ANSWER, JOINING, wait
 
-PIECE = 1 << 28                   # bytes per broadcast: bounds what the transport allocates
-WATCHED = timedelta(days=1)       # a collective's time-out while the pulse watches
+BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
+WATCHED = timedelta(days=1)       # a collective's time-out while the watchdog ends hangs
+# How a message begins with which gloo reports that another process died or hangs.
+GLOO_LOST = re.compile(r"(\[\S*gloo\S*\] )?(Read error|Write error|Connection (closed|reset) by peer|Broken pipe|"
+                       r"Connection refused|Timed out waiting|Application timeout|Gloo connectFullMesh failed)")
 
 
 @dataclass(frozen=True)
@@ -26,61 +33,78 @@ class World:
     local_rank: int
     local_size: int
     node: int
-    devices: tuple
+    devices: tuple[torch.device, ...]
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     restart: int
-    store: object = None
+    store: Any = None  # a TCPStore of this life; None if there is one process
     stages: int = 1  # ranks that hold one replica of the net together, a stage each
-    stage_group: object = None  # the group of this rank's replica, if it is more than this rank
-    peers: object = None  # the group of the ranks with the same stage, if they are not all
+    stage_group: Any = None  # the group of this rank's replica, if it is more than this rank
+    peers: Any = None  # the group of the ranks with the same stage, if they are not all
 
     @property
-    def stage(self):
+    def stage(self) -> int:
         return self.rank % self.stages
 
     @property
-    def replica(self):
+    def replica(self) -> int:
         return self.rank // self.stages
 
     @property
-    def replicas(self):
+    def replicas(self) -> int:
         return self.size // self.stages
 
     @property
-    def device(self):
+    def device(self) -> torch.device:
         return self.devices[0]
 
     @property
-    def backend(self):
+    def backend(self) -> str:
         return "none" if self.size == 1 else "nccl" if self.device.type == "cuda" else "gloo"
 
-    def all_sum(self, tensor):
+    def devices_line(self) -> str:
+        """Which physical devices these are: torch counts only those that CUDA_VISIBLE_DEVICES leaves."""
+        if self.device.type != "cuda":
+            names = ", ".join(map(str, self.devices))
+            return f"devices {names}   {torch.get_num_threads()} CPU threads a process"
+        visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
+        found = [(d, visible[d.index or 0] if visible else d.index or 0, torch.cuda.get_device_name(d))
+                 for d in self.devices]
+        return "devices " + ", ".join(f"{device} (physical {number}, {name})" for device, number, name in found)
+
+    def memory(self) -> dict[str, int]:
+        """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
+        gpus = [device for device in self.devices if device.type == "cuda"]
+        return {f"MiB_{gpu.index}": torch.cuda.memory_allocated(gpu) >> 20 for gpu in gpus}
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
         """Sum over ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def sum_over_replicas(self, tensor):
+    def sum_over_replicas(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks that have the same stage, in place."""
         if self.replicas > 1:
             dist.all_reduce(tensor, group=self.peers)
         return tensor
 
-    def sum_over_stages(self, tensor):
+    def sum_over_stages(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks of this replica, in place."""
         if self.stages > 1:
             dist.all_reduce(tensor, group=self.stage_group)
         return tensor
 
-    def in_stages(self, stages, timeout=None):
+    def in_stages(self, stages: int, timeout: timedelta | None = None) -> "World":
         """This world as size / stages replicas of so many ranks each; call on every rank."""
         if stages == 1:
             return self
-        lines = [dist.new_group(range(first, first + stages), timeout) for first in range(0, self.size, stages)]
-        peers = [dist.new_group(range(stage, self.size, stages), timeout) for stage in range(stages)]
-        return replace(self, stages=stages, stage_group=lines[self.rank // stages], peers=peers[self.rank % stages])
+        replicas = [range(first, first + stages) for first in range(0, self.size, stages)]
+        same_stage = [range(stage, self.size, stages) for stage in range(stages)]
+        groups = [[dist.new_group(ranks, timeout) for ranks in kind] for kind in (replicas, same_stage)]
+        own, peers = groups[0][self.rank // stages], groups[1][self.rank % stages]
+        return replace(self, stages=stages, stage_group=own, peers=peers)
 
-    def all_gather(self, tensor):
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor (of one shape), in rank order."""
         if self.size == 1:
             return [tensor]
@@ -88,34 +112,28 @@ class World:
         dist.all_gather(out, tensor)
         return out
 
-    def broadcast(self, tensor, source):
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The source's bytes everywhere, in place; a flat tensor of any length."""
         if self.size > 1:
-            for piece in tensor.view(-1).split(PIECE // tensor.element_size()):
+            for piece in tensor.view(-1).split(BROADCAST_BYTES // tensor.element_size()):
                 dist.broadcast(piece, source)
         return tensor
 
-    def barrier(self, name, patience=None):
-        """All ranks have come here: a wait of minutes, where a collective would give up after the short time-
-        out.
-        """
+    def barrier(self, name: str, patience: timedelta | None = None) -> None:
+        """Waits for all ranks over the key-value store: up to 10 minutes, longer than a collective would."""
         if self.size > 1:
             _meet(self.store, f"meet/{name}", self.size, patience)
 
-    def watched(self):
-        """From here on the pulse ends hangs: no collective gives up before it, however long a step or a save
-        takes.
-        """
+    def watched(self) -> None:
+        """From now on the watchdog ends hangs; collectives wait for it, however long a step or a save takes."""
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.stage_group, self.peers):
                 set_timeout(WATCHED, group)
 
     @contextlib.contextmanager
-    def all_or_none(self, name):
-        """All ranks leave this block, or none: what a person must mend on one rank is said once and raised on
-        each.
-        """
+    def all_or_none(self, name: str) -> Iterator[None]:
+        """A UserError on one rank inside this block is raised on every rank."""
         try:
             yield
         except UserError as error:
@@ -127,18 +145,25 @@ class World:
             raise
         self.barrier(name)
 
-    def new_store_client(self):
-        """A second connection to this life's store, for a thread that must not wait behind the main one."""
+    def lost_a_peer(self, error: BaseException | None) -> bool:
+        """Whether gloo, NCCL or the store reports with this error that another process died or is silent."""
+        if self.size == 1 or not isinstance(error, RuntimeError):
+            return False
+        return isinstance(error, dist.DistError) or bool(GLOO_LOST.match(str(error)))
+
+    def new_store_client(self) -> Any:
+        """A second connection to this life's store, for a thread that must not wait for the main one."""
         return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
 
-    def local_barrier(self, name="node"):
-        """All ranks of this node have come here; each name is good for one meeting."""
+    def local_barrier(self, name: str = "node") -> None:
+        """Waits for all ranks of this node; use each name once per life."""
         if self.local_size > 1:
             _meet(self.store, f"{name}/{self.node}", self.local_size)
 
-    def once_per_node(self, name, find):
-        """The text that `find` returns on the first rank of this node, on all of its ranks; each name is good
-        for once.
+    def once_per_node(self, name: str, find: Callable[[], str]) -> str:
+        """Calls `find` on the node's first rank and returns its text on all of them.
+
+        Use each name once per life.
         """
         if self.local_size == 1:
             return find()
@@ -169,20 +194,3 @@ def _refuse_a_shared_gpu(store, device, local_size):
         gpu = torch.cuda.get_device_properties(device).uuid
         if store.add(f"gpu/{machine()}/{gpu}", 1) > 1:
             raise _too_few(local_size, 1)
-
-
-def devices_line(world):
-    """Which physical devices these are: torch counts only those that CUDA_VISIBLE_DEVICES leaves."""
-    if world.device.type != "cuda":
-        return f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process"
-    visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
-    return "devices " + ", ".join(
-        f"{d} (physical {visible[d.index or 0].strip() if visible else d.index or 0}, {torch.cuda.get_device_name(d)})"
-        for d in world.devices)
-
-
-def memory(world):
-    """MiB in use on each GPU of this process, under names for the log: the first one's surplus is
-    nn.DataParallel's price.
-    """
-    return {f"MiB_{d.index}": torch.cuda.memory_allocated(d) >> 20 for d in world.devices if d.type == "cuda"}

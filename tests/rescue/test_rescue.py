@@ -75,7 +75,7 @@ def in_a_store(world):
 @pytest.mark.parametrize("size, stuck", [(1, in_a_lock), (2, in_a_store)])
 def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(run, size, stuck):
     def live(world):
-        common.rescue.rescue.PATIENCE = 0.2
+        common.rescue.rescue.STEP_SECONDS = 0.2
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger):
             step(state), step(state)
@@ -91,7 +91,7 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
 def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_moment_on(run):
     """No Python thread can run any more, neither the watcher nor a signal handler; faulthandler's own thread can."""
     def live(world):
-        common.rescue.watchdog.BLIND = 1
+        common.rescue.watchdog.LOCKED_LIMITS = 1
         state, store, ledger = a_run(world, run, "--hang-timeout=1")
         with Rescue(store, state, world, ledger):
             python, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
@@ -139,7 +139,7 @@ def ends(world, state, store, rescue):
     ("write", 2, ends, ["done"] * 2, [1]), ("read back", 2, ends, ["done"] * 2, [1]), ("read back", 1, stops, [143], [1])])
 def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, size, case, codes, steps):
     def live(world):
-        common.rescue.rescue.LOOK = 0.1
+        common.rescue.rescue.WATCH_EVERY_SECONDS = 0.1
         state, store, ledger = a_run(world, run)
         object.__setattr__(state.opts, "hang_timeout", LIMIT)
         write, verify = common.checkpoint.commit.Writer._write_aside, common.checkpoint.commit.verify
@@ -180,7 +180,7 @@ def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(run):
     assert fork_ranks(1, live, deadline=20) == [None]
 
 
-def test_while_the_pulse_watches_no_collective_gives_up_before_it(run):
+def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
     """Twenty median steps may be longer than any time-out of the process group."""
     def live(world):
         state, store, ledger = a_run(world, run)
@@ -329,7 +329,7 @@ def test_a_rank_of_a_large_world_with_a_thousand_open_files_hears_signals(run):
 def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
     """The watcher's patience ends within the step, so only the lock holds it back."""
     def live(world):
-        common.rescue.rescue.PATIENCE = 1.0
+        common.rescue.rescue.STEP_SECONDS = 1.0
         state, store, ledger = a_run(world, run)
         real, weight = state.optimizer.step, state.net[0].weight
 

@@ -243,16 +243,6 @@ def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
     assert_same(run, unbroken)
 
 
-def test_a_stop_during_a_save_waits_for_it(jobs, run, unbroken):
-    """Every step is saved, so any instant is within a save or between two."""
-    job = plain(jobs, "ddp", run, "--save-every=1", PACE="0")
-    wait_for(run, 2, 0, job)
-    job.kill(signal.SIGTERM)
-    assert job.wait() in (143, 0), job.output
-    assert plain(jobs, "ddp", run, "--save-every=1", PACE="0").wait() == 0
-    assert_same(run, unbroken)
-
-
 # ---- how it is started ---------------------------------------------------------------------------------------------------
 def test_two_processes_started_by_hand_meet(jobs, run, unbroken):
     with socket.create_server(("127.0.0.1", 0)) as free:

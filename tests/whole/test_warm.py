@@ -158,7 +158,7 @@ def test_a_life_that_was_open_ends_the_count_of_those_before_and_the_cause_is_to
 def test_lives_that_were_told_to_stop_or_had_other_data_do_not_count_as_failures(tmp_path, end, data, counts):
     from types import SimpleNamespace
 
-    from common.rescue.life import refuse_the_same_end
+    from common.rescue.life import refuse_without_progress
     lines = []
     for k in range(5):
         lines += [{"t": k, "event": "life", "life": str(k), "world": 1, "step": 7, "data": "old"},
@@ -167,4 +167,4 @@ def test_lives_that_were_told_to_stop_or_had_other_data_do_not_count_as_failures
     opts = SimpleNamespace(run_dir=tmp_path, global_batch_size=4, seed=0)
     state = SimpleNamespace(step=7, epoch=0, position=28, finished=False)
     with pytest.raises(UserError, match="5 lives on step 8") if counts else contextlib.nullcontext():
-        refuse_the_same_end(Ledger(tmp_path), opts, SimpleNamespace(train=range(50), fingerprint=data), state)
+        refuse_without_progress(Ledger(tmp_path), opts, SimpleNamespace(train=range(50), fingerprint=data), state)

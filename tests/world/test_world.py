@@ -319,3 +319,35 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
         env = {"MASTER_ADDR": "10.0.0.7"}
         meeting.choose_interface(env, 2, 1)
         assert env == {"MASTER_ADDR": "10.0.0.7"} | found
+
+
+# ---- which errors report another process's end ---------------------------------------------------------------
+GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp"
+LOST = [
+    RuntimeError(f"[{GLOO}/pair.cc:545] Read error [127.0.0.1]:43230: Connection reset by peer. This is typically caused"),
+    RuntimeError(f"[{GLOO}/pair.cc:561] Connection closed by peer [127.0.0.1]:13730. This is typically caused by"),
+    RuntimeError(f"[{GLOO}/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"),
+    RuntimeError("Application timeout caused pair closure"),
+    RuntimeError("Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"),
+    dist.DistStoreError("wait timeout after 25000ms, keys: /default_pg/0//cpu//0/1"),
+    dist.DistNetworkError("Connection reset by peer"),
+    dist.DistNetworkError("The client socket has timed out after 5000ms while trying to connect to (127.0.0.1, 32813)."),
+    dist.DistBackendError("NCCL communicator was aborted on rank 1."),
+]
+OWN = [
+    RuntimeError("CUDA error: peer access is not supported between these two devices"),
+    RuntimeError("the store of samples has no room"),
+    RuntimeError("samples: request to example.org timed out (Connection timeout)"),
+    RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+                 "  File \"socket.py\", line 1\nRuntimeError: Connection reset by peer"),
+    RuntimeError("DataLoader timed out after 30 seconds"),
+    RuntimeError(f"[enforce fail at {GLOO}/pair.cc:467] op.preamble.length <= op.nbytes. 8 vs 4"),
+    ConnectionResetError(104, "Connection reset by peer"),  # of a dataset on the network
+    UserError("the store of samples is gone"), None,
+]
+
+
+@pytest.mark.parametrize("error, lost", [(error, True) for error in LOST] + [(error, False) for error in OWN])
+def test_only_what_gloo_nccl_and_the_store_report_counts_as_another_process_s_end(error, lost):
+    world = World(0, 2, 0, 2, 0, (torch.device("cpu"),), "life", 0)
+    assert world.lost_a_peer(error) is lost

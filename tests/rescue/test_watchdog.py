@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 from ranks import fork_ranks
 
-from common.rescue import watchdog as pulse
+from common.rescue import watchdog
 from common.rescue.watchdog import Watchdog
 
 
 def state_at(step=0):
-    return SimpleNamespace(step=step, alive=0, own_seconds=0.0)
+    return SimpleNamespace(step=step, progress=0, own_seconds=0.0)
 
 
 def alone():
@@ -37,7 +37,7 @@ def test_the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_fi
     state = state_at()
     found = Watchdog(state, alone(), 0, print)
     try:
-        assert found.limit == pulse.OPENING
+        assert found.limit == watchdog.OPENING_SECONDS
         for k in range(1, 9):
             state.progress = state.step = k
             found.beat()
@@ -58,7 +58,7 @@ def hold_a_lock_in_c(world):
         if pid == 0:
             os.dup2(errors.fileno(), 2)
             sys.stderr = os.fdopen(2, "w")
-            pulse.BLIND, found = 1, Watchdog(state_at(3), world, 1, print)
+            watchdog.LOCKED_LIMITS, found = 1, Watchdog(state_at(3), world, 1, print)
             found.beat()
             ctypes.PyDLL(None).sleep(100)                           # PyDLL keeps the GIL
             os._exit(0)
@@ -89,7 +89,7 @@ def one_is_stopped(world):
     while "gives no sign of life" not in word and time.monotonic() < deadline:
         time.sleep(0.1)
         found.beat()
-        word = found._others()
+        word = found._where_ranks_are()
     if world.rank == 2:
         world.store.get("seen")
         os.kill(int(world.store.get("pid")), signal.SIGCONT)
