@@ -155,7 +155,9 @@ def _notes(environ):
 def _why_it_ended(attempt):
     for path in sorted(attempt.glob("*/error.json*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            return f"the last error: {' '.join(json.loads(path.read_text())['message']['message'].split())[:200]}"
+            words = " ".join(json.loads(path.read_text())["message"]["message"].split())[:200]
+            if not words.startswith(("DistNetworkError", "DistStoreError")):  # those only tell of another rank's end
+                return f"the last error: {words}"
     return "no error was noted (killed? out of memory?)"
 
 

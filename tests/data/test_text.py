@@ -106,13 +106,15 @@ def test_what_cannot_be_is_said_in_three_lines(tmp_path, name, dataset, text, sa
 
 @pytest.mark.parametrize("kind", [torch.uint16, torch.int32])
 def test_a_file_of_tokens_is_not_read_as_text_but_a_text_with_a_few_zeros_is(tmp_path, path, kind):
-    tokens = torch.randint(0, 50_257, (4000,), generator=torch.Generator().manual_seed(1)).to(kind)     # evenly: few zeros
+    ranks = torch.rand(4000, generator=torch.Generator().manual_seed(1))
+    tokens = (50_257 ** ranks).to(kind)                             # as words are: the n-th one with a probability of 1/n
     path.write_bytes(bytes(tokens.view(torch.uint8).tolist()))
     with pytest.raises(UserError, match="is no text: .* bytes are 0") as caught:
         load_data(options(path), ALONE)
     assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
-    path.write_bytes(TEXT + b"\0\0")
-    load_data(options(path), ALONE)
+    for text in (TEXT + b"\0\0", bytes(torch.randint(0, 256, (20_000,), generator=torch.Generator().manual_seed(1)).tolist())):
+        path.write_bytes(text)
+        load_data(options(path), ALONE)
 
 
 def test_a_folder_in_place_of_a_text_is_refused(tmp_path):

@@ -4,10 +4,11 @@
         default.hang()                     whatever waits for the default stream stands still until `.set()`
     with fake_generators(a, b):            each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", parts=[[p, q], [r]])    a GradScaler that notes overflows of parameters on as many devices
-    ThreadedReplicas(net, count)           for reduce.CpuReplicas: replicas in threads, as nn.DataParallel runs them
+    ThreadedReplicas(net, count)           for prepare.CpuReplicas: replicas in threads, as nn.DataParallel runs them
     SyncedNorm(channels)                   a SyncBatchNorm for CPUs
 """
 import contextlib
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -18,7 +19,6 @@ from torch import nn
 
 from common.checkpoint import tensor_file as image
 from common.pipeline.stages import Stage
-from common.training import backward as reduce
 
 
 # ---- streams -----------------------------------------------------------------------------------------------------------
@@ -107,7 +107,8 @@ def fake_streams():
 def fake_generators(*devices):
     """A stage made in here draws from its device's generator; stages run one after the other. A seed is for all generators."""
     own = {device: torch.Generator() for device in devices}
-    call, seed, generator = Stage._run, reduce.seed, torch.default_generator
+    steps = sys.modules["common.training.backward"]              # its door hands out a function of that name
+    call, seed, generator = Stage._run, steps.seed, torch.default_generator
 
     def run(self, x):
         generator.set_state(own[self.device].get_state())
@@ -124,7 +125,7 @@ def fake_generators(*devices):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage, "_run", run)
         patch.setattr(Stage, "generator", property(lambda self: own[self.device]))
-        patch.setattr(reduce, "seed", seeded)
+        patch.setattr(steps, "seed", seeded)
         yield own
 
 
@@ -147,7 +148,7 @@ class OverDevices(torch.amp.GradScaler):
 
 # ---- replicas ----------------------------------------------------------------------------------------------------------
 class ThreadedReplicas(nn.Module):
-    """In place of reduce.CpuReplicas what nn.DataParallel does: a thread a replica, with autocast on, of a new thread's type."""
+    """In place of prepare.CpuReplicas what nn.DataParallel does: a thread a replica, with autocast on, of a new thread's type."""
 
     def __init__(self, net, count):
         super().__init__()

@@ -124,6 +124,15 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
     assert again.wait() == 5 and len(lives(run)) == len(starts) + 3, again.output
 
 
+def test_the_cause_of_an_end_is_not_what_another_rank_saw_of_it(tmp_path):
+    for rank, words in enumerate(("DistNetworkError: Connection reset by peer", "OSError: no such\n disk")):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "error.json").write_text(json.dumps({"message": {"message": words}}))
+    assert environment._why_it_ended(tmp_path) == "the last error: OSError: no such disk"
+    (tmp_path / "1" / "error.json").unlink()
+    assert environment._why_it_ended(tmp_path) == "no error was noted (killed? out of memory?)"
+
+
 @pytest.mark.parametrize("agent", ["warm", "torchrun"])
 def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path, agent):
     """Nothing of them is in the ledger, as where there is too little memory to build the net."""
