@@ -1,5 +1,5 @@
 """The store on disk: atomic, asynchronous, verified, fenced."""
-from common.checkpoint.parts import PartsStore
+from common.checkpoint.parts import open_store
 from common.checkpoint.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "PartsStore"]
+__all__ = ["CheckpointStore", "open_store"]

@@ -1,7 +1,7 @@
 """Lists and verifies the checkpoints of a run.
 
     python -m common.checkpoint RUN             # every checkpoint, verified
-    python -m common.checkpoint RUN --digest    # one SHA-256 over weights, optimizer and buffers of the newest whole one
+    python -m common.checkpoint RUN --digest    # one SHA-256 over all tensors of the newest whole one
 """
 import sys
 from pathlib import Path
@@ -10,9 +10,7 @@ from common.checkpoint.manifest import checkpoints, describe
 
 
 def main(arguments):
-    """List and verify the checkpoints of a run; exit code 0 when there is a whole one, 3 when there is none,
-    2 for no such run.
-    """
+    """Lists and verifies; exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
     paths = [a for a in arguments if not a.startswith("-")]
     if len(paths) != 1 or set(arguments) - set(paths) - {"--digest"}:
         print("usage: python -m common.checkpoint RUN [--digest]", file=sys.stderr)

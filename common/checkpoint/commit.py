@@ -1,16 +1,16 @@
 """The commit protocol: images and facts become one checkpoint on the disk, whole or not at all.
 
-A crash (C) between any two of these points leaves the checkpoint before, or both, never neither:
+A crash (C) between two of these points leaves the checkpoint before, or both, never neither:
     C  step-N.k/ is made in this life's staging folder        swept by the next life
     C  state, model, optimizer written and synced             swept
-    C  manifest.json written and synced, last                 swept: complete, but without a name that counts
-    C  the lines of metrics, ledger and audit synced          a checkpoint has no step that they do not tell of
+    C  manifest.json written and synced, last                 swept: complete, but not under its name
+    C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
     C  the folder synced, renamed to checkpoints/step-N       on a power loss N is there whole or not at all
     C  checkpoints/ synced                                    committed; what had the name before is deleted
     C  N read back from the disk and verified                 only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
-Where step-N is there already (same step, later facts), the two folders swap names in one step: old or new. Where it is
-damaged, and the file system cannot swap, it goes first: what is lost was lost.
+If step-N exists already (same step, later facts), the two folders swap names in one step: old or new. If it
+is damaged, and the file system cannot swap, it is renamed first: nothing good is lost.
 """
 import atexit
 import contextlib
@@ -38,7 +38,7 @@ from common.checkpoint.manifest import (
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-ASIDE = "damaged-"       # what cannot be trusted keeps its bytes under this name until newer ones stand
+ASIDE = "damaged-"       # a checkpoint that is not trusted is kept under this name until a newer one is saved
 
 
 class Hurried(Exception):
@@ -46,8 +46,9 @@ class Hurried(Exception):
 
 
 class Writer:
-    """Writes into the staging folder of one life and renames out of it: gone means fenced. `marks` goes into
-    each manifest.
+    """Writes into the staging folder of one life and renames out of it.
+
+    If the folder is gone, another life has taken over (Fenced). `marks` goes into each manifest.
     """
 
     def __init__(self, root, staging, marks):
@@ -56,9 +57,9 @@ class Writer:
         self.door, self.inside, self.announced = threading.Lock(), 0, None
 
     def commit(self, images, facts, parent):
-        """Committed on return; OSError when the disk refuses twice, Fenced when the run is no longer ours.
+        """Commits; OSError if the disk fails twice, Fenced if another life has taken over.
 
-        After a failed write or fsync everything is written anew, to other files, once.
+        After a failed write or fsync everything is written again, once, to other files.
         """
         name, unsure = folder_name(facts["step"]), False
         for attempt in (1, 2):
@@ -72,26 +73,23 @@ class Writer:
                 for old in (aside, _damaged(aside)):  # what had the name before goes once that is on the disk
                     _delete(old)
                 return
-            except (OSError, Damaged) as error:  # Damaged: what should be joined is not what was written
+            except (OSError, Damaged) as error:  # Damaged: a part that should be joined
                 shutil.rmtree(aside, ignore_errors=True)
                 self.ensure_staging(facts["step"])
                 if attempt == 2 or isinstance(error, Damaged) or error.errno in FULL:
                     raise
 
     def ensure_staging(self, step):
-        """The staging folder is there, or this life is fenced; a person's rm -rf is no successor, and is
-        mended.
-        """
+        """Fenced if another life has moved the staging folder away; makes it again if a person deleted it."""
         if not os.path.isdir(self.staging):
             if self.renew is None:
-                raise Fenced(f"{self.staging.parent.parent} was taken over by another life: step {step} of this one is not saved")
+                raise Fenced(f"{self.staging.parent.parent} was taken over by another life: "
+                             f"step {step} of this one is not saved")
             self.renew()
 
     @contextlib.contextmanager
     def rescuing(self, step):
-        """fence.rescuing, once a process: were it taken anew by a second thread, the first to close it would
-        unlock it for both.
-        """
+        """fence.rescuing, once a process: the first of two threads to close it would unlock it for both."""
         with self.door:
             if not self.inside:
                 self.ensure_staging(step)
@@ -111,7 +109,8 @@ class Writer:
         written = {STATE: files.write_file(aside / STATE, facts_to_json(facts))}
         for part, name in TENSORS.items():
             written[name] = files.write_file(aside / name, images[part].bytes, self._move)
-        files.write_file(aside / MANIFEST, write_manifest(self.marks | {"step": facts["step"], "parent": parent}, written))
+        fields = self.marks | {"step": facts["step"], "parent": parent}
+        files.write_file(aside / MANIFEST, write_manifest(fields, written))
         files.sync_folder(aside)
 
     def _move(self):
@@ -145,7 +144,7 @@ class Writer:
                 os.rename(aside, final)
 
     def read_back(self, step):
-        """Damaged, and put aside, if the disk does not give back what it took."""
+        """Verifies what the disk gives back; if it is damaged, puts it aside and raises."""
         final = self.root / folder_name(step)
         try:
             verify(step, final, from_disk=True, seen=self._read_on)
@@ -154,16 +153,14 @@ class Writer:
             raise
 
     def put_aside(self, folder):
-        """Out of the chain, but not deleted: for a person to look at, until newer checkpoints stand."""
+        """Renames a checkpoint, so that it counts no more; it is kept until a newer one is saved."""
         to = self.root / f"{ASIDE}{folder.name}"
         _delete(to)
         with contextlib.suppress(OSError):
             os.rename(folder, to)
 
     def delete_old(self, keep, protected):
-        """Only after the newest was verified: all but the newest `keep` and the `protected` steps are
-        deleted.
-        """
+        """Once the newest is verified: deletes all but the newest `keep` and the `protected` steps."""
         extra = [folder for step, folder in checkpoints(self.root)[keep:] if step not in protected]
         if extra:
             extra += [path for path in self.root.iterdir() if path.name.startswith(ASIDE)]
@@ -175,27 +172,25 @@ class Writer:
 
 
 class Background:
-    """One thread for all saves, as starting one makes the training wait. `busy` is held from the copy to the
-    end of its save.
-    """
+    """One thread for all saves: starting one makes training wait. `busy` is held from copy to end of save."""
 
     def __init__(self, act):
         self.act, self.busy, self.work, self.thread = act, threading.Lock(), queue.SimpleQueue(), None
 
     def do(self, item):
-        """Act on the item, for which the caller has taken `busy`; returns at once."""
+        """Hands the item to the thread and returns at once; the caller has taken `busy`."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True, name="writer")
             try:
                 self.thread.start()
                 atexit.register(self.wait)
-            except RuntimeError:  # no more threads to be had: then without
+            except RuntimeError:  # no thread can be started
                 self.thread = None
                 return self._act(item)
         self.work.put(item)
 
     def wait(self, timeout=-1):
-        """Whether nothing is under way any more."""
+        """Waits for the save under way; False if it is not over within `timeout`."""
         if self.busy.acquire(timeout=timeout):
             self.busy.release()
             return True

@@ -1,13 +1,14 @@
 """Who may write into a run folder: one job at a time, and of that job only the newest life.
 
-The file that has the name RUN/lock owns the run: ownership is the inode, nothing else. Each claim makes a
-file aside and renames it over that name. Its lock and its counter only tell a successor how long to wait
-(held.py). What a life writes is staged in a folder of its own, `.life-<id>`, and renamed out of it. A claim
-moves the staging of all earlier lives away. A stopped process that wakes up later finds its staging gone, so
-its rename fails: there is no moment between check and act. No decision looks at a clock that others set.
+The process whose file has the name RUN/lock owns the run: ownership is the inode, nothing else. Each claim
+makes another file and renames it over that name. Its lock and its counter only tell a new owner how long to
+wait (lock_file.py). A life writes into a staging folder of its own, `.life-<id>`, and renames out of it. A new
+owner first renames away the staging folders of all earlier lives. A stopped process that wakes up later finds
+its staging gone, so its rename fails: nothing can happen between check and act. So a staging folder is never
+usable after its owner has lost the run. No decision depends on another machine's clock.
 
-A claim makes its staging before it looks for that of others, and looks at the name last. So of two that
-claim at once, the later one sweeps the earlier one, or the earlier one sees the later one.
+A claim makes its staging before it looks for that of others, and looks at the name last. So of two that claim
+at once, the later one sweeps the earlier one, or the earlier one sees the later one.
 """
 import contextlib
 import math
@@ -21,18 +22,19 @@ from common.checkpoint.lock_file import Held, Still, is_mine, look, read
 from common.errors import UserError
 from common.options import holder_status, queued_again, this_process
 
-GLANCE = 2.0             # seconds of looking before a free lock of another machine's process is believed
-STALE_AFTER = 8.0        # seconds without a move: the owner is stopped, or an earlier life of our own job
-LEASE = 90.0  # another job's owner on another machine: networks show moves late and keep dead locks
+# Seconds. The owner moves a counter twice a second.
+FREE_LOCK_WAIT = 2.0     # the lock of another machine's process must look free for so long
+STALE_AFTER = 8.0        # without a move: the owner is stopped, or an earlier life of our own job
+LEASE = 90.0             # the same, another job on another machine: networks show moves late, keep dead locks
 SAME_JOB_WAIT = 60.0     # an earlier life of our own job may still be saving; then the newest takes the run
 ORPHAN_WAIT = 10.0       # and so may one whose agent has just died
-RESCUE_WAIT = 10.0       # seconds without a sign of life until a rescue under way is given up
-RESCUE_STALL = 60.0      # and without a byte that moves
-RESCUE = "rescue.lock"   # in a staging folder: held while a survivor saves
+RESCUE_WAIT = 10.0       # without a move: a rescue under way is given up
+RESCUE_STALL = 60.0      # and so it is without a byte written
+RESCUE = "rescue.lock"   # file in a staging folder: held while a survivor saves
 
 
 class Fenced(UserError):
-    """This life was declared dead and its run goes on without it."""
+    """Another life has taken over the run of this one."""
 
     def __init__(self, message):
         super().__init__(message, code=6)
@@ -44,11 +46,11 @@ class Fence:
     def __init__(self, run_dir, life, agents=()):
         self.path, self.root = run_dir / "lock", run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
-        self.own_weights, self.fresh_job = None, False
+        self.held, self.fresh_job = None, False
         self.me = this_process() | {"life": life, "agents": list(agents)}
 
     def elect(self):
-        """Whether this is the first process of its life in this folder: mkdir asks the server."""
+        """Makes the staging folder; True for the first process of its life (the file server decides)."""
         try:
             os.mkdir(self.staging, 0o700)
         except FileExistsError:
@@ -56,14 +58,14 @@ class Fence:
         return True
 
     def claim(self, report=print):
-        """Ours from here on, or UserError naming the owner."""
+        """Takes the run, or raises UserError with the owner's name."""
         fd, owner = self._wait(report)
         begun = owner.get("begun")
         begun = begun if isinstance(begun, dict) else owner  # older versions have none
         self.fresh_job = not self._is_of_our_job(begun)
         record = self.me | {"begun": {name: begun.get(name) for name in ("job", "agents")}}
         try:
-            self.own_weights = Held(self.path, record, self.root / f"{self.staging.name}.lock")
+            self.held = Held(self.path, record, self.root / f"{self.staging.name}.lock")
         except FileNotFoundError:  # another claim has swept it
             raise self._fenced() from None
         finally:
@@ -75,28 +77,28 @@ class Fence:
         self._check()
 
     def begin(self):
-        """What --resume none asks for is done: from here on a restart of this job goes on."""
-        self.own_weights.write(begun={name: self.me[name] for name in ("job", "agents")})
+        """Notes that --resume none is done: a restart of this job resumes from its own checkpoints."""
+        self.held.write(begun={name: self.me[name] for name in ("job", "agents")})
 
     def renew(self):
-        """Somebody has removed the staging. A successor: Fenced. A person cleaning up: it is made again."""
+        """For a staging folder that is gone: Fenced if a new owner moved it, else makes it again."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # a file has the name: ours or not
-            held = Held(self.path, self.own_weights.record)
-            self.own_weights.close()
-            self.own_weights = held
+        with contextlib.suppress(FileExistsError):  # a file has the name; _check tells whether it is ours
+            held = Held(self.path, self.held.record)
+            self.held.close()
+            self.held = held
         self.elect()
         self._check()
 
     def release(self):
         with contextlib.suppress(OSError):  # or the next life does it
             _move_away(self.staging)
-        if self.own_weights:
-            self.own_weights.close()
-            self.own_weights = None
+        if self.held:
+            self.held.close()
+            self.held = None
 
     def _check(self):
-        if not self.own_weights.is_ours():
+        if not self.held.is_ours():
             _move_away(self.staging)
             raise self._fenced()
 
@@ -117,7 +119,7 @@ class Fence:
         return again and record.get("job") == self.me["job"]
 
     def _sweep(self):
-        """What earlier lives left half done. A rescue under way is waited for: it saves the last steps."""
+        """Deletes what earlier lives left half done; first waits for a rescue: it saves the last steps."""
         for name in os.listdir(self.root):
             if name.startswith((".life-", ".gone-")) and name != self.staging.name:
                 with contextlib.suppress(OSError):
@@ -129,10 +131,10 @@ class Fence:
                     os.unlink(self.path.parent / name)
 
     def _wait(self, report):
-        """(the lock of a file that nobody needs, or None; its record). UserError: its owner lives on.
+        """(the lock of a file that has no owner, or None; its record). UserError: its owner lives.
 
-        An owner that moves is waited for, or refused. One that does not is given the longer the less is
-        known.
+        Waits for an owner of our job that moves, refuses another. Waits for one that does not move: the
+        longer the less is known of it.
         """
         began, beats, fates, said = time.monotonic(), Still(), Still(), False
         while True:
@@ -141,7 +143,7 @@ class Fence:
             waited, still, orphan = time.monotonic() - began, beats(owner.get("beat")), fates(fate)
             if fd is not None:
                 signed_off = not owner.get("machine") or owner.get("left") or is_mine(owner)
-                if signed_off or ours or fate == "gone" or fate == "unknown" and still >= GLANCE:
+                if signed_off or ours or fate == "gone" or fate == "unknown" and still >= FREE_LOCK_WAIT:
                     return fd, owner
                 os.close(fd)  # it lives, and has lost its lock
             patience = {"lost": 0, "orphan": ORPHAN_WAIT, "alive": math.inf, "stopped": STALE_AFTER,
@@ -149,12 +151,12 @@ class Fence:
             if (orphan if fate == "orphan" else still) >= patience or ours and waited > SAME_JOB_WAIT:
                 return None, owner
             who = f"host {owner.get('host')}, pid {owner.get('pid')}, life {owner.get('life')}"
-            lives = beats.changes and waited > GLANCE or fate == "alive" and waited > STALE_AFTER + 1
+            lives = beats.changes and waited > FREE_LOCK_WAIT or fate == "alive" and waited > STALE_AFTER + 1
             other = owner.get("job") != self.me["job"] or not ours and waited > SAME_JOB_WAIT
             if lives and other and fate in ("alive", "unknown"):
                 raise UserError(f"{self.path.parent} is in use by another job: {who}\n"
                                 "stop that job first, or give this one its own --run-dir", code=6)
-            if not said and waited > GLANCE + 1:
+            if not said and waited > FREE_LOCK_WAIT + 1:
                 report(f"{self.path.parent}: waiting for {who}, which has the folder")
                 said = True
             time.sleep(0.05)
@@ -162,7 +164,7 @@ class Fence:
 
 @contextlib.contextmanager
 def rescuing(staging, moved=None):
-    """Inside, this process alone of its node saves. A successor waits while it lives and `moved()` grows."""
+    """Inside, only this process of its node saves. A new owner waits while it lives and `moved()` grows."""
     fd, mine = _wait_for_rescue(staging / RESCUE, os.O_CREAT)
     if mine:  # another thread of ours is in here: closing `fd` would drop its lock
         yield
@@ -194,7 +196,7 @@ def _wait_for_rescue(path, flags=0):
 
 
 def _move_away(path):
-    """First out of everybody's reach in one step, then deleted: nobody can rename half a folder out of it."""
+    """Renames it in one step, then deletes it: no process can rename half a folder out of it."""
     gone = path.parent / f".gone-{uuid.uuid4().hex[:12]}"
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)

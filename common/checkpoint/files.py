@@ -14,13 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import cycle
 from pathlib import Path
 
-CHUNK = 1 << 22
-AHEAD = 3                                        # chunks read before the first of them is hashed
-SYNC = 1 << 28  # bytes between two fsyncs of a long file: no stall of minutes at its end
-SMALL = 1 << 16  # no JSON of ours is larger: a longer one is not ours, and is not parsed
-# what is there is no file of ours
+CHUNK = 1 << 22    # bytes
+CHUNKS_AHEAD = 3   # read before the first of them is hashed
+SYNC_BYTES = 1 << 28  # between two fsyncs of a long file: no stall of minutes at its end
+SMALL = 1 << 16    # bytes of our largest JSON: a longer one is not ours, and is not parsed
+# errors that prove that no file of ours has this name
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
-PAUSES = (0.1, 0.4, 1.0, 2.5)                    # seconds between the tries of a read that fails
+PAUSES = (0.1, 0.4, 1.0, 2.5)  # seconds between the tries of a read that fails
 
 
 class Damaged(Exception):
@@ -29,9 +29,7 @@ class Damaged(Exception):
 
 @contextlib.contextmanager
 def proven(path):
-    """An OSError that tells what is there is damage; any other (no memory, no server) proves nothing, and
-    stays an OSError.
-    """
+    """Turns the OSErrors in WRONG into Damaged; any other (no memory, no server) proves nothing and stays."""
     try:
         yield
     except OSError as error:
@@ -42,9 +40,7 @@ def proven(path):
 
 
 def patient(read):
-    """A read that an OSError does not end at once: it may be gone in seconds, and nothing may be given up for
-    it.
-    """
+    """Repeats a read that ends with an OSError: the error may be gone in seconds."""
     @functools.wraps(read)
     def again(*args, **kwargs):
         for pause in PAUSES:
@@ -57,11 +53,10 @@ def patient(read):
 
 
 def write_file(path, data, moved=None):
-    """Bytes on the disk under a name that was free; returns (size, SHA-256).
+    """Writes and syncs a new file; returns (size, SHA-256). `data` may also be an iterator of pieces.
 
-    O_EXCL and O_NOFOLLOW: neither a leftover nor a planted link is ever written into. A failed fsync is the
-    end of the file: the kernel counts its pages as clean from then on, so the caller drops it and writes
-    another. `data` may also be an iterator of pieces.
+    O_EXCL and O_NOFOLLOW: it never writes into an old file or a planted link. After a failed fsync the kernel
+    counts the file's pages as clean, so the caller must drop it and write another.
     """
     digest, at = hashlib.sha256(), 0
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -70,8 +65,8 @@ def write_file(path, data, moved=None):
             view, start = memoryview(piece).cast("B"), 0
             while start < len(view):
                 n = os.write(fd, view[start:start + CHUNK])
-                digest.update(view[start:start + n])  # what went to the disk, not what is there afterwards
-                if at // SYNC != (at + n) // SYNC:
+                digest.update(view[start:start + n])  # of what went to the disk
+                if at // SYNC_BYTES != (at + n) // SYNC_BYTES:
                     os.fsync(fd)
                 at, start = at + n, start + n
                 if moved:
@@ -83,7 +78,7 @@ def write_file(path, data, moved=None):
 
 
 def sync_folder(path):
-    """Names are data of the folder: a rename is only on the disk once the folder is synced."""
+    """Syncs the names in a folder: a rename is only on the disk after that."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -92,9 +87,7 @@ def sync_folder(path):
 
 
 def sync_lines(run_dir, life):
-    """What this machine's processes have told of the run so far is on the disk; nobody dies of a log that
-    cannot be synced.
-    """
+    """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
     names = ("metrics.jsonl", "ledger.jsonl", "audit", "")  # and the folders, for the names in them
     for path in (*(run_dir / name for name in names), *run_dir.glob(f"audit/life-{life}-*")):
         with contextlib.suppress(OSError):
@@ -106,7 +99,7 @@ def sync_lines(run_dir, life):
 
 
 def replace_file(path, data):
-    """New content or old content under `path`, never a mixture; for small files that are rewritten."""
+    """Replaces a small file: a reader finds the new content or the old one, never a mixture."""
     aside = Path(f"{path}.{os.getpid()}.new")
     aside.unlink(missing_ok=True)
     try:
@@ -129,11 +122,10 @@ def exchange(one, other):
 
 
 def read_into(path, size, buffer=None, from_disk=False, seen=None):
-    """The file's SHA-256, its bytes left in `buffer`; refuses links, other kinds of file and another size,
-    before reading.
+    """Reads the file into `buffer`, returns its SHA-256; refuses links, other kinds and another size first.
 
-    `from_disk` drops what the kernel still has in memory first: what is read then is what a power loss would
-    leave. `seen(at, data)` is called with each piece, in order.
+    `from_disk` drops the kernel's cache of the file first: so it reads what a power loss would leave.
+    `seen(at, data)` is called with each piece, in order.
     """
     name = Path(path).name
     with opened(path) as fd:
@@ -142,7 +134,8 @@ def read_into(path, size, buffer=None, from_disk=False, seen=None):
         if from_disk and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         digest, at, hashed = hashlib.sha256(), 0, deque()
-        scratch = cycle([memoryview(bytearray(min(CHUNK, size))) for _ in range(AHEAD if buffer is None else 0)])
+        count = CHUNKS_AHEAD if buffer is None else 0
+        scratch = cycle([memoryview(bytearray(min(CHUNK, size))) for _ in range(count)])
         # Reading runs ahead of hashing: both are slow, and neither holds Python's lock.
         with ThreadPoolExecutor(1) if size > CHUNK else contextlib.nullcontext() as pool:
             while at < size:
@@ -155,7 +148,7 @@ def read_into(path, size, buffer=None, from_disk=False, seen=None):
                     digest.update(piece)
                 else:
                     hashed.append(pool.submit(digest.update, piece))
-                    if len(hashed) == AHEAD:  # what is read into next has been hashed
+                    if len(hashed) == CHUNKS_AHEAD:  # the next read overwrites the first of them
                         hashed.popleft().result()
                 if seen:
                     seen(at, piece)
@@ -176,7 +169,7 @@ def read_small(path, limit=SMALL):
 
 @contextlib.contextmanager
 def opened(path):
-    """Open for reading: no link is followed, no pipe or device waited for."""
+    """Opens a regular file for reading; follows no link, does not wait for a pipe or device."""
     with proven(path):
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -188,9 +181,7 @@ def opened(path):
 
 
 def parse_json(data, name):
-    """The JSON object in `data`, read strictly: no NaN, no infinity, no name twice, nothing that nests
-    without end.
-    """
+    """The JSON object in `data`; Damaged for NaN, infinity, a name twice, or endless nesting."""
     try:
         value = json.loads(data, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=_once)
     except (ValueError, RecursionError) as error:
@@ -213,12 +204,12 @@ def _finite(text):
 def _once(pairs):
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError("a name is there twice")
+        raise ValueError("it has a name twice")
     return value
 
 
 def to_json(value):
-    """The one way we write an object: equal objects are equal bytes."""
+    """JSON as bytes; equal objects give equal bytes."""
     return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
@@ -228,7 +219,7 @@ def sealed(value):
 
 
 def unseal(data, name):
-    """The object that `sealed` wrote; one changed bit anywhere, even in a space, is damage."""
+    """The object that `sealed` wrote; Damaged if one bit has changed, even in a space."""
     value = parse_json(data, name)
     value.pop("seal", None)
     if sealed(value) != data:
@@ -237,7 +228,7 @@ def unseal(data, name):
 
 
 def room(error, path, needed):
-    """What a person needs to know about a failed write: path, needed and free bytes."""
+    """A text about a failed write: path, reason, needed and free bytes."""
     place, free = Path(path), "free space unknown"
     with contextlib.suppress(OSError):
         place = next(p for p in (place, *place.parents) if p.exists())

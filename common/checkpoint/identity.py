@@ -1,6 +1,4 @@
-"""What a run is: its options, its data, the code; kept in RUN/options.json. A restart that contradicts it is
-refused.
-"""
+"""A run's options, data and code, kept in RUN/options.json; a restart that contradicts them is refused."""
 import contextlib
 import hashlib
 import os
@@ -16,10 +14,10 @@ from common.errors import UserError
 from common.world import bit_differences, bit_facts
 
 KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")
-# What decided the result when a checkpoint told it by a hash alone. Flags that came later do not belong here.
-FIRST = ("amp augment channels_last clip_grad_norm compile cutmix dataset ema_decay global_batch_size init_from "
-         "label_smoothing lr lr_schedule micro_batch_size mixup model momentum optimizer seed sync_bn virtual_ranks "
-         "warmup_epochs weight_decay").split()
+# The flags in the hash that older checkpoints hold instead of values. Later flags do not belong here.
+HASHED = ("amp augment channels_last clip_grad_norm compile cutmix dataset ema_decay global_batch_size "
+          "init_from label_smoothing lr lr_schedule micro_batch_size mixup model momentum optimizer seed "
+          "sync_bn virtual_ranks warmup_epochs weight_decay").split()
 
 
 def identity_of(opts, fingerprint, names=None):
@@ -30,45 +28,41 @@ def identity_of(opts, fingerprint, names=None):
 
 
 def marks(opts, world, fingerprint):
-    """What each checkpoint says of its run: all that decides the result, and (for older versions) a hash of
-    it.
-    """
+    """What each checkpoint tells of its run: all that decides the result, and its hash for older versions."""
     return {"decides": opts.identity(), "identity": identity_of(opts, fingerprint), "data": fingerprint,
             "torch": torch.__version__, "pinned": bit_facts(opts, world)}
 
 
 def contradictions(saved, opts):
-    """The options that a manifest or options.json contradicts, with both values; what it lacks was at its
-    default.
-    """
+    """The options that a manifest or options.json contradicts, with both values; missing: default."""
     fields, values = saved.get("decides", saved["identity"]), opts.identity()
     if isinstance(fields, str):
-        same = fields == identity_of(opts, saved["data"], FIRST)
-        fields = {name: values[name] for name in FIRST} if same else None
+        same = fields == identity_of(opts, saved["data"], HASHED)
+        fields = {name: values[name] for name in HASHED} if same else None
     return ["other options"] if fields is None else [
         f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(fields)]
 
 
 def versions(opts, fingerprint):
-    """What all ranks of one life must have in common, as {what: value}."""
+    """{name: value} of all that must be the same on all ranks of one life."""
     house = next(folder for folder in Path(__file__).parents if folder.name == "common")
     code = hashlib.sha256()
     # .#NAME.py is an editor's link
     for path in sorted([*house.rglob("[!.]*.py"), *house.parent.glob("train_*.py")]):
         code.update(path.relative_to(house.parent).as_posix().encode() + path.read_bytes())
-    return {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__, "code": code.hexdigest()[:12],
-            "data": fingerprint[:12], "options": identity_of(opts, fingerprint)[:12]}
+    return {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__,
+            "code": code.hexdigest()[:12], "data": fingerprint[:12],
+            "options": identity_of(opts, fingerprint)[:12]}
 
 
 def check_identity(run_dir, opts, world, fingerprint, report):
-    """Write RUN/options.json where there is none; UserError, naming each value, where it or a checkpoint
-    contradicts.
+    """Writes RUN/options.json if there is none; UserError if it, or a checkpoint, has other values.
 
-    A folder in which nothing was saved yet is bound to nothing.
+    As long as nothing is saved, the options may change.
     """
     path, root = run_dir / "options.json", run_dir / "checkpoints"
-    ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint, "torch": torch.__version__,
-            "pinned": bit_facts(opts, world)}
+    ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint,
+            "torch": torch.__version__, "pinned": bit_facts(opts, world)}
     old, saved = _read_options(path, report), dict(_manifests(root))
     first = old or next(iter(saved.values()), ours)
     wrong, was, now = contradictions(first, opts), first["data"][:12], fingerprint[:12]
@@ -100,8 +94,7 @@ def check_identity(run_dir, opts, world, fingerprint, report):
 
 
 def _read_options(path, report):
-    """What options.json holds; None where it is lost or torn: the sealed manifests know too whose run it is.
-    """
+    """The content of options.json; None if it is lost or torn: the manifests hold the same facts."""
     try:
         old = unseal(read_small(path), path.name) if os.path.lexists(path) else None
         if old and not (isinstance(old.get("identity"), dict) and isinstance(old.get("data"), str)):
@@ -115,16 +108,14 @@ def _read_options(path, report):
 
 
 def _manifests(root):
-    """(folder's name, manifest) of each checkpoint, newest first; what is damaged cannot tell."""
+    """(folder's name, manifest) of each checkpoint, newest first; damaged manifests are left out."""
     for step, folder in checkpoints(root):
         with contextlib.suppress(Damaged, OSError):
             yield folder.name, patient(read_manifest)(step, folder)
 
 
 def set_aside(run_dir, wanted, fresh_job, report):
-    """--resume none loses nothing: what was there moves to before-K/. Killed on the way, the next start ends
-    it.
-    """
+    """--resume none deletes nothing: the old run moves to before-K/. After a kill the next start ends it."""
     aside, steps = run_dir / ".before", checkpoints(run_dir / "checkpoints")
     old = [name for name in KEPT_ASIDE if os.path.lexists(run_dir / name)]
     if not os.path.lexists(aside):
@@ -143,20 +134,19 @@ def set_aside(run_dir, wanted, fresh_job, report):
 
 
 def refuse_an_idle_resume(run_dir, resume):
-    """--resume names a checkpoint of this very run that is not its newest: the newest would be taken all the
-    same.
-    """
+    """UserError if --resume names an older checkpoint of this very run: it would resume from its newest."""
     found = checkpoints(run_dir / "checkpoints")
     named = [step for step, folder in found if os.path.isdir(resume) and os.path.samefile(folder, resume)]
     if named and named[0] < found[0][0]:
-        raise UserError(f"--resume {resume}: this run goes on with its newest checkpoint, step {found[0][0]}\n"
-                        "leave it out to go on there; to go back to that step, give a --run-dir of its own as well")
+        raise UserError(
+            f"--resume {resume}: this run goes on with its newest checkpoint, step {found[0][0]}\n"
+            "leave it out to resume there; to go back to that step, give a --run-dir of its own as well")
 
 
 def trusted(folder):
-    """UserError if others may write into the folder: they could put anything there. (ssh's rule for its keys.)
+    """UserError if other users may write into the folder: it could hold anything. (ssh's rule for its keys.)
 
-    The process's own group may: with the umask 002 of Debian and Ubuntu, each user has a group of his own.
+    The process's own group may: on Debian and Ubuntu (umask 002) each user has a group of his own.
     """
     info = os.stat(folder)
     others = stat.S_IWOTH if info.st_gid == os.getgid() else stat.S_IWOTH | stat.S_IWGRP

@@ -1,6 +1,4 @@
-"""The newest checkpoint that anybody has, on every rank: read by one rank of each folder, sent to those that
-lack it.
-"""
+"""Loads the newest checkpoint of any node on every rank: one rank of each folder reads and sends."""
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +14,16 @@ from common.world import progress, send
 @dataclass(frozen=True)
 class Found:
     step: int  # the newest that verifies anywhere, or -1
-    own: int  # the newest of this node
+    own: int   # the newest of this node
     facts: dict
-    skipped: list  # this node's folders that are proven wrong
-    damaged: int  # and how many the node with the most of them has
+    skipped: list  # this node's damaged folders
+    damaged: int   # the number of damaged folders on the node that has most
 
 
 def load_newest(world, choices, images, key, report):
-    """Found, its tensors in the images of every rank. Call on every rank; `choices` is None on those that do
-    not read.
+    """Reads the newest checkpoint into the images of every rank; call on every rank.
+
+    `choices` is None on ranks that do not read.
     """
     own, facts, skipped, unread = newest(choices or [], into(images, progress(world.store)), report)
     world.barrier(f"read {key}")  # a collective would not wait as long as reading takes
@@ -37,16 +36,22 @@ def load_newest(world, choices, images, key, report):
     refuse_to_fall_back(world, f"unread {key}", unread, step)
     if step >= 0:
         source = [view[0] for view in views].index(step)
-        facts = parse_json(send(world, facts and facts_to_json(facts), source), STATE)
+        facts = send_facts(world, facts, source)
         for image in images.values():
             world.broadcast(image.open(touch=False).buffer, source)
     return Found(step, own, facts, skipped, max(view[1] for view in views))
 
 
+def send_facts(world, facts, source):
+    """The facts of rank `source`, as read from JSON, on every rank."""
+    return parse_json(send(world, facts and facts_to_json(facts), source), STATE)
+
+
 def into(images, seen=None):
-    """What `newest` reads with: every tensor into the images of this rank."""
+    """The `read` of `newest`: every tensor into the images of this rank."""
     def read(step, folder):
-        _, facts = verify(step, folder, {part: image.open(touch=False).bytes for part, image in images.items()}, seen=seen)
+        buffers = {part: image.open(touch=False).bytes for part, image in images.items()}
+        _, facts = verify(step, folder, buffers, seen=seen)
         for part, image in images.items():
             image.check_header(TENSORS[part])
         return facts
@@ -54,10 +59,9 @@ def into(images, seen=None):
 
 
 def newest(choices, read, report=print):
-    """(step, what `read(step, folder)` returns, folders proven wrong, (step, text) of the newest that could
-    not be read).
+    """(step, result of `read(step, folder)`, damaged folders, unread) of the first choice that verifies.
 
-    Of the first of `choices` that verifies; each step is -1 where there is none.
+    `unread` is (step, text) of the newest that could not be read; each step is -1 where there is none.
     """
     skipped, unread = [], (-1, "")
     for step, folder in choices:
@@ -74,27 +78,26 @@ def newest(choices, read, report=print):
 
 
 def refuse_to_fall_back(world, name, unread, step):
-    """Whoever could not read a newer checkpoint than all go on from ends this life: its steps are not thrown
-    away for that.
+    """UserError on every rank if one could not read a newer checkpoint than `step`.
 
     Exit code 1: the disk or the server may answer when the agent starts the next life.
     """
     with world.all_or_none(name):
         if unread[0] > step:
             raise UserError(f"{unread[1]}; nothing shows that it is damaged, so it is not skipped\n"
-                            "start again once it can be read, or move that folder away to go on from the one before", code=1)
+                            "start again once it can be read, or move that folder away to resume from the "
+                            "one before", code=1)
 
 
 def take(state, tensors, facts, data, report):
-    """The state as `tensors` and `facts` have it; `data` is the fingerprint of what it is trained on from
-    here.
-    """
+    """Loads `tensors` and `facts` into the state; `data` is the fingerprint of the present dataset."""
     if facts["order"] == [data]:
         facts["order"] = state.order
     state.load(tensors, facts)
     if state.position < facts["position"] and report:
-        report(f"step {state.step} was saved at position {facts['position']:,} of other data or of another order; "
-               f"epoch {state.epoch + 1} begins again with {state.samples:,} samples, some of them for the second time")
+        report(f"step {state.step} was saved at position {facts['position']:,} of other data or of another "
+               f"order; epoch {state.epoch + 1} begins again with {state.samples:,} samples, "
+               "some of them for the second time")
 
 
 def choices_at(path):
@@ -105,11 +108,10 @@ def choices_at(path):
 
 
 def load_weights(state, path, shapes=None, own=lambda name, tensor: tensor):
-    """--init-from: a foreign .pt file, weights only; wrapped names are stripped. Explicit, because this one
-    is a pickle.
+    """--init-from: weights from a .pt file, which is a pickle; prefixes of wrappers are removed from names.
 
-    A rank with a part of the net gives the `shapes` of the whole, and which part of a tensor is its `own`: of
-    the others no byte is read.
+    A rank with a part of the net gives the `shapes` of the whole net, and `own`, which cuts its part out of a
+    tensor: no other byte is read.
     """
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
@@ -121,20 +123,23 @@ def load_weights(state, path, shapes=None, own=lambda name, tensor: tensor):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
     if not isinstance(loaded, dict) or not loaded or not all(torch.is_tensor(v) for v in loaded.values()):
-        raise UserError(f"--init-from {path}: holds no dict of tensors\nsave it with torch.save(net.state_dict(), path)")
+        raise UserError(f"--init-from {path}: holds no dict of tensors\n"
+                        "save it with torch.save(net.state_dict(), path)")
     ours, weights = shapes or {name: tensor.shape for name, tensor in state.net.state_dict().items()}, {}
     for name, tensor in loaded.items():
         name = name if name in ours else name.replace("_orig_mod.", "")
         name = name if name in ours else name.removeprefix("module.")
         if name in weights:
-            raise UserError(f"--init-from {path}: {name} is there twice, wrapped and bare\nsave net.state_dict() alone")
+            raise UserError(f"--init-from {path}: holds {name} twice, wrapped and bare\n"
+                            "save net.state_dict() alone")
         weights[name] = tensor
     wrong = sorted(n for n in ours.keys() | weights.keys()
                    if n not in ours or n not in weights or tuple(ours[n]) != tuple(weights[n].shape))
     if wrong:
         found = {name: tensor.shape for name, tensor in weights.items()}
-        raise UserError(f"--init-from {path}: {len(wrong)} tensors do not fit this model, the first: {wrong[0]} "
-                        f"(in the file {_shape(found, wrong[0])}, in the model {_shape(ours, wrong[0])})\n"
+        raise UserError(f"--init-from {path}: {len(wrong)} tensors do not fit this model, "
+                        f"the first: {wrong[0]} (in the file {_shape(found, wrong[0])}, "
+                        f"in the model {_shape(ours, wrong[0])})\n"
                         "choose the --model these weights belong to")
     for name, live in state.tensors()["model"].items():
         live.copy_(own(name, weights[name]))

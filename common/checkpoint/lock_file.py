@@ -1,8 +1,8 @@
-"""A file that a process keeps locked and in which it moves a counter: so others see that it lives.
+"""A file that a process keeps locked and in which it moves a counter, so that others see that it lives.
 
-The POSIX lock dies with its process and, unlike flock, is not inherited by data workers. But a network may
-lose it, or never have shared it. So a lock gives nobody anything: what counts is whose file has the name, and
-a successor puts another file there.
+The POSIX lock dies with its process and, unlike flock, is not inherited by data workers. But a network file
+system may lose it or never share it. So the lock alone decides nothing: the process whose file has the name
+is the owner, and a new owner puts its own file there.
 """
 import contextlib
 import errno
@@ -15,8 +15,8 @@ import time
 from common.errors import UserError
 from common.options import holder_status
 
-BEAT = 0.5               # seconds between two moves of the counter
-RECORD = 1 << 18         # bytes of a file, at most: it names the agents of the job
+BEAT_SECONDS = 0.5       # between two moves of the counter
+RECORD_BYTES = 1 << 18   # most bytes of a file: it names the agents of the job
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
@@ -24,9 +24,9 @@ class Held:
     """Ours until `close`, or until another process has put a file of its own under the name."""
 
     def __init__(self, path, record, aside=None, moved=None):
-        """Renamed from `aside` over whatever has the name; without `aside` the name must be free.
+        """Made as `aside` and renamed over any file with the name; without `aside` the name must be free.
 
-        `moved()`, if given, grows while this process gets on with its work; others read it in the file.
+        `moved()`, if given, grows while this process makes progress; others read it in the file.
         """
         self.path, self.record, self.moved, self.looks = path, record, moved, []
         self.stop, self.guard, self.count, self.thread = threading.Event(), threading.Lock(), 0, None
@@ -43,13 +43,13 @@ class Held:
             with contextlib.suppress(OSError):
                 os.unlink(aside or "")
             raise
-        with contextlib.suppress(RuntimeError):  # no more threads to be had: then no beat
+        with contextlib.suppress(RuntimeError):  # no thread can be started: then no beat
             thread = threading.Thread(target=self._beat, daemon=True, name="fence")
             thread.start()
             self.thread = thread
 
     def write(self, **news):
-        """fdatasync: what is in this machine's memory only is no sign of life to another one."""
+        """Synced, because other machines do not see what is only in this machine's memory."""
         with self.guard:
             self.record |= news
             moved = {"moved": self.moved()} if self.moved else {}
@@ -69,7 +69,7 @@ class Held:
         return ours
 
     def close(self):
-        """Signed off: a successor need not wait."""
+        """Writes that this process has left: a new owner need not wait."""
         self.stop.set()
         if self.thread:
             self.thread.join()  # one that wakes in a dying interpreter aborts it
@@ -79,14 +79,14 @@ class Held:
             os.close(fd)
 
     def _beat(self):
-        while not self.stop.wait(BEAT):
+        while not self.stop.wait(BEAT_SECONDS):
             self.count += 1
             with contextlib.suppress(OSError):
                 self.write()
 
 
 class Still:
-    """For how many seconds a value has not changed, and how often it has."""
+    """Tells for how many seconds a value has not changed, and counts its changes."""
 
     def __init__(self):
         self.value, self.since, self.changes = None, 0.0, -1
@@ -112,14 +112,15 @@ def look(path, flags=0):
 
 
 def is_mine(owner):
-    """Whether the record is of this very process, and not signed off."""
-    return owner.get("pid") == os.getpid() and holder_status(owner) in ("alive", "orphan") and not owner.get("left")
+    """Whether the record is of this very process, which has not left."""
+    alive = owner.get("pid") == os.getpid() and holder_status(owner) in ("alive", "orphan")
+    return alive and not owner.get("left")
 
 
 def read(fd):
-    """The record; what is none of ours counts as empty."""
+    """The record; {} if the file holds none."""
     try:
-        value = json.loads(os.pread(fd, RECORD, 0).partition(b"\n")[0])  # a longer one may have been there
+        value = json.loads(os.pread(fd, RECORD_BYTES, 0).partition(b"\n")[0])  # then an older, longer one
         return value if isinstance(value, dict) else {}
     except (ValueError, RecursionError):
         return {}
@@ -131,7 +132,7 @@ def _line(value):
 
 
 def _lock(fd, path):
-    """Whether the lock could be had."""
+    """Takes the lock; False if another process has it."""
     try:
         fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True

@@ -1,9 +1,8 @@
-"""A checkpoint's folder: its manifest, and the proof that every byte is the one that was saved. No torch, no
-pickle.
+"""A checkpoint's folder: its manifest, and the check of every byte. No torch, no pickle.
 
-Nothing is parsed before it was verified and nothing is allocated because a file said so: the manifest is
-bounded and sealed, sizes are compared with what this run needs, hashes with what was read, and only then is
-state.json looked at.
+Nothing is parsed before it is verified, and no file decides how much memory is allocated: the manifest is
+bounded and sealed, sizes are compared with what this run needs, hashes with what was read; only then is
+state.json parsed.
 """
 import contextlib
 import hashlib
@@ -20,20 +19,19 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMAT = 1
 HASH = re.compile("[0-9a-f]{64}")
-KINDS = {"format": int, "step": int, "parent": int, "life": str, "digest": str, "files": dict, "identity": str, "data": str,
-         "torch": str}
+KINDS = {"format": int, "step": int, "parent": int, "life": str, "digest": str, "files": dict,
+         "identity": str, "data": str, "torch": str}
+STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 @patient
 def checkpoints(root):
-    """Committed checkpoints under `root`, newest first, as (step, folder); what they hold is not looked at.
-    """
+    """Committed checkpoints under `root`, newest first, as (step, folder); not verified."""
     try:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    found = [(int(name[5:]), Path(root, name)) for name in names if re.fullmatch("step-([0-9]{8}|[1-9][0-9]{8,17})", name)]
-    return sorted(found, reverse=True)
+    return sorted([(int(name[5:]), Path(root, name)) for name in filter(STEP.fullmatch, names)], reverse=True)
 
 
 def folder_name(step):
@@ -42,14 +40,12 @@ def folder_name(step):
 
 def write_manifest(fields, files):
     """The manifest's bytes; `files` is {name: (size, SHA-256)} of everything else in the folder."""
-    return sealed(fields | {"format": FORMAT, "digest": _digest(files),
-                            "files": {name: {"bytes": size, "sha256": sha} for name, (size, sha) in files.items()}})
+    entries = {name: {"bytes": size, "sha256": sha} for name, (size, sha) in files.items()}
+    return sealed(fields | {"format": FORMAT, "digest": _digest(files), "files": entries})
 
 
 def _digest(files):
-    """One SHA-256 over all weights, buffers and optimizer tensors: the files hold names and tensors in a
-    fixed order.
-    """
+    """One SHA-256 over all tensors; the files hold them in a fixed order."""
     return hashlib.sha256("".join(files[name][1] for name in TENSORS.values()).encode()).hexdigest()
 
 
@@ -73,8 +69,9 @@ def read_manifest(step, folder):
     if set(files) != {*TENSORS.values(), STATE}:
         raise Damaged(f"{MANIFEST} lists {sorted(files)[:5]}, expected {sorted([*TENSORS.values(), STATE])}")
     for name, file in files.items():
-        if not (isinstance(file, dict) and set(file) == {"bytes", "sha256"} and type(file["bytes"]) is int
-                and file["bytes"] >= 0 and isinstance(file["sha256"], str) and HASH.fullmatch(file["sha256"])):
+        if not (isinstance(file, dict) and set(file) == {"bytes", "sha256"}
+                and type(file["bytes"]) is int and file["bytes"] >= 0
+                and isinstance(file["sha256"], str) and HASH.fullmatch(file["sha256"])):
             raise Damaged(f"{MANIFEST}: no size or SHA-256 for {name}")
     if manifest["digest"] != _digest({name: (0, file["sha256"]) for name, file in files.items()}):
         raise Damaged(f"{MANIFEST}: its digest is not that of its files")
@@ -83,35 +80,31 @@ def read_manifest(step, folder):
 
 @patient
 def verify(step, folder, buffers=None, from_disk=False, seen=None):
-    """(manifest, facts) once every byte was read and hashed; tensors are left in `buffers`, {part: writable
-    memory}.
+    """(manifest, facts), after reading and hashing each byte; `buffers`, {part: memory}, receive the tensors.
 
-    `seen(name, at, data)` is called with each piece of each file, in order, before anybody knows whether it
-    is right.
-
-    Damaged: proven wrong. OSError: it could not be read, also not some seconds later; what it holds is not
-    known.
+    `seen(name, at, data)` is called with each piece of each file, in order, before it is verified.
+    Damaged: proven wrong. OSError: could not be read, even some seconds later; its content is unknown.
     """
     manifest = read_manifest(step, folder)
     files = manifest["files"]
     for part, name in TENSORS.items():
         if buffers is not None and len(buffers[part]) != files[name]["bytes"]:
-            raise Damaged(f"{name} is {files[name]['bytes']:,} bytes, this model and optimizer need {len(buffers[part]):,}")
+            raise Damaged(f"{name} is {files[name]['bytes']:,} bytes, "
+                          f"this model and optimizer need {len(buffers[part]):,}")
     if files[STATE]["bytes"] > SMALL:
         raise Damaged(f"{STATE} is {files[STATE]['bytes']:,} bytes, more than {SMALL:,}")
     text = memoryview(bytearray(files[STATE]["bytes"]))
-    places = {STATE: text} | {name: buffers[part] if buffers is not None else None for part, name in TENSORS.items()}
+    places = {STATE: text} | {name: (buffers or {}).get(part) for part, name in TENSORS.items()}
     for name, place in places.items():
-        told = seen and partial(seen, name)
-        if (sha := read_into(folder / name, files[name]["bytes"], place, from_disk, told)) != files[name]["sha256"]:
-            raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {files[name]['sha256'][:12]}...")
-    # Facts of earlier versions do not say in which order their position counts; the data's fingerprint must
-    # do.
+        told, size, stated = seen and partial(seen, name), files[name]["bytes"], files[name]["sha256"]
+        if (sha := read_into(folder / name, size, place, from_disk, told)) != stated:
+            raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {stated[:12]}...")
+    # Facts of earlier versions do not name the order of their position: the data's fingerprint stands for it.
     return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(bytes(text), STATE), step)
 
 
 def describe(step, folder):
-    """(whole?, a line about it that ends with its digest, or with what is wrong)."""
+    """(whether it is whole, a line about it that ends with its digest or the damage)."""
     try:
         manifest, _ = verify(step, folder)
     except Damaged as reason:
@@ -124,9 +117,7 @@ def describe(step, folder):
 
 @patient
 def glance(step, folder):
-    """The facts of a checkpoint that another process has just committed: all but the tensors' hashes are
-    looked at.
-    """
+    """The facts of a checkpoint that a process has just committed; checks all but the tensors' hashes."""
     files = read_manifest(step, folder)["files"]
     with proven(folder):
         for name, file in files.items():
@@ -139,36 +130,42 @@ def glance(step, folder):
 
 
 def is_there(root, facts):
-    """Whether another process of this life has committed this state, or one that is further."""
+    """Whether another process of this life has committed this state or a later one."""
     for step, folder in checkpoints(root):
         with contextlib.suppress(Damaged, OSError):
             there = glance(step, folder)
-            return step > facts["step"] or there == parse_json(facts_to_json(facts), STATE)
+            return step > facts["step"] or there == as_read(facts)
     return False
 
 
 def check_facts(facts, step):
-    """The counters of a checkpoint, each of the kind that TrainState.load expects."""
+    """The facts, if each has the type that TrainState.load expects; else Damaged."""
     best, order = facts.get("best"), facts.get("order", [""])
-    if not all(type(facts.get(name)) is int and 0 <= facts[name] < 2**62 for name in ("step", "epoch", "position")):
+    counters = [facts.get(name) for name in ("step", "epoch", "position")]
+    if not all(type(count) is int and 0 <= count < 2**62 for count in counters):
         raise Damaged(f"{STATE} has no step, epoch and position")
     if facts["step"] != step:
         raise Damaged(f"{STATE} is of step {facts['step']}, the folder says {step}")
-    if not (isinstance(best, dict) and type(best.get("step")) is int and type(best.get("val_acc")) in (int, float)
+    records = (facts.get("record"), facts.get("judged", {}))  # older versions have no "judged"
+    if not (isinstance(best, dict) and type(best.get("step")) is int
+            and type(best.get("val_acc")) in (int, float)
             and isinstance(facts.get("scaler"), (dict, type(None)))
-            and all(isinstance(line, dict) and type(line.get("step", 0)) is int
-                    # older ones have kept no evaluation
-                    for line in (facts.get("record"), facts.get("judged", {})))):
+            and all(isinstance(record, dict) and type(record.get("step", 0)) is int for record in records)):
         raise Damaged(f"{STATE} has no best, record and scaler")
     if not (isinstance(order, list) and [type(part) for part in order] in ([int, int], [str])):
-        raise Damaged(f"{STATE} does not say in which order its position counts")  # older ones say nothing
+        raise Damaged(f"{STATE} does not say in which order its position counts")  # older versions have none
     return facts
 
 
 def facts_to_json(facts):
-    """What a person may find in a record but JSON cannot hold (NaN, infinity) becomes null."""
+    """state.json's bytes; NaN and infinity, which JSON does not have, become null."""
     def plain(value):
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
         return None if isinstance(value, float) and value - value != 0 else value
     return to_json(plain(facts))
+
+
+def as_read(facts):
+    """The facts as a reader of state.json gets them."""
+    return parse_json(facts_to_json(facts), STATE)

@@ -1,5 +1,4 @@
-"""Which process writes into which run folder: rank 0, and one rank of each node that has a folder of its own.
-"""
+"""Which process owns which run folder: rank 0, and one rank of each node that has a folder of its own."""
 import os
 
 import torch
@@ -54,4 +53,4 @@ def _make(folder):
     for path in reversed(new):
         path.mkdir(mode=0o700, exist_ok=True)
         sync_folder(path.parent)
-    os.listdir(folder)  # a file, or a folder that cannot be read: said now
+    os.listdir(folder)  # raises if it is a file or cannot be read

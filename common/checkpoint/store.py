@@ -1,9 +1,10 @@
 """The store on disk: atomic, asynchronous, verified, fenced.
 
-commit.py walks through the crash points of a save, fence.py through who may write, manifest.py through what
-is believed.
+commit.py explains the crash points of a save, fence.py who may write, manifest.py what a load checks.
 """
 import time
+from collections.abc import Callable
+from typing import Any
 
 from common.checkpoint.commit import Background, Hurried, Writer
 from common.checkpoint.files import Damaged, room
@@ -13,30 +14,35 @@ from common.checkpoint.manifest import checkpoints, folder_name, is_there
 from common.checkpoint.owner import claim
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError, say
-from common.world import fingerprint_of, odd_ranks, same_everywhere
+from common.ledger import Ledger
+from common.options import Options
+from common.world import World, fingerprint_of, odd_ranks, same_everywhere
 
-FAILURES = 3  # saves that may fail in a row before the run stops with exit code 4
-STILL = 600.0  # seconds in which a disk that works, however slowly, has moved something
+MOST_FAILURES = 3     # saves that fail in a row: then the run stops with exit code 4
+HUNG_SECONDS = 600.0  # a save that writes no byte for so long hangs
 
 
 class CheckpointStore:
-    """Of the processes that see one run folder, one owns it and writes; the others only ever write a rescue.
-    """
+    """Of the processes that see one run folder, one owns it and saves; the others save only in a rescue."""
 
-    def __init__(self, opts, world, fingerprint="", ledger=None, report=say):
-        self.opts, self.world, self.fingerprint, self.ledger, self.report = opts, world, fingerprint, ledger, report
+    def __init__(self, opts: Options, world: World, fingerprint: str = "", ledger: Ledger | None = None,
+                 report: Callable[[str], None] = say):
+        self.opts, self.world, self.fingerprint = opts, world, fingerprint
+        self.ledger, self.report = ledger, report
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
         self.writer = Writer(self.root, self.root / f".life-{world.life}",
                              {"life": world.life} | marks(opts, world, fingerprint))
-        self.fence, self.images, self.state, self.part = None, {}, None, ()
+        self.fence, self.state, self.part = None, None, ()
+        self.images: dict[str, TensorFile] = {}
         self.background = Background(self._write_noting)
         self.committed, self.agreed, self.saved = -1, None, None  # steps; the facts that were saved last
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
 
-    # ---- at the start of a life: who owns, what is there, everybody the same ----------------------
-    def restore(self, state):
-        """The newest checkpoint that verifies on any node, in every rank's state; returns where it came from,
-        or None.
+    # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
+    def restore(self, state: Any) -> str | None:
+        """Loads the newest checkpoint that verifies on any node; returns its name, or None.
+
+        Call on every rank.
         """
         self.state = state
         same_everywhere(self.world, versions(self.opts, self.fingerprint))
@@ -50,14 +56,15 @@ class CheckpointStore:
                 self._settle(found)
             self.saved = state.facts()
         elif found.damaged:
-            raise UserError(f"{self.root}: {found.damaged} checkpoints found, none verifies "
-                            f"(python -m common.checkpoint {self.run_dir} says why)\n"
-                            "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
+            raise UserError(
+                f"{self.root}: {found.damaged} checkpoints found, none verifies "
+                f"(python -m common.checkpoint {self.run_dir} says why)\n"
+                "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
         elif self.opts.resume not in ("auto", "none"):
             source = self.opts.resume
             found = self._load(choices_at(source), "given")
             if found.step < 0:
-                raise UserError(f"--resume {source}: {found.damaged} checkpoints there, none verifies", code=3)
+                raise UserError(f"--resume {source}: {found.damaged} checkpoints, none verifies", code=3)
         elif self.opts.init_from:
             source = load_weights(state, self.opts.init_from, *self.part)
         for image in self.images.values():
@@ -65,32 +72,31 @@ class CheckpointStore:
         self.agree(state)
         return source
 
-    def agree(self, state):
-        """Every rank holds the same weights, or this life ends without saving: the next one starts from what
-        all agreed on.
-        """
+    def agree(self, state: Any) -> None:
+        """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
         if self.world.size > 1:
             odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
             if odd is not None:
                 state.half_updated = True
                 self._withdraw()
-                raise RuntimeError(f"step {state.step}: the weights of rank {odd or 'any'} differ from the others; going back to "
-                                   f"step {self.agreed}, where all agreed" if self.agreed is not None else
-                                   f"step {state.step}: rank {odd or 'any'} starts with other weights than the others")
+                rank = f"rank {odd or 'any'}"
+                raise RuntimeError(
+                    f"step {state.step}: the weights of {rank} differ from the others; "
+                    f"going back to step {self.agreed}, where all agreed" if self.agreed is not None else
+                    f"step {state.step}: {rank} starts with other weights than the others")
             self.agreed = state.step
 
     def _withdraw(self):
-        """What was saved since all ranks agreed may be a diverged replica's."""
+        """Puts aside what was saved since all ranks agreed: it may hold a diverged replica's weights."""
         self.wait()
         for step, folder in checkpoints(self.root) if self.fence and self.agreed is not None else ():
             if step > self.agreed:
-                self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed (step {self.agreed}); put aside")
+                self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed "
+                            f"(step {self.agreed}); put aside")
                 self.writer.put_aside(folder)
 
     def _load(self, choices, key):
-        """The newest of all nodes' choices that verifies, in every rank's state; its step is -1 if there is
-        none.
-        """
+        """Loads the newest of all nodes' `choices` that verifies; its step is -1 if there is none."""
         found = load_newest(self.world, choices if self.fence else None, self.images, key, self.report)
         if found.step >= 0:
             tensors = {part: image.views for part, image in self.images.items()}
@@ -98,9 +104,7 @@ class CheckpointStore:
         return found
 
     def _settle(self, found):
-        """What is newer than the step all go on from is put aside; a node that lacked that step has it from
-        now on.
-        """
+        """Puts aside what is newer than the step that was loaded; a node that lacks that step saves it."""
         for folder in found.skipped:
             ahead = int(folder.name[5:]) - found.step
             again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
@@ -115,21 +119,26 @@ class CheckpointStore:
             self._start_writing(found.facts)  # this node may be the one that survives
 
     @property
-    def writes(self):
+    def writes(self) -> bool:
+        """Whether this rank saves."""
         return bool(self.fence)
 
     # ---- saving -----------------------------------------------------------------------------------
-    def due(self, state):
-        """Only the owner asks its clock, and saving is no collective: nobody has to agree."""
-        opts = self.opts
-        return bool(self.fence) and (
-            (opts.save_every and state.step % opts.save_every == 0)
-            or (opts.save_seconds and time.monotonic() - self.saved_at >= opts.save_seconds)) and state.facts() != self.saved
+    def overdue(self) -> float:
+        """1.0 where this rank owns the folder and its clock asks for a save (--save-seconds), else 0.0."""
+        seconds = self.opts.save_seconds
+        return float(bool(self.fence and seconds and time.monotonic() - self.saved_at >= seconds))
 
-    def save(self, state):
-        """Copy the state, leave the rest to the writer thread; waits for the save before. Quiet on ranks that
-        do not own.
+    def due(self, state: Any, told: Any = None) -> bool:
+        """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
+
+        Stages must save at the same step: they give `told`, the sum of all ranks' `overdue`.
         """
+        every, told = self.opts.save_every, self.overdue() if told is None else told
+        return self.writes and bool(told or every and state.step % every == 0) and state.facts() != self.saved
+
+    def save(self, state: Any) -> None:
+        """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
         if not self.writes or self.opts.eval_only or state.half_updated or state.facts() == self.saved:
             return
         self.wait()
@@ -143,15 +152,13 @@ class CheckpointStore:
         self._start_writing(facts)
 
     def _start_writing(self, facts):
-        """The images are full and `busy` is held: the background lets go of it."""
+        """Call it with full images and `busy` taken: the writer thread releases it."""
         self.saved_at, self.saved = time.monotonic(), facts
         self.background.do(facts)
 
-    def rescue(self, state):
-        """The newest whole step on disk before this returns, by whichever process of this node comes first;
-        no collective.
-        """
-        with self.writer.rescuing(state.step):  # before it waits: a successor would sweep the staging away
+    def rescue(self, state: Any) -> bool | str:
+        """Saves the newest whole step, unless another process of this node has (False). No collective."""
+        with self.writer.rescuing(state.step):  # before it waits: a new owner would sweep the staging away
             self.wait(hurry=True)
             with state.lock, self.background.busy:
                 if state.half_updated or is_there(self.root, state.facts()):
@@ -159,30 +166,30 @@ class CheckpointStore:
                 self._write(self._snapshot(state))
                 return True
 
-    def wait(self, hurry=False):
-        """Until the save under way is on the disk or has failed. A slow disk is no hang: this rank moves
-        meanwhile.
-        """
+    def wait(self, hurry: bool = False) -> None:
+        """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
         self.writer.hurry, moved, since = hurry, None, time.monotonic()
         while not self.background.wait(0.2):
             if moved != self.writer.moved:
                 moved, since = self.writer.moved, time.monotonic()
-            if self.state and time.monotonic() - since < STILL:
+            if self.state and time.monotonic() - since < HUNG_SECONDS:
                 self.state.progress += 1
 
-    def check(self):
-        """Failed saves are said at the next step; training goes on, until too many have failed in a row."""
+    def check(self) -> None:
+        """Reports a failed save; after three in a row the run stops."""
         if self.error:
             error, self.error = self.error, None
             if isinstance(error, UserError):
                 raise error
             self.report(f"save failed ({self.failures} in a row), training goes on: {error}")
-            if self.failures >= FAILURES:
-                raise UserError(f"{self.failures} saves in a row have failed, the last one: {error}\n"
-                                f"the newest good checkpoint is step {self.committed}; make room, then start again", code=4)
+            if self.failures >= MOST_FAILURES:
+                raise UserError(
+                    f"{self.failures} saves in a row have failed, the last one: {error}\n"
+                    f"the newest good checkpoint is step {self.committed}; make room, then start again",
+                    code=4)
 
-    def close(self):
-        """The clean end: the last save is on the disk, or has failed as often as saves may."""
+    def close(self) -> None:
+        """Ends the writer thread, once the last save is on the disk or has failed three times."""
         self.wait()
         while self.error:
             self.check()
@@ -205,11 +212,12 @@ class CheckpointStore:
             self.failures += 1
             self.saved = None  # so that the next interval tries again
             if isinstance(error, OSError):
-                error = room(error, error.filename or self.root, sum(image.size for image in self.images.values()))
+                needed = sum(image.size for image in self.images.values())
+                error = room(error, error.filename or self.root, needed)
             self.error = error
 
     def _write(self, facts):
-        """Images and facts are on the disk under their name, or it raises."""
+        """Commits images and facts to the disk, or raises."""
         for image in self.images.values():
             image.wait()
         if name := self.images["model"].not_finite(self.state.names.values()):
@@ -221,7 +229,7 @@ class CheckpointStore:
         self.committed = facts["step"]
 
     def _confirm(self, facts, before, began):
-        """What was written can be read: older ones may go."""
+        """Reads the checkpoint back; only then deletes older ones."""
         try:
             self.writer.read_back(facts["step"])
         except Hurried:
@@ -234,6 +242,7 @@ class CheckpointStore:
             self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
 
     def _let_go(self, facts):
-        """The newest `keep`, the best, and the newest that all ranks agreed on stay."""
-        agreed = [step for step, _ in checkpoints(self.root) if self.agreed is not None and step <= self.agreed]
+        """Deletes all but the newest `keep`, the best, and the newest on which all ranks agreed."""
+        last = -1 if self.agreed is None else self.agreed
+        agreed = [step for step, _ in checkpoints(self.root) if step <= last]
         self.writer.delete_old(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed[:1]})

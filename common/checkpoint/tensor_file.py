@@ -1,8 +1,7 @@
-"""The bytes of one safetensors file in one host buffer: copied into, written out, read into, copied out of.
+"""The bytes of one safetensors file in one host buffer, which serves saving and loading.
 
-Names, shapes and dtypes come from the live net, never from a file: a file either has exactly these header
-bytes or is refused, so nothing is ever allocated because a file said so. The buffer is allocated once and
-serves every save.
+Names, shapes and dtypes come from the live net, never from a file: a file with other header bytes is refused,
+so no file decides how much memory is allocated. The buffer is allocated once and serves every save.
 """
 import contextlib
 import ctypes
@@ -15,31 +14,33 @@ import torch
 from common.checkpoint.files import Damaged
 from common.errors import UserError
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-          torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-          torch.complex64: "C64", torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-          torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-LARGE = 1 << 14                                  # from here on a plain memmove beats torch's copy
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+          torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+          torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
+          torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+LARGE = 1 << 14     # bytes: from here on a plain memmove beats torch's copy
 PAGE = mmap.PAGESIZE
-# madvise: a child gets zeros. If pages were shared, the first save after a fork would copy them one by one; without a
-# mapping (MADV_DONTFORK), a child that drops the buffer would unmap whatever it has placed at that address since.
+# madvise: a child gets zeros. Shared pages would be copied one by one in the first save after a fork. Without
+# a mapping (MADV_DONTFORK), a child that drops the buffer would unmap what it has placed at that address since.
 WIPE_ON_FORK = 18
-CHECKED = 1 << 22  # elements looked at in one go: bounds the memory of the check
+CHECKED = 1 << 22   # elements checked at once: bounds the memory of the check
 
 
 class TensorFile:
     def __init__(self, tensors):
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
-                raise UserError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: it cannot be saved\n"
-                                "keep such tensors out of the net's parameters and buffers (persistent=False)")
+                raise UserError(
+                    f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: it cannot be saved\n"
+                    "keep such tensors out of the net's parameters and buffers (persistent=False)")
         # Wide types first, then by name: every tensor is aligned, and equal states are equal bytes.
         names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))
         header, self.places, at = {}, {}, 0
         for name in names:
             tensor = tensors[name]
             size = tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, at + size]}
+            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
+                            "data_offsets": [at, at + size]}
             self.places[name] = (at, size, tensor.dtype, tensor.shape)
             at += size
         text = json.dumps(header, separators=(",", ":")).encode()
@@ -50,10 +51,9 @@ class TensorFile:
         self.views = {}
 
     def open(self, touch=True):
-        """Allocate, once, and touch every page, so that no save waits for the kernel to find one.
+        """Allocates the buffer, once, and touches every page, so that no save waits for the kernel.
 
-        Not in huge pages: they make the copy 5 % faster, but on a machine that has run for a while finding
-        them took 3 s/GB.
+        Not in huge pages: they make the copy 5 % faster, but finding them may take 3 s/GB.
         """
         if self.buffer is None:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -67,11 +67,11 @@ class TensorFile:
             self.views = {name: body[at:at + size].view(dtype).view(shape)
                           for name, (at, size, dtype, shape) in self.places.items()}
         if touch:
-            self.buffer[::PAGE].bitwise_or_(0)  # changes nothing: it may hold a checkpoint already
+            self.buffer[::PAGE].bitwise_or_(0)  # changes nothing: the buffer may hold a checkpoint
         return self
 
     def close(self):
-        """Let the memory go; open() takes it again."""
+        """Frees the buffer; open() allocates it again."""
         if self.stream is not None:
             torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
         self.buffer = self.bytes = self.stream = self.copied = None
@@ -83,18 +83,14 @@ class TensorFile:
             self.stream, self.copied = torch.cuda.Stream(gpu), torch.cuda.Event()
 
     def layout(self):
-        """A number that two ranks share exactly when their nets and optimizers have the same names, shapes
-        and types.
-        """
+        """A hash of all names, shapes and types: equal on ranks with equal nets and optimizers."""
         return int.from_bytes(hashlib.sha256(self.header).digest()[:7], "little")
 
     @torch.no_grad()
     def copy(self, tensors):
-        """The one copy the training loop pays for. Of a GPU's tensors it is only begun: `wait` before you
-        read.
+        """The one copy that training waits for. Of a GPU's tensors it is only begun: `wait` before you read.
 
-        Whoever changes a weight waits too (TrainState.changing), so the copy may run beside the next forward
-        and backward.
+        It may run beside the next forward and backward: an update waits for it (TrainState.changing).
         """
         self.open(touch=False)
         self.bytes[:len(self.header)] = self.header  # a damaged file may have been read in here
@@ -102,7 +98,8 @@ class TensorFile:
         for name, (at, size, dtype, shape) in self.places.items():
             tensor = tensors[name].detach()
             if tensor.dtype != dtype or tensor.shape != shape:
-                raise RuntimeError(f"{name} was {dtype} {tuple(shape)}, now {tensor.dtype} {tuple(tensor.shape)}")
+                now = f"{tensor.dtype} {tuple(tensor.shape)}"
+                raise RuntimeError(f"{name} was {dtype} {tuple(shape)}, now {now}")
             if size >= LARGE and not tensor.is_cuda and tensor.is_contiguous() and not tensor.is_complex():
                 ctypes.memmove(base + at, tensor.data_ptr(), size)
             else:
@@ -121,7 +118,7 @@ class TensorFile:
             self.copied.record()
 
     def wait(self):
-        """Until the copy is whole."""
+        """Waits until the copy is complete."""
         if self.copied is not None:
             self.copied.synchronize()
 
@@ -137,7 +134,7 @@ class TensorFile:
         return None
 
     def check_header(self, file_name):
-        """After a file was read in: it must describe exactly this net."""
+        """Damaged if the file that was read has another header than this net."""
         found = bytes(self.bytes[:len(self.header)])
         if found == self.header:
             return
@@ -148,11 +145,13 @@ class TensorFile:
         except (ValueError, RecursionError):
             theirs = None
         if not isinstance(theirs, dict):
-            raise Damaged(f"{file_name}: its header is not the one this model and optimizer need ({length:,} bytes)")
+            raise Damaged(f"{file_name}: its header is not the one this model and optimizer need "
+                          f"({length:,} bytes)")
         ours = json.loads(self.header[8:])
         for name in sorted(ours.keys() | theirs.keys()):
             if ours.get(name) != theirs.get(name):
-                raise Damaged(f"{file_name}: {name[:80]} is {_shape(theirs.get(name))}, this run has {_shape(ours.get(name))}")
+                raise Damaged(f"{file_name}: {name[:80]} is {_shape(theirs.get(name))}, "
+                              f"this run has {_shape(ours.get(name))}")
         raise Damaged(f"{file_name}: its header is written differently")
 
 

@@ -13,7 +13,7 @@ from stores import a_life, at_step, child, images_for, is_at, load, new_store, o
 from common.checkpoint import files
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import checkpoints, describe, verify
-from common.checkpoint.store import FAILURES
+from common.checkpoint.store import MOST_FAILURES
 from common.errors import UserError
 
 TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
@@ -179,7 +179,7 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
             assert not life.store.due(at_step(life.state, step - 1)) and life.store.due(at_step(life.state, step))
             life.store.save(life.state)
             life.store.wait()
-            if number < FAILURES:
+            if number < MOST_FAILURES:
                 life.store.check()
                 life.store.check()                                  # each is said once
                 assert len(said) == number and said[-1].startswith(f"save failed ({number} in a row), training goes on")

@@ -145,7 +145,7 @@ def test_a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter(tmp_p
     opts, here = options(tmp_path), tmp_path / "here"
     monkeypatch.setattr(fence, "STALE_AFTER", 0.5)
     with monkeypatch.context() as patch:
-        patch.setattr(held, "BEAT", 1000)
+        patch.setattr(held, "BEAT_SECONDS", 1000)
         with lives(opts, here) as pid:
             until(here.exists, "the first job owns the run")
             with pytest.raises(UserError, match=f"pid {pid}"):
@@ -185,7 +185,7 @@ def test_the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_
         os.waitpid(pid, 0)
         began = time.monotonic()
         with a_life(opts):
-            assert fence.GLANCE <= time.monotonic() - began < 10
+            assert fence.FREE_LOCK_WAIT <= time.monotonic() - began < 10
     began = time.monotonic()
     with a_life(opts):                                              # that one has signed off
         assert time.monotonic() - began < 1
@@ -204,7 +204,7 @@ def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch, loc
         save(life, 1)
         end.touch()
     with monkeypatch.context() as patch:
-        patch.setattr(held, "BEAT", 1.0)
+        patch.setattr(held, "BEAT_SECONDS", 1.0)
         if locks != "as they should be":
             monkeypatch.setattr(fcntl, "lockf", lambda *args: None)
         with lives(opts, here, live):
@@ -267,7 +267,7 @@ def test_two_that_believe_to_hold_the_lock_do_not_both_own(tmp_path, monkeypatch
         end.write_text("fenced") if not end.exists() else None
 
     with monkeypatch.context() as patch:
-        patch.setattr(held, "BEAT", 1000)
+        patch.setattr(held, "BEAT_SECONDS", 1000)
         if locks == "never shared":
             monkeypatch.setattr(fcntl, "lockf", lambda *args: None)
         with lives(opts, here, live):
@@ -442,7 +442,7 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
         until(here.exists, "the rescue has begun")
         assert 2.9 < waited() < 10
     with monkeypatch.context() as patch:
-        patch.setattr(held, "BEAT", 1000)                           # its machine is gone, and the network keeps its lock
+        patch.setattr(held, "BEAT_SECONDS", 1000)                           # its machine is gone, and the network keeps its lock
         here.unlink()
         with child(lambda: rescue(None)):
             until(here.exists, "the rescue has begun")

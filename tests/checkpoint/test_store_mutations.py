@@ -70,14 +70,14 @@ MUTANTS = {
     "a short write is taken for a whole one": ("checkpoint.files", "at, start = at + n, start + n\n", "at, start = at + n, start + CHUNK\n",  # noqa: E501
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
-    "the hash is not compared": ("checkpoint.manifest", "place, from_disk, told)) != files[name][\"sha256\"]:",
-                                 "place, from_disk, told)) != files[name][\"sha256\"] and False:", *BITS),
+    "the hash is not compared": ("checkpoint.manifest", "place, from_disk, told)) != stated:",
+                                 "place, from_disk, told)) != stated and False:", *BITS),
     "the seal is ignored": ("checkpoint.files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
     "the seal is over the values, not the bytes": ("checkpoint.files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "  # noqa: E501
                                                    "parse_json(data, name):\n", *LENGTHS),
     "the size is not compared": ("checkpoint.files", "!= size:\n            raise", "!= size and False:\n            raise", *LENGTHS),  # noqa: E501
     "the header is not compared": ("checkpoint.tensor_file", "        if found == self.header:\n", "        if True:\n", *TENSORS, "another type"),  # noqa: E501
-    "links are followed": ("checkpoint.files", "os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK", "os.O_RDONLY | os.O_NONBLOCK", *LINKS),  # noqa: E501
+    "links are followed": ("checkpoint.files", "proven(path):\n        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW |", "proven(path):\n        fd = os.open(path, os.O_RDONLY |", *LINKS),  # noqa: E501
     "the kinds in a manifest are not looked at": ("checkpoint.manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",  # noqa: E501
                                                   *MANIFEST, "no identity"),
     "a manifest of another step is taken": ("checkpoint.manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),  # noqa: E501
@@ -103,7 +103,7 @@ MUTANTS = {
     # who may write
     "no lock is ever had": ("checkpoint.lock_file", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
                             "fence", "the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease"),
-    "a free lock is believed at once": ("checkpoint.fence", " and still >= GLANCE:", ":", *LATE, "local to each machine"),
+    "a free lock is believed at once": ("checkpoint.fence", " and still >= FREE_LOCK_WAIT:", ":", *LATE, "local to each machine"),
     "the lease is no longer than for our own job": ("checkpoint.fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),  # noqa: E501
     "the counter stays in memory": ("checkpoint.lock_file", "            os.fdatasync(self.fd)\n", "", *CACHES),
     "a name is owned as long as it is there": ("checkpoint.lock_file", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",  # noqa: E501
@@ -112,7 +112,7 @@ MUTANTS = {
                                              "fence", "two_that_believe_to_hold_the_lock_do_not_both_own", "lost"),
     "nothing is swept": ("checkpoint.fence", "        self._sweep()\n", "", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
-    "a claim does not look at the name again": ("checkpoint.fence", "        self.elect()                                                # another claim may have swept it\n        self._check()\n", "", *TWO),  # noqa: E501
+    "a claim does not look at the name again": ("checkpoint.fence", "        self.elect()  # another claim may have swept it\n        self._check()\n", "", *TWO),  # noqa: E501
     "the fence is skipped": ("checkpoint.commit", "            if self.renew is None:\n", "            return os.makedirs(self.staging)\n"  # noqa: E501
                              "            if self.renew is None:\n", *MOVED),
     "staging is renewed without looking at the lock": (
@@ -127,11 +127,11 @@ MUTANTS = {
     "the job is noted before the old run is set aside": ("checkpoint.fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),  # noqa: E501
     "half of what is set aside is forgotten": ("checkpoint.identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),  # noqa: E501
     # what is saved
-    "a failed save counts as saved": ("checkpoint.store", "            self.saved = None   ", "            pass   ", "faults",
+    "a failed save counts as saved": ("checkpoint.store", "            self.saved = None  # so that", "            pass  # so that", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
     "failures are not counted": ("checkpoint.store", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
-    "half a step is saved": ("checkpoint.store", "not self.writes or state.half_updated or ", "not self.writes or ", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
+    "half a step is saved": ("checkpoint.store", " or state.half_updated or state.facts() == self.saved:", " or state.facts() == self.saved:", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
     "half a step is rescued": ("checkpoint.store", "if state.half_updated or is_there", "if is_there", "",
                                "a_state_cut_in_two_is_never_saved"),
     "NaN is saved": ("checkpoint.store", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501

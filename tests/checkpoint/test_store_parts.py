@@ -9,8 +9,9 @@ from ranks import fork_ranks
 from stores import a_life, at_step, end, is_at, options, save, steps_of
 from torch import nn
 
-from common.checkpoint import PartsStore, manifest, pieces
+from common.checkpoint import manifest, open_store, pieces
 from common.checkpoint.manifest import folder_name, verify
+from common.checkpoint.parts import PartsStore
 from common.errors import UserError
 from common.training import TrainState, build_optimizer
 from common.world import rendezvous as meeting
@@ -28,7 +29,7 @@ def store_of(world, folder, said):
     world, opts = world.in_stages(STAGES), options(folder, script="mp", stages=STAGES)
     net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i, layer in enumerate(whole_net())))
     state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
-    return PartsStore(opts, world, "f" * 64, report=said.append), state
+    return open_store(opts, world, "f" * 64, report=said.append), state
 
 
 def flip(path, at):
