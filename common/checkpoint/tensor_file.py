@@ -21,7 +21,7 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
 LARGE = 1 << 14     # bytes: from here on a plain memmove beats torch's copy
 PAGE = mmap.PAGESIZE
 # madvise: a child gets zeros. Shared pages would be copied one by one in the first save after a fork. Without
-# a mapping (MADV_DONTFORK), a child that drops the buffer would unmap what it has placed at that address since.
+# a mapping (MADV_DONTFORK), a child that drops the buffer would unmap what it has placed there since.
 WIPE_ON_FORK = 18
 CHECKED = 1 << 22   # elements checked at once: bounds the memory of the check
 
