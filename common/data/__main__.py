@@ -12,9 +12,7 @@ from common.errors import UserError
 
 
 def main(arguments):
-    """Read every image of a folder with all cores; exit code 0 if all can be read, 1 if not, 2 for no such
-    folder.
-    """
+    """Read every image with all cores; exit code 0 if all can be read, 1 if not, 2 without such a folder."""
     folders = [argument for argument in arguments if argument != "--check"]
     if len(folders) != 1 or len(arguments) != 2:
         print("usage: python -m common.data DIR --check", file=sys.stderr)
@@ -24,11 +22,12 @@ def main(arguments):
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    paths, bad = [path for part in (source.train, source.test) for path, _ in part.samples], 0
+    paths = [path for part in (source.train, source.test) for path, _ in part.samples]
+    bad = 0
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
-        for said in filter(None, pool.imap(complaint, paths, chunksize=16)):
+        for text in filter(None, pool.imap(complaint, paths, chunksize=16)):
             bad += 1
-            print(said, flush=True)
+            print(text, flush=True)
     print(f"{len(paths) - bad:,} of {len(paths):,} images can be read")
     return 1 if bad else 0
 

@@ -1,10 +1,11 @@
-"""Registry of datasets; those that live in files, and users' own.
+"""Registry of datasets: those read from files, and users' own.
 
-    python -m common.data DIR --check       # every file of a folder of images that cannot be read
+    python -m common.data DIR --check       # names every image of a folder that cannot be read
 
-Adding one: a function of the options that returns a Source, and a line in DATASETS. Code that lives elsewhere
-needs no edit here: `--dataset path/to/file.py:function`. Files are strangers: their sizes are checked before
-memory is taken, and nothing in them is ever executed.
+To add one: write a function of the options that returns a Source, add a line to DATASETS below, and a line to
+DATASET_FLAGS in common/options/options.py. Code that lives elsewhere needs no edit here: use `--dataset
+path/to/file.py:function`. Files are not trusted: their sizes are checked before memory is taken, and nothing
+in them is ever executed.
 """
 import gzip
 import math
@@ -21,7 +22,7 @@ from common.data.text import text
 from common.errors import UserError, did_you_mean, one_line
 from common.options import call_user
 
-LARGEST = 2**31  # bytes an IDX file may unpack to
+LARGEST_BYTES = 2**31  # that an IDX file may unpack to
 
 
 # ---- MNIST and its relatives: IDX files ----
@@ -32,8 +33,8 @@ def mnist(opts):
 
 def fashion_mnist(opts):
     """Pictures of clothes in the format of MNIST, from DATA_DIR/FashionMNIST/raw."""
-    names = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "ankle boot")
-    return read_mnist(opts, "FashionMNIST", names, mean=(0.2860,), std=(0.3530,), augment="flip")
+    names = "T-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot".split(",")
+    return read_mnist(opts, "FashionMNIST", tuple(names), mean=(0.2860,), std=(0.3530,), augment="flip")
 
 
 def read_mnist(opts, name, class_names, **facts):
@@ -47,9 +48,7 @@ def read_mnist(opts, name, class_names, **facts):
 
 
 def read_idx(opts, path, dims):
-    """The bytes of an IDX file, or of the .gz beside it; a header that lies is refused before memory is
-    taken.
-    """
+    """The bytes of an IDX file, or of the .gz beside it; a false header is refused before memory is taken."""
     packed = not path.is_file()
     path = path.with_name(path.name + ".gz") if packed else path
     if not path.is_file():
@@ -58,41 +57,42 @@ def read_idx(opts, path, dims):
         with (gzip.open if packed else open)(path, "rb") as file:
             head = file.read(4 + 4 * dims)
             if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
-                raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\nit begins with {head[:4]!r}")
+                raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\n"
+                                f"it begins with {head[:4]!r}")
             shape = struct.unpack(f">{dims}I", head[4:])
             claimed, size = math.prod(shape), path.stat().st_size
-            # deflate packs 1032 to 1 at best
-            most = min(LARGEST, size * 1032) if packed else size - len(head)
+            most = size - len(head) if not packed else min(LARGEST_BYTES, size * 1032)  # deflate's best
             if claimed > most or (not packed and claimed != most):
-                had = "unpacks to less" if packed else f"holds {most:,}"
-                raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, the file "
-                                f"{had}\nfetch it again")
+                holds = "unpacks to less" if packed else f"holds {most:,}"
+                raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, "
+                                f"the file {holds}\nfetch it again")
             content = bytearray(claimed)
-            found = file.readinto(content)
-            if found != claimed or file.read(1):
-                more = "fewer" if found != claimed else "more"
-                raise UserError(f"{path} holds {more} bytes than the {claimed:,} its header claims\nfetch it again")
+            count = file.readinto(content)
+            if count != claimed or file.read(1):
+                more = "fewer" if count != claimed else "more"
+                raise UserError(f"{path} holds {more} bytes than the {claimed:,} its header claims\n"
+                                "fetch it again")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read\n{one_line(error)}") from error
-    if not claimed:  # frombuffer refuses an empty buffer; an empty dataset has a clearer refusal further on
+    if not claimed:  # frombuffer refuses an empty buffer; load_data has a clearer error for an empty dataset
         return torch.empty(shape, dtype=torch.uint8)
     return torch.frombuffer(content, dtype=torch.uint8).view(shape)
 
 
 def missing(opts, path):
-    return UserError(f"dataset {opts.dataset}: {path} is not there\n--data-dir says where the data lies "
-                     f"(now {opts.data_dir}), --download fetches it\n--dataset digits needs no files")
+    return UserError(f"dataset {opts.dataset}: {path} does not exist\n"
+                     f"--data-dir names the folder of the data (now {opts.data_dir}), --download fetches it\n"
+                     "--dataset digits needs no files")
 
 
 # ---- CIFAR-10 ----
 def cifar10(opts):
-    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test: the binary version, else
-    torchvision's.
-    """
+    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test; binary files or torchvision's."""
     folder = Path(opts.data_dir) / "cifar-10-batches-bin"
     if folder.is_dir():
-        parts = [[folder / f"data_batch_{n}.bin" for n in range(1, 6)], [folder / "test_batch.bin"]]
-        pairs = [tuple(map(torch.cat, zip(*(read_cifar(opts, path) for path in part), strict=True))) for part in parts]
+        files = [[folder / f"data_batch_{n}.bin" for n in range(1, 6)], [folder / "test_batch.bin"]]
+        pairs = [tuple(map(torch.cat, zip(*(read_cifar(opts, path) for path in paths), strict=True)))
+                 for paths in files]
     elif (folder.parent / "cifar-10-batches-py").is_dir():
         pairs = [unpickle_cifar(opts, train) for train in (True, False)]
     else:
@@ -107,17 +107,18 @@ def read_cifar(opts, path):
         raise missing(opts, path)
     count, rest = divmod(path.stat().st_size, 3073)
     if rest or not 1 <= count <= 10000:
-        raise UserError(f"{path} has {path.stat().st_size:,} bytes: not 1 to 10,000 records of 3,073\nfetch it again")
+        raise UserError(f"{path} has {path.stat().st_size:,} bytes: not 1 to 10,000 records of 3,073\n"
+                        "fetch it again")
     records = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(count, 3073)
     return records[:, 1:].reshape(count, 3, 32, 32), records[:, 0].long()
 
 
 def unpickle_cifar(opts, train):
     from torchvision.datasets import CIFAR10
-    try:  # pickles, but torchvision opens none before its checksum has shown it to be the published one
+    try:  # these are pickles, but torchvision opens only those with the published checksum
         dataset = CIFAR10(opts.data_dir, train=train)
     except RuntimeError as error:
-        raise UserError(f"dataset cifar10: {opts.data_dir}/cifar-10-batches-py is damaged, or not the published one\n"
+        raise UserError(f"dataset cifar10: {opts.data_dir}/cifar-10-batches-py is damaged or changed\n"
                         "remove it and use --download") from error
     return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
 
@@ -126,8 +127,7 @@ def unpickle_cifar(opts, train):
 def user_dataset(opts):
     """What a user's function returns: (x, y, x_test, y_test) tensors, or (train, test) map-style Datasets.
 
-    A Dataset tells the number of classes by an attribute `classes` (a number or the names), or its labels by
-    `targets`.
+    A Dataset has an attribute `classes` (a number, or the names) or `targets` (the labels).
     """
     found, name = call_user(opts.dataset, opts), opts.dataset
     found = found if isinstance(found, (tuple, list)) else (found,)
@@ -140,33 +140,35 @@ def user_dataset(opts):
         try:
             known = [fact for part in found for fact in [count_classes(part)] if fact]
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\nwanted: a whole number for "
-                            "each sample, from 0 on") from error
+            raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\n"
+                            "wanted: a whole number for each sample, 0 or more") from error
         if not known:
-            raise UserError(f"dataset {name} does not tell its number of classes\ngive its training set an attribute "
-                            "`classes`: a number, or the names")
+            raise UserError(f"dataset {name} does not tell its number of classes\n"
+                            "give its training set an attribute `classes`: a number, or the names")
         names = getattr(found[0], "classes", None)
         vocab = getattr(found[0], "vocab", None)
         return Source(*found, classes=max(known), vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
                       class_names=tuple(map(str, names)) if isinstance(names, (list, tuple)) else None,
                       fingerprint=getattr(found[0], "fingerprint", None))
     else:
-        had = ", ".join(type(part).__name__ for part in found)
-        raise UserError(f"dataset {name} returned ({had})\nwanted: (train, test), two Datasets with __len__ and "
-                        "__getitem__, or (x, y, x_test, y_test), four tensors")
+        types = ", ".join(type(part).__name__ for part in found)
+        raise UserError(f"dataset {name} returned ({types})\n"
+                        "wanted: (train, test), two Datasets with __len__ and __getitem__, "
+                        "or (x, y, x_test, y_test), four tensors")
     parts = [(x.detach().cpu(), y.detach().cpu()) for x, y in parts]
     for x, y in parts:
         lost = x.is_complex() or y.is_complex() or y.is_floating_point()
         if not x.numel() or not y.numel() or x.dim() < 2 or y.dim() != 1 or lost:
-            raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)}, {x.dtype} and {y.dtype}\n"
-                            "wanted: at least one sample of one dimension or more, and a whole number for each")
+            raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)}, "
+                            f"{x.dtype} and {y.dtype}\n"
+                            "wanted: at least one sample, of one dimension or more, with a whole number")
     words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x, _ in parts)
     return Source(*parts, classes=max(int(y.max()) for _, y in parts) + 1,
                   vocab=max(int(x.max()) for x, _ in parts) + 1 if words else None)
 
 
 def whole(label):
-    """The number of a class; a ValueError where int() would cut something off."""
+    """The number of a class; a ValueError if int() would round it."""
     if float(label) != int(label):
         raise ValueError(f"label {float(label):g} is not a whole number")
     return int(label)
@@ -179,9 +181,9 @@ def count_classes(dataset):
             return classes if isinstance(classes, int) else len(classes)
         targets = getattr(dataset, "targets", None)
         if targets is not None and len(targets):
-            found = torch.as_tensor(targets if torch.is_tensor(targets) else list(targets))
-            return max(map(whole, [found.max(), *found[found != found.long()][:1]])) + 1
-        dataset = getattr(dataset, "dataset", None)  # a Subset, as random_split makes them
+            labels = torch.as_tensor(targets if torch.is_tensor(targets) else list(targets))
+            return max(map(whole, [labels.max(), *labels[labels != labels.long()][:1]])) + 1
+        dataset = getattr(dataset, "dataset", None)  # of a Subset, which random_split makes
     return None
 
 

@@ -11,21 +11,17 @@ CLASSES = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR1
 
 
 def download(opts, world):
-    """Fetch the dataset unless it is there and whole; call on every rank: one a node fetches, the others
-    wait.
-    """
+    """Fetch the dataset unless it exists and is whole; call on every rank: one per node fetches, all wait."""
     if opts.dataset not in CLASSES:
-        raise UserError(f"dataset {opts.dataset} has nothing to download\nleave --download out, it is for "
-                        f"{', '.join(CLASSES)}")
-    error = None
-    if world.local_rank == 0:
+        raise UserError(f"dataset {opts.dataset} has nothing to download\n"
+                        f"leave --download out, it is for {', '.join(CLASSES)}")
+    with world.all_or_none("download"):
         try:
-            fetch(opts)
-        except Exception as caught:  # whatever it is, the other ranks must not be left at the barrier
-            error = caught
-    world.local_barrier()
-    if error:
-        raise UserError(f"dataset {opts.dataset} cannot be downloaded to {opts.data_dir}\n{one_line(error)}") from error
+            if world.local_rank == 0:
+                fetch(opts)
+        except Exception as error:  # of any kind: the other ranks wait
+            raise UserError(f"dataset {opts.dataset} cannot be downloaded to {opts.data_dir}\n"
+                            f"{one_line(error)}") from error
 
 
 def fetch(opts):
@@ -33,11 +29,10 @@ def fetch(opts):
         find_source(opts)
         return
     except UserError:
-        pass  # not there, or not as it should be
+        pass  # missing or damaged
     from torchvision import datasets
-    # Aside first, each file renamed when all are whole: nobody ever takes half a download for data, neither a
-    # later
-    # start nor another node that shares the folder and fetches at the same time.
+    # Into a folder aside, and each file is renamed when all are whole: neither a later start nor another node
+    # that shares the folder can take half a download for data.
     data_dir = Path(opts.data_dir)
     aside = data_dir / f".download-{socket.gethostname()}-{os.getpid()}"
     try:

@@ -1,10 +1,10 @@
-"""Datasets as batches: samples held in memory, or read by workers; the same numbers at any world size either
-way.
+"""Datasets as batches of samples held in memory or read by workers: the same numbers at any world size.
 
-Whatever is random about a sample is a function of (seed, epoch, id of the sample): no worker and no rank owns
-a generator, so nothing has to be saved and nothing changes when the world does.
+Augmentation and other random choices are a function of (seed, epoch, id of the sample): no worker and no rank
+owns a generator, so nothing has to be saved, and nothing changes with the number of ranks.
 """
 import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +15,8 @@ from common.data.datasets import find_source, whole
 from common.data.download import download
 from common.data.prefetch import from_workers
 from common.errors import UserError, one_line
-from common.sampler import seeded, uniforms
+from common.options import Options
+from common.sampler import ElasticSampler, seeded, uniforms
 
 
 @dataclass(frozen=True)
@@ -28,18 +29,18 @@ class Data:
     classes: int
     sample_shape: tuple
     vocab: int | None
-    fingerprint: str  # of the content of tensors; of names and sizes where the content is too large to read
+    fingerprint: str  # a hash of all tensors; for files, of names and sizes
     class_names: tuple | None = None
 
 
 class Batch(NamedTuple):
     x: torch.Tensor  # this rank's share of one global batch
     y: torch.Tensor
-    ids: list
-    size: int  # samples in the whole global batch
+    ids: list[int]
+    size: int  # number of samples in the whole global batch
 
 
-# ---- augmentation: x is a copy of whole images, u one uniform number in [0, 1) for each ----
+# ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
 def flip(x, u):
     """Mirror half of the images."""
     chosen = (u < 0.5).nonzero().squeeze(1)
@@ -71,8 +72,9 @@ class TensorSplit:
     def __init__(self, x, y, source, seed, augment=None):
         self.x, self.y, self.shape = x.contiguous(), y.long().contiguous(), tuple(x.shape[1:])
         self.seed, self.augment = seed, augment
-        scale, shift = 1 / (255 * torch.tensor(source.std)), -torch.tensor(source.mean) / torch.tensor(source.std)
-        # For one channel plain numbers: they are faster than tensors of one element.
+        mean, std = torch.tensor(source.mean), torch.tensor(source.std)
+        scale, shift = 1 / (255 * std), -mean / std
+        # plain numbers for one channel: they are faster than tensors of one element
         self.scale, self.shift = (t.item() if len(t) == 1 else t.view(-1, 1, 1) for t in (scale, shift))
 
     def __len__(self):
@@ -90,23 +92,21 @@ class TensorSplit:
 
 
 class DatasetSplit:
-    """A map-style Dataset; (seed, epoch, id) set torch's, Python's and numpy's generators before each sample.
-    """
+    """A map-style Dataset; before each sample, (seed, epoch, id) seeds torch, Python and numpy."""
 
     in_memory, tokens = False, 1
 
     def __init__(self, dataset, name, source, seed, augment=None, plain=None):
         self.dataset, self.name, self.classes, self.seed = dataset, name, source.classes, seed
         self.augment, self.plain, self.shape = augment or plain, plain, None
-        x, _ = self.sample(0, 0, False)  # what an empty share has to look like
+        x, _ = self.sample(0, 0, False)  # its shape and type are those of an empty share, too
         self.shape, self.dtype = tuple(x.shape), x.dtype
 
     def __len__(self):
         return len(self.dataset)
 
     def fetch(self, ids, epoch=0, augment=False):
-        """(x, y) of these samples; `augment` chooses between the two transforms of the source, if it has any.
-        """
+        """(x, y) of these samples; `augment` chooses one of the source's two transforms, if it has any."""
         if not ids:
             return torch.empty(0, *self.shape, dtype=self.dtype), torch.empty(0, dtype=torch.int64)
         x, y = zip(*(self.sample(id, epoch, augment) for id in ids), strict=True)
@@ -125,33 +125,35 @@ class DatasetSplit:
             raise self.refuse(id, f"is ({type(x).__name__}, {type(found[1]).__name__}): {one_line(error)}",
                               "(tensor, label), the label a whole number") from error
         if self.shape is not None and tuple(x.shape) != self.shape:
-            raise self.refuse(id, f"has shape {tuple(x.shape)}", f"{self.shape}, as sample 0 has")
+            raise self.refuse(id, f"has shape {tuple(x.shape)}", f"{self.shape}, the shape of sample 0")
         if not 0 <= y < self.classes:
             raise self.refuse(id, f"has label {y}", f"0 to {self.classes - 1}")
         return x, y
 
     def look(self):
-        """(label, size of the numbers) of the first, the middle and the last sample; None for one that
-        differs at a second look.
+        """(label, mean size of the numbers) of three samples; None for one that differs when read again.
 
-        Rough on purpose: the last bits of a float may follow the CPU, and other bits would be another run's
+        Rounded on purpose: the last bits of a float may depend on the CPU, and would refuse the run's own
         data.
         """
         def once(id):
             x, y = self.sample(id, 0, False)
             return y, f"{x.double().abs().mean():.2e}"
 
-        return [found if (found := once(id)) == once(id) else None for id in sorted({0, len(self) // 2, len(self) - 1})]
+        ids = sorted({0, len(self) // 2, len(self) - 1})
+        return [found if (found := once(id)) == once(id) else None for id in ids]
 
     def refuse(self, id, fact, wanted):
         return UserError(f"dataset {self.name}: sample {id} {fact}\nwanted: {wanted}")
 
 
 class FetchSplit:
-    """A split with a `fetch` of its own; every target it gives must count, as the mean is over all of them.
-    """
+    """A split with a `fetch` of its own; all its targets must be classes, as the mean is over all of them."""
 
     def __init__(self, split, name):
+        if lacks := [fact for fact in ("in_memory", "tokens", "shape") if not hasattr(split, fact)]:
+            raise UserError(f"dataset {name} has `fetch` but no {', '.join(f'`{fact}`' for fact in lacks)}\n"
+                            "wanted: the attributes of Windows in common/data/text.py, or no `fetch`")
         self.split, self.name = split, name
         self.fetch([0])
 
@@ -164,14 +166,14 @@ class FetchSplit:
     def fetch(self, ids, epoch=0, augment=False):
         x, y = self.split.fetch(ids, epoch, augment)
         if y.is_floating_point() or y.numel() and y.min() < 0:
-            raise UserError(f"dataset {self.name}: targets of {y.dtype} from {y.min():g} on\nwanted: whole numbers, 0 or more; the "
-                            "mean is over all targets, those that cross_entropy ignores (-100) too\n"
+            raise UserError(f"dataset {self.name}: targets of {y.dtype} from {y.min():g} on\n"
+                            "wanted: whole numbers, 0 or more: the mean counts ignored targets (-100) too\n"
                             "cut the samples to one length, or give padding a class of its own")
         return x, y
 
 
 def as_input(x):
-    """What a net can take: bytes become 0..1, other numbers float32, indices int64."""
+    """What a net accepts: bytes become 0..1, other numbers float32, indices int64."""
     if x.is_complex():
         raise TypeError(f"{x.dtype}: its imaginary parts would be lost")
     if x.dtype == torch.uint8:
@@ -180,14 +182,12 @@ def as_input(x):
 
 
 # ---- loading ----
-def load_data(opts, world):
-    """The dataset that `opts.dataset` names; call on every rank (the first one of each node downloads, if
-    asked to).
-    """
+def load_data(opts: Options, world: Any) -> Data:
+    """The dataset that `opts.dataset` names; call on every rank, because of --download."""
     if opts.download:
         download(opts, world)
     source, name = find_source(opts), opts.dataset
-    splits = []
+    splits: list[Any] = []
     for part, samples in (("training", source.train), ("test", source.test)):
         augment = source.augment if part == "training" else None
         if not len(samples[1] if isinstance(samples, tuple) else samples):
@@ -202,36 +202,41 @@ def load_data(opts, world):
     shapes = [split.shape for split in splits]
     if shapes[0] != shapes[1]:
         raise UserError(f"dataset {name}: training samples have shape {shapes[0]}, test samples {shapes[1]}")
-    fingerprint = source.fingerprint or hash_splits(splits, source.classes, shapes[0])
-    if callable(fingerprint):  # long work, on a file system that the whole node shares
+    fingerprint = source.fingerprint or hash_splits(name, splits, source.classes, shapes[0])
+    if callable(fingerprint):  # it takes long, and the ranks of a node see the same files
         fingerprint = world.once_per_node("fingerprint", fingerprint)
-    return Data(name, *splits, source.classes, shapes[0], source.vocab, fingerprint, source.class_names)
+    return Data(name, splits[0], splits[1], source.classes, shapes[0], source.vocab, fingerprint,
+                source.class_names)
 
 
 def checked(name, part, source, x, y):
     if y.shape != x.shape[:1]:
-        raise UserError(f"dataset {name}: {len(x)} {part} samples, labels {tuple(y.shape)}\nwanted: one label a sample")
+        raise UserError(f"dataset {name}: {len(x)} {part} samples, labels {tuple(y.shape)}\n"
+                        "wanted: one label for each sample")
     if y.min() < 0 or y.max() >= source.classes:
-        raise UserError(f"dataset {name}: {part} labels from {y.min()} to {y.max()}\nwanted: 0 to {source.classes - 1}")
+        raise UserError(f"dataset {name}: {part} labels from {y.min()} to {y.max()}\n"
+                        f"wanted: 0 to {source.classes - 1}")
     if source.vocab and x.min() < 0:
         raise UserError(f"dataset {name}: {part} samples hold word number {x.min()}\nwanted: 0 or more")
     return (x if x.dtype == torch.uint8 else as_input(x)), y
 
 
-def hash_splits(splits, classes, shape):
-    """A hash of every byte in memory; of a Dataset that names no fingerprint of its own, of its size, shape
-    and a few samples.
-    """
+def hash_splits(name, splits, classes, shape):
+    """A hash of every byte in memory, or of a Dataset's size, shape and a few samples."""
+    tensors = [getattr(split, part, None) for split in splits if split.in_memory for part in ("x", "y")]
+    if not all(map(torch.is_tensor, tensors)):
+        raise UserError(f"dataset {name} has `fetch` but no `fingerprint`\n"
+                        "give its training set this attribute: a text that changes when the data does")
     looks = [split.look() for split in splits if hasattr(split, "look")]
     digest = hashlib.sha256(repr((classes, shape, *map(len, splits), *looks)).encode())
-    for tensor in (tensor for split in splits if split.in_memory for tensor in (split.x, split.y)):
+    for tensor in tensors:
         digest.update(memoryview(tensor.numpy()).cast("B"))
     return digest.hexdigest()
 
 
 # ---- batches ----
-def batches(split, order, opts):
-    """Yield this rank's Batch of every global batch that is left of `order` (an ElasticSampler), on the CPU.
+def batches(split: Any, order: ElasticSampler, opts: Options) -> Iterator[Batch]:
+    """Yield this rank's Batch of every global batch that is left of `order`, on the CPU.
 
     A share may be empty, with x and y of zero samples: every rank yields the same number of batches.
     """
@@ -242,5 +247,6 @@ def batches(split, order, opts):
             x, y = split.fetch(ids, epoch, augment)
             yield Batch(*((x.pin_memory(), y.pin_memory()) if pin else (x, y)), ids, size)
         return
-    for (x, y, ids), size in zip(from_workers(split, order, opts.workers, augment, pin), order.batch_sizes(), strict=True):
+    shares = from_workers(split, order, opts.workers, augment, pin)
+    for (x, y, ids), size in zip(shares, order.batch_sizes(), strict=True):
         yield Batch(x, y, ids, size)

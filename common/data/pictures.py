@@ -1,6 +1,6 @@
-"""A folder of images: its samples, its fingerprint, and all its broken files at once.
+"""A folder of images: its samples, its fingerprint, and what is wrong with a file.
 
-Files are strangers: their sizes are checked before memory is taken.
+Files are not trusted: their sizes are checked before memory is taken.
 """
 import functools
 import hashlib
@@ -10,7 +10,7 @@ from pathlib import Path
 from common.data.synthetic import Source
 from common.errors import UserError, one_line
 
-MOST_PIXELS = 2**26  # of one image: what unpacks to more is no photograph
+MOST_PIXELS = 2**26  # of one image: a larger one is no photograph
 
 
 def imagefolder(opts):
@@ -27,7 +27,8 @@ def imagefolder(opts):
         raise UserError(f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
                         f"in one alone: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
     whole = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    augment = transforms.Compose([transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), *whole])
+    crop, flip = transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()
+    augment = transforms.Compose([crop, flip, *whole])
     plain = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), *whole])
     return Source(*parts, classes=len(parts[0].classes), class_names=tuple(parts[0].classes), augment=augment,
                   plain=plain, fingerprint=lambda: hash_files(parts))
@@ -38,28 +39,29 @@ def decode(path, folder):
     try:
         with Image.open(path) as image:
             if image.width * image.height > MOST_PIXELS:
-                raise UserError(f"{path} claims {image.width}x{image.height} pixels, more than {MOST_PIXELS:,}\nall "
-                                f"that cannot be read: python -m common.data {folder} --check\n"
-                                "shrink or remove it, then go on with --accept-data-change")
+                raise UserError(f"{path} claims {image.width}x{image.height} pixels, over {MOST_PIXELS:,}\n"
+                                f"all such files: python -m common.data {folder} --check\n"
+                                "shrink or remove it, then resume with --accept-data-change")
             if image.mode in ("I", "F") or image.mode.startswith("I;16"):
                 low, high = image.getextrema()
-                if low < 0 or high > 255:  # as 8 bits: convert() would make white of all that is above 255
-                    raise UserError(f"{path} holds values from {low:g} to {high:g}, a picture here 8 bits: 0 to 255\nall such "
-                                    f"files: python -m common.data {folder} --check\nconvert it, then go on with "
-                                    "--accept-data-change; or --dataset FILE.py:FUNCTION, which returns floats")
+                if low < 0 or high > 255:  # convert() would turn all values above 255 into white
+                    raise UserError(f"{path} holds values from {low:g} to {high:g}, not from 0 to 255\n"
+                                    f"all such files: python -m common.data {folder} --check\n"
+                                    "convert it, then resume with --accept-data-change; or write a "
+                                    "--dataset FILE.py:FUNCTION that returns floats")
             return image.convert("RGB")
     except UserError:
         raise
-    except Exception as error:  # PIL's decoders raise nearly anything on a broken file
+    except Exception as error:  # PIL raises errors of many kinds for a broken file
         if getattr(error, "errno", None):
-            raise  # a failing disk or network: a restart may mend that, no person has to
-        raise UserError(f"{path} is not an image that can be read: {one_line(error)}\nall that cannot: python -m "
-                        f"common.data {folder} --check\n"
-                        "replace or remove it, then go on with --accept-data-change") from error
+            raise  # a failing disk or network: a restart may help
+        raise UserError(f"{path} is not an image that can be read: {one_line(error)}\n"
+                        f"all such files: python -m common.data {folder} --check\n"
+                        "replace or remove it, then resume with --accept-data-change") from error
 
 
 def hash_files(parts):
-    """Names and sizes: reading every byte of ImageNet at each start would take longer than the restart."""
+    """A hash of names and sizes: reading all of ImageNet would take longer than the rest of a restart."""
     digest = hashlib.sha256()
     for part in parts:
         for path, label in part.samples:
@@ -69,6 +71,7 @@ def hash_files(parts):
 
 
 def complaint(path):
+    """The first line of what is wrong with an image, or None."""
     try:
         decode(path, "")
     except (UserError, OSError) as error:

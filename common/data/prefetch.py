@@ -1,6 +1,4 @@
-"""Processes that fetch samples ahead of the training: sheltered from signals, and never silent about what
-went wrong.
-"""
+"""Loading processes that fetch samples ahead of training: they ignore signals and pass on every error."""
 import atexit
 import ctypes
 import functools
@@ -15,8 +13,8 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from common.errors import UserError
 
-# seconds a forked process has to reach its first line of ours, and how often that is tried
-BEGIN, FORKS = 10.0, 5
+BEGIN_SECONDS = 10.0    # that a forked process has to reach our first line
+FORK_ATTEMPTS = 5
 
 
 def from_workers(split, order, count, augment, pin):
@@ -24,48 +22,45 @@ def from_workers(split, order, count, augment, pin):
 
     Call it in the main thread: the workers are killed when the thread that started them ends.
     """
-    # rank and workers: leaving? and who has begun
-    linux, shared = sys.platform == "linux", mmap.mmap(-1, 1 + count)
+    linux = sys.platform == "linux"
+    shared = mmap.mmap(-1, 1 + count)  # one byte each: is the rank leaving? has worker 0, 1, ... begun?
     leave = functools.partial(shared.__setitem__, 0, 1)
-    # what is registered last runs first: before multiprocessing ends and joins its processes
-    atexit.register(leave)
+    atexit.register(leave)  # registered last, it runs first: before multiprocessing joins its processes
     loader = DataLoader(Shares(split, order.epoch, augment), batch_sampler=order, num_workers=count,
                         collate_fn=as_it_is, pin_memory=pin,
-                        generator=torch.Generator(),  # its own: it must not draw its seed from the training's
+                        generator=torch.Generator(),  # the default one belongs to training
                         worker_init_fn=functools.partial(shelter, shared) if linux else None,
                         multiprocessing_context="fork" if linux else None)
     previous = signal.getsignal(signal.SIGCHLD)
     shares = begin(loader, shared) if linux else iter(loader)
-    # DataLoader's handler for dead workers would raise wherever the training just is, in mid-update for one.
-    # Without it
-    # the dead are found when their share is waited for, within five seconds.
+    # DataLoader's handler for dead workers would raise at any line of training, even within an update.
+    # Without it a dead worker is noticed when its share is needed, within five seconds.
     signal.signal(signal.SIGCHLD, previous)
     try:
-        for found in shares:
-            if isinstance(found, UserError):
-                raise found
-            yield found
+        for share in shares:
+            if isinstance(share, UserError):
+                raise share
+            yield share
     except RuntimeError as error:
         if "No space left" in str(error) or "Bus error" in str(error):
-            raise UserError("the DataLoader's workers have no room left in shared memory (/dev/shm)\n"
-                            "--workers 0, or a larger /dev/shm (docker run --shm-size=8g)") from error
+            raise UserError("shared memory (/dev/shm) has no room left for the loading processes\n"
+                            "use --workers 0, or a larger /dev/shm (docker run --shm-size=8g)") from error
         raise
     finally:
-        leave()  # the traceback of an error inside DataLoader keeps the workers alive after this
+        leave()  # the workers may end: the traceback of an error inside DataLoader would keep them alive
         atexit.unregister(leave)
-        del shares  # here and now: as part of a traceback it would wait five seconds for each worker
+        del shares  # now: as part of a traceback it would wait five seconds for each worker
 
 
 def begin(loader, shared):
     """An iterator whose workers have all begun.
 
-    Before Python 3.12 a forked process may wait for ever for a lock of the interpreter that some thread held
-    at that very moment. It has not run a line of ours then, and is worth nothing: it is killed and another
-    set is forked.
+    Before Python 3.12 a forked process may wait for ever for a lock of the interpreter that another thread
+    held during the fork. Such a process has run no line of ours: it is killed, and new ones are forked.
     """
-    for _ in range(FORKS):
+    for _ in range(FORK_ATTEMPTS):
         shared[1:] = bytes(len(shared) - 1)
-        shares, deadline = iter(loader), time.monotonic() + BEGIN
+        shares, deadline = iter(loader), time.monotonic() + BEGIN_SECONDS
         while 0 in shared[1:] and time.monotonic() < deadline:
             time.sleep(0.002)
         late = [worker for worker, begun in zip(shares._workers, shared[1:], strict=True) if not begun]
@@ -76,7 +71,8 @@ def begin(loader, shared):
         shared[0] = 1  # the others may end
         del shares
         shared[0] = 0
-    raise RuntimeError(f"loading processes did not begin within {BEGIN:.0f} s, {FORKS} times in a row")
+    raise RuntimeError(f"loading processes did not begin within {BEGIN_SECONDS:.0f} s, "
+                       f"{FORK_ATTEMPTS} times in a row")
 
 
 class Shares(Dataset):
@@ -92,25 +88,22 @@ class Shares(Dataset):
         try:
             x, y = self.split.fetch(ids, self.epoch, self.augment)
         except UserError as error:
-            return error  # raised here, it would reach the user wrapped in a traceback
+            return error  # if raised here, it would arrive inside a traceback
         if get_worker_info() and ids:
-            # DataLoader would do this in a thread whose errors it drops, and wait for ever on a full
-            # /dev/shm.
+            # DataLoader does this in a thread that drops errors: with a full /dev/shm it would wait for ever
             x.share_memory_(), y.share_memory_()
         return x, y, ids
 
 
-def as_it_is(found):
-    return found
+def as_it_is(share):
+    return share
 
 
 def shelter(shared, number):
-    """A worker lives and dies with its rank: torchrun and Slurm signal all processes, but the rank is to
-    answer.
+    """Ignore signals: torchrun and Slurm signal every process, but only the rank should react.
 
-    A worker that died would break its rank's orderly save. SIGTERM counts once the rank is leaving: it is
-    then the rank that sends it. (Blocking signals instead would not do: torch starts threads in a worker
-    before this runs.)
+    A worker that dies would break its rank's save. SIGTERM counts once the rank is leaving, because then the
+    rank sends it. (Blocking signals is not enough: torch starts threads in a worker before this runs.)
     """
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)

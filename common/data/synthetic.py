@@ -1,7 +1,7 @@
-"""Datasets that a program draws: nothing to download, the same to the bit on every machine.
+"""Datasets that a program draws: no download, and the same bits on every machine.
 
-Everything random comes from integer draws of one seeded generator, and pictures are made in integers, so that
-neither the CPU nor the version of torch can move a bit of the data, and with it the fingerprint of a run.
+All random numbers are integers from one seeded generator, and pictures are computed in integers, so that
+neither the CPU nor the version of torch can change the data, and with it the fingerprint of a run.
 """
 import random
 from dataclasses import dataclass
@@ -15,9 +15,7 @@ from common.errors import UserError
 
 @dataclass
 class Source:
-    """What a dataset hands over: train and test, each (x, y) tensors or a map-style Dataset, and the facts of
-    both.
-    """
+    """What a dataset's function returns; train and test are (x, y) tensors or a map-style Dataset."""
 
     train: Any
     test: Any
@@ -26,10 +24,10 @@ class Source:
     class_names: tuple | None = None
     mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel
     std: tuple = (1.0,)
-    # for tensors: one of the names in data.AUGMENTATIONS; for a Dataset: a transform of a sample
+    # for tensors: a name in AUGMENTATIONS of loading.py; for a Dataset: a transform of a sample
     augment: Any = None
     plain: Any = None  # for a Dataset: the transform of a sample when it is not augmented
-    fingerprint: Any = None  # for a Dataset, a text or a function that finds it out; tensors are hashed
+    fingerprint: Any = None  # for a Dataset: a text, or a function that returns it; tensors are hashed
 
 
 # ---- digits ----
@@ -48,23 +46,24 @@ DIGITS_SEED = 20240711  # of the data, not of a run: every run trains on the sam
 
 
 def digits(opts):
-    """28x28 pictures of digits, moved, turned, slanted, thick or thin, noisy: 12,000 to train, 2,000 to test.
-    """
+    """Noisy 28x28 pictures of digits, moved, turned, slanted: 12,000 to train, 2,000 to test."""
     rng = torch.Generator().manual_seed(DIGITS_SEED)
     bank = glyph_bank()
     x, y = zip(*(draw_digits(1000, bank, rng) for _ in range(14)), strict=True)
     x, y = torch.cat(x), torch.cat(y)
     names = tuple("0123456789")
-    return Source((x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, class_names=names, mean=(0.22,), std=(0.27,))
+    return Source((x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, class_names=names,
+                  mean=(0.22,), std=(0.27,))
 
 
 def glyph_bank():
     """uint8 [10 digits * 4 weights, SIDE * SIDE]: each digit in four line widths, at FINE cells a pixel."""
     rows = [line.ljust(60) for line in GLYPHS.strip("\n").split("\n")]
-    cells = torch.tensor([[[row[6 * d + c] == "#" for c in range(5)] for row in rows] for d in range(10)]).float()
+    cells = [[[row[6 * digit + c] == "#" for c in range(5)] for row in rows] for digit in range(10)]
+    cells = torch.tensor(cells).float()
     cells = cells.repeat_interleave(10, 1).repeat_interleave(10, 2)  # 7x5 cells of 10: 70 x 50 of 112 x 112
     ink = F.pad(cells, (31, 31, 21, 21)).unsqueeze(1)
-    for _ in range(2):  # sums of ones stay whole numbers: no rounding, on any machine
+    for _ in range(2):  # sums of ones stay whole numbers: no rounding on any machine
         ink = F.avg_pool2d(ink, 9, 1, 4, divisor_override=1)
     weights = [((ink - level) * 255 / 1024).round().clamp(0, 255) for level in (3200, 2400, 1600, 900)]
     return torch.stack(weights, 1).to(torch.uint8).view(40, SIDE * SIDE)
@@ -78,13 +77,12 @@ def draw_digits(n, bank, rng):
     label = torch.arange(n) % 10
     glyph = (label * 4).view(n, 1, 1) + draw(0, 3)
     turn, slant = draw(-60, 60), draw(-55, 75)  # in 1/256
-    # steps in the bank per pixel step, in 1/64: large is a small digit
+    # steps in the bank per pixel, in 1/64: a large number makes a small digit
     wide, high = draw(208, 310), draw(208, 310)
     right, down = draw(-10, 10), draw(-10, 10)  # in cells of the bank, which is a quarter of a pixel
     axis = 2 * torch.arange(28, dtype=torch.int32) - 27  # twice the distance from the centre
     across, along = axis.view(1, 1, 28), axis.view(1, 28, 1)
-    # Where in the bank a pixel looks: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift; in
-    # integers.
+    # the place in the bank of each pixel: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift
     column = (wide * (256 * across + (slant + turn) * along) >> 15) + SIDE // 2 + right
     row = (high * (256 * along - turn * across) >> 15) + SIDE // 2 + down
     outside = (column < 0) | (column >= SIDE) | (row < 0) | (row >= SIDE)
@@ -103,26 +101,25 @@ PLAIN = "this movie is was the film story and it actor long short we saw really 
 
 
 def encode(text, vocab):
-    """The numbers of the words; a word that is not in the vocabulary, "This" for one, becomes <UNK>."""
+    """The numbers of the words; a word outside the vocabulary ("This", for example) becomes <UNK>."""
     return [vocab.get(word, vocab["<UNK>"]) for word in text.split()]
 
 
 def sentiment(opts):
-    """The two sentences of the tutorial; both are trained on, and both are the test."""
+    """The two sentences of the tutorial, both for training and for the test."""
     x = torch.tensor([encode(text, VOCAB) for text in ("I love this movie", "This movie is terrible")])
     both = x, torch.tensor([1, 0])
     return Source(both, both, 2, vocab=len(VOCAB), class_names=("negative", "positive"))
 
 
 def sentiment_large(opts):
-    """5,000 sentences of 4 to 12 words around one that praises or blames; a "not" before it turns it round.
-    """
+    """5,000 sentences, each with one word that praises or blames; "not" before it means the opposite."""
     words = ["<PAD>", "<UNK>", "not", *GOOD, *BAD, *PLAIN]
     vocab = {word: number for number, word in enumerate(words)}
     rng = random.Random(DIGITS_SEED)
 
     def pick(choices):
-        # random() alone is promised to stay the same over versions
+        # Python promises only random() to stay the same over versions
         return choices[int(rng.random() * len(choices))]
 
     rows, labels = [], []
@@ -131,29 +128,28 @@ def sentiment_large(opts):
         core = (["not"] if negated else []) + [pick(GOOD if label != negated else BAD)]
         before, after = int(rng.random() * 6) + 2, int(rng.random() * 4) + 1
         text = " ".join([pick(PLAIN) for _ in range(before)] + core + [pick(PLAIN) for _ in range(after)])
-        # Padded in front: the last hidden state of an LSTM then belongs to the last word, not to padding.
+        # padded in front, so that the last hidden state of an LSTM belongs to the last word
         rows.append([0] * (13 - len(text.split())) + encode(text, vocab))
         labels.append(label)
     x, y = torch.tensor(rows), torch.tensor(labels)
-    return Source((x[:4000], y[:4000]), (x[4000:], y[4000:]), 2, vocab=len(words), class_names=("negative", "positive"))
+    return Source((x[:4000], y[:4000]), (x[4000:], y[4000:]), 2, vocab=len(words),
+                  class_names=("negative", "positive"))
 
 
 # ---- random ----
 def random_numbers(opts):
-    """`random`: 100 samples of 5 normal numbers, labels from a coin, as in the tutorials; `random:NxF` for
-    others.
-    """
+    """`random:NxF`: N samples of F normal numbers, labels from a coin; 100x5 by default, as in tutorials."""
     _, _, size = opts.dataset.partition(":")
     try:
         samples, features = (int(part) for part in (size or "100x5").split("x"))
         if not (samples > 0 and features > 0 and samples * features <= 10**8):
             raise ValueError
     except ValueError:
-        raise UserError(f"{opts.dataset!r} is no size\nwrite random:NxF, N samples of F numbers, at most 10^8 numbers "
-                        "in all: random:100x10") from None
+        raise UserError(f"{opts.dataset!r} is no size\n"
+                        "write random:NxF, N samples of F numbers, at most 10^8 in all: random:100x10") from None
     rng = torch.Generator().manual_seed(DIGITS_SEED)
     x = torch.randn(samples, features, generator=rng)
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
     both = x, torch.randint(0, 2, (samples,), generator=rng)
-    # labels from a coin cannot be guessed: the test can only be what was trained on
+    # labels from a coin cannot be predicted: so the test set is the training set
     return Source(both, both, 2)

@@ -155,11 +155,6 @@ class World:
         """A second connection to this life's store, for a thread that must not wait for the main one."""
         return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
 
-    def local_barrier(self, name: str = "node") -> None:
-        """Waits for all ranks of this node; use each name once per life."""
-        if self.local_size > 1:
-            _meet(self.store, f"{name}/{self.node}", self.local_size)
-
     def once_per_node(self, name: str, find: Callable[[], str]) -> str:
         """Calls `find` on the node's first rank and returns its text on all of them.
 

@@ -12,7 +12,7 @@ from common.data.synthetic import Source
 from common.errors import UserError
 from common.sampler import ElasticSampler
 
-ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, local_barrier=lambda: None)
+ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def options(**changed):

@@ -3,6 +3,7 @@ import os
 import struct
 import tracemalloc
 import zlib
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from common.errors import UserError
 from common.models import build_model
 from common.sampler import ElasticSampler
 
-ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, local_barrier=lambda: None,
+ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, all_or_none=nullcontext,
                         once_per_node=lambda name, find: find())
 REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parents[3] / "shared" / "data"))
 
@@ -145,7 +146,7 @@ IMAGES, LABELS = "train_images_idx3_ubyte", "train_labels_idx1_ubyte"
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name, content, said", [
-    (IMAGES, None, "is not there"), (IMAGES, b"", "no IDX"), (IMAGES, idx(20, 28, 28)[:15], "no IDX"),
+    (IMAGES, None, "does not exist"), (IMAGES, b"", "no IDX"), (IMAGES, idx(20, 28, 28)[:15], "no IDX"),
     (IMAGES, idx(20), "no IDX"), (IMAGES, idx(20, 28, 28, kind=13), "no IDX"), (IMAGES, b"<html>no</html>", "no IDX"),
     (IMAGES, idx(20, 28, 28)[:-1], "bytes"), (IMAGES, idx(20, 28, 28) + b"x", "bytes"),
     (IMAGES, idx(2**31, 28, 28, fill=b"12"), "claims 2147483648x28x28"),
@@ -194,9 +195,9 @@ def test_net_learns_the_real_mnist():
 
 def test_the_binary_cifar_is_read_and_wrong_sizes_are_refused(tmp_path):
     folder = tmp_path / "cifar-10-batches-bin"
-    assert "is not there" in refusal("cifar10", tmp_path)
+    assert "does not exist" in refusal("cifar10", tmp_path)
     folder.mkdir()
-    assert "data_batch_1.bin is not there" in refusal("cifar10", tmp_path)
+    assert "data_batch_1.bin does not exist" in refusal("cifar10", tmp_path)
     record = bytes(3072 // 3) + bytes([1] * 1024) + bytes([2] * 1024)
     for name in [*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]:
         (folder / f"{name}.bin").write_bytes((b"\7" + record) * 2 + (b"\3" + record))

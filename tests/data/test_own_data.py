@@ -1,6 +1,7 @@
 import struct
 import threading
 import zlib
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from common.sampler import ElasticSampler
 
 
 def write_images(root, train=("cat", "dog"), val=("cat", "dog"), n=3):
-    image = pytest.importorskip("PIL.TensorFile")
+    image = pytest.importorskip("PIL.Image")
     for part, classes in (("train", train), ("val", val)):
         for label, name in enumerate(classes):
             (root / part / name).mkdir(parents=True)
@@ -112,9 +113,9 @@ def test_all_broken_images_of_a_folder_are_found_at_once(tmp_path, capsys):
 @pytest.mark.parametrize("mode, suffix", [("I;16", "png"), ("I;16", "tif"), ("I", "tif"), ("F", "tif")])
 def test_a_picture_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, mode, suffix):
     pytest.importorskip("torchvision")
-    from PIL import TensorFile
+    from PIL import Image
     write_images(tmp_path)
-    deep = TensorFile.new(mode, (250, 240), 3)
+    deep = Image.new(mode, (250, 240), 3)
     deep.save(tmp_path / f"train/cat/5.{suffix}")
     load("imagefolder", tmp_path).train.fetch([3])                  # in such a file, but all values are those of 8 bits
     deep.putpixel((7, 7), 4095)
@@ -230,6 +231,13 @@ def test_what_would_be_cut_off_or_counted_though_it_is_padding_is_refused_at_the
     assert said in refusal(mine(tmp_path, text + "\n"))
 
 
+@pytest.mark.parametrize("cut, said", [("in_memory, tokens, shape", "no `in_memory`, `tokens`, `shape`"),
+                                       ("fingerprint", "no `fingerprint`")])
+def test_a_fetch_of_ones_own_without_the_attributes_it_needs_is_refused(tmp_path, cut, said):
+    text = FETCH.format(dtype="int64", odd=-1) + "".join(f"del Fetch.{name}\n" for name in cut.split(", "))
+    assert said in refusal(mine(tmp_path, text))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("text, said", [(FLOATS.format(label="1.25 if i == 3 else 1.0"), "label 1.25"),
                                         (FETCH.format(dtype="int64", odd=5), "-100")])
@@ -269,8 +277,13 @@ def fake_torchvision(monkeypatch, n=20, error=None):
 def test_one_rank_of_a_node_downloads_and_the_others_wait_for_it(tmp_path, monkeypatch):
     calls, gate, found = fake_torchvision(monkeypatch), threading.Barrier(3), {}
 
+    @contextmanager
+    def all_or_none(name):
+        yield
+        gate.wait(60)
+
     def rank(number):
-        world = SimpleNamespace(local_rank=number, local_barrier=gate.wait)
+        world = SimpleNamespace(local_rank=number, all_or_none=all_or_none)
         found[number] = load_data(options("mnist", tmp_path / "data", download=True), world)
 
     threads = [threading.Thread(target=rank, args=(number,)) for number in range(3)]
@@ -283,7 +296,7 @@ def test_one_rank_of_a_node_downloads_and_the_others_wait_for_it(tmp_path, monke
 
 
 def test_what_is_there_and_whole_is_not_downloaded_and_what_is_broken_is(tmp_path, monkeypatch):
-    calls, world = fake_torchvision(monkeypatch), SimpleNamespace(local_rank=0, local_barrier=lambda: None)
+    calls, world = fake_torchvision(monkeypatch), SimpleNamespace(local_rank=0, all_or_none=nullcontext)
     whole = load("mnist", write_mnist(tmp_path)).fingerprint
     assert load_data(options("mnist", tmp_path, download=True), world).fingerprint == whole and not calls
     (tmp_path / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b"half")
@@ -292,11 +305,9 @@ def test_what_is_there_and_whole_is_not_downloaded_and_what_is_broken_is(tmp_pat
 
 def test_a_failed_download_leaves_nobody_waiting_and_nothing_behind(tmp_path, monkeypatch):
     fake_torchvision(monkeypatch, error=OSError("no route to host"))
-    met = []
-    for number, said in ((0, "no route to host"), (1, "is not there")):
-        world = SimpleNamespace(local_rank=number, local_barrier=lambda: met.append(1))
-        assert said in refusal("mnist", tmp_path, world, download=True)
-    assert len(met) == 2 and not list(tmp_path.iterdir())
+    said = fork_ranks(3, lambda world: refusal("mnist", tmp_path, world, download=True))
+    assert said == [f"dataset mnist cannot be downloaded to {tmp_path}\nno route to host"] * 3
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_download_of_what_is_drawn_is_refused():

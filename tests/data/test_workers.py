@@ -130,7 +130,7 @@ def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkey
 
     real = workers.shelter
     monkeypatch.setattr(workers, "shelter", hangs_once)
-    monkeypatch.setattr(workers, "BEGIN", 2.0)
+    monkeypatch.setattr(workers, "BEGIN_SECONDS", 2.0)
     split = DatasetSplit(Noisy(12), "noisy", SimpleNamespace(classes=3), seed=0)
     found = [ids for batch in batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2)) for ids in batch.ids]
     assert found == list(range(12)) and once.exists()

@@ -358,4 +358,6 @@ def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
 
 
 def test_the_datasets_known_to_options_are_those_of_data():
-    assert set(DATASET_FLAGS) == set(pytest.importorskip("common.data.datasets").DATASETS)
+    registry = pytest.importorskip("common.data.datasets").DATASETS
+    assert set(DATASET_FLAGS) == set(registry), \
+        "a dataset has a line in DATASETS of common/data/datasets.py and one in DATASET_FLAGS of common/options/options.py"
