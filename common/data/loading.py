@@ -1,7 +1,7 @@
 """Datasets as batches of samples held in memory or read by workers: the same numbers at any world size.
 
 Augmentation and other random choices are a function of (seed, epoch, id of the sample): no worker and no rank
-owns a generator, so nothing has to be saved, and nothing changes with the number of ranks.
+has a generator of its own to save.
 """
 import hashlib
 from collections.abc import Iterator
