@@ -14,11 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-
-from common.world import World
 
 LEAST_LIMIT_SECONDS = 60.0     # without progress: the hang limit, or
 LIMIT_STEPS = 20               # so many median steps, if that is longer
@@ -34,7 +30,7 @@ STRAGGLER_EVERY_SECONDS = 60.0
 class Watchdog:
     """Call `beat()` every second from a thread: it returns a report when this rank hangs, else None."""
 
-    def __init__(self, state: Any, world: World, hang_timeout: float, note: Callable[[str], None]) -> None:
+    def __init__(self, state, world, hang_timeout, note):
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note
         self.main = threading.main_thread().ident
         self.progress, self.first_progress = state.progress, None  # at the last beat, before the first move
@@ -48,7 +44,7 @@ class Watchdog:
             self.thread.start()
 
     @property
-    def limit(self) -> float:
+    def limit(self):
         """Seconds without progress that are a hang."""
         if self.given:
             return self.given
@@ -56,7 +52,7 @@ class Watchdog:
             return OPENING_SECONDS
         return max(LEAST_LIMIT_SECONDS, LIMIT_STEPS * self._median())
 
-    def beat(self) -> str | None:
+    def beat(self):
         now = time.monotonic()
         paused, self.beaten = max(0.0, now - self.beaten - LATE_SECONDS), now
         # SIGSTOP, a debugger, a machine that slept: no hang
@@ -82,14 +78,14 @@ class Watchdog:
         return (f"rank {self.world.rank}: no progress for {seconds}; {self._where_ranks_are()}\n"
                 f"its main thread is here:\n{stack}").rstrip()
 
-    def pause_process(self) -> None:
+    def pause_process(self):
         """Ctrl-Z: stops this process until `fg`, which is no hang. Call on the thread that beats."""
         faulthandler.cancel_dump_traceback_later()
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.1)  # the process stops somewhere in here
         self.moved = self.beaten = time.monotonic()
 
-    def stop(self, patience: float = 5) -> None:
+    def stop(self, patience=5):
         """From now on nothing here ends this process."""
         with self.lock:
             self.stopped.set()

@@ -1,67 +1,73 @@
-"""What decides the bits beside the options (--virtual-ranks): set once, recorded with the run, compared at
-every start.
-"""
+"""What decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start."""
 import os
 import platform
 import sys
+from typing import Any
 
 import torch
 
 from common.errors import UserError, say
+from common.options import Options
 from common.sampler import hash_seed
+from common.world.world import World
 
-FIRM = {"threads": "CPU threads per process", "device": "kind of device", "optimizer": "implementation of the optimizer"}
-# other bits are likely then, not certain: said, not refused
-SOFT = {"torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}
-# choose code as the CPU does
+MUST_MATCH = {"threads": "CPU threads per process", "device": "kind of device",
+              "optimizer": "implementation of the optimizer"}
+SHOULD_MATCH = {"torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}  # other bits are likely: a warning
+# environment variables that choose code as the CPU does
 KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 
 
 def pin(opts):
-    """Before the first tensor is computed; plain `python` included, where torchrun sets no thread count."""
+    """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
     if not opts.virtual_ranks:
         return
     torch.set_num_threads(opts.threads or 1)
     # cuBLAS is deterministic only with a fixed workspace
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # filling what is overwritten anyway costs time only
+    # filling memory that is overwritten anyway only costs time
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.backends.cudnn.benchmark = False  # it would choose kernels by their speed today
+    torch.backends.cudnn.benchmark = False  # else it chooses kernels by their speed today
 
 
-def bit_facts(opts, world):
-    """{name: value} for options.json; empty in plain mode, which promises nothing about bits."""
+def bit_facts(opts: Options, world: World) -> dict[str, Any]:
+    """{name: value} for options.json; empty without --virtual-ranks, when bits are not promised."""
     if not opts.virtual_ranks:
         return {}
+    kernels = [f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ]
+    build = f"{hash_seed(torch.__config__.show()):08x}"
     found = {"threads": torch.get_num_threads(), "device": world.device.type, "optimizer": "fused",
-             "torch": f"{torch.__version__} {torch.version.git_version} {hash_seed(torch.__config__.show()):08x}",
-             "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), _processor(), *(
-                 f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ)])}
+             "torch": f"{torch.__version__} {torch.version.git_version} {build}",
+             "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), _processor(), *kernels])}
     if world.device.type == "cuda":
         found["gpu"] = f"{torch.cuda.get_device_name(world.device)} cudnn {torch.backends.cudnn.version()}"
     return found
 
 
-def bit_differences(was, now):
-    """([what must not differ], [what may change the bits]) between two `facts`, in words."""
-    return tuple([f"{text} was {was[name]}, now {now.get(name)}" for name, text in names.items()
-                  if name in was and was[name] != now.get(name)] for names in (FIRM, SOFT))
+def bit_differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """(differences to refuse, differences to warn of) between two `bit_facts`, in words."""
+    def differences(names):
+        return [f"{text} was {was[name]}, now {now.get(name)}" for name, text in names.items()
+                if name in was and was[name] != now.get(name)]
+
+    return differences(MUST_MATCH), differences(SHOULD_MATCH)
 
 
-def require_same_bits(opts, world):
-    """All ranks of this life compute with the same bits, or it is said which do not; call on every rank."""
+def require_same_bits(opts: Options, world: World) -> None:
+    """Refuses a life whose ranks would compute other bits, or warns; call on every rank."""
     mine = bit_facts(opts, world)
-    for names in (FIRM, SOFT):
+    for names in (MUST_MATCH, SHOULD_MATCH):
         key = hash_seed(*(mine.get(name) for name in names))
         keys = [int(k) for k in world.all_gather(torch.tensor([key]))]
         odd = [rank for rank, k in enumerate(keys) if k != keys[0]]
-        if odd and names is FIRM:
-            raise UserError(f"--virtual-ranks: ranks {odd[:8]} differ from rank 0 in {', '.join(FIRM.values())}\n"
-                            f"rank {world.rank} has {', '.join(str(mine[name]) for name in FIRM)}; make them equal, "
-                            "for example with --device cpu")
+        values = ", ".join(str(mine.get(name)) for name in names)
+        if odd and names is MUST_MATCH:
+            raise UserError(f"--virtual-ranks: ranks {odd[:8]} differ from rank 0 "
+                            f"in {', '.join(names.values())}\n"
+                            f"rank {world.rank} has {values}; make them equal, for example with --device cpu")
         if odd and world.rank in (0, odd[0]):
-            say(f"--virtual-ranks: rank {world.rank} has {', '.join(str(mine.get(name)) for name in SOFT)}: ranks differ in these, "
+            say(f"--virtual-ranks: rank {world.rank} has {values}: ranks differ in these, "
                 "so other worlds may give other bits", sys.stderr)
 
 

@@ -1,6 +1,4 @@
-"""The key-value store over which the ranks of one life find each other; nothing of an earlier life can be
-read from it.
-"""
+"""The key-value store over which the ranks of one life find each other; empty at the start of a life."""
 import contextlib
 import fcntl
 import os
@@ -9,25 +7,26 @@ import struct
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
 from common.errors import UserError, say
 from common.options import machine
 
-ANSWER = timedelta(seconds=5)     # of a store that is alive
-GET_ADDRESS = 0x8915              # SIOCGIFADDR
-JOINING = timedelta(minutes=10)   # ranks may still be importing, downloading or compiling
+ANSWER = timedelta(seconds=5)     # a store that is alive answers within
+JOINING = timedelta(minutes=10)   # ranks may still import, download or compile
+SIOCGIFADDR = 0x8915              # asks Linux for an interface's address
 
 
 def fresh_store(rank, size):
     """A key-value store that belongs to this life only.
 
-    torchrun keeps ONE store for all restarts and gives it to every life without a prefix, so a new life can
-    read the addresses its dead predecessor left there: connection refused, or a hang. Here rank 0 opens a
-    store of its own and hands its port to each rank under a nonce that this very process drew: nothing stale
-    can be read.
+    torchrun keeps ONE store for all restarts and gives it to every life without a prefix. So a new life can
+    read the addresses of the dead one: connection refused, or a hang. Here rank 0 opens a store of its own.
+    It tells each rank the port under a random name that this rank has just drawn: no old value can be there.
     """
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -43,9 +42,11 @@ def fresh_store(rank, size):
     deadline, answered = time.monotonic() + JOINING.total_seconds(), {}
     while store.add("joined", 0) < size - 1:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"only {store.add('joined', 0) + 1} of {size} processes arrived within {JOINING}")
+            arrived = store.add("joined", 0) + 1
+            raise TimeoutError(f"only {arrived} of {size} processes arrived within {JOINING}")
         for other in range(1, size):
-            if agent.check([f"hello/{other}"]) and answered.get(other) != (nonce := agent.get(f"hello/{other}")):
+            nonce = agent.get(f"hello/{other}") if agent.check([f"hello/{other}"]) else None
+            if nonce and answered.get(other) != nonce:
                 agent.set(f"port/{nonce.decode()}", str(store.port))
                 answered[other] = nonce
         time.sleep(0.01)
@@ -53,23 +54,21 @@ def fresh_store(rank, size):
 
 
 def place(store, rank, size):
-    """(number of this machine, rank on it, ranks on it), found by asking: a person sets RANK and WORLD_SIZE
-    alone.
-    """
+    """(number of this machine, rank on it, ranks on it): a start by hand sets RANK and WORLD_SIZE alone."""
     store.set(f"place/{rank}", machine())
     places = [store.get(f"place/{other}") for other in range(size)]
     if store.add("placed", 1) == size:
         store.set("all placed", "1")
-    store.wait(["all placed"], JOINING)  # all have read: who holds the store may leave
+    store.wait(["all placed"], JOINING)  # all have read: the store may close
     here = [other for other in range(size) if places[other] == places[rank]]
     return list(dict.fromkeys(places)).index(places[rank]), here.index(rank), len(here)
 
 
 def choose_interface(env, size, local_size):
-    """Who meets at a loopback address is on one machine, and offers gradients on no other interface.
+    """Ranks that meet at a loopback address are on one machine: they use no other interface for gradients.
 
-    Between machines gloo offers what the machine's own name stands for: where that is a loopback (Debian
-    writes 127.0.1.1 into /etc/hosts), the interface on the way to rank 0 it is.
+    Between machines gloo listens where the machine's own name points. If that is a loopback (Debian writes
+    127.0.1.1 into /etc/hosts), it takes the interface towards rank 0 instead.
     """
     host, name = env["MASTER_ADDR"], socket.gethostname()
     here = size == local_size and host in (name, socket.getfqdn())
@@ -84,19 +83,18 @@ def choose_interface(env, size, local_size):
 
 
 def interface_towards(host):
-    """The name of the interface whose address packets to `host` would come from; None if it has none in IPv4.
-    """
+    """The name of the interface from which packets to `host` leave; None if it has no IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         own = socket.inet_aton(probe.getsockname()[0])
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
-                if fcntl.ioctl(probe, GET_ADDRESS, struct.pack("256s", name.encode()))[20:24] == own:
+                if fcntl.ioctl(probe, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == own:
                     return name
 
 
 def wait(store, key, patience=None):
-    """Until the key is there: ten minutes, or as long as somebody's `progress` is called."""
+    """Waits for the key: ten minutes, or longer while another process calls `progress`."""
     seen = 0
     while True:
         try:
@@ -107,8 +105,8 @@ def wait(store, key, patience=None):
             seen = moves
 
 
-def progress(store):
-    """A hook to be called during long work of this thread: those who wait for it know that it moves."""
+def progress(store: Any) -> Callable[..., None]:
+    """A function to call often during long work: the ranks that wait for this one then wait longer."""
     told = time.monotonic()
 
     def moved(*_):
@@ -120,9 +118,7 @@ def progress(store):
 
 
 def _find_store(host, port):
-    """Knocks until somebody listens: a TCPStore that comes too early waits up to a second before it tries
-    again.
-    """
+    """Connects once the port listens: a TCPStore that comes too early tries again only after a second."""
     deadline = time.monotonic() + JOINING.total_seconds()
     while True:
         try:
@@ -136,14 +132,16 @@ def _find_store(host, port):
 
 def _open_store(host, port):
     """Bound to MASTER_ADDR alone: TCPStore by itself listens on every interface, without a password."""
-    families = sorted(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), key=lambda info: info[0] != socket.AF_INET)
-    _reachable(host, families[0][4][0])
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    _reachable(host, address[0])
     try:
-        listener = socket.create_server(families[0][4][:2], family=families[0][0], backlog=1024)
+        listener = socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # the agent chose it a moment ago: it will choose another
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the agent will choose another port
             raise
-        raise UserError(f"MASTER_ADDR={host} MASTER_PORT={port}: rank 0 cannot listen there ({error.strerror})\n"
+        where = f"MASTER_ADDR={host} MASTER_PORT={port}"
+        raise UserError(f"{where}: rank 0 cannot listen there ({error.strerror})\n"
                         "choose a free port, and an address of rank 0's own machine") from error
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=JOINING,
@@ -151,14 +149,13 @@ def _open_store(host, port):
 
 
 def _reachable(host, address):
-    """Raises UserError if ranks of other machines are to come to a name that is a loopback here; by hand they
-    may all be here.
-    """
+    """UserError if other machines need a name that is a loopback here; warns if ranks are started by hand."""
     if not address.startswith("127.") or host in (address, "localhost"):
         return
     here = os.environ.get("LOCAL_WORLD_SIZE")
     if here is None:
-        say(f"{host} is {address} on this machine: ranks on other machines cannot come there", sys.stderr)
+        say(f"{host} is {address} on this machine: ranks on other machines cannot connect to it", sys.stderr)
     elif here != os.environ.get("WORLD_SIZE"):
-        raise UserError(f"MASTER_ADDR={host} is {address} on this machine, where no other one reaches rank 0\n"
-                        "give each torchrun --local_addr=ADDRESS, its machine's address in the network (ip -brief address)")
+        raise UserError(f"MASTER_ADDR={host} is {address} on this machine: others cannot reach rank 0 there\n"
+                        "give each torchrun --local_addr=ADDRESS, its address in the network "
+                        "(ip -brief address)")

@@ -20,8 +20,9 @@ from common.world.rendezvous import ANSWER, JOINING, wait
 BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
 WATCHED = timedelta(days=1)       # a collective's time-out while the watchdog ends hangs
 # How a message begins with which gloo reports that another process died or hangs.
-GLOO_LOST = re.compile(r"(\[\S*gloo\S*\] )?(Read error|Write error|Connection (closed|reset) by peer|Broken pipe|"
-                       r"Connection refused|Timed out waiting|Application timeout|Gloo connectFullMesh failed)")
+GLOO_LOST = re.compile(r"(\[\S*gloo\S*\] )?(Read error|Write error|Connection (closed|reset) by peer|"
+                       r"Connection refused|Broken pipe|Timed out waiting|Application timeout|"
+                       r"Gloo connectFullMesh failed)")
 
 
 @dataclass(frozen=True)
@@ -67,9 +68,9 @@ class World:
             names = ", ".join(map(str, self.devices))
             return f"devices {names}   {torch.get_num_threads()} CPU threads a process"
         visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
-        found = [(d, visible[d.index or 0] if visible else d.index or 0, torch.cuda.get_device_name(d))
-                 for d in self.devices]
-        return "devices " + ", ".join(f"{device} (physical {number}, {name})" for device, number, name in found)
+        numbers = [visible[d.index or 0] if visible else d.index or 0 for d in self.devices]
+        return "devices " + ", ".join(f"{device} (physical {number}, {torch.cuda.get_device_name(device)})"
+                                      for device, number in zip(self.devices, numbers, strict=True))
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
@@ -125,7 +126,7 @@ class World:
             _meet(self.store, f"meet/{name}", self.size, patience)
 
     def watched(self) -> None:
-        """From now on the watchdog ends hangs; collectives wait for it, however long a step or a save takes."""
+        """From now on the watchdog ends hangs: collectives wait, however long a step or a save takes."""
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.stage_group, self.peers):

@@ -310,7 +310,7 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert capsys.readouterr().err == ""
     meeting._reachable("node01", "127.0.1.1")
-    assert "cannot come there" in capsys.readouterr().err
+    assert "cannot connect to it" in capsys.readouterr().err
 
     assert meeting.interface_towards("127.0.0.1") == ("lo" if sys.platform == "linux" else "lo0")
     monkeypatch.setattr(meeting, "interface_towards", lambda host: f"towards {host}")
