@@ -1,8 +1,6 @@
-"""Where a net may be cut into stages: its pieces in order, each measured, and groups of them that weigh about
-the same.
+"""Where a net may be cut into stages: its pieces in order, measured, in groups that weigh about the same.
 
-The net stays whole to whoever reads its names: a stage runs its pieces, and `prune` takes the other stages'
-weights out.
+The net keeps its modules and names: a stage runs its pieces, and `prune` removes the other stages' weights.
 """
 import time
 from typing import Any, NamedTuple
@@ -13,12 +11,12 @@ from torch import nn
 from common.errors import UserError, one_line, out_of_memory
 
 HOST = torch.device("cpu")
-TURNS, ENOUGH = 4, 1.0       # how often each piece is measured; seconds after which it is left at that
+MEASURE_ROUNDS = 4           # how often each piece is measured
+MEASURE_SECONDS = 1.0        # no further round after that
 
 
 class Piece(NamedTuple):
-    """One of the parts that a net runs one after the other; `owns` are the beginnings of its weights' names.
-    """
+    """One of the parts that a net runs in a row; its weights' names begin with one of `owns`."""
 
     name: str
     call: Any
@@ -26,21 +24,20 @@ class Piece(NamedTuple):
 
 
 class Measure(NamedTuple):
-    """What a piece does to two samples."""
+    """Cost and output of a piece, for two samples."""
 
-    seconds: float  # forward and backward
-    kept: int  # bytes a sample that wait for the backward
-    shape: tuple  # of the output, without the batch
-    dtype: torch.dtype
-    random: bool  # whether it draws numbers
+    seconds: float        # forward and backward
+    kept: int             # bytes per sample that are kept for the backward
+    shape: tuple          # of the output, without the batch
+    dtype: torch.dtype    # of the output
+    random: bool          # whether it draws random numbers
 
 
 def pieces(net):
-    """The net as pieces, each with weights of its own: what has none goes with the piece before it."""
-    find = {"ResNet": _resnet, "VisionTransformer": _vit, "AlexNet": _features, "VGG": _features, "MobileNetV3": _features,
-            "EfficientNet": _features, "ConvNeXt": _features}.get(type(net).__name__)
-    if type(net).forward is nn.Sequential.forward:
-        # a part may stand there twice
+    """The net as pieces, each with weights of its own: a part without weights joins the piece before it."""
+    featured = dict.fromkeys(("AlexNet", "VGG", "MobileNetV3", "EfficientNet", "ConvNeXt"), _features)
+    find = {"ResNet": _resnet, "VisionTransformer": _vit, **featured}.get(type(net).__name__)
+    if type(net).forward is nn.Sequential.forward:  # named_children would leave out a part that occurs twice
         found = [Piece(name, part, (name,)) for name, part in net._modules.items()]
     elif find and type(net).__module__.startswith("torchvision."):
         found = find(net)
@@ -54,7 +51,7 @@ def pieces(net):
         joined.append(piece)
     known = [prefix for piece in joined for prefix in piece.owns]
     loose = tuple(n for n, _ in [*net.named_parameters(), *net.named_buffers()] if not belongs(n, known))
-    return [joined[0]._replace(owns=joined[0].owns + loose), *joined[1:]]  # used by none, and still saved
+    return [joined[0]._replace(owns=joined[0].owns + loose), *joined[1:]]  # of no piece, but saved
 
 
 def _then(*calls):
@@ -66,7 +63,8 @@ def _then(*calls):
 
 
 def _resnet(net):
-    blocks = [(f"layer{i}.{j}", block) for i in range(1, 5) for j, block in getattr(net, f"layer{i}").named_children()]
+    layers = [(name, getattr(net, name)) for name in ("layer1", "layer2", "layer3", "layer4")]
+    blocks = [(f"{name}.{j}", block) for name, layer in layers for j, block in layer.named_children()]
     return [Piece("stem", _then(net.conv1, net.bn1, net.relu, net.maxpool), ("conv1", "bn1")),
             *(Piece(name, block, (name,)) for name, block in blocks),
             Piece("fc", _then(net.avgpool, nn.Flatten(), net.fc), ("fc",))]
@@ -78,14 +76,16 @@ def _vit(net):
         x = torch.cat([net.class_token.expand(len(x), -1, -1), x], dim=1)
         return net.encoder.dropout(x + net.encoder.pos_embedding)
 
+    layers = net.encoder.layers.named_children()
     return [Piece("patches", patches, ("conv_proj", "class_token", "encoder.pos_embedding")),
-            *(Piece(name, layer, (f"encoder.layers.{name}",)) for name, layer in net.encoder.layers.named_children()),
+            *(Piece(name, layer, (f"encoder.layers.{name}",)) for name, layer in layers),
             Piece("heads", lambda x: net.heads(net.encoder.ln(x)[:, 0]), ("encoder.ln", "heads"))]
 
 
 def _features(net):
     flat = [] if type(net).__name__ == "ConvNeXt" else [nn.Flatten()]
-    return [*(Piece(f"features.{name}", part, (f"features.{name}",)) for name, part in net.features.named_children()),
+    features = [(f"features.{name}", part) for name, part in net.features.named_children()]
+    return [*(Piece(name, part, (name,)) for name, part in features),
             Piece("classifier", _then(net.avgpool, *flat, net.classifier), ("classifier",))]
 
 
@@ -98,9 +98,7 @@ def belongs(name, prefixes):
 
 
 def prune(net, prefixes):
-    """Takes every weight and buffer out of the net that no stage of this rank owns; the names of the others
-    stay.
-    """
+    """Removes every weight and buffer that no stage of this rank owns; the others keep their names."""
     for path, module in net.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key in tensors:
@@ -109,29 +107,30 @@ def prune(net, prefixes):
 
 
 def place(net, piece, device):
-    """The piece's weights and buffers on a device."""
-    for module_path, module in net.named_modules():
+    """Moves the piece's weights and buffers to a device."""
+    for path, module in net.named_modules():
         for tensors in (module._parameters, module._buffers):
             for key, tensor in tensors.items():
-                if tensor is not None and belongs(f"{module_path}.{key}".removeprefix("."), piece.owns):
-                    if tensor.device != device:
-                        if isinstance(tensor, nn.Parameter):
-                            tensor.data = tensor.data.to(device)
-                        else:
-                            tensors[key] = tensor.to(device)
+                own = tensor is not None and belongs(f"{path}.{key}".removeprefix("."), piece.owns)
+                if own and tensor.device != device:
+                    if isinstance(tensor, nn.Parameter):
+                        tensor.data = tensor.data.to(device)
+                    else:
+                        tensors[key] = tensor.to(device)
 
 
 def refuse_ties(net, groups):
-    """A tensor with two names lives in one stage: two would train a copy each."""
+    """UserError if a tensor with two names would be in two stages: each would train a copy of its own."""
     first = {}
     for stage, group in enumerate(groups):
         owned = [prefix for piece in group for prefix in piece.owns]
-        for name, tensor in [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]:
-            if belongs(name, owned):
-                other, there = first.setdefault(tensor, (name, stage))
-                if there != stage:
-                    raise UserError(f"{other} and {name} are one tensor, but the cut has them in stages {there} and {stage}\n"
-                                    "untie them, or cut elsewhere: --balance with counts of pieces, as in --balance 3,1")
+        named = [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+        for name, tensor in named:
+            other, there = first.setdefault(tensor, (name, stage)) if belongs(name, owned) else (name, stage)
+            if there != stage:
+                raise UserError(
+                    f"{other} and {name} are one tensor, but the cut has them in stages {there} and {stage}\n"
+                    "untie them, or cut elsewhere: --balance with counts of pieces, as in --balance 3,1")
 
 
 def count(net, piece):
@@ -139,23 +138,23 @@ def count(net, piece):
 
 
 def measure(net, found, x, device, cast):
-    """[Measure] of each piece, run as in training on a few samples; buffers and generators are as they were
-    afterwards.
+    """A Measure of each piece, run as in training; afterwards buffers and generators are as before.
 
-    One piece is on the device at a time, and no gradient stays: the whole net may not fit.
+    Only one piece at a time is on the device, because the whole net may not fit.
     """
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     states, training, began, best = torch.get_rng_state(), net.training, time.perf_counter(), None
     net.train()
-    for _ in range(TURNS):  # of each piece the best counts: others use the machine too
+    for _ in range(MEASURE_ROUNDS):  # the best time of a piece counts: others use the machine too
         measures, y = [], x
         for piece in found:
             place(net, piece, device)
             measures.append((m := _measure(net, piece, y, device, cast))[0])
             place(net, piece, HOST)
             y = m[1]
-        best = [m._replace(seconds=min(m.seconds, b.seconds)) for m, b in zip(measures, best or measures, strict=True)]
-        if time.perf_counter() - began > ENOUGH:
+        pairs = zip(measures, best or measures, strict=True)
+        best = [m._replace(seconds=min(m.seconds, b.seconds)) for m, b in pairs]
+        if time.perf_counter() - began > MEASURE_SECONDS:
             break
     torch.set_rng_state(states)
     for name, buffer in net.named_buffers():
@@ -178,11 +177,12 @@ def _measure(net, piece, x, device, cast):
         except Exception as error:
             if out_of_memory(error):
                 raise
-            raise UserError(f"piece {piece.name} of the net, given {x.dtype} of shape {tuple(x.shape)}: {type(error).__name__}: "
-                            f"{one_line(error)}\nits traceback: --debug") from error
+            raise UserError(f"piece {piece.name} of the net, given {x.dtype} of shape {tuple(x.shape)}: "
+                            f"{type(error).__name__}: {one_line(error)}\nits traceback: --debug") from error
         if not torch.is_tensor(y) or not y.dim() or len(y) != len(x):
             shape = f" of shape {tuple(y.shape)}" if torch.is_tensor(y) else ""
-            raise UserError(f"piece {piece.name} of the net returns {type(y).__name__}{shape}, not one tensor with a row a sample\n"
+            raise UserError(f"piece {piece.name} of the net returns {type(y).__name__}{shape}, "
+                            "not one tensor with a row per sample\n"
                             "a net can be cut where one tensor goes from one part to the next")
         if y.requires_grad:
             y.sum().backward()
@@ -192,7 +192,8 @@ def _measure(net, piece, x, device, cast):
     for p in net.parameters():
         p.grad = None
     size = sum(size for place, size in kept.items() if place not in own) // len(x)
-    return Measure(seconds, size, tuple(y.shape[1:]), y.dtype, not torch.equal(state, draws(device))), y.detach()
+    random = not torch.equal(state, draws(device))
+    return Measure(seconds, size, tuple(y.shape[1:]), y.dtype, random), y.detach()
 
 
 class Kept(dict):
@@ -204,33 +205,31 @@ class Kept(dict):
 
 
 def draws(device):
-    """The generator's state: equal before and after what draws no numbers."""
+    """The generator's state: it changes when numbers are drawn."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def cut(found, weights, parts, by):
-    """[[piece, ...] of each stage]: contiguous, none empty, as `by` says: parameters or time (then
-    `weights`), or counts.
-    """
+    """[[piece, ...] of each stage]: contiguous, none empty, by `weights` or by the counts in `by`."""
     names = ", ".join(piece.name for piece in found)
     if parts > len(found):
-        raise UserError(f"{parts} stages, but this model can be cut into {len(found)} at most: {names[:150]}\n"
-                        "ask for fewer stages, or choose a --model with more places to cut it (an nn.Sequential of more parts)")
+        raise UserError(
+            f"{parts} stages, but this model can be cut into {len(found)} at most: {names[:150]}\n"
+            "ask for fewer stages, or choose a --model with more places to cut it (a longer nn.Sequential)")
     if by in ("parameters", "time"):
         stage_of = balance(weights, parts)
         return [[p for p, s in zip(found, stage_of, strict=True) if s == stage] for stage in range(parts)]
     counts = [int(number) for number in by.split(",")]
     if len(counts) != parts or sum(counts) != len(found):
-        raise UserError(f"--balance {by}: {len(counts)} stages of {sum(counts)} pieces, but there are {parts} stages and "
-                        f"{len(found)} pieces\ngive {parts} counts that add up to {len(found)}; the pieces: {names[:200]}")
+        raise UserError(f"--balance {by}: {len(counts)} stages of {sum(counts)} pieces, "
+                        f"but there are {parts} stages and {len(found)} pieces\n"
+                        f"give {parts} counts that add up to {len(found)}; the pieces: {names[:200]}")
     starts = [sum(counts[:i]) for i in range(parts + 1)]
     return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]
 
 
 def balance(weights, count):
-    """A stage for each piece: contiguous, none empty, the heaviest as light as it can be (exact, by dynamic
-    programming).
-    """
+    """A stage for each piece: contiguous, none empty, the heaviest as light as possible (found exactly)."""
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)

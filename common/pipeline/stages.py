@@ -1,6 +1,4 @@
-"""A stage, and a pipeline of them: what is the same whoever carries the tensors from one to the next
-(pipeline.py).
-"""
+"""Stage and Pipeline: everything that threads on one machine and ranks of torchrun have in common."""
 import contextlib
 import time
 from functools import partial
@@ -14,13 +12,11 @@ from common.pipeline.cut import belongs, count, place, prune
 from common.sampler import hash_seed
 from common.training import average_buffers, loss
 
-BUCKET = 25 << 20            # bytes of gradients summed at once
+BUCKET_BYTES = 25 << 20      # of gradients summed at once
 
 
 class Stage(nn.Module):
-    """Some pieces in a row on one device; what they draw follows from (seed, step, pipeline, stage, micro
-    batch) alone.
-    """
+    """Some pieces in a row on one device; (seed, step, pipeline, stage, micro batch) decide what they draw."""
 
     def __init__(self, net, index, group, device, opts, world, random, lock):
         super().__init__()
@@ -37,48 +33,46 @@ class Stage(nn.Module):
     def forward(self, x):
         with self.lock, loss.autocast(self.opts, self.device):
             if torch.is_grad_enabled() and self.random and not self.opts.virtual_ranks:
-                self.generator.manual_seed(
-                    hash_seed(self.opts.seed, "stage", self.step, self.world.replica, self.index, self.forwards))
+                key = "stage", self.step, self.world.replica, self.index, self.forwards
+                self.generator.manual_seed(hash_seed(self.opts.seed, *key))
             self.forwards += torch.is_grad_enabled()
             return self.run(x)
 
     def backward(self, y, gradient=None):
-        with self.lock:  # --recompute draws again what the forward drew
+        with self.lock:  # --recompute draws the numbers of the forward again
             y.backward(gradient)
 
     def _run(self, x):
-        x = x.clone()  # of a leaf, or a part of the batch: layers may work in place
+        x = x.clone()  # layers may work in place, and x is a leaf or a part of the batch
         for piece, norms in zip(self.group, self.norms, strict=True):
-            # whoever draws nothing leaves the others' generator alone
             if self.opts.recompute and torch.is_grad_enabled():
+                # the generator is shared: only a stage that draws may set it
                 x = checkpoint(piece.call, x, use_reentrant=False, preserve_rng_state=self.random,
                                context_fn=partial(_contexts, norms))
             else:
                 x = piece.call(x)
-        # torch's schedules send it; line.py keeps what decides bits
-        return x if self.opts.virtual_ranks else x.contiguous()
+        return x if self.opts.virtual_ranks else x.contiguous()  # as torch's schedules need it
 
     @property
     def generator(self):
-        """What draws on this device."""
+        """The random generator of this device."""
         gpu = self.device.type == "cuda"
         return torch.cuda.default_generators[self.device.index or 0] if gpu else torch.default_generator
 
 
 class Pipeline(nn.Module):
-    """What train_mp.py calls: `backward` for a global batch, `forward` to evaluate; `net` has the weights
-    this rank owns.
-    """
+    """A net in stages: `backward` for a global batch, `forward` to evaluate; `net` has this rank's weights."""
 
     def __init__(self, net, groups, measures, opts, world, device_of):
         super().__init__()
         self.net, self.opts, self.world, self.groups, self.measures = net, opts, world, groups, measures
         self.parts, self.devices = len(groups), device_of
-        self.even = opts.shard  # the replicas of a stage then run in step
+        self.even = opts.shard  # replicas of a stage then need as many forwards
         self.parameters_of = [sum(count(net, piece) for piece in group) for group in groups]
         locks = {device: Lock() for device in device_of}
-        self.stages = [Stage(net, i, group, device_of[i], opts, world, any(m.random for m in facts), locks[device_of[i]])
-                       for i, (group, facts) in enumerate(zip(groups, measures, strict=True)) if self.owns(i)]
+        random = [any(m.random for m in measured) for measured in measures]
+        self.stages = [Stage(net, i, group, device, opts, world, random[i], locks[device])
+                       for i, (group, device) in enumerate(zip(groups, device_of, strict=True)) if self.owns(i)]
         weights = [p for p in net.parameters() if p.requires_grad]
         self.weights = len(weights)
         self.kind = torch.float64 if any(p.dtype == torch.float64 for p in weights) else torch.float32
@@ -87,17 +81,16 @@ class Pipeline(nn.Module):
             for piece in stage.group:
                 place(net, piece, stage.device)
         own = {id(p) for p in net.parameters()}
-        self.order = [i for i, p in enumerate(weights) if id(p) in own]  # of the whole net's
+        self.order = [i for i, p in enumerate(weights) if id(p) in own]  # their places in the whole net
 
     def backward(self, batch, state):
-        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits].
-        On every rank.
-        """
+        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits]."""
         world, n = self.world, len(batch.x)
-        totals, began = torch.zeros(2, dtype=torch.float64, device=self.stages[-1].device), time.monotonic()
+        began = time.monotonic()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.stages[-1].device)
         for stage in self.stages:
             stage.begin(state.step)
-        most = -(-batch.size // world.replicas) if self.even else n  # as many as any replica has
+        most = -(-batch.size // world.replicas) if self.even else n  # if even, the largest share of a replica
         size = self.opts.micro_batch_size or max(1, most)
         parts = [self._part(batch.x[at:at + size], batch.y[at:at + size], min(size, most - at), state)
                  for at in range(0, most, size)]
@@ -123,7 +116,7 @@ class Pipeline(nn.Module):
 
     def _part(self, x, y, size, state):
         x, targets = loss.mix(x, y, state)
-        if len(x) < size:  # samples that no loss looks at
+        if len(x) < size:  # pads with samples that the loss ignores
             x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
         if self.opts.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
@@ -131,7 +124,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _sum_gradients(self):
-        """Over the ranks that have the same stage; each has divided its share by the whole batch's size."""
+        """Over the ranks with the same stage; each share is divided by the size of the whole batch already."""
         bucket, size = [], 0
         parameters = [p for p in self.net.parameters() if p.requires_grad and not hasattr(p, "to_local")]
         for i, p in enumerate(parameters):
@@ -139,32 +132,35 @@ class Pipeline(nn.Module):
             bucket.append(p.grad)
             size += p.grad.nbytes
             following = parameters[i + 1] if i + 1 < len(parameters) else None
-            if size >= BUCKET or following is None or following.dtype != p.dtype:
+            if size >= BUCKET_BYTES or following is None or following.dtype != p.dtype:
                 flat = self.world.sum_over_replicas(torch.cat([g.flatten() for g in bucket]))
-                torch._foreach_copy_([g.view(-1) for g in bucket], list(flat.split([g.numel() for g in bucket])))
+                sums = flat.split([g.numel() for g in bucket])
+                torch._foreach_copy_([g.view(-1) for g in bucket], list(sums))
                 bucket, size = [], 0
 
     def norm(self, gradients):
-        """The length of the whole net's gradient."""
-        # the lengths in one order, wherever the net is cut
+        """The norm of the whole net's gradient."""
+        # --virtual-ranks: norms are added in one order, wherever the net is cut
         if self.opts.virtual_ranks and self.world.stages > 1:
             lengths = torch.zeros(self.weights, dtype=self.kind, device=self.world.device)
             if gradients:
                 lengths[self.order] = torch.stack(torch._foreach_norm(gradients)).to(self.kind)
             return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
         rows = [g.to_local() for g in gradients if hasattr(g, "to_local")]
-        own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)  # of nothing it is on the CPU
+        own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)  # of no gradients it is on the CPU
                      for part in ([g for g in gradients if not hasattr(g, "to_local")], rows))
         if self.world.stages == 1 and not rows:
             return own
         mine = self.world.sum_over_replicas(mine.square()) if self.even else 0.0
         return self.world.sum_over_stages(own.square() + mine).sqrt()
 
-    # ---- what a person reads ----------------------------------------------------------------------
+    # ---- for a person to read ---------------------------------------------------------------------
     def describe(self, samples, optimizer):
         """The cut as lines of a table, and a warning if too few micro batches leave stages idle."""
         opts, sliced, ranks = self.opts, self.opts.virtual_ranks, self.world.stages > 1
-        micro = -(-opts.global_batch_size // sliced) if sliced else min(opts.micro_batch_size or samples, samples)
+        micro = min(opts.micro_batch_size or samples, samples)
+        if sliced:
+            micro = -(-opts.global_batch_size // sliced)
         count, stages = -(-samples // max(1, micro)), self.world.stages if ranks else len(set(self.devices))
         flights = count if ranks or not sliced else 1
         spent = [sum(m.seconds for m in facts) for facts in self.measures]
@@ -172,11 +168,11 @@ class Pipeline(nn.Module):
         lines = ["stage  place     layers                              parameters   time   memory (MiB)"]
         for i, group in enumerate(self.groups):
             at = f"rank {i % self.world.stages}" if self.world.stages > 1 else str(self.devices[i])
-            layers = group[0].name if len(group) == 1 else f"{group[0].name} ... {group[-1].name} ({len(group)})"
+            layers = group[0].name + (f" ... {group[-1].name} ({len(group)})" if len(group) > 1 else "")
             flying = min(flights, self.parts - i) if opts.schedule != "gpipe" else flights
             kept = sum(m.kept for m in self.measures[i]) * micro * flying
-            memory = (self.parameters_of[i] * copies * 4 + kept) / 2**20
-            lines.append(f"{i:5}  {at:8}  {layers:34}  {self.parameters_of[i]:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
+            memory, own = (self.parameters_of[i] * copies * 4 + kept) / 2**20, self.parameters_of[i]
+            lines.append(f"{i:5}  {at:8}  {layers:34}  {own:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
         if stages > 1:
             bubble = (stages - 1) / (flights * max(1, self.parts // stages) + stages - 1)
             of = "micro batches" if not sliced else "slices" if ranks else "slices, one after the other,"
@@ -184,7 +180,8 @@ class Pipeline(nn.Module):
                          f"idle {bubble:.0%} of the time")
             if flights < stages and not sliced:
                 better = max(1, samples // (4 * stages))
-                lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; --micro-batch-size {better}: "
+                lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; "
+                             f"--micro-batch-size {better}: "
                              f"idle {(stages - 1) / (-(-samples // better) + stages - 1):.0%}")
         return lines
 
@@ -196,9 +193,7 @@ def _copies(optimizer):
 
 
 def orders(schedule, flights, left):
-    """(forward?, micro batch) in the order in which a stage with `left` stages from itself to the end does
-    them.
-    """
+    """(forward?, micro batch) in the order of a stage that has `left` stages from itself to the end."""
     ahead = flights if schedule == "gpipe" else min(flights, left)
     for k in range(ahead):
         yield True, k
@@ -209,9 +204,7 @@ def orders(schedule, flights, left):
 
 
 def _contexts(norms):
-    """What surrounds a forward, and the same forward made again: that one must not move running statistics a
-    second time.
-    """
+    """Contexts of a forward and of its repetition, which must not change running statistics again."""
     return contextlib.nullcontext(), _frozen(norms)
 
 

@@ -1,32 +1,35 @@
-"""Exact metrics: each sample counted once, at any world size; the numbers are the same to the last bit."""
+"""Exact metrics: each sample counts once, and no bit of the result depends on the number of ranks."""
 import contextlib
+from typing import Any
 
 import torch
+from torch import nn
 
 from common.sampler import share
 from common.training.loss import autocast, exact_losses
+from common.training.state import TrainState
+from common.world import World
 
-BLOCK = 256                                      # samples per forward: the same blocks at every world size
-TOKENS = 4096                                    # or so many tokens, if that is fewer samples
-FEW = 16                                         # samples whose predictions a person would like to see
-FIXED = 2.0 ** 24  # losses are summed as integers: no order of addition can show
+BLOCK = 256                 # samples per forward: the same blocks at every world size
+BLOCK_TOKENS = 4096         # tokens per forward, if these are fewer samples
+SHOWN_SAMPLES = 16          # up to so many samples, the predictions are returned too
+LOSS_UNITS = 2.0 ** 24      # losses are summed as integers of 1 / LOSS_UNITS: their order changes nothing
 
 
 @torch.no_grad()
-def evaluate(model, split, state, world):
-    """{"val_loss", "val_acc"} of the averaged weights where there are some; of few samples, predictions and
-    labels too.
+def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> dict[str, Any]:
+    """{"val_loss", "val_acc"}, with --ema-decay of the averaged weights; call on every rank.
+
+    For at most SHOWN_SAMPLES samples also {"predictions", "labels"}.
     """
     state.net.eval()
-    size = min(BLOCK, max(1, TOKENS // split.tokens))
+    size = min(BLOCK, max(1, BLOCK_TOKENS // split.tokens))
     blocks = -(-len(split) // size)
-    # loss in fixed point, hits, samples, samples without a finite loss
-    sums = torch.zeros(4, dtype=torch.int64)
+    sums = torch.zeros(4, dtype=torch.int64)  # loss, right answers, samples, samples without a finite loss
     predictions, labels = [], []
     with averaged_weights(state):
         mine = list(share(blocks, world.replica, world.replicas))
-        # its replicas run in step: those with a block less run one that does not count
-        if getattr(model, "even", False):
+        if getattr(model, "even", False):  # all replicas run as many blocks: the last may not count
             mine += [None] * (-(-blocks // world.replicas) - len(mine))
         for block in mine:
             state.progress += 1
@@ -36,30 +39,31 @@ def evaluate(model, split, state, world):
             x, y = x.to(world.device), y.to(world.device)
             with autocast(state.opts, world.device):
                 out = model(x)
-            if out is None or not counts:  # a stage before the last
+            if out is None or not counts:  # None: this rank does not hold the last stage
                 continue
             losses = exact_losses(out, y)
             finite = losses.isfinite()
             found = out.argmax(-1)
-            sums += torch.stack([(losses[finite] * FIXED).round().long().sum(), (found == y).sum(),
+            sums += torch.stack([(losses[finite] * LOSS_UNITS).round().long().sum(), (found == y).sum(),
                                  torch.tensor(len(y), device=y.device), (~finite).sum()]).cpu()
-            if len(split) <= FEW and y.dim() == 1:
+            if len(split) <= SHOWN_SAMPLES and y.dim() == 1:
                 predictions, labels = found.tolist(), y.tolist()
     world.all_sum(sums)
     loss, hits, samples, broken = sums.tolist()
-    metrics = {"val_loss": float("nan") if broken else loss / FIXED / samples, "val_acc": hits / (samples * split.tokens)}
+    metrics = {"val_loss": float("nan") if broken else loss / LOSS_UNITS / samples,
+               "val_acc": hits / (samples * split.tokens)}
     return metrics | ({"predictions": predictions, "labels": labels} if predictions else {})
 
 
 @contextlib.contextmanager
 def averaged_weights(state):
-    """Inside, the net has the averaged weights (--ema-decay); outside, its own."""
+    """Inside this block the net has the averaged weights (--ema-decay), outside its own."""
     if not state.ema:
         yield
         return
     own = {p: p.detach().clone() for p in state.net.parameters()}
     with state.changing():
-        # for a save meanwhile
+        # a save during the evaluation writes these
         state.own_weights = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}
         for name, p in state.net.named_parameters():
             p.copy_(state.ema[name])

@@ -1,16 +1,19 @@
-"""From samples to a loss: what goes into a net, what should come out, and how far apart they are."""
+"""From samples to a loss: inputs, targets, and the distance of the outputs from the targets."""
 import contextlib
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
+from common.options import Options
 from common.sampler import hash_seed
+from common.training.state import TrainState
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def inputs_and_targets(x, y, state):
-    """(inputs, [(weight, targets)]): what goes into a net, and what should come out."""
+def inputs_and_targets(x: Tensor, y: Tensor, state: TrainState) -> tuple[Tensor, list]:
+    """(inputs, [(weight, targets)]) of some samples, in the memory layout of --channels-last and mixed."""
     if state.opts.channels_last and x.dim() == 4:
         x = x.contiguous(memory_format=torch.channels_last)
     return mix(x, y, state)
@@ -21,7 +24,7 @@ def criterion(out, y, **how):
     return F.cross_entropy(out.flatten(0, -2), y.flatten(), **how)
 
 
-def summed_loss(out, targets, opts):
+def summed_loss(out: Tensor, targets: list, opts: Options) -> Tensor:
     """The training loss of each sample, added up; of a sample with many tokens, the mean over them."""
     out, tokens = out.float() if opts.amp != "off" else out, targets[0][1].shape[1:].numel()
     return sum(weight * criterion(out, y, reduction="sum", label_smoothing=opts.label_smoothing)
@@ -33,20 +36,18 @@ def exact_losses(out, y):
     return criterion(out.double(), y, reduction="none").view(len(y), -1).mean(1)
 
 
-def correct(out, y):
-    """How many samples are answered right; of a sample with many tokens, the share that is."""
+def correct(out: Tensor, y: Tensor) -> Tensor:
+    """How many samples are answered right; a sample with many tokens counts as the share that is right."""
     found = (out.detach().argmax(-1) == y).sum()
     return found if y.dim() == 1 else found / y.shape[1]
 
 
-def autocast(opts, device):
+def autocast(opts: Options, device: torch.device) -> contextlib.AbstractContextManager:
     return torch.autocast(device.type, AMP[opts.amp]) if opts.amp != "off" else contextlib.nullcontext()
 
 
-def mix(x, y, state):
-    """Mixup or cutmix with the neighbour in the micro batch: (inputs, [(weight, targets)]); strength drawn
-    from the step.
-    """
+def mix(x: Tensor, y: Tensor, state: TrainState) -> tuple[Tensor, list]:
+    """Mixup or cutmix with the neighbour in the micro batch; (seed, step) alone decide the strength."""
     opts = state.opts
     if not (opts.mixup or opts.cutmix) or len(x) < 2:
         return x, [(1.0, y)]

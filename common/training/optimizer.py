@@ -1,26 +1,30 @@
-"""Optimizers and the learning rate: adding an optimizer is a line in OPTIMIZERS, its default rate a line in
-options.
+"""Optimizers and the learning rate.
+
+To add an optimizer: a line in OPTIMIZERS, and its default rate in LR of common/options/options.py.
 """
 import math
 
 import torch
+from torch import nn
 
-OPTIMIZERS = {
+from common.options import Options
+
+OPTIMIZERS = {  # all are fused, and bit_facts in world/determinism.py says so: tests compare the two
     "sgd": lambda groups, opts: torch.optim.SGD(
         groups, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay,
         # torch has no fused SGD of sharded weights
         fused=not any(hasattr(p, "to_local") for p in groups[0]["params"])),
-    "adam": lambda groups, opts: torch.optim.Adam(groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
-    "adamw": lambda groups, opts: torch.optim.AdamW(groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
+    "adam": lambda groups, opts: torch.optim.Adam(
+        groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
+    "adamw": lambda groups, opts: torch.optim.AdamW(
+        groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
 }
 
 
-def build_optimizer(net, opts):
-    """The optimizer with its state already there, so that a checkpoint has the same names at step 0 as at
-    step 1000.
-    """
+def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
+    """The optimizer with its state allocated: a checkpoint has the same names at step 0 and at step 1000."""
     parameters = [p for p in net.parameters() if p.requires_grad]
-    optimizer = OPTIMIZERS[opts.optimizer]([{"params": parameters}], opts)  # of a frozen stage there are none
+    optimizer = OPTIMIZERS[opts.optimizer]([{"params": parameters}], opts)  # a frozen stage has none
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     for parameter in parameters:
@@ -35,7 +39,7 @@ def build_optimizer(net, opts):
 
 
 def learning_rate(step, opts, steps_per_epoch):
-    """A pure function of the step: nothing to store, nothing to forget on a dead node."""
+    """A pure function of the step, so nothing is stored and nothing is lost with a node."""
     warmup, total = opts.warmup_epochs * steps_per_epoch, max(1, opts.epochs * steps_per_epoch)
     if step < warmup:
         return opts.lr * (step + 1) / (warmup + 1)

@@ -1,13 +1,13 @@
-"""Everything a checkpoint holds, as named parts; the only place where counters move.
+"""The state of a run between two steps: all that a checkpoint holds, and the only place where counters move.
 
-What can be derived from (options, step) is not here: order, learning rate, dropout and augmentation
-randomness.
+Not stored is what follows from (options, step): order, learning rate, draws of dropout and augmentation.
 """
 import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,79 +18,74 @@ from common.training.optimizer import learning_rate
 
 
 class TrainState:
-    """Net, optimizer, averages and counters between two steps; `lock` is held while they move from one step
-    to the next.
-    """
+    """Net, optimizer, averages and counters; `lock` is held while a step changes them."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
                  norm: Callable = torch.nn.utils.get_total_norm, all_sum: Callable | None = None):
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
-        self.order = [samples, opts.seed]  # in another one a position means nothing
+        self.order = [samples, opts.seed]  # `position` counts in this order of the samples
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
-        self.step = self.epoch = self.position = 0  # position: samples of this epoch already trained on
+        self.step = self.epoch = self.position = 0  # position: samples of this epoch trained on so far
         self.best = {"val_acc": -1.0, "step": 0}
-        self.progress, self.own_seconds = 0, 0.0  # for the pulse: any progress; work that waits for nobody
-        self.stepped = time.time()  # for the ledger: when the last step was whole
-        self.record = {}  # the last logged step: its writer may have died before that
-        self.evaluated = {}  # the last evaluation, likewise
+        self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
+        self.stepped = time.time()  # for the ledger: when the last step ended
+        self.record = {}  # the last logged step, in the checkpoint, because rank 0 may die before writing it
+        self.evaluated = {}  # the last evaluation, for the same reason
         self.lock, self.half_updated = threading.RLock(), False
-        self.images = {}  # the store's: a save may still be copying into them
-        self.verdict = None  # why it may never be saved, as an error for a person
-        self.norm, self.all_sum = norm, all_sum  # of gradients, over all ranks: given where each has a part of the net
-        self.ready = 0  # samples whose gradient is here, clipped: only to be used
+        self.images = {}  # the store's buffers: a save may still be copying into them
+        self.verdict = None  # the error that says why this state may never be saved
+        self.norm, self.all_sum = norm, all_sum  # over all ranks, where each has a part of the net
+        self.ready = 0  # size of the batch whose gradient is ready, clipped; 0 if none
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
-        self.own_weights = {}  # the weights, while the net wears their averages
-        # Forward moves running statistics in mid-step; a checkpoint takes these copies, which the last whole
-        # step left.
+        self.own_weights = {}  # the net's own weights while it holds the averaged ones
+        # Forward changes buffers within a step; a checkpoint takes these, of the last step.
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
 
     @property
-    def planned(self):
-        """Steps that lead to this position; `step` counts more of them where an epoch has begun again."""
+    def planned(self) -> int:
+        """Steps up to this position; `step` is larger if an epoch has begun again."""
         left = -(-(self.samples - self.position) // self.opts.global_batch_size)
         return (self.epoch + 1) * self.steps_per_epoch - left
 
     @property
-    def lr(self):
+    def lr(self) -> float:
         return learning_rate(self.planned, self.opts, self.steps_per_epoch)
 
     @contextlib.contextmanager
-    def changing(self):
-        """Whoever changes weights does it in here: no save begins meanwhile, and what one has begun to copy
-        is copied.
-        """
+    def changing(self) -> Iterator[None]:
+        """Weights change only in this block: it waits for a save that copies them, and none begins in it."""
         with self.lock:
             for image in self.images.values():
                 image.wait()
             yield
 
-    def finish_gradient(self, size):
-        """The last that a step needs others for, where each has a part of the net: whether it overflows, and
-        how long it is.
+    def finish_gradient(self, size: int) -> None:
+        """Overflow check and clipping: the last part of a step that needs other ranks.
+
+        It needs them when each rank holds a part of the net.
         """
         if self.scaler and (self.opts.clip_grad_norm or self.all_sum):
             none = torch.zeros((), device=next(iter(self.names)).device)
-            self.scaler.scale(none)  # its first call: not all have a loss
+            self.scaler.scale(none)  # initialises the scaler on ranks without a loss
             self.scaler.unscale_(self.optimizer)
-            if self.all_sum:  # a step that one of them skips, all skip
+            if self.all_sum:  # if one rank skips the step, all skip it
                 found = self.scaler._found_inf_per_device(self.optimizer)
-                overflows = self.all_sum(sum((f.to(none.device) for f in found.values()), none)).clamp_(max=1.0)
-                for other in found.values():  # their sum goes to the optimizer, which knows 0 and 1 alone
+                own = sum((overflow.to(none.device) for overflow in found.values()), none)
+                overflows = self.all_sum(own).clamp_(max=1.0)
+                for other in found.values():  # the optimizer adds them up, and accepts only 0 or 1
                     other.zero_()
                 found[none.device] = overflows
         if self.opts.clip_grad_norm:
             norm = self.norm([p.grad for p in self.names if p.grad is not None])
             torch.nn.utils.clip_grads_with_norm_(self.names, self.opts.clip_grad_norm, norm)
         if self.net_is_on_gpu():
-            torch.cuda.synchronize()  # no update may be queued behind a collective that can hang
+            torch.cuda.synchronize()  # otherwise the update would wait behind a collective that may hang
         self.ready = size
 
-    def update(self, size):
-        """One optimizer step of a global batch of `size` samples: all of it or, for whoever saves meanwhile,
-        nothing.
-        """
+    def update(self, size: int) -> None:
+        """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
         if not self.ready:
             self.finish_gradient(size)
         for group in self.optimizer.param_groups:
@@ -98,14 +93,15 @@ class TrainState:
         with self.changing():
             if self.half_updated:
                 raise self.verdict or RuntimeError("no step follows: the rescue has made this one already")
-            self.half_updated = True  # stays True if the body raises: half a step is no state
+            self.half_updated = True  # stays True if the body raises: half a step is never saved
             if self.scaler:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
             else:
                 self.optimizer.step()
             if self.ema:
-                torch._foreach_lerp_(list(self.ema.values()), [p.detach() for p in self.names], 1 - self.opts.ema_decay)
+                weights = [p.detach() for p in self.names]
+                torch._foreach_lerp_(list(self.ema.values()), weights, 1 - self.opts.ema_decay)
             self.take_buffers()
             self.step += 1
             self.position += size
@@ -114,10 +110,8 @@ class TrainState:
             self.ready, self.half_updated = 0, False
         self.optimizer.zero_grad(set_to_none=True)
 
-    def note(self, totals, size):
-        """The record of the step just made, from [summed loss, hits] of its global batch; kept, as its writer
-        may die.
-        """
+    def note(self, totals: torch.Tensor, size: int) -> dict[str, Any]:
+        """The record of the last step, from [summed loss, hits] of its batch; raises if it is not finite."""
         loss, hits = totals.tolist()
         self.record = {"step": self.step, "epoch": self.epoch, "loss": loss / size, "acc": hits / size,
                        "lr": learning_rate(self.planned - 1, self.opts, self.steps_per_epoch)}
@@ -125,103 +119,101 @@ class TrainState:
             self.condemn(f"step {self.step}: the loss is {loss} (every rank saw the same)")
         return self.record
 
-    def condemn(self, fact):
-        """Raise what a person can do; this state is never saved, no step follows it, and a restart goes back
-        to before it.
-        """
+    def condemn(self, fact: str) -> NoReturn:
+        """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
         kept = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
         what, where = (f"nothing after {kept.name} is", f" --resume {kept}") if kept else ("nothing is", "")
-        # The learning rate decides the result, so with another one it is another run.
-        self.verdict = UserError(f"{fact}, {what} kept\nlower --lr in another run: --run-dir NEW{where} --lr X\n"
-                                 "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
+        # The learning rate changes the result, so another rate needs another run.
+        self.verdict = UserError(
+            f"{fact}, {what} kept\nlower --lr in another run: --run-dir NEW{where} --lr X\n"
+            "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
         self.half_updated = True
         raise self.verdict
 
-    def record_evaluation(self, metrics):
-        """Remember this evaluation, and the best one; returns what it was given."""
+    def record_evaluation(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """Keeps this evaluation, and the best one; returns `metrics`."""
         with self.lock:
-            self.evaluated = {"step": self.step, "val_loss": metrics["val_loss"], "val_acc": metrics["val_acc"]}
+            self.evaluated = {"step": self.step} | {name: metrics[name] for name in ("val_loss", "val_acc")}
             if metrics["val_acc"] > self.best["val_acc"]:
                 self.best = {"val_acc": metrics["val_acc"], "step": self.step}
         return metrics
 
-    def end_epoch(self):
-        """On to the next epoch, if this one's samples have all been trained on (--max-steps may have ended it
-        earlier).
-        """
+    def end_epoch(self) -> None:
+        """Counts the epoch, unless --max-steps has ended it before its last sample."""
         if self.epoch_over:
             with self.lock:
                 self.epoch, self.position = self.epoch + 1, 0
 
     # ---- how far the run is -----------------------------------------------------------------------
     @property
-    def total_steps(self):
+    def total_steps(self) -> int:
         whole = self.step - self.planned + self.opts.epochs * self.steps_per_epoch
         return min(whole, self.opts.max_steps or whole)
 
     @property
-    def finished(self):
-        return self.opts.eval_only or self.epoch >= self.opts.epochs or self.step >= self.total_steps and not self.epoch_over
+    def finished(self) -> bool:
+        return (self.opts.eval_only or self.epoch >= self.opts.epochs
+                or self.step >= self.total_steps and not self.epoch_over)
 
     @property
-    def epoch_over(self):
+    def epoch_over(self) -> bool:
         return self.position >= self.samples
 
     @property
-    def evaluation_due(self):
+    def evaluation_due(self) -> bool:
         every = self.opts.eval_every
         return self.evaluated.get("step") != self.step and (
             self.step >= self.total_steps or self.epoch_over and every and (self.epoch + 1) % every == 0)
 
     @property
-    def evaluation_missing(self):
+    def evaluation_missing(self) -> bool:
         """--eval-only, or the last step of the run is saved without its evaluation."""
         ended = self.finished and self.step == self.total_steps
         return self.opts.eval_only or ended and self.evaluated.get("step") != self.step
 
     @property
-    def records(self):
-        """Lines of the log that the process which should have written them may not have."""
+    def records(self) -> tuple[dict, dict]:
+        """The last step's and the last evaluation's record: a process that died may not have logged them."""
         return self.record, self.evaluated
 
-    def net_is_on_gpu(self):
+    def net_is_on_gpu(self) -> bool:
         return next(iter(self.names)).is_cuda
 
     @torch.no_grad()
-    def take_buffers(self):
+    def take_buffers(self) -> None:
+        """Copies the net's buffers as those of the last step."""
         for name, buffer in self.net.named_buffers():
             self.buffers[name].copy_(buffer)
 
-    # ---- what a checkpoint sees: two sets of named tensors and one dict of facts ------------------
-    def tensors(self):
-        """{"model": ..., "optimizer": ...}: live tensors under bare names, without `module.` or `_orig_mod.`.
-        """
+    # ---- what a checkpoint holds: two sets of named tensors and one dict of facts -----------------
+    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
         return {part: {n: t.to_local() if hasattr(t, "to_local") else t for n, t in named.items()}
                 for part, named in self._named().items()}
 
-    def sharded(self):
-        """Names of which this rank has some rows (train_mp.py --shard), in both sets."""
+    def sharded(self) -> set[str]:
+        """Names of tensors of which this rank has only some rows (train_mp.py --shard)."""
         return {n for named in self._named().values() for n, t in named.items() if hasattr(t, "to_local")}
 
     def _named(self):
-        held = self.own_weights
-        model = {n: held[n] if n in held else self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
+        own = self.own_weights
+        model = {n: own[n] if n in own else self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
         optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
                      for key, value in values.items() if torch.is_tensor(value)}
         optimizer |= {f"{n}/ema": t for n, t in self.ema.items()}
         return {"model": model, "optimizer": optimizer}
 
-    def facts(self):
-        scaler = self.scaler.state_dict() if self.scaler else None
-        return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order, "best": self.best,
-                "record": self.record, "judged": self.evaluated, "scaler": scaler}
+    def facts(self) -> dict[str, Any]:
+        """The counters and records, ready for JSON."""
+        return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order,
+                "best": self.best, "record": self.record, "judged": self.evaluated,
+                "scaler": self.scaler.state_dict() if self.scaler else None}
 
     @torch.no_grad()
-    def load(self, tensors, facts):
-        """apply(capture()) is the identity: `tensors` and `facts` as the two methods above gave them.
+    def load(self, tensors: dict[str, dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
+        """Sets the state to what `tensors` and `facts` of another TrainState returned: nothing is lost.
 
-        In another order than that of `facts` no position is the same: the epoch begins again, unless it was
-        complete.
+        If the order of samples is another one, the epoch begins again, unless it was complete.
         """
         for part, live in self.tensors().items():
             for name, tensor in live.items():
