@@ -16,7 +16,7 @@ BUCKET_BYTES = 25 << 20      # of gradients summed at once
 
 
 class Stage(nn.Module):
-    """Some pieces in a row on one device; (seed, step, pipeline, stage, micro batch) decide what they draw."""
+    """Some pieces in a row on one device; they draw from (seed, step, replica, stage, micro batch)."""
 
     def __init__(self, net, index, group, device, opts, world, random, lock):
         super().__init__()
@@ -61,7 +61,7 @@ class Stage(nn.Module):
 
 
 class Pipeline(nn.Module):
-    """A net in stages: `backward` for a global batch, `forward` to evaluate; `net` has this rank's weights."""
+    """A net in stages: `backward` trains, `forward` evaluates; `net` has this rank's weights."""
 
     def __init__(self, net, groups, measures, opts, world, device_of):
         super().__init__()
@@ -71,8 +71,8 @@ class Pipeline(nn.Module):
         self.parameters_of = [sum(count(net, piece) for piece in group) for group in groups]
         locks = {device: Lock() for device in device_of}
         random = [any(m.random for m in measured) for measured in measures]
-        self.stages = [Stage(net, i, group, device, opts, world, random[i], locks[device])
-                       for i, (group, device) in enumerate(zip(groups, device_of, strict=True)) if self.owns(i)]
+        self.stages = [Stage(net, i, group, device_of[i], opts, world, random[i], locks[device_of[i]])
+                       for i, group in enumerate(groups) if self.owns(i)]
         weights = [p for p in net.parameters() if p.requires_grad]
         self.weights = len(weights)
         self.kind = torch.float64 if any(p.dtype == torch.float64 for p in weights) else torch.float32
@@ -84,7 +84,7 @@ class Pipeline(nn.Module):
         self.order = [i for i, p in enumerate(weights) if id(p) in own]  # their places in the whole net
 
     def backward(self, batch, state):
-        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits]."""
+        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [loss, hits]."""
         world, n = self.world, len(batch.x)
         began = time.monotonic()
         totals = torch.zeros(2, dtype=torch.float64, device=self.stages[-1].device)
@@ -124,7 +124,7 @@ class Pipeline(nn.Module):
 
     @torch.no_grad()
     def _sum_gradients(self):
-        """Over the ranks with the same stage; each share is divided by the size of the whole batch already."""
+        """Over the ranks with the same stage; the loss is divided by the size of the whole batch."""
         bucket, size = [], 0
         parameters = [p for p in self.net.parameters() if p.requires_grad and not hasattr(p, "to_local")]
         for i, p in enumerate(parameters):
@@ -147,7 +147,7 @@ class Pipeline(nn.Module):
                 lengths[self.order] = torch.stack(torch._foreach_norm(gradients)).to(self.kind)
             return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
         rows = [g.to_local() for g in gradients if hasattr(g, "to_local")]
-        own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)  # of no gradients it is on the CPU
+        own, mine = (torch.nn.utils.get_total_norm(part).to(self.world.device)  # of none it is on the CPU
                      for part in ([g for g in gradients if not hasattr(g, "to_local")], rows))
         if self.world.stages == 1 and not rows:
             return own
@@ -172,7 +172,8 @@ class Pipeline(nn.Module):
             flying = min(flights, self.parts - i) if opts.schedule != "gpipe" else flights
             kept = sum(m.kept for m in self.measures[i]) * micro * flying
             memory, own = (self.parameters_of[i] * copies * 4 + kept) / 2**20, self.parameters_of[i]
-            lines.append(f"{i:5}  {at:8}  {layers:34}  {own:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
+            lines.append(f"{i:5}  {at:8}  {layers:34}  {own:11,}  {spent[i] / sum(spent):5.0%}"
+                         f"  {memory:13,.1f}")
         if stages > 1:
             bubble = (stages - 1) / (flights * max(1, self.parts // stages) + stages - 1)
             of = "micro batches" if not sliced else "slices" if ranks else "slices, one after the other,"

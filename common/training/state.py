@@ -30,16 +30,17 @@ class TrainState:
         self.best = {"val_acc": -1.0, "step": 0}
         self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
         self.stepped = time.time()  # for the ledger: when the last step ended
-        self.record = {}  # the last logged step, in the checkpoint, because rank 0 may die before writing it
-        self.evaluated = {}  # the last evaluation, for the same reason
+        # in the checkpoint, because rank 0 may die before it logs them: the last logged step and evaluation
+        self.record: dict[str, Any] = {}
+        self.evaluated: dict[str, Any] = {}
         self.lock, self.half_updated = threading.RLock(), False
-        self.images = {}  # the store's buffers: a save may still be copying into them
-        self.verdict = None  # the error that says why this state may never be saved
+        self.images: dict[str, Any] = {}  # the store's buffers: a save may still be copying into them
+        self.verdict: UserError | None = None  # why this state may never be saved
         self.norm, self.all_sum = norm, all_sum  # over all ranks, where each has a part of the net
         self.ready = 0  # size of the batch whose gradient is ready, clipped; 0 if none
         self.names = {p: name for name, p in net.named_parameters()}
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
-        self.own_weights = {}  # the net's own weights while it holds the averaged ones
+        self.own_weights: dict[str, torch.Tensor] = {}  # the net's own, while it holds the averaged ones
         # Forward changes buffers within a step; a checkpoint takes these, of the last step.
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
 
@@ -162,8 +163,8 @@ class TrainState:
     @property
     def evaluation_due(self) -> bool:
         every = self.opts.eval_every
-        return self.evaluated.get("step") != self.step and (
-            self.step >= self.total_steps or self.epoch_over and every and (self.epoch + 1) % every == 0)
+        at_epoch = self.epoch_over and every > 0 and (self.epoch + 1) % every == 0
+        return self.evaluated.get("step") != self.step and (self.step >= self.total_steps or at_epoch)
 
     @property
     def evaluation_missing(self) -> bool:

@@ -1,14 +1,14 @@
-"""GPUs for tests on CPUs: what a test must not leave to luck, each thing as late, or as far apart, as CUDA allows.
+"""GPUs for tests on CPUs: each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
 
-    with fake_streams() as default:        copies to the host (common/image.py) land only when somebody waits for them
-        default.hang()                     whatever waits for the default stream stands still until `.set()`
+    with fake_streams() as default:        copies to the host (tensor_file.py) land only when the program waits
+        default.hang()                     all that waits for the default stream hangs until `.set()`
     with fake_generators(a, b):            each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", parts=[[p, q], [r]])    a GradScaler that notes overflows of parameters on as many devices
-    ThreadedReplicas(net, count)           for prepare.CpuReplicas: replicas in threads, as nn.DataParallel runs them
+    ThreadedReplicas(net, count)           for CpuReplicas: replicas in threads, as nn.DataParallel runs them
     SyncedNorm(channels)                   a SyncBatchNorm for CPUs
 """
 import contextlib
-import sys
+import importlib
 import threading
 from types import SimpleNamespace
 
@@ -17,13 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.checkpoint import tensor_file as image
+from common.checkpoint import tensor_file
 from common.pipeline.stages import Stage
 
+backward = importlib.import_module("common.training.backward")     # the door has a function of this name
 
-# ---- streams -----------------------------------------------------------------------------------------------------------
+
+# ---- streams --------------------------------------------------------------------------------------
 class Stream:
-    """Work in order, none of it done before somebody waits for it."""
+    """Work in order, none of it done before the program waits for it."""
 
     def __init__(self, device=None, **_):
         self.device, self.work, self.done, self.turn = device, [], 0, threading.RLock()
@@ -49,7 +51,7 @@ class Stream:
         self.wait_event(event)
 
     def hang(self):
-        """From here on nothing gets through, until the event that is returned is set."""
+        """All later work waits until the event that is returned is set."""
         gate = threading.Event()
         self.submit(gate.wait)
         return gate
@@ -70,7 +72,7 @@ class Event:
 
 @contextlib.contextmanager
 def fake_streams():
-    """Images take CPU tensors for a GPU's; yields the default stream, whose own work is done at once (the CPU does it)."""
+    """TensorFiles take CPU tensors for a GPU's; yields the default stream, whose own work is done at once."""
     default, here, copy = Stream(), threading.local(), torch._foreach_copy_
 
     def current(device=None):
@@ -96,19 +98,18 @@ def fake_streams():
         for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream), ("Event", Event)):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
-        patch.setattr(image.TensorFile, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
-        patch.setattr(image.TensorFile, "_pin", pin)
-        patch.setattr(image, "LARGE", float("inf"))                 # no memmove beside the stream
+        patch.setattr(tensor_file.TensorFile, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
+        patch.setattr(tensor_file.TensorFile, "_pin", pin)
+        patch.setattr(tensor_file, "LARGE", float("inf"))                 # no memmove beside the stream
         yield default
 
 
-# ---- generators --------------------------------------------------------------------------------------------------------
+# ---- generators -----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fake_generators(*devices):
-    """A stage made in here draws from its device's generator; stages run one after the other. A seed is for all generators."""
+    """A stage made inside draws from its device's generator; stages run in turn; `seed` seeds all generators."""
     own = {device: torch.Generator() for device in devices}
-    steps = sys.modules["common.training.backward"]              # its door hands out a function of that name
-    call, seed, generator = Stage._run, steps.seed, torch.default_generator
+    call, seed, generator = Stage._run, backward.seed, torch.default_generator
 
     def run(self, x):
         generator.set_state(own[self.device].get_state())
@@ -125,11 +126,11 @@ def fake_generators(*devices):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Stage, "_run", run)
         patch.setattr(Stage, "generator", property(lambda self: own[self.device]))
-        patch.setattr(steps, "seed", seeded)
+        patch.setattr(backward, "seed", seeded)
         yield own
 
 
-# ---- overflows ---------------------------------------------------------------------------------------------------------
+# ---- overflows ------------------------------------------------------------------------------------
 class OverDevices(torch.amp.GradScaler):
     """`parts`: the parameters of each device."""
 
@@ -146,9 +147,9 @@ class OverDevices(torch.amp.GradScaler):
         return noted
 
 
-# ---- replicas ----------------------------------------------------------------------------------------------------------
+# ---- replicas -------------------------------------------------------------------------------------
 class ThreadedReplicas(nn.Module):
-    """In place of prepare.CpuReplicas what nn.DataParallel does: a thread a replica, with autocast on, of a new thread's type."""
+    """Like nn.DataParallel: a thread per replica, with autocast on, but of a new thread's default type."""
 
     def __init__(self, net, count):
         super().__init__()
@@ -170,9 +171,9 @@ class ThreadedReplicas(nn.Module):
         return torch.cat([outputs[i] for i in range(len(chunks))])
 
 
-# ---- BatchNorm over ranks ----------------------------------------------------------------------------------------------
+# ---- BatchNorm over ranks -------------------------------------------------------------------------
 class SyncedNorm(nn.BatchNorm1d):
-    """Over all ranks: each waits in forward and in backward until all are there. Takes [samples, channels]."""
+    """Over all ranks, which wait for each other in forward and backward. Takes [samples, channels]."""
 
     def forward(self, x):
         total, count = Sum.apply(x.sum(0)), Sum.apply(torch.tensor(float(len(x)), dtype=x.dtype))
