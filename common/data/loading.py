@@ -138,7 +138,7 @@ class DatasetSplit:
         """
         def once(id):
             x, y = self.sample(id, 0, False)
-            return y, f"{x.double().abs().mean():.2e}"
+            return y, f"{x.double().abs().mean():.2e}"  # rounded: the last bits may depend on the CPU
 
         ids = sorted({0, len(self) // 2, len(self) - 1})
         return [found if (found := once(id)) == once(id) else None for id in ids]

@@ -146,7 +146,8 @@ def random_numbers(opts):
             raise ValueError
     except ValueError:
         raise UserError(f"{opts.dataset!r} is no size\n"
-                        "write random:NxF, N samples of F numbers, at most 10^8 in all") from None
+                        "write random:NxF, N samples of F numbers, at most 10^8 in all\n"
+                        "for example random:100x10") from None
     rng = torch.Generator().manual_seed(DIGITS_SEED)
     x = torch.randn(samples, features, generator=rng)
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
