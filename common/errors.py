@@ -25,7 +25,7 @@ class UserError(Exception):
 class Outlet:
     """A text stream that falls silent when its reader leaves (`| head`) or its disk is full."""
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: Any) -> None:
         self.stream = stream  # None where the process began with a closed stdout
 
     def write(self, text: str) -> None:

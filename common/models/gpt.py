@@ -1,6 +1,4 @@
-"""A small GPT over bytes, as an nn.Sequential of embedding, blocks and head, so that it may be cut between
-any two of them.
-"""
+"""A small GPT over bytes: an nn.Sequential of embedding, blocks and head, to be cut between any two."""
 import re
 from collections import OrderedDict
 
@@ -35,28 +33,33 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x):
-        q, k, v = (t.unflatten(2, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=2))
+        parts = self.qkv(self.norm1(x)).chunk(3, dim=2)
+        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
         x = x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def build_gpt(data, size=""):
-    """`gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width. Head and embedding do not share a
-    weight: they may be on different devices.
+    """`gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width.
+
+    Head and embedding do not share a weight, because they may be on different devices.
     """
     if not data.vocab or data.classes != data.vocab:
-        raise UserError(f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape {data.sample_shape} "
-                        f"and {data.classes} classes\nchoose --dataset text --data-dir FILE, or another --model")
+        raise UserError(f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape "
+                        f"{data.sample_shape} and {data.classes} classes\n"
+                        "choose --dataset text --data-dir FILE, or another --model")
     layers, heads, width = sizes(size)
     net = nn.Sequential(OrderedDict(
         embedding=Embedding(data.vocab, data.sample_shape[0], width),
         **{f"block{i}": Block(heads, width) for i in range(layers)},
-        head=nn.Sequential(OrderedDict(norm=nn.LayerNorm(width), linear=nn.Linear(width, data.classes, bias=False))),
+        head=nn.Sequential(OrderedDict(norm=nn.LayerNorm(width),
+                                       linear=nn.Linear(width, data.classes, bias=False))),
     ))
     with torch.no_grad():
         for name, p in net.named_parameters():
-            if p.dim() == 2:  # what feeds the residual stream is smaller, the deeper the net
-                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if name.endswith(("mix.weight", "down.weight")) else 0.02)
+            if p.dim() == 2:  # weights that feed the residual stream are smaller, the deeper the net
+                residual = name.endswith(("mix.weight", "down.weight"))
+                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
     return net
@@ -68,6 +71,6 @@ def sizes(size):
     found = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,6})", size)
     layers, heads, width = map(int, found.groups()) if found else (0, 0, 0)
     if not layers or not heads or not width or width % heads:
-        raise UserError(f"model gpt:{size} is no size: {', '.join(f'gpt:{name}' for name in SIZES)}, or gpt:LxHxD\n"
-                        "L layers, H heads, width D, a multiple of H; for example gpt:4x4x128")
+        raise UserError(f"model gpt has no size {size}: use {', '.join(SIZES)} or LxHxD\n"
+                        "L layers, H heads, width D, which is a multiple of H; for example gpt:4x4x128")
     return layers, heads, width

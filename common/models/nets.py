@@ -1,25 +1,24 @@
 """Registry of nets; a net may be cut between the children of its top-level nn.Sequential.
 
-Adding one: a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
-nn.Module, and a line in MODELS. Code that lives elsewhere needs no edit here: `--model
-path/to/file.py:function`.
+To add one, write a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
+nn.Module, and add it to MODELS. One in a file of your own needs no edit here: `--model FILE.py:function`.
 """
 import inspect
-import itertools
 import math
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import nn
 
 from common.errors import UserError, did_you_mean, one_line
 from common.models.gpt import build_gpt
-from common.options import call_user
+from common.options import Options, call_user
 from common.sampler import seeded
 
 
 class LastHidden(nn.LSTM):
-    """An LSTM that hands on the last hidden state alone, so that it can stand in an nn.Sequential."""
+    """An LSTM that returns its last hidden state alone, so that it fits into an nn.Sequential."""
 
     def forward(self, x):
         _, (hidden, _) = super().forward(x)
@@ -31,7 +30,7 @@ def build_net(data):
     channels, height, width = numbers("net", data, dims=3)
     rest = [((side - 4) // 2 - 4) // 2 for side in (height, width)]
     if min(rest) < 1:
-        raise UserError(f"model net needs images of at least 16x16 pixels, dataset {data.name} has {height}x{width}")
+        raise UserError(f"model net needs 16x16 pixels or more, dataset {data.name} has {height}x{width}")
     net = nn.Sequential(OrderedDict(
         # Pooling before ReLU gives the same numbers as after it, from a quarter of the work.
         block1=nn.Sequential(nn.Conv2d(channels, 10, 5), nn.MaxPool2d(2), nn.ReLU()),
@@ -46,25 +45,25 @@ def build_net(data):
 def build_mlp(data):
     """Two linear layers with five units between them, as in the DDP tutorials."""
     features = math.prod(numbers("mlp", data))
-    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes)))
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5),
+                                     fc2=nn.Linear(5, data.classes)))
 
 
 def build_lstm(data):
     """A text classifier: embedding, one LSTM, a linear layer on its last hidden state."""
     if not data.vocab:
-        raise UserError(f"model lstm reads words, dataset {data.name} has samples of shape {data.sample_shape}\n"
+        raise UserError(f"model lstm reads words, dataset {data.name} has shape {data.sample_shape}\n"
                         "choose --dataset sentiment, or another --model")
-    return nn.Sequential(OrderedDict(embedding=nn.Embedding(data.vocab, 50), lstm=LastHidden(50, 50, batch_first=True),
-                                     fc=nn.Linear(50, data.classes)))
+    return nn.Sequential(OrderedDict(
+        embedding=nn.Embedding(data.vocab, 50), lstm=LastHidden(50, 50, batch_first=True),
+        fc=nn.Linear(50, data.classes)))
 
 
 MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}
 
 
-def build_model(opts, data):
-    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed alone, and no generator
-    moves.
-    """
+def build_model(opts: Options, data: Any) -> nn.Module:
+    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed alone."""
     name = opts.model
     with seeded(opts.seed, "init"):
         if ".py" in name:
@@ -79,9 +78,9 @@ def build_model(opts, data):
             net = build_gpt(data, name[4:])
         else:
             net = build_torchvision(name, data)
-    if lazy := next((n for n, t in [*net.named_parameters(), *net.named_buffers()] if nn.parameter.is_lazy(t)), None):
-        raise UserError(f"model {name}: nobody knows yet how large {lazy} is\n"
-                        "give its layer all sizes, or run the net once on zeros before it is returned")
+    if lazy := next((n for n, t in named_tensors(net) if nn.parameter.is_lazy(t)), None):
+        raise UserError(f"model {name}: {lazy} has no size yet (a lazy layer)\n"
+                        "give the layer all sizes, or run the net once on zeros before you return it")
     return net.cpu()
 
 
@@ -90,8 +89,8 @@ def build_torchvision(name, data):
     try:
         from torchvision import models
     except ImportError:
-        raise UserError(f"model {name} is none of {', '.join(MODELS)}, and torchvision is not installed to look "
-                        "further\npip install torchvision") from None
+        raise UserError(f"model {name} is none of {', '.join(MODELS)}, and torchvision is not installed\n"
+                        "pip install torchvision") from None
     known = models.list_models(module=models)
     if name not in known:
         raise UserError(f"unknown model {name!r}{did_you_mean(name, [*MODELS, *known], 3)}\n"
@@ -108,16 +107,19 @@ def build_torchvision(name, data):
     try:
         net = models.get_model(name, weights=None, **facts)
         fit_channels(net, channels)
-        # A dry run on the meta device does no arithmetic; it finds images too small for the net before a step
-        # does.
-        on_meta = {key: t.to("meta") for key, t in itertools.chain(net.named_parameters(), net.named_buffers())}
+        # A dry run on the meta device computes nothing; it fails now if the images are too small for the net.
+        on_meta = {key: t.to("meta") for key, t in named_tensors(net)}
         with torch.no_grad():
             x = torch.empty(2, channels, height, width, device="meta")
             torch.func.functional_call(net.eval(), on_meta, (x,))
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"model {name} cannot work on dataset {data.name} with samples of shape {data.sample_shape}\n"
-                        f"{one_line(error)}") from error
+        raise UserError(f"model {name} cannot work on dataset {data.name} with samples of shape "
+                        f"{data.sample_shape}\n{one_line(error)}") from error
     return net.train()
+
+
+def named_tensors(net):
+    return [*net.named_parameters(), *net.named_buffers()]
 
 
 def fit_channels(net, channels):
@@ -126,16 +128,17 @@ def fit_channels(net, channels):
     if conv.in_channels == channels:
         return
     parent, _, child = path.rpartition(".")
-    fitted = nn.Conv2d(channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
-                       bias=conv.bias is not None)
+    fitted = nn.Conv2d(channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding,
+                       conv.dilation, bias=conv.bias is not None)
     setattr(net.get_submodule(parent), child, fitted)
 
 
 def numbers(model, data, dims=None):
-    """The sample shape, for a model that computes with numbers (and wants `dims` dimensions of them)."""
+    """The sample shape, for a model that takes numbers (in `dims` dimensions)."""
     if data.vocab or (dims and len(data.sample_shape) != dims):
         other = ("gpt" if data.classes == data.vocab else "lstm") if data.vocab else "mlp"
-        wants, has = "images" if dims else "numbers", "words" if data.vocab else f"samples of shape {data.sample_shape}"
-        raise UserError(f"model {model} takes {wants}, dataset {data.name} has {has}\n"
+        has = "words" if data.vocab else f"samples of shape {data.sample_shape}"
+        kind = "images" if dims else "numbers"
+        raise UserError(f"model {model} takes {kind}, dataset {data.name} has {has}\n"
                         f"choose --model {other}, or another --dataset")
     return data.sample_shape

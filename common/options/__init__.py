@@ -1,4 +1,4 @@
-"""What was asked for: flags, the launcher's environment, a user's own code; and which processes there are.
+"""What was asked for: flags, the launcher's environment, a user's own code; and who a process is.
 
 No torch here: --help and a typo answer at once.
 """

@@ -1,7 +1,6 @@
-"""What torchrun, Slurm or a person put into the environment, checked without torch; and who speaks of errors.
+"""The variables that torchrun, Slurm or a person sets, checked without torch.
 
-torch answers most of these mistakes with a traceback, or with half an hour of waiting for a rank that cannot
-come.
+torch answers most of these mistakes with a traceback, or waits half an hour for a rank that cannot come.
 """
 import contextlib
 import ipaddress
@@ -12,15 +11,15 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from common.errors import UserError, say
 
-# name: smallest value
-NUMBERS = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}
-DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")              # the last is Slurm's word for none
-LIVES = 5                                # that end before they train
-RESOLVING = 3                            # seconds; without a network a resolver may take minutes
+SMALLEST = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}
+DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")  # the last is Slurm's word for none
+FAILED_STARTS = 5        # lives in a row that end before they train
+RESOLVE_SECONDS = 3      # without a network a resolver may take minutes
 
 
 def world_size(environ=os.environ):
@@ -28,12 +27,12 @@ def world_size(environ=os.environ):
 
 
 def check_environment(environ):
-    """Raises UserError for an environment in which the processes could not meet; call before anything else.
-    """
-    numbers = {name: _number(environ, name, low) for name, low in NUMBERS.items() if name in environ}
+    """Raises UserError for variables with which the processes could not meet; call before anything else."""
+    numbers = {name: _number(environ, name, low) for name, low in SMALLEST.items() if name in environ}
     size, rank = numbers.get("WORLD_SIZE"), numbers.get("RANK")
     if rank is not None and size is None:
-        raise UserError(f"RANK={rank} is set, but WORLD_SIZE is not\nset both, or neither for a single process")
+        raise UserError(f"RANK={rank} is set, but WORLD_SIZE is not\n"
+                        "set both, or neither for a single process")
     size = size or 1
     if size > 1 and rank is None:
         raise UserError(f"WORLD_SIZE={size} is set, but RANK is not\n"
@@ -44,11 +43,11 @@ def check_environment(environ):
     local_size = numbers.get("LOCAL_WORLD_SIZE", size)
     if local_size > size:
         raise UserError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}\n"
-                        "it counts this machine's processes only")
+                        "it counts the processes of this machine only")
     if numbers.get("LOCAL_RANK", 0) >= local_size:
         raise UserError(f"LOCAL_RANK={numbers['LOCAL_RANK']} with {local_size} processes on this machine\n"
-                        f"local ranks go from 0 to {local_size - 1}; set LOCAL_WORLD_SIZE as well if that is too few")
-    if size > 1:  # alone nobody is met, and Kubernetes may set MASTER_PORT=tcp://... by itself
+                        f"local ranks go from 0 to {local_size - 1}; set LOCAL_WORLD_SIZE if that is too few")
+    if size > 1:  # a single process needs no address, and Kubernetes may set MASTER_PORT=tcp://... by itself
         _check_meeting_point(environ, size)
     threads = environ.get("OMP_NUM_THREADS", "1")
     if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
@@ -77,12 +76,11 @@ def _check_meeting_point(environ, size):
     if not re.fullmatch(r"[0-9]{1,5}", port) or not 0 < int(port) < 65536:
         raise UserError(f"MASTER_PORT={port!r} is not a port\n"
                         "take a free one from 1024 to 65535, the same for every rank")
-    # Two jobs under torchrun's default id at one endpoint are silently merged into one; where each node has
-    # its number, not.
+    # torchrun silently merges two jobs with its default id at one endpoint, unless each node has its number.
     if (environ.get("TORCHELASTIC_RUN_ID") == "none" and environ.get("GROUP_WORLD_SIZE", "1") != "1"
             and agents_flag("rdzv_backend", environ) not in (None, "static")):
-        raise UserError("torchrun on several machines without a run id: two jobs at one endpoint would be merged\n"
-                        "add --rdzv_id=NAME to every torchrun, a name no other job uses")
+        raise UserError("torchrun on several machines without a run id would merge two jobs at one endpoint\n"
+                        "add --rdzv_id=NAME to every torchrun, a name that no other job uses")
     _resolve(host)
 
 
@@ -105,20 +103,19 @@ def _resolve(host):
 
     resolver = threading.Thread(target=look_up, daemon=True)  # getaddrinfo itself has no time-out
     resolver.start()
-    resolver.join(RESOLVING)
-    problem = answer[0] if answer else f" within {RESOLVING} s"
+    resolver.join(RESOLVE_SECONDS)
+    problem = answer[0] if answer else f" within {RESOLVE_SECONDS} s"
     if problem:
         raise UserError(f"MASTER_ADDR={host!r} cannot be resolved{problem}\n"
                         "set it to a name or an address of rank 0's machine")
 
 
 def end_a_crash_loop(environ=os.environ):
-    """Raises UserError once LIVES lives in a row were over before they were open; before that, each waits a
-    bit longer.
+    """Raises UserError once FAILED_STARTS lives in a row ended before they trained; delays each of them.
 
-    An agent would restart them for ever. It counts its restarts, and `life_is_open` leaves the number of the
-    life beside its logs, which go with the agent: so each machine judges what became of its own. What fails
-    later is told by the ledger.
+    An agent would restart them for ever. It counts its restarts, and `life_is_open` writes the number of the
+    life beside the agent's logs, which end with the agent: each machine judges its own lives. The ledger
+    tells of failures after that.
     """
     notes = _notes(environ)
     if not notes:
@@ -129,15 +126,16 @@ def end_a_crash_loop(environ=os.environ):
     except (OSError, ValueError):
         opened = -1
     failed = life - opened - 1
-    if failed >= LIVES:
-        raise UserError(f"{failed} lives in a row ended before they could train; {_why_it_ended(notes / f'attempt_{life - 1}')}\n"
+    if failed >= FAILED_STARTS:
+        why = _why_it_ended(notes / f"attempt_{life - 1}")
+        raise UserError(f"{failed} lives in a row ended before they could train; {why}\n"
                         "mend the cause, then start again", code=5)
     if failed > 1:
         time.sleep(min(30, 2 ** (failed - 3)))
 
 
-def life_is_open(environ=os.environ):
-    """This life has all it needs to train: earlier ends do not count any more."""
+def life_is_open(environ: Mapping[str, str] = os.environ) -> None:
+    """Call when this life is ready to train: failed starts before it no longer count."""
     notes = _notes(environ)
     if notes and environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
@@ -145,9 +143,7 @@ def life_is_open(environ=os.environ):
 
 
 def _notes(environ):
-    """The folder in which an agent keeps attempt_0, attempt_1, ... with a folder for each rank's error; None
-    without one.
-    """
+    """The folder in which an agent keeps each rank's error, as attempt_N/RANK/; None without an agent."""
     path = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     return path.parents[2] if path.match(f"attempt_{environ.get('TORCHELASTIC_RESTART_COUNT')}/*/*") else None
 
@@ -156,15 +152,13 @@ def _why_it_ended(attempt):
     for path in sorted(attempt.glob("*/error.json*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             words = " ".join(json.loads(path.read_text())["message"]["message"].split())[:200]
-            if not words.startswith(("DistNetworkError", "DistStoreError")):  # those only tell of another rank's end
+            if not words.startswith(("DistNetworkError", "DistStoreError")):  # they tell of another rank's end
                 return f"the last error: {words}"
     return "no error was noted (killed? out of memory?)"
 
 
 def agents_flag(name, environ=os.environ):
-    """What the agent above this process was given as --NAME or PET_NAME; None where that is left open, or
-    cannot be seen.
-    """
+    """--NAME or PET_NAME of the agent above this process; None if it is not set or cannot be read."""
     try:
         with open(f"/proc/{os.getppid()}/cmdline", encoding="utf-8", errors="replace") as file:
             return flag_in(file.read().split("\0"), name, environ)
@@ -172,22 +166,20 @@ def agents_flag(name, environ=os.environ):
         return flag_in((), name, environ)
 
 
-def flag_in(arguments, name, environ):
-    """torchrun's --NAME among these arguments, as torchrun reads them: the last one, or else the variable
-    PET_NAME; or None.
-    """
+def flag_in(arguments: Iterable[str], name: str, environ: Mapping[str, str]) -> str | None:
+    """torchrun's --NAME as torchrun reads it: the last of these arguments, else the variable PET_NAME."""
     found = re.findall(rf"^--{name.replace('_', '[-_]')}[=\n](.*)$", "\n".join(arguments), re.MULTILINE)
     return found[-1] if found else environ.get(f"PET_{name.upper()}")
 
 
 def warn_of_late_joins(environ=os.environ):
-    """Under plain torchrun a machine that joins a running job waits for an address that nobody gives it, and
-    all agents end.
+    """Warns that a machine which joins this job later waits for an address in vain, and all agents end.
 
-    torch hands the rendezvous' own store to the workers, and what it says of that store it says in the first
-    round only. A worker cannot mend it: the agents fail before they start the next workers.
+    Plain torchrun gives the rendezvous' own store to the workers, and announces its address in the first
+    round only. A worker cannot mend that: the agents fail before they start the next workers.
     """
     low, _, high = (agents_flag("nnodes", environ) or "1").partition(":")
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environ.get("RANK") == "0" and high not in ("", low):
-        say("warning: a machine that joins this job later will end it: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every "
-            "torchrun, or start launch/torchrun.py", sys.stderr)
+    shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and environ.get("RANK") == "0" and high not in ("", low):
+        say("warning: a machine that joins this job later will end it: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun, or use launch/torchrun.py", sys.stderr)

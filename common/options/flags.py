@@ -1,4 +1,4 @@
-"""A flag: what its text may be, who may use it, and the parser that answers mistakes in three lines."""
+"""A flag: the values it takes, the scripts that have it, and the parser that reports mistakes."""
 import argparse
 import math
 import re
@@ -6,29 +6,28 @@ from dataclasses import field
 
 from common.errors import UserError, did_you_mean, say, speaks_for_node
 
-SWITCH = None                                                # the kind of a flag without a value
+SWITCH = None      # the kind of a flag without a value
 
 
-def free(default, kind, text, group="", scripts="ddp dp mp", decides=False, why=""):
-    """A field of Options that is also a flag, and may change between restarts; `group` opens a group of
-    --help.
+def free(default, kind, text, group="", scripts="ddp dp mp", fixed=False, why=""):
+    """A field of Options that is a flag which may change between restarts; `group` opens a group of --help.
 
-    `why` says what stands against it in the scripts that do not have it.
+    `why` is the reason why the other scripts do not have it.
     """
-    return field(default=default, metadata={"kind": kind, "help": text, "group": group, "scripts": scripts.split(),
-                                            "decides": decides, "why": why})
+    return field(default=default, metadata={
+        "kind": kind, "help": text, "group": group, "scripts": scripts.split(), "fixed": fixed, "why": why})
 
 
 def fixed(*args, **kwargs):
-    """The same for what decides the result: a restart may not change it."""
-    return free(*args, **kwargs, decides=True)
+    """Like `free`, for a flag that changes the result: a restart with another value is refused."""
+    return free(*args, **kwargs, fixed=True)
 
 
 def flag_of(name):
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
 
 
-# ---- what a flag's text may be: each gives a function from text to value --------------------------
+# ---- kinds of values: functions from a flag's text to its value ------------------------------------
 def _kind(shape, convert):
     def kind(text):
         try:
@@ -69,7 +68,7 @@ def one_of(*names):
 
 
 def _plain(text):
-    """Names end up in paths, log lines and JSON: what those cannot hold is refused here."""
+    """A name: it ends up in paths, log lines and JSON, so it may only have characters that those can hold."""
     if not text or any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in text):
         raise ValueError("is empty, holds a control character or is not UTF-8; use another name")
     return text
@@ -83,20 +82,22 @@ def _devices(text):
 
 def _balance(text):
     if not re.fullmatch(r"parameters|time|[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
-        raise ValueError(f"is not parameters, time or a list of counts like 3,1{did_you_mean(text, ('parameters', 'time'))}")
+        near = did_you_mean(text, ("parameters", "time"))
+        raise ValueError(f"is not parameters, time or a list of counts like 3,1{near}")
     return text
 
 
-NAME, PATH, DEVICES, BALANCE = _kind("NAME", _plain), _kind("PATH", _plain), _kind("D,D", _devices), _kind("HOW", _balance)
+NAME, PATH = _kind("NAME", _plain), _kind("PATH", _plain)
+DEVICES, CUTS = _kind("D,D", _devices), _kind("HOW", _balance)
 
 
 # ---- the parser -----------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
-    """Opens --help with the script's own commands; every mistake is a UserError."""
+    """--help begins with the script's own commands; every mistake is a UserError."""
 
     def __init__(self, doc, script, options):
-        super().__init__(prog=f"train_{script}.py", description=doc, usage=argparse.SUPPRESS, allow_abbrev=False,
-                         argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
+        super().__init__(prog=f"train_{script}.py", description=doc, usage=argparse.SUPPRESS,
+                         allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
                          argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
         self.script, self.owners = script, {flag_of(f.name): f.metadata["scripts"] for f in options}
         self.why = {flag_of(f.name): f": {f.metadata['why']}" for f in options if f.metadata["why"]}
@@ -122,7 +123,8 @@ class Parser(argparse.ArgumentParser):
         flag = unknown[0].partition("=")[0]
         if flag in self.owners:
             owners = " and ".join(f"train_{script}.py" for script in self.owners[flag])
-            raise UserError(f"{flag} cannot take effect in {self.prog}{self.why.get(flag, '')}\nit belongs to {owners}")
+            why = self.why.get(flag, "")
+            raise UserError(f"{flag} cannot take effect in {self.prog}{why}\nit belongs to {owners}")
         mine = [name for name, scripts in self.owners.items() if self.script in scripts]
         self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, mine)}")
 

@@ -1,4 +1,4 @@
-"""A user's own code: the function in `path/to/file.py:function`, loaded once, blamed by file and line."""
+"""A user's own code: the function in `path/to/file.py:function`; its errors name file and line."""
 import contextlib
 import importlib.util
 import inspect
@@ -6,22 +6,21 @@ import sys
 import traceback
 import zlib
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError, one_line
 
 
-def call_user(spec, *facts):
-    """What the function in `path/to/file.py:function` returns; given the last of `facts`, as many as it
-    takes.
+def call_user(spec: str, *facts: Any) -> Any:
+    """Calls the function in `path/to/file.py:function` with the last of `facts`, as many as it requires.
 
-    Parameters with a default are left to it: `f()`, `f(data)` and `f(opts, data, width=3)` all do for a
-    model.
+    Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(f"{spec!r} names no function\nwrite path/to/file.py:function")
     if not Path(path).is_file():
-        raise UserError(f"{path} is not there (wanted for {spec})")
+        raise UserError(f"{path} is not there\ngive the path of the file that has {name}")
     module = load_file(path)
     function = getattr(module, name, None)
     if not callable(function):
@@ -31,19 +30,19 @@ def call_user(spec, *facts):
         required = [p for p in inspect.signature(function).parameters.values()
                     if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(required) > len(facts):
-            raise UserError(f"{spec} requires {len(required)} arguments, {len(facts)} are to be had")
+            raise UserError(f"{spec} takes {len(required)} arguments, but gets {len(facts)}\n"
+                            "give the others a default")
         return function(*facts[len(facts) - len(required):])
 
 
 def load_file(path):
-    """The module in a file, loaded once a process; its own folder is importable from it."""
+    """The module in a file, loaded once in this process; it can import files of its own folder."""
     path = str(Path(path).resolve())
     name = f"user_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
     if name in sys.modules:
         return sys.modules[name]
     if str(Path(path).parent) not in sys.path:
-        # last, so that it can hide neither common nor the standard library
-        sys.path.append(str(Path(path).parent))
+        sys.path.append(str(Path(path).parent))  # last: it must not hide common or the standard library
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
@@ -57,7 +56,7 @@ def load_file(path):
 
 @contextlib.contextmanager
 def blamed_on(path):
-    """Turns what a user's file raises into one error that names the file and the line."""
+    """Turns an exception of a user's file into a UserError that names the file and the line."""
     try:
         yield
     except UserError:

@@ -151,7 +151,7 @@ def test_a_users_function_gets_as_many_facts_as_it_requires(tmp_path):
     ("\n\ndef build(:\n", "build", "line 3: SyntaxError"),
     ("import nonesuch\n", "build", "line 1: ModuleNotFoundError"),
     ("def build():\n    return 1 / 0\n", "build", "line 2: ZeroDivisionError"),
-    ("def build(a, b, c): pass\n", "build", "requires 3 arguments"),
+    ("def build(a, b, c): pass\n", "build", "takes 3 arguments"),
 ])
 def test_what_is_wrong_in_a_users_file_is_said_with_its_line(tmp_path, text, name, said):
     path = tmp_path / "mine.py"

@@ -13,7 +13,7 @@ import pytest
 from common.errors import UserError
 from common.options import Options, environment, parse_options
 from common.options.flags import flag_of
-from common.options.options import DATASET_FLAGS
+from common.options.rules import DATASET_FLAGS
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
@@ -104,7 +104,7 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, a
     ("dp", ["--devices", "cpu,cuda"], "one kind"),
     ("dp", ["--devices", "cuda:0,cuda:1", "--device", "cpu"], "contradicts"),
     ("mp", ["--show-scatter"], "train_dp.py"),
-    ("mp", ["--stages", "2"], "no multiple"),
+    ("mp", ["--stages", "2"], "cannot be divided"),
     ("mp", ["--stages", "1", "--devices", "cpu,cpu"], "--devices"),
     ("mp", ["--balance", "tim"], "did you mean time"),
     ("mp", ["--schedule", "gpip"], "did you mean gpipe"),
@@ -271,7 +271,7 @@ def test_the_agents_flags_are_read_as_torchrun_reads_them(command, value):
 
 
 def test_a_resolver_that_never_answers_costs_seconds_not_minutes(monkeypatch):
-    monkeypatch.setattr(environment, "RESOLVING", 0.05)
+    monkeypatch.setattr(environment, "RESOLVE_SECONDS", 0.05)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(1))
     began = time.monotonic()
     with pytest.raises(UserError, match="cannot be resolved within"):
@@ -285,7 +285,7 @@ def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, m
     assert "use train_ddp.py" in refused(capsys, script="dp")
 
 
-@pytest.mark.parametrize("argv, word", [(["--stages", "3"], "no multiple"), (["--devices", "cpu,cpu"], "--devices"),
+@pytest.mark.parametrize("argv, word", [(["--stages", "3"], "cannot be divided"), (["--devices", "cpu,cpu"], "--devices"),
                                         (["--virtual-ranks", "1", "--stages", "1"], "start at most 1 processes"),
                                         (["--virtual-ranks", "4", "--stages", "1", "--shard"], "--shard cannot take effect"),
                                         (["--shard"], "one of each")])
@@ -299,7 +299,7 @@ def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_worker
     assert parse_options("", ["--stages", "2"], "mp", processes=0).stages == 2
     with pytest.raises(SystemExit):
         parse_options("", ["--stages", "2"], "mp", processes=1)
-    assert "a world of 1 process is no multiple" in capsys.readouterr().err
+    assert "1 process cannot be divided into groups of 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("environ, warned", [
