@@ -1,0 +1,132 @@
+"""Which flags contradict each other, this world or this machine's disks; each such pair is an error."""
+import os
+from pathlib import Path
+
+from common.errors import UserError, did_you_mean
+from common.options.flags import flag_of
+
+FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
+DATASET_FLAGS = {  # the flags that can take effect with this dataset, of those that depend on it
+    "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
+    "imagefolder": ("data_dir", "workers", *IMAGES), "sentiment": (), "sentiment-large": (),
+    "random": ("mixup",), "text": ("data_dir",)}
+
+NOT_WITH_VIRTUAL_RANKS = {  # and why
+    "--micro-batch-size": "a slice is one forward, so its size is already fixed",
+    "--sync-bn": "statistics over all ranks would depend on their number",
+    "--compile": "compiled code depends on the shapes a process has seen, so on the world"}
+
+
+def uses(dataset):
+    """The flags of DATASET_FLAGS that can take effect with this dataset, or with a user's own function."""
+    if ".py" in dataset:
+        return ("data_dir", "workers", *IMAGES)
+    name, _, size = dataset.partition(":")
+    return DATASET_FLAGS.get(name if name in ("random", "text") else dataset, ())
+
+
+def check_together(opts):
+    """Flags that contradict each other or cannot take effect together."""
+    name, known, defaults = opts.dataset, uses(opts.dataset), type(opts)(dataset=opts.dataset)
+    idle = [f for f in FILES + IMAGES + ("workers",)
+            if f not in known and getattr(opts, f) != getattr(defaults, f)]
+    other = next((flag for flag in NOT_WITH_VIRTUAL_RANKS if getattr(opts, flag[2:].replace("-", "_"))), "")
+    kinds = {device.partition(":")[0] for device in opts.devices}
+    checkpoint, one = opts.resume not in ("auto", "none"), "leave out one of them"
+    _refuse(
+        (opts.shard and opts.virtual_ranks,
+         "--shard cannot take effect with --virtual-ranks: its sums depend on the replicas' number\n" + one),
+        (opts.script == "mp" and opts.virtual_ranks and opts.schedule != "1f1b",
+         "--schedule cannot take effect with --virtual-ranks: slices are summed in a fixed order\n" + one),
+        (name not in DATASET_FLAGS and not known,
+         f"--dataset: {name!r} is no dataset{did_you_mean(name, DATASET_FLAGS)}\n"
+         f"there are {', '.join(DATASET_FLAGS)}, and path/to/file.py:function"),
+        (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --dataset {name}\nleave it out"),
+        (opts.momentum is not None and opts.optimizer != "sgd",
+         f"--momentum cannot take effect with --optimizer {opts.optimizer}\n"
+         "leave it out, or use --optimizer sgd"),
+        (opts.init_from and checkpoint,
+         "--init-from and --resume PATH both say where the weights come from\n" + one),
+        (opts.eval_only and opts.resume == "none" and not opts.init_from,
+         "--eval-only with --resume none: there is nothing to evaluate\n"
+         "leave out --resume none, or give --init-from"),
+        (opts.virtual_ranks > opts.global_batch_size,
+         f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size {opts.global_batch_size} into "
+         "slices without samples\n"
+         f"use --virtual-ranks {opts.global_batch_size} at most"),
+        (opts.virtual_ranks and other,
+         f"{other} cannot take effect with --virtual-ranks: {NOT_WITH_VIRTUAL_RANKS.get(other)}\n" + one),
+        (opts.sync_bn and opts.device == "cpu",
+         "--sync-bn works on GPUs only, but --device is cpu\n" + one),
+        (opts.amp == "fp16" and opts.device == "cpu",
+         "--amp fp16 works on GPUs only, but --device is cpu\nuse --amp bf16, or leave out --device cpu"),
+        (opts.device in ("cpu", "cuda") and kinds - {opts.device},
+         f"--devices {','.join(opts.devices)} contradicts --device {opts.device}\n" + one),
+        (opts.script == "dp" and len(kinds) > 1,
+         f"--devices {','.join(opts.devices)}: train_dp.py needs devices of one kind\nname one kind"),
+        (opts.script == "mp" and len(opts.devices) == 1,
+         f"--devices {','.join(opts.devices)}: a model is split over two devices or more\n"
+         "for example --devices cpu,cpu"))
+
+
+def check_world(opts, world):
+    """Flags that need another number of processes."""
+    processes, stages = f"{world} process{'es' * (world > 1)}", opts.stages or world
+    replicas = max(1, world // stages) if opts.script == "mp" else world
+    _refuse(
+        (opts.script == "dp" and world > 1,
+         f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
+         "use train_ddp.py with torchrun, or start train_dp.py with python"),
+        (opts.stages and world % opts.stages,
+         f"--stages {opts.stages}: {processes} cannot be divided into groups of {opts.stages}\n"
+         f"start a multiple of it (torchrun --nproc_per_node={opts.stages}), or leave out --stages"),
+        (opts.script == "mp" and opts.devices and (world > 1 or opts.stages),
+         "--devices is for a single process; here each process has one device\n"
+         "leave it out, or start with python"),
+        (opts.shard and world // stages < 2,
+         f"--shard spreads a stage over its replicas, but {processes} in {stages} stages have one of each\n"
+         "start more processes, or use fewer stages (--stages 1)"),
+        (opts.virtual_ranks and replicas > opts.virtual_ranks,
+         f"WORLD_SIZE={world} makes {replicas} replicas, more than --virtual-ranks {opts.virtual_ranks}\n"
+         f"start at most {opts.virtual_ranks * (world // replicas)} processes"))
+
+
+def _refuse(*rules):
+    """Raises the first of these (broken, message) that is broken."""
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+
+
+def check_places(opts):
+    """The files and folders that flags name; checked without torch, before the processes meet."""
+    run, own_folder = opts.run_dir, "\ngive the run a folder of its own"
+    try:
+        if opts.resume not in ("auto", "none") and not os.path.isdir(opts.resume):
+            raise UserError(f"--resume: {opts.resume!r} is no folder\n"
+                            "give a checkpoint's folder, auto or none")
+        if opts.init_from and not os.path.isfile(opts.init_from):
+            raise UserError(f"--init-from: {opts.init_from!r} is no file\n"
+                            "give a file of weights that torch.save wrote")
+        whole_path = run.resolve()
+        if whole_path == Path(whole_path.anchor):
+            raise UserError(f"--run-dir: {str(run)!r} is the root of the file system{own_folder}")
+        if whole_path == Path(opts.data_dir).resolve():
+            raise UserError(f"--run-dir: {str(run)!r} is also the data folder{own_folder}")
+        for folder in (Path(opts.data_dir, "train"), Path(opts.data_dir, "val")):
+            if opts.dataset == "imagefolder" and not folder.is_dir():
+                raise UserError(f"dataset imagefolder: {folder} is not there\n"
+                                "--data-dir must have train/CLASS/IMAGE and val/CLASS/IMAGE")
+        there = next(place for place in (run, *run.parents) if os.path.lexists(place))
+        if not there.is_dir():
+            raise UserError(f"--run-dir: {str(there)!r} is not a folder{own_folder}")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"--run-dir: {str(there)!r} is not writable\n"
+                            "choose another place, or change its permissions")
+        os.stat(run)
+    except FileNotFoundError:
+        pass
+    except (OSError, RuntimeError) as error:  # too long a name, a circle of links, no permission
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"--run-dir: {str(run)!r} cannot be used ({reason})\n"
+                        "choose another place") from None
