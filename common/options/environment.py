@@ -152,7 +152,7 @@ def _why_it_ended(attempt):
     for path in sorted(attempt.glob("*/error.json*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             words = " ".join(json.loads(path.read_text())["message"]["message"].split())[:200]
-            if not words.startswith(("DistNetworkError", "DistStoreError")):  # they tell of another rank's end
+            if not words.startswith(("DistNetworkError", "DistStoreError")):  # of another rank's end
                 return f"the last error: {words}"
     return "no error was noted (killed? out of memory?)"
 
