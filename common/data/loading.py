@@ -131,11 +131,7 @@ class DatasetSplit:
         return x, y
 
     def look(self):
-        """(label, mean size of the numbers) of three samples; None for one that differs when read again.
-
-        Rounded on purpose: the last bits of a float may depend on the CPU, and would refuse the run's own
-        data.
-        """
+        """(label, mean size of the numbers) of three samples; None for one that differs when read again."""
         def once(id):
             x, y = self.sample(id, 0, False)
             return y, f"{x.double().abs().mean():.2e}"  # rounded: the last bits may depend on the CPU

@@ -1,33 +1,59 @@
-"""Which samples each step was really trained on, compared with the order that an undisturbed run would have
-had.
-"""
+"""Compares the samples each step was trained on with the order of an undisturbed run."""
 from array import array
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
-from common.ledger.report import _saved, lives_of, planned, read
+from common.ledger.report import lives_of, read, saved_step
 
 
-def audit(*run_dirs, explain=lambda line: None):
-    """Return missed and repeated samples, lost and redone steps, along the chain of lives that leads to the
-    last step.
+def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: None) -> dict[str, Any]:
+    """Return missed and repeated samples, lost and redone steps, of the lives that lead to the last step.
 
-    Lost: done by somebody, and the next life resumed before it. Redone: each time a step was made beyond its
-    first. Missed: the notes are there, the sample is not. A step that a rank has no notes around (a file that
-    is gone, a life without --audit, another node's folder) and that lacks samples is in "unproven", a list
-    that is there if it is not empty. The expectation comes from (n, seed, global batch size) and the step's
-    number alone, never from the log itself.
+    Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
+    again. Missed: the notes exist, but lack the sample. A step that lacks samples where a rank has no notes
+    (a file is gone, a life without --audit, another node's folder) is listed in "unproven", a key that exists
+    only if it is needed. What is expected follows from (n, seed, global batch size) and the step's number,
+    never from the notes.
     """
     from common.sampler import permute  # here, because it imports torch
 
     folders = [Path(run_dir) / "audit" for run_dir in run_dirs]
     lives = lives_of(*run_dirs)
     if not any(path for folder in folders for path in folder.glob("life-*.jsonl")):
-        raise UserError(f"{folders[0]} holds no audit\ntrain with --audit to have one written")
-    # chain: step -> ids it was trained on, in this lineage
-    chain, executions, reached, lost = {}, Counter(), 0, 0
-    makers = []
+        raise UserError(f"{folders[0]} holds no audit\ntrain with --audit, which writes one")
+    chain, makers, reached, lost, redone = _follow(folders, lives)
+    if reached == 0:
+        raise UserError(f"{folders[0]} holds no finished step\nthere is nothing to audit yet")
+    first = lives[0][0]
+    if lacks := {"n", "global_batch_size", "seed"} - set(first):
+        raise UserError(f"{run_dirs[0]}: the first life lacks {sorted(lacks)}, from which the order follows")
+    found: dict[str, Any] = {"missed": 0, "repeated": 0, "lost": lost, "redone": redone}
+    for step, epoch, batch, n in _planned([events[0] for events in lives], reached, explain):
+        expected = Counter(permute(batch, n, first["seed"], epoch).tolist())
+        trained = Counter(chain.get(step, ()))
+        missed, repeated = (expected - trained).total(), (trained - expected).total()
+        spans = next((spans for resumed, spans in reversed(makers) if resumed < step), [range(0)])
+        if missed and not all(step in span for span in spans):
+            found.setdefault("unproven", []).append(step)
+            missed = 0
+        if missed or repeated:
+            explain(f"step {step} (epoch {epoch}, position {batch.start}): "
+                    f"missed {missed}, repeated {repeated}")
+        found["missed"] += missed
+        found["repeated"] += repeated
+    return found
+
+
+def _follow(folders, lives):
+    """Follow the lives to the last step.
+
+    Return {step: ids it was trained on}, (step resumed at, steps noted by each replica) of each life, the
+    last step, and the numbers of steps lost and redone.
+    """
+    chain, executions, reached, lost, makers = {}, Counter(), 0, 0, []
     for events, following in zip(lives, [*lives[1:], None], strict=True):
         resumed = events[0]["step"]
         lost += max(0, reached - resumed)
@@ -37,49 +63,25 @@ def audit(*run_dirs, explain=lambda line: None):
         makers.append((resumed, [spans.get(rank, range(0)) for rank in ranks]))
         for step, ids in begun.items():
             chain.setdefault(step, array("q")).extend(ids)
-        # A process can die after its update and before its done-line, and a survivor save that very update:
-        # what the
-        # next life resumed past was made too. Any other step begun and not done has left no trace in the
+        # A process can die after its update and before its done-line, and a survivor can save that update: a
+        # step that the next life resumed past was made too. Any other step without a done-line changed no
         # model.
         kept = following[0]["step"] if following else 0
         executions.update(done)
         executions.update(step for step in begun if resumed < step <= kept and step not in done)
-        reached = max([_saved(events), *done])
-    if reached == 0:
-        raise UserError(f"{folders[0]} tells of no finished step\nthere is nothing to audit yet")
-
-    first = lives[0][0]
-    if lacks := {"n", "global_batch_size", "seed"} - set(first):
-        raise UserError(f"{run_dirs[0]}: the first life lacks {sorted(lacks)}, without which there is no order")
-    found = {"missed": 0, "repeated": 0, "lost": lost, "redone": executions.total() - len(executions)}
-    for step, epoch, batch, n in planned([events[0] for events in lives], reached, explain):
-        position = batch.start
-        expected = Counter(permute(batch, n, first["seed"], epoch).tolist())
-        trained = Counter(chain.get(step, ()))
-        missed, repeated = (expected - trained).total(), (trained - expected).total()
-        spans = next((spans for resumed, spans in reversed(makers) if resumed < step), [range(0)])
-        if missed and not all(step in span for span in spans):
-            found.setdefault("unproven", []).append(step)
-            missed = 0
-        if missed or repeated:
-            explain(f"step {step} (epoch {epoch}, position {position}): missed {missed}, repeated {repeated}")
-        found["missed"] += missed
-        found["repeated"] += repeated
-    return found
+        reached = max([saved_step(events), *done])
+    return chain, makers, reached, lost, executions.total() - len(executions)
 
 
 def _read_life(folders, life):
-    """Return {step: ids that any rank began to train on}, {step: how often the busiest rank has done it},
-    {rank: steps noted}.
-    """
+    """Return {step: ids any rank began}, {step: how often the busiest rank did it}, {rank: steps noted}."""
     begun, done, spans = {}, Counter(), {}
     for path in sorted(path for folder in folders for path in folder.glob(f"life-{life}-rank*.jsonl")):
         own, steps = Counter(), []
         for record in read(path):
             match record:
                 case {"event": "begin", "step": int(step), "ids": list(ids)}:
-                    # 8 bytes a sample: an audit may hold a great many
-                    begun.setdefault(step, array("q")).extend(ids)
+                    begun.setdefault(step, array("q")).extend(ids)  # 8 bytes a sample: an audit may hold many
                     steps.append(step)
                 case {"event": "done", "step": int(step)}:
                     own[step] += 1
@@ -88,3 +90,29 @@ def _read_life(folders, life):
         if steps:
             spans[int(path.stem.rpartition("rank")[2])] = range(min(steps), max(steps) + 1)
     return begun, done, spans
+
+
+def _planned(lives, steps, explain):
+    """Yield (step, epoch, positions, n) of each step of an undisturbed run; `lives` are the first events.
+
+    If a life found another number of samples than the life before, the epoch begins again. A run whose first
+    steps come from another folder resumes where it was told to; earlier steps are expected as if made here.
+    """
+    first, changes = lives[0], {}
+    for life in lives:
+        changes = {step: n for step, n in changes.items() if step <= life["step"]}  # later steps were undone
+        last = [first["n"], *changes.values()][-1]
+        if life.get("n", last) != last:
+            changes.pop(life["step"], None)
+            changes[life["step"]] = life["n"]
+    n, batch, epoch, position = first["n"], first["global_batch_size"], 0, 0
+    for step in range(steps):
+        if step == first["step"] > 0:
+            epoch, position = first["epoch"], first["position"]
+        if position >= n:
+            epoch, position = epoch + 1, 0
+        if step in changes:
+            n, position = changes[step], 0
+            explain(f"after step {step}: epoch {epoch + 1} began again, with {n:,} samples")
+        yield step + 1, epoch, range(position, min(position + batch, n)), n
+        position += batch

@@ -1,43 +1,44 @@
-"""Where the time of a life goes: the laps of its start, then the seconds in steps; entered in the ledger by
-rank 0.
-"""
+"""Where the time of a life goes: the parts of its start, then the seconds in steps."""
 import os
 import time
+from typing import Any
 
-EVERY = 10.0            # seconds between two entries: a kill costs the account no more than that
+from common.ledger.lines import Ledger
+
+ENTRY_EVERY = 10.0      # seconds between two entries in the ledger: a kill loses no more than that
 
 
 class Clock:
-    """Starts when the process did, so that the imports are in the first lap."""
+    """Starts when the process started, so that the first lap includes the imports."""
 
-    def __init__(self, lap):
-        self.laps, self.began = {}, round(_process_start(), 3)
+    def __init__(self, lap: str) -> None:
+        self.laps: dict[str, float] = {}
+        self.began = round(_process_start(), 3)
         self.mark = self.began
-        self.ledger = self.entered = self.profiler = None
+        self.ledger: Ledger | None = None
+        self.entered: float | None = None
+        self.profiler: Any = None
         self.steps_s = 0.0
         self.lap(lap)
 
-    def lap(self, name):
+    def lap(self, name: str) -> None:
+        """The time since the lap before is called `name`."""
         now = time.time()
         self.laps[f"{name}_s"] = round(now - self.mark, 3)
         self.mark = now
 
-    def open(self, ledger, trace=None):
-        """From here on, on the rank that keeps the account, steps are timed; `trace` is a file for a profile
-        of a few.
-        """
+    def open(self, ledger: Ledger, trace: str | None = None) -> None:
+        """Time the steps from now on; call on rank 0. `trace` is a file for a profile of a few steps."""
         self.ledger, self.mark = ledger, time.time()
         if trace:
             from torch import profiler
             os.makedirs(os.path.dirname(trace), mode=0o700, exist_ok=True)
             self.profiler = profiler.profile(schedule=profiler.schedule(wait=3, warmup=2, active=5, repeat=1),
-                                             on_trace_ready=lambda found: found.export_chrome_trace(trace))
+                                             on_trace_ready=lambda done: done.export_chrome_trace(trace))
             self.profiler.start()
 
-    def stepped(self, step):
-        """A step is done; what lies between two of them (data, evaluation, saving) counts as the next one's
-        unless `pause`d.
-        """
+    def stepped(self, step: int) -> None:
+        """A step is done; time between two steps counts towards the next one unless `pause` was called."""
         if self.ledger is None:
             return
         now = time.time()
@@ -49,14 +50,15 @@ class Clock:
         else:
             self.steps_s += now - self.mark
         self.mark = now
-        if now - self.entered > EVERY:
+        if now - self.entered > ENTRY_EVERY:
             self.close(step)
 
-    def pause(self):
-        """What follows until the next step's begin is no step: call it again when it is over."""
+    def pause(self) -> None:
+        """Restart the timer: the time since the last step, of an evaluation or a save, is not step time."""
         self.mark = time.time()
 
-    def close(self, step=None):
+    def close(self, step: int | None = None) -> None:
+        """Write down the seconds in steps; without a step, the profile ends too."""
         if step is None and self.profiler:
             self.profiler.stop()
         if self.ledger is not None and self.steps_s:
@@ -65,7 +67,7 @@ class Clock:
 
 
 def _process_start():
-    """Unix time at which this process was started; now, where the system does not tell."""
+    """Unix time at which this process was started; now, where /proc does not tell."""
     try:
         with open("/proc/self/stat", "rb") as file:
             ticks = int(file.read().rsplit(b")", 1)[1].split()[19])

@@ -1,54 +1,66 @@
 """Append-only files of JSON lines: the ledger of a run and the audit of one rank.
 
-Nobody waits for them and nothing fails because of them: a full disk costs a warning and lines, never a
-training step.
+Training neither waits for them nor fails because of them: a full disk costs a warning and lines, never a
+step.
 """
+import errno
 import json
 import os
+import stat
 import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from common.errors import say
 
 
 class Lines:
-    """A file of JSON objects, one a line; append() survives a failing disk and never glues two lines
-    together.
+    """A file of JSON objects, one per line; append() survives a failing disk and never joins two lines.
+
+    `warn` gets the text of the first failure; later lines are tried all the same, as a disk may be emptied.
     """
 
-    def __init__(self, path):
-        self.path, self.fd, self.warned = Path(path), None, False
+    def __init__(self, path, warn=lambda text: say(f"warning: {text}", sys.stderr)):
+        self.path, self.warn, self.fd = Path(path), warn, None
 
     def append(self, record):
         line = (json.dumps(record, default=_plain) + "\n").encode()
         try:
-            if self.fd is None:
-                self._open()
-            # One write: with O_APPEND the kernel puts it at the end as a whole, whoever else is writing on
-            # this machine, and
-            # a process killed before or after it leaves whole lines. Two clients of NFS may overwrite each
-            # other's.
+            self.open()
+            # One write: with O_APPEND the kernel puts it at the end as a whole, although other processes of
+            # this machine write too, and a killed process leaves whole lines. Two NFS clients may overwrite
+            # each other.
             if os.write(self.fd, line) < len(line):
                 raise OSError("the disk took only part of a line")
         except OSError as error:
-            self.close()
-            if not self.warned:
-                self.warned = True
-                with suppress(OSError, ValueError):  # stderr may be as full, or as closed, as the disk
-                    print(f"warning: {self.path}: {error}; training goes on, lines will be missing", file=sys.stderr)
+            self.give_up(error)
 
-    def _open(self):
+    def open(self):
+        """Follows no planted link; a last line that a full disk or a power cut tore gets its end."""
+        if self.fd is not None:
+            return
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        self.fd = os.open(self.path, flags, 0o600)
+        if not stat.S_ISREG(os.fstat(self.fd).st_mode):
+            raise OSError(errno.ELOOP, "no plain file")
         size = os.fstat(self.fd).st_size
         if size and os.pread(self.fd, 1, size - 1) != b"\n":
-            # a full disk or a power cut tore the last line: it must not swallow ours
             os.write(self.fd, b"\n")
+
+    def give_up(self, error):
+        self.close()
+        if self.warn:
+            reason = error.strerror or error
+            self.warn(f"{self.path} cannot be written ({reason}); training continues without these lines")
+        self.warn = None
 
     def close(self):
         fd, self.fd = self.fd, None
         if fd is not None:
-            with suppress(OSError):  # network disks may say only here that they are full
+            with suppress(OSError):  # a network disk may report only now that it is full
                 os.close(fd)
 
 
@@ -57,34 +69,33 @@ def _plain(value):
 
 
 class Ledger:
-    """RUN/ledger.jsonl. Events named "life", "save" and "rescue" mean something to the report and carry
-    `step`.
+    """RUN/ledger.jsonl; the report reads the events "life", "save" and "rescue", which carry `step`.
 
-    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time in which steps were
-    made. "left" is what a process says that leaves its life early, with the moments of its last whole step
-    and of learning why.
+    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time spent in steps. "left"
+    is written by a process that leaves early: when its last step ended, and when it noticed the failure.
     """
 
-    def __init__(self, run_dir):
+    def __init__(self, run_dir: Path | str) -> None:
         self.lines = Lines(Path(run_dir) / "ledger.jsonl")
 
-    def event(self, name, /, **fields):
+    def event(self, name: str, /, **fields: Any) -> None:
         self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
 
 
 class Audit:
     """What one rank trained on in one life: begin() before gradients are exchanged, done() after the update.
 
-    A step that anybody has finished was begun by all: what the dead had contributed is on disk too.
+    When one rank has finished a step, all ranks had begun it: the samples of dead ranks are on disk too.
     """
 
-    def __init__(self, run_dir, life, rank, on=True):
+    def __init__(self, run_dir: Path | str, life: str, rank: int, on: bool = True) -> None:
         self.on, self.lines = on, Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
 
-    def begin(self, step, epoch, position, ids):
+    def begin(self, step: int, epoch: int, position: int, ids: list[int]) -> None:
         if self.on:
-            self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position, "ids": ids})
+            self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position,
+                               "ids": ids})
 
-    def done(self, step):
+    def done(self, step: int) -> None:
         if self.on:
             self.lines.append({"event": "done", "step": step})

@@ -1,70 +1,59 @@
-"""RUN/metrics.jsonl: an object per logged step and per evaluation, each there once after any number of
-restarts.
-"""
+"""RUN/metrics.jsonl: an object per logged step and per evaluation, each written once despite any restarts."""
 import errno
 import json
 import math
 import os
-import stat
+from pathlib import Path
 
 from common.errors import UserError
+from common.ledger.lines import Lines
 
 
 class Metrics:
-    """The file as a life that resumed at `step` must find it: no later line, no torn line, no step twice.
+    """The file, cleaned for a life that resumed at `step`: no later line, no torn line, no step twice.
 
-    `note` is told, once, when the disk refuses: training goes on without the file.
+    `note` gets one warning when the disk fails: training continues without the lines.
     """
 
     def __init__(self, run_dir, step, note):
-        self.path, self.note, self.fd, self.torn = os.path.join(run_dir, "metrics.jsonl"), note, None, False
+        self.lines, self.on = Lines(Path(run_dir) / "metrics.jsonl", note), True
         self.last = {"train": -1, "val": -1}  # the newest step of each kind of line
+        path = self.lines.path
         try:
-            os.makedirs(run_dir, mode=0o700, exist_ok=True)
-            self.fd = _open(self.path)
-            if not stat.S_ISREG(os.fstat(self.fd).st_mode):
-                raise OSError(errno.ELOOP, "no plain file")
-            with open(os.dup(self.fd), "rb") as file:
+            self.lines.open()
+            with open(os.dup(self.lines.fd), "rb") as file:
+                file.seek(0)
                 lines = file.readlines()
             kept = [line for line in lines if self._belongs(line, step)]
-            if kept != lines or lines and not lines[-1].endswith(b"\n"):
-                with open(f"{self.path}.new", "wb") as aside:  # a log needs no fsync
-                    aside.writelines(line.removesuffix(b"\n") + b"\n" for line in kept)
-                os.replace(aside.name, self.path)
-                os.close(self.fd)
-                self.fd = _open(self.path)
+            if kept != lines:
+                with open(f"{path}.new", "wb") as aside:  # a log needs no fsync
+                    aside.writelines(kept)
+                os.replace(aside.name, path)
+                self.lines.close()  # the first line opens the new file
         except OSError as error:
-            self.close()
             if error.errno == errno.ELOOP:
-                raise UserError(f"{self.path} is a link or no plain file: it is not followed\nremove it") from None
-            self._give_up(error)
+                self.lines.close()
+                raise UserError(f"{path} is a link or no plain file: it is not followed\nremove it") from None
+            self.lines.give_up(error)
+            self.on = False  # a file that was not cleaned would hold steps twice
 
     def write(self, line):
-        """Appends a line with its "step"; False if that step is there already."""
+        """Append a line with its "step"; False if the file has that step already."""
         kind = _kind(line)
         if line["step"] <= self.last[kind]:
             return False
         self.last[kind] = line["step"]
-        if self.fd is not None:
+        if self.on:
             # JSON has no nan and no infinity: null stands for both.
-            finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
-            data = json.dumps(finite).encode() + b"\n"
-            if self.torn:  # a full disk cut the line before: do not join it
-                data = b"\n" + data
-            try:
-                # one write a line: a crash tears the last at most
-                self.torn = os.write(self.fd, data) < len(data)
-            except OSError as error:
-                self._give_up(error)
+            self.lines.append({k: None if isinstance(v, float) and not math.isfinite(v) else v
+                               for k, v in line.items()})
         return True
 
     def close(self):
-        if self.fd is not None:
-            os.close(self.fd)
-        self.fd = None
+        self.lines.close()
 
     def _belongs(self, line, step):
-        """Whether a line is whole, of the past that this life goes on from, and the first of its step."""
+        """Whether a line is whole, not later than `step`, and the first one of its step."""
         try:
             line = json.loads(line)
         except (ValueError, RecursionError):
@@ -76,17 +65,6 @@ class Metrics:
             self.last[_kind(line)] = line["step"]
         return belongs
 
-    def _give_up(self, error):
-        """Says so once; the next line is tried all the same, a disk may be emptied."""
-        if self.note:
-            self.note(f"{self.path} cannot be written ({error.strerror}); training goes on without these lines")
-        self.note = None
-
 
 def _kind(line):
     return "val" if any(name.startswith("val_") for name in line) else "train"
-
-
-def _open(path):
-    """Neither follows a planted link nor waits for the reader of a planted FIFO."""
-    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
