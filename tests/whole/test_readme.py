@@ -199,19 +199,6 @@ def test_the_exit_codes_in_the_readmes_are_those_of_the_launcher():
     assert {int(cells[0]) for cells in rows(LAUNCH, "code |")} == codes | {1}
 
 
-def test_the_lines_that_the_readme_shows_are_printed():
-    strings = set()
-    for path in [*(ROOT / "common").rglob("*.py"), ROOT / "launch/warm.py"]:
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        said = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}      # docstrings
-        strings |= {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in said
-                    and isinstance(node.value, str)}
-    printed = set(re.findall("[a-z_]+", " ".join(strings)))
-    shown = next(text for text in fenced(section(README, "Sixty seconds on a laptop"), "") if text.startswith("run "))
-    shown = re.sub(r"\S*[\d/]\S*", "", shown)
-    assert set(re.findall(r"\b[a-z_]{3,}\b", shown)) <= printed
-
-
 def test_every_launcher_and_every_setting_of_torchrun_is_explained():
     files = {path.name for path in (ROOT / "launch").iterdir() if path.is_file()} - {"README.md"}
     assert files <= set(re.findall(r"`(?:launch/)?([\w.]+)`", LAUNCH))
@@ -249,13 +236,26 @@ def test_the_readmes_own_model_and_dataset_train(tmp_path):
     assert last["val_acc"] > 0.8
 
 
-def test_a_run_leaves_the_files_that_the_readme_shows(tmp_path):
+def shape(line):
+    return re.sub(r"[\d,]*\d", "N", re.sub(r"run \S+|life \S+", "", line))
+
+
+def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(tmp_path):
     block = next(text for text in fenced(README, "") if text.startswith("runs/net-digits/"))
     names = re.findall(r"^ +([\w.-]+)", block, re.MULTILINE)
-    flags = "--run-dir run --max-steps 2 --log-every 1 --audit --model mlp --dataset random".split()
-    done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *flags], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=120)
-    assert done.returncode == 0 and "leaked" not in done.stderr, done.stdout + done.stderr
+    flags = "--run-dir run --log-every 1 --audit --model mlp --dataset random".split()
+    printed = ""
+    for steps in ("2", "3"):                                        # the second one resumes
+        done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *flags, "--max-steps", steps], cwd=tmp_path,
+                              capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0 and "leaked" not in done.stderr, done.stdout + done.stderr
+        printed += done.stdout
+    shown = next(text for text in fenced(README, "") if text.startswith("run runs/net-digits")).splitlines()
+    shapes = {shape(line) for line in shown if line.startswith(("going", "resuming", "epoch", "step"))}
+    assert len(shapes) == 3 and shapes <= {shape(line) for line in printed.splitlines()}
+    code = "".join(path.read_text() for path in [*(ROOT / "common").rglob("*.py"), ROOT / "launch/warm.py"])
+    for words in ("stopped on ", "was killed by ", " by rank ", "a worker died, restart "):
+        assert words in code and words in "\n".join(shown), words
     made = {path.name for path in (tmp_path / "run").rglob("*")}
     assert {name for name in names if not name.startswith("step-")} <= made and any(name.startswith("step-") for name in made)
     top = {path.name for path in (tmp_path / "run").iterdir()}
