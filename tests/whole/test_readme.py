@@ -199,6 +199,20 @@ def test_the_exit_codes_in_the_readmes_are_those_of_the_launcher():
     assert {int(cells[0]) for cells in rows(LAUNCH, "code |")} == codes | {1}
 
 
+def test_every_message_in_the_table_of_errors_is_one_that_the_code_prints():
+    strings = ""
+    for path in [*(ROOT / "common").rglob("*.py"), *ROOT.glob("launch/*.py")]:
+        constants = [node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)]
+        strings += "\n".join(text for text in constants if isinstance(text, str))
+    wrong = []
+    for cells in rows(section(LAUNCH, "Errors and their mends"), "you read |"):
+        for message in re.findall("`(.*?)`", cells[0]):
+            if not message.startswith(("Rendezvous", "DistStore")):       # torch's own
+                parts = re.split(r"\.\.\.|\S*(?:\d|HOST|JOB)\S*|\b[A-Z]\b|--\S*|\S*=|SIG\w+|: |error", message)
+                wrong += [(message, part) for part in map(str.strip, parts) if len(part) > 4 and part not in strings]
+    assert not wrong
+
+
 def test_every_launcher_and_every_setting_of_torchrun_is_explained():
     files = {path.name for path in (ROOT / "launch").iterdir() if path.is_file()} - {"README.md"}
     assert files <= set(re.findall(r"`(?:launch/)?([\w.]+)`", LAUNCH))
