@@ -1,7 +1,7 @@
 """The map of common/: nine rooms on two stones.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
-not know each other. tests/ hold it.
+not know each other (tests/whole/test_house.py checks this).
 
     pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
 
