@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Train on this machine. Type it again after any stop: the run goes on where it was.
+# Train on this machine. The same command resumes the run after any stop.
 #
 #     launch/local.sh                             a process per GPU, or two without one
-#     launch/local.sh --nproc 4 --epochs 10       four processes; other flags are those of train_ddp.py (--help)
+#     launch/local.sh --nproc 4 --epochs 10       four processes; other flags: train_ddp.py --help
 #     NPROC=4 launch/local.sh                     the same number, from the environment
 #
 # Makes .venv and installs requirements.txt first, unless an environment that has it all is active.
@@ -28,10 +28,11 @@ if [ "$gpus" -gt 0 ] && [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
     gpus=${#visible[@]}
 fi
 [ -n "$nproc" ] || nproc=$((gpus > 0 ? gpus : 2))
-[[ $nproc =~ ^[1-9][0-9]{0,2}$ ]] || fail "--nproc: '$nproc' is not a whole number from 1 to 999" "for example --nproc 2"
+[[ $nproc =~ ^[1-9][0-9]{0,2}$ ]] ||
+    fail "--nproc: '$nproc' is not a whole number from 1 to 999" "for example --nproc 2"
 
 set_up "$root/requirements.txt"
-agent=(launch/warm.py --nproc "$nproc")            # restarts in tenths of a second, but its workers cannot use GPUs
+agent=(launch/warm.py --nproc "$nproc")            # restarts in tenths of a second, but not with GPUs
 if [ "$gpus" -gt 0 ] || [ -e /dev/nvidia0 ] || [ "$(uname -s)" != Linux ]; then
     agent=(launch/torchrun.py --nproc_per_node="$nproc")
 fi

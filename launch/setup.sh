@@ -1,8 +1,9 @@
 # shellcheck shell=bash
-# Sourced: set_up REQUIREMENTS... leaves in $PYTHON the interpreter of an environment that has what these files ask for.
+# Sourced: set_up REQUIREMENTS... sets $PYTHON to the interpreter of an environment that has them.
 #
-# That is the active environment (venv, conda), or else .venv beside the project, made on the first call. What is there
-# already is left alone, so a second call costs a fraction of a second and no network. The system's Python gets nothing.
+# That is the active environment (venv, conda), or else .venv beside the project, made on the first call. It
+# keeps what is installed already, so a second call takes a fraction of a second and no network. The system's
+# Python stays as it is.
 
 fail() {
     printf 'error: %s\n' "$1" >&2
@@ -20,11 +21,13 @@ set_up() {
         check_version "$PYTHON"
     elif [ -n "${CONDA_PREFIX:-}" ]; then
         PYTHON=$CONDA_PREFIX/bin/python
-        [ -x "$PYTHON" ] || fail "the conda environment $CONDA_PREFIX has no Python" "conda install python=3.12 pip"
+        [ -x "$PYTHON" ] ||
+            fail "the conda environment $CONDA_PREFIX has no Python" "conda install python=3.12 pip"
         check_version "$PYTHON"
     else
         PYTHON=$root/.venv/bin/python
-        if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then      # none yet, or its making was cut short, or it was moved
+        # there is none yet, making it was interrupted, or it was moved
+        if ! "$PYTHON" -m pip --version >/dev/null 2>&1; then
             make_venv "$root/.venv"
         fi
     fi
@@ -36,7 +39,8 @@ set_up() {
 make_venv() {
     local python
     python=$(command -v python3 || command -v python) ||
-        fail "there is no python3 on the PATH" "install Python 3.10 or newer; on Debian: apt install python3 python3-venv"
+        fail "there is no python3 on the PATH" \
+             "install Python 3.10 or newer; on Debian: apt install python3 python3-venv"
     check_version "$python"
     if [ -e "$1" ] && [ ! -f "$1/pyvenv.cfg" ]; then
         fail "$1 is in the way: it is no virtual environment" "move it away"
@@ -52,7 +56,7 @@ check_version() {
              "put a newer python3 first on the PATH, or activate an environment that has one"
 }
 
-satisfied() {                                      # looks at what is installed: a note of ours could be out of date
+satisfied() {  # looks at what is installed: a file that we write could be out of date
     "$PYTHON" - "$@" <<'END'
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
@@ -73,7 +77,8 @@ for path in sys.argv[1:]:
             except PackageNotFoundError:
                 sys.exit(1)
             # pip writes RECORD last: without it an installation was cut short.
-            if not wanted.specifier.contains(found.version, prereleases=True) or found.read_text("RECORD") is None:
+            fits = wanted.specifier.contains(found.version, prereleases=True)
+            if not fits or found.read_text("RECORD") is None:
                 sys.exit(1)
 END
 }
@@ -82,10 +87,13 @@ install() {
     local file files=()
     for file in "$@"; do files+=(-r "$file"); done
     "$PYTHON" -m pip --version >/dev/null 2>&1 ||
-        fail "$PYTHON lacks some of what $* ask for, and has no pip" "$PYTHON -m ensurepip, or install them in your own way"
-    echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)'): torch with its GPU libraries takes some minutes and 6 GB"
+        fail "$PYTHON lacks some of what $* ask for, and has no pip" \
+             "$PYTHON -m ensurepip, or install them in your own way"
+    echo "installing into $("$PYTHON" -c 'import sys; print(sys.prefix)'):" \
+         "torch with its GPU libraries takes some minutes and 6 GB"
     "$PYTHON" -m pip install --disable-pip-version-check "${files[@]}" ||
-        fail "pip could not install what $* ask for" "pip's last lines say why; then type the same command again"
+        fail "pip could not install what $* ask for" \
+             "pip's last lines say why; then type the same command again"
     "$PYTHON" -c 'import torch, torchvision' ||
         fail "torch and torchvision are installed, but cannot be imported together" \
              "versions of one release fit each other: see the table in torchvision's README"

@@ -4,9 +4,9 @@
 
 and on each machine `torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT --rdzv_conf=is_host=0,...
 --rdzv_id=NAME ...`. Without it the first agent hosts the store, and when that agent dies all the others end
-too. Listens on HOST alone (a TCPStore by itself listens on every interface) but asks nobody for a password,
-and agents unpickle what it holds: HOST must be an address that only the job's own machines reach. Port 0
-takes a free one; the line it prints says which.
+too. It listens on HOST alone (a TCPStore by itself listens on every interface) but has no password, and
+agents unpickle its values: HOST must be an address that only the job's own machines reach. Port 0 takes a
+free port, which the printed line names.
 """
 import signal
 import socket
@@ -27,7 +27,8 @@ def main(arguments):
             return 2
         listener = socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        print(f"error: {host}:{port}: {error.strerror or error}\nname an address of this machine, and a free port", file=sys.stderr)
+        print(f"error: {host}:{port}: {error.strerror or error}\n"
+              "name an address of this machine, and a free port", file=sys.stderr)
         return 2
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before torch starts threads: they inherit it

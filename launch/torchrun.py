@@ -1,13 +1,12 @@
-"""torchrun, for GPUs and several machines, with the settings that the promises of this project need; its
-options are torchrun's.
+"""torchrun with the settings that this project needs, for GPUs and several machines; options are torchrun's.
 
     python launch/torchrun.py --nproc_per_node=2 train_ddp.py
-    python launch/torchrun.py --nnodes=1:4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=JOB --rdzv_endpoint=HOST:29400 \\
-        train_ddp.py --run-dir /shared/run                          # on each of one to four machines
+    python launch/torchrun.py --nnodes=1:4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=JOB \\
+        --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run    # on each of one to four machines
 
-A wrong flag of the training is refused before any process is started, and the training's exit code is handed
-on, where torchrun itself turns every one into 1. A signal that comes before there are processes ends it at
-once, with 143. Machines that cannot meet end with 1, for another try may succeed.
+It refuses a wrong flag of the training before it starts a process, and returns the training's exit code, where
+torchrun itself turns every code into 1. A signal before there are processes ends it at once, with 143. Machines
+that cannot meet end with 1, for another try may succeed.
 """
 import contextlib
 import logging
@@ -27,24 +26,21 @@ from pathlib import Path
 from warm import FINAL, STOP, STOPPED, Patience, check_options
 
 SETTINGS = {
-    # Counted on each node, other nodes' failures too, and the first node to run out ends the job for all.
-    # What has to be
-    # bounded is lives without progress, and the training does that by itself.
+    # Each node counts its own and other nodes' failures, and the first node to run out ends the job for all.
+    # The training itself stops after some lives without progress.
     "PET_MAX_RESTARTS": "1000000",
-    # With one store for all its restarts, workers on other nodes keep the address of a rank 0 that is dead;
-    # and it listens
-    # on every network interface.
+    # With one store for all restarts, workers on other nodes keep the address of a dead rank 0; and that
+    # store listens on every network interface.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # A dead node is missed after 6 seconds instead of 15, a missing one waited for 3 instead of 30. Clocks
-    # may differ by less
-    # than those 6 seconds: a live node would count as dead.
+    # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 3 instead of 30. The
+    # nodes' clocks must differ by less than 6 seconds, or a live node counts as dead.
     "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3",
-    # Slurm's early warning too reaches the workers, which save; and nohup means what it says.
+    # Slurm's early warning also reaches the workers, which save; under nohup SIGHUP stays ignored.
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1" + (
         "" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ",SIGHUP"),
     "OMP_NUM_THREADS": "1",  # torchrun's own default, without its warning; --threads says otherwise
 }
-SILENCE = 20                                     # seconds
+SILENCE_SECONDS = 20  # without workers: a message
 MEETING = ("nnodes", "rdzv", "standalone", "master", "node")
 
 
@@ -52,7 +48,7 @@ class Worker(subprocess.Popen):
     """What torchrun starts its workers with; keeps those of the newest life, for their exit codes."""
 
     started = []
-    starting = threading.RLock()  # held while one is born, so that nobody leaves without it
+    starting = threading.RLock()  # held while one starts, so that this process does not exit without it
 
     def __init__(self, *args, **kwargs):
         with self.starting:
@@ -64,8 +60,7 @@ class Worker(subprocess.Popen):
         return [worker.pid for worker in self.started if worker.poll() is None]
 
     def wait(self, timeout=None):
-        """torchrun gives its workers 30 s to end, which a large state is not saved in: who moves has longer.
-        """
+        """torchrun gives workers 30 s to end, too few to save a large state: those that work get more."""
         if timeout and timeout > 1:
             patience = Patience(self.alive())
             while (alive := self.alive()) and patience.lasts(alive):
@@ -75,13 +70,11 @@ class Worker(subprocess.Popen):
 
 
 def leave_before_there_are_workers(folder):
-    """torchrun hears signals once its workers run; until then process 1 of a container hears none, and nobody
-    does in C.
-    """
+    """Ends this process on a signal: torchrun handles signals only once its workers run."""
     def wait_for_a_signal():
-        if not select.select([reader], [], [], SILENCE)[0] and not Worker.started:
-            print(f"torchrun: nothing has met for {SILENCE} s: the rendezvous does not answer, or machines are missing",
-                  file=sys.stderr, flush=True)
+        if not select.select([reader], [], [], SILENCE_SECONDS)[0] and not Worker.started:
+            print(f"torchrun: nothing has met for {SILENCE_SECONDS} s: the rendezvous does not answer, "
+                  "or machines are missing", file=sys.stderr, flush=True)
         while True:
             number = os.read(reader, 1)[0]
             with Worker.starting:
@@ -99,29 +92,28 @@ def leave_before_there_are_workers(folder):
 
 
 def main(arguments, folder):
-    """The exit code of torchrun with these arguments and our settings; `folder` is for what must go when it
-    does.
-    """
+    """Runs torchrun with these arguments and our settings; returns its exit code. `folder` is temporary."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from common.options import flag_in
-    at = next((i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")), len(arguments))
+    scripts = [i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")]
+    at = scripts[0] if scripts else len(arguments)
     if at < len(arguments) and Path(arguments[at]).is_file():
         sys.argv = arguments[at:]
         check_options(arguments[at], count(arguments[:at]))
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    # What the command line says comes on top: torchrun would drop the environment's settings altogether.
-    arguments = [text.replace("=", f"={os.environ['PET_RDZV_CONF']},", 1) if text.startswith(("--rdzv_conf=", "--rdzv-conf="))
-                 else text for text in arguments[:at]] + arguments[at:]
+    # The command line's settings are added to these: torchrun alone would drop those of the environment.
+    conf = ("--rdzv_conf=", "--rdzv-conf=")
+    arguments = [text.replace("=", f"={os.environ['PET_RDZV_CONF']},", 1) if text.startswith(conf) else text
+                 for text in arguments[:at]] + arguments[at:]
     subprocess.Popen = Worker  # before torch takes it from there
-    os.environ.setdefault("PET_LOG_DIR", folder)  # torchrun by itself leaves such a one at every start
+    os.environ.setdefault("PET_LOG_DIR", folder)  # else torchrun leaves a folder behind at every start
     elsewhere = any(text.lstrip("-").startswith(MEETING) for text in arguments[:at])
     if not elsewhere and not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(os.environ):
-        # On one machine the agent meets only itself: a file will do, where a port would be open to the
-        # network.
+        # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
         os.environ["PET_RDZV_CONF"] += ",store_type=file"
-        return run(["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={uuid.uuid4()}",
-                    "--local_addr=127.0.0.1", *arguments])
+        return run(["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous",
+                    f"--rdzv_id={uuid.uuid4()}", "--local_addr=127.0.0.1", *arguments])
     address = address_towards(flag_in(arguments[:at], "rdzv_endpoint", os.environ))
     if address and not flag_in(arguments[:at], "local_addr", os.environ):
         arguments = [f"--local_addr={address}", *arguments]
@@ -129,9 +121,7 @@ def main(arguments, folder):
 
 
 def address_towards(endpoint):
-    """This machine's address on the way to HOST:PORT where its own name is a loopback, as Debian has it; or
-    None.
-    """
+    """This machine's address towards HOST:PORT if its own name is a loopback, as on Debian; else None."""
     host, _, port = (endpoint or "").rpartition(":")
     with contextlib.suppress(OSError):
         if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
@@ -143,9 +133,7 @@ def address_towards(endpoint):
 
 
 def count(arguments):
-    """How many processes torchrun will start, or 0 where only torchrun knows: several machines, or as many as
-    there are GPUs.
-    """
+    """How many processes torchrun will start; 0 if only torchrun knows (several machines, one per GPU)."""
     from common.options import flag_in
     each, nodes = (flag_in(arguments, name, os.environ) for name in ("nproc_per_node", "nnodes"))
     return int(each or 1) if nodes in (None, "1", "1:1") and (each or "1").isdecimal() else 0
@@ -170,7 +158,8 @@ def run(arguments):
         if final := [code for code in codes() if code in FINAL]:
             return final[0]
         child = isinstance(error, ChildFailedError)
-        print(error if child else f"error: {not_met(error, arguments, time.monotonic() - began)}", file=sys.stderr)
+        seconds = time.monotonic() - began
+        print(error if child else f"error: {not_met(error, arguments, seconds)}", file=sys.stderr)
         return 1
 
 
@@ -180,11 +169,11 @@ def codes():
 
 
 def code_of_a_stop():
-    """What to leave with when asked to stop."""
+    """The exit code after a requested stop."""
     found = codes()
     if final := [code for code in found if code in FINAL]:
         return final[0]
-    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1  # killed: it never came to save
+    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1  # killed: it had no time to save
 
 
 def not_met(error, arguments, seconds):
@@ -198,8 +187,10 @@ def not_met(error, arguments, seconds):
         case "RendezvousTimeoutError":
             return (f"job {name} at {place}: too few machines came in {seconds:.0f} s\n"
                     "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?")
-    return (f"job {name}: no rendezvous at {place} in {seconds:.0f} s ({' '.join(str(error).split())[:100]})\n"
-            "       does `python launch/store.py` run there? is the address one of that machine, not 127.0.1.1?\n"
+    words = " ".join(str(error).split())[:100]
+    return (f"job {name}: no rendezvous at {place} in {seconds:.0f} s ({words})\n"
+            "       does `python launch/store.py` run there? "
+            "is the address one of that machine, not 127.0.1.1?\n"
             "       does a firewall stand between? then start it again")
 
 

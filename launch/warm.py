@@ -1,12 +1,11 @@
-"""One machine's agent that has torch imported already and forks its workers: a restart costs tenths of a
-second, not seconds.
+"""An agent for one machine that forks its workers with torch imported: a restart takes tenths of a second.
 
     python launch/warm.py --nproc 2 train_ddp.py --epochs 5
 
-It starts, watches and restarts like torchrun on one machine, and unlike it passes the workers' exit codes on:
-0 done, 143 stopped on request and saved, 2 to 6 what a restart cannot mend. Not for several machines (use
-torchrun), and not for GPUs unless asked (--gpu): a fork of a process that has touched CUDA is unusable, which
-has not been tried on a GPU yet.
+It starts, watches and restarts like torchrun on one machine. Unlike torchrun it returns the workers' exit
+code: 0 done, 143 stopped on request and saved, 2 to 6 an error that a restart cannot mend. Not for several
+machines (use torchrun), and not for GPUs without --gpu: a fork of a process that has used CUDA cannot use it,
+and this agent was never tried on a GPU.
 """
 import argparse
 import atexit
@@ -25,16 +24,18 @@ import uuid
 FINAL = (2, 3, 4, 5, 6)  # bad input, no whole checkpoint, saves fail, no progress, the run is another job's
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = 143
-GRACE = 30.0  # seconds from the first signal to SIGKILL for workers that do nothing, as torchrun gives
-# and for those that still work: they save
-LONGEST = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
+GRACE_SECONDS = 30.0  # from the first signal to SIGKILL for workers that do nothing, as with torchrun
+# and for workers that still work, for they save
+LONGEST_SECONDS = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--nproc", type=int, default=2, help="processes")
-    parser.add_argument("--max-restarts", type=int, default=1_000_000, help="a run that makes no progress stops by itself")
+    parser.add_argument("--max-restarts", type=int, default=1_000_000,
+                        help="a run that makes no progress stops by itself")
     parser.add_argument("--gpu", action="store_true", help="also where there are GPUs")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -42,19 +43,21 @@ def main():
     if given.nproc < 1 or not os.path.isfile(given.script):
         parser.error(f"--nproc {given.nproc}: at least 1" if given.nproc < 1 else f"no file {given.script}")
     if os.path.exists("/dev/nvidia0") and os.environ.get("CUDA_VISIBLE_DEVICES") != "" and not given.gpu:
-        parser.error("this machine has GPUs, with which forked workers have not been tried\nuse torchrun, or insist with --gpu")
+        parser.error("this machine has GPUs, with which forked workers have not been tried\n"
+                     "use torchrun, or insist with --gpu")
     handlers = leave_on_a_signal()
     sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
     sys.argv = [given.script, *given.arguments]
     os.environ.setdefault("OMP_NUM_THREADS", "1" if given.nproc > 1 else str(os.cpu_count()))
-    # numpy's: it starts them when imported, and no fork has them
+    # numpy starts threads when imported, and a fork has none of them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     check_options(given.script, given.nproc)
     preload(given.script)
     if len(os.listdir("/proc/self/task")) > 1:
-        print("warm: the imports have started threads, which a fork does not have; if workers hang, use torchrun", file=sys.stderr)
-    # From here on signals wait until they are asked for, so that none falls between a look and a wait.
-    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # left as it is, it stays ignored
+        print("warm: the imports have started threads, which a fork does not have; "
+              "if workers hang, use torchrun", file=sys.stderr)
+    # From here on signals stay pending until `Life.code` waits for them, so that none is missed.
+    nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # then SIGHUP stays ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP, signal.SIGCHLD} - ({signal.SIGHUP} if nohup else set()))
     for number, handler in handlers.items():
         signal.signal(number, handler)
@@ -74,9 +77,7 @@ def train(given, folder):
 
 
 def leave_on_a_signal():
-    """Until there are workers a signal ends this at once, also where it is process 1, which has no default
-    for them.
-    """
+    """Without workers a signal ends this process at once, even process 1, which has no default handlers."""
     handlers = {number: signal.getsignal(number) for number in STOP}
     for number in STOP:
         if handlers[number] is not signal.SIG_IGN:
@@ -85,9 +86,7 @@ def leave_on_a_signal():
 
 
 def check_options(script, processes):
-    """A wrong flag ends here, before torch is imported and before there is anything to clean up; 0 processes:
-    not known yet.
-    """
+    """Refuses a wrong flag before torch is imported; `processes` is 0 if the number is not known yet."""
     import ast
 
     from common.options import parse_options
@@ -98,9 +97,7 @@ def check_options(script, processes):
 
 
 def preload(script):
-    """Everything a worker would import: the script's own imports, and those that torch leaves for the first
-    step.
-    """
+    """Imports everything that a worker would import, also what torch imports in the first step."""
     # counting GPUs must not touch CUDA in this process
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()  # imports make no garbage
@@ -110,20 +107,20 @@ def preload(script):
             import torch.utils.tensorboard  # noqa: F401
         except ImportError:
             pass
-    gc.freeze()  # nobody looks through it again: workers share it uncopied
-    atexit.register(gc.unfreeze)  # but at the end: triton counts what is left, and complains
+    gc.freeze()  # the collector leaves these objects alone: workers share their memory without a copy
+    atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
 
 
 class Patience:
-    """How long workers that were told to end are waited for: as long as they move, and at most LONGEST."""
+    """How long to wait for workers that must end: while they work, and at most LONGEST_SECONDS."""
 
-    def __init__(self, pids, grace=GRACE, longest=LONGEST):
+    def __init__(self, pids, grace=GRACE_SECONDS, longest=LONGEST_SECONDS):
         self.grace, self.work = grace, work_of(pids)
         self.look, self.end = time.monotonic() + grace, time.monotonic() + longest
 
     def lasts(self, pids):
-        """Whether to wait on for these; wakes who is stopped, for nobody else would."""
+        """Whether to wait longer; resumes stopped workers, which nothing else would resume."""
         for pid in pids:
             os.kill(pid, signal.SIGCONT)
         now, before = time.monotonic(), self.work
@@ -134,9 +131,7 @@ class Patience:
 
 
 def work_of(pids):
-    """A number that changes while these processes compute, read or write; with one that waits for a disk, at
-    every look.
-    """
+    """A number that changes while these processes compute, read, write, or wait for a disk."""
     done = 0
     for pid in pids:
         try:
@@ -152,16 +147,16 @@ def work_of(pids):
 
 
 class Life:
-    """One set of workers, from fork to the last one's end."""
+    """One set of workers, from the fork until the last one has ended."""
 
     def __init__(self, given, run_id, restart, folder):
         self.given, self.asked, self.patience, self.codes = given, False, None, []
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        common = {"WORLD_SIZE": given.nproc, "LOCAL_WORLD_SIZE": given.nproc, "GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1,
-                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": run_id,
-                  "TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_MAX_RESTARTS": given.max_restarts,
+        common = {"WORLD_SIZE": given.nproc, "LOCAL_WORLD_SIZE": given.nproc, "GROUP_RANK": 0,
+                  "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+                  "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_MAX_RESTARTS": given.max_restarts,
                   "TORCHELASTIC_USE_AGENT_STORE": False}
         agent, self.workers = os.getpid(), {}
         for rank in range(given.nproc):
@@ -177,7 +172,7 @@ class Life:
         if pid == 0:
             code = 1
             try:
-                ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: no orphan trains on
+                ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: no orphan trains
                 if os.getppid() != agent:
                     os._exit(1)
                 os.setsid()  # Ctrl-C reaches the agent, and through it the workers
@@ -189,7 +184,7 @@ class Life:
         return pid
 
     def code(self):
-        """What the agent should leave with, or None for another life."""
+        """The agent's exit code, or None for another life."""
         while self.workers:
             waited = (*STOP, signal.SIGCHLD)
             got = signal.sigtimedwait(waited, 1.0) if self.patience else signal.sigwaitinfo(waited)
@@ -208,7 +203,7 @@ class Life:
             return 0
         if not self.asked:
             return None
-        # killed: it never came to save
+        # killed: it had no time to save
         return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1
 
     def _reap(self):
@@ -232,7 +227,7 @@ class Life:
 
 
 def run(script):
-    """The script as if it had been started; returns its exit code."""
+    """Runs the script as if it had been started; returns its exit code."""
     try:
         runpy.run_path(script, run_name="__main__")
         code = 0
