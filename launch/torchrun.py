@@ -4,9 +4,9 @@
     python launch/torchrun.py --nnodes=1:4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=JOB \\
         --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run    # on each of one to four machines
 
-It refuses a wrong flag of the training before it starts a process, and returns the training's exit code, where
-torchrun itself turns every code into 1. A signal before there are processes ends it at once, with 143. Machines
-that cannot meet end with 1, for another try may succeed.
+It refuses a wrong flag of the training before it starts a process, and returns the training's exit code,
+where torchrun itself turns every code into 1. A signal before there are processes ends it at once, with 143.
+Machines that cannot meet end with 1, for another try may succeed.
 """
 import contextlib
 import logging
@@ -173,7 +173,7 @@ def code_of_a_stop():
     found = codes()
     if final := [code for code in found if code in FINAL]:
         return final[0]
-    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1  # killed: it had no time to save
+    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1  # killed: nothing was saved
 
 
 def not_met(error, arguments, seconds):

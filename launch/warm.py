@@ -156,7 +156,8 @@ class Life:
             port = probe.getsockname()[1]
         common = {"WORLD_SIZE": given.nproc, "LOCAL_WORLD_SIZE": given.nproc, "GROUP_RANK": 0,
                   "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-                  "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": restart, "TORCHELASTIC_MAX_RESTARTS": given.max_restarts,
+                  "TORCHELASTIC_RUN_ID": run_id, "TORCHELASTIC_RESTART_COUNT": restart,
+                  "TORCHELASTIC_MAX_RESTARTS": given.max_restarts,
                   "TORCHELASTIC_USE_AGENT_STORE": False}
         agent, self.workers = os.getpid(), {}
         for rank in range(given.nproc):
