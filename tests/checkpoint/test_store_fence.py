@@ -228,7 +228,7 @@ def test_the_counter_is_seen_through_the_caches_of_both_machines(tmp_path, monke
 
     def open_(path, *args, **kwargs):
         fd = real["open"](path, *args, **kwargs)
-        opened[fd] = real["pread"](fd, held.RECORD, 0) if os.path.basename(path) == "lock" else None
+        opened[fd] = real["pread"](fd, held.RECORD_BYTES, 0) if os.path.basename(path) == "lock" else None
         return fd
 
     monkeypatch.setattr(fence, "LEASE", 2.5)
