@@ -3,7 +3,7 @@
     python -m common.data DIR --check       # names every image of a folder that cannot be read
 
 To add one: write a function of the options that returns a Source, add a line to DATASETS below, and a line to
-DATASET_FLAGS in common/options/options.py. Code that lives elsewhere needs no edit here: use `--dataset
+DATASET_FLAGS in common/options/rules.py. Code that lives elsewhere needs no edit here: use `--dataset
 path/to/file.py:function`. Files are not trusted: their sizes are checked before memory is taken, and nothing
 in them is ever executed.
 """

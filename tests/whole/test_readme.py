@@ -159,6 +159,14 @@ def test_files_and_folders_that_a_readme_names_exist(page):
         assert name.startswith(MADE) or any(p.is_dir() if name.endswith("/") else p.is_file() for p in places), name
 
 
+def test_what_is_to_be_changed_is_in_the_file_that_is_named():
+    named = re.findall(r"`(\w+)` (?:and `(\w+)` )?in `([\w/]+\.py)`", section(COMMON, "I want to change ..."))
+    assert len(named) > 6
+    for *names, path in named:
+        code = (ROOT / "common" / path).read_text()
+        assert re.search(rf"^ *(?:def |class )?{names[0]}\b[ =:(]", code, re.MULTILINE), (names, path)
+
+
 @PAGE
 def test_links_of_a_readme_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", page.read_text(encoding="utf-8")):
