@@ -159,6 +159,8 @@ class Campaign(Strikes):
         checks.little_is_lost(self.changes, INTERVAL)
         counts = checks.samples_are_exact(self.run)
         checks.checkpoints_are_whole(self.run)
+        said = "\n".join(agent.output for agent in self.cluster.agents)
+        assert "trying the one before" not in said, f"a kill has left a damaged checkpoint\n{said[-3000:]}"
         checks.every_step_is_logged_once(self.run, self.steps)
         worst = checks.weights_equal(self.run, reference, FLAVOURS[flavour][1])
         checks.nothing_is_left(self.run, self.folder)
