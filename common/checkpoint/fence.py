@@ -3,9 +3,9 @@
 The process whose file has the name RUN/lock owns the run: ownership is the inode, nothing else. Each claim
 makes another file and renames it over that name. Its lock and its counter only tell a new owner how long to
 wait (lock_file.py). A life writes into a staging folder of its own, `.life-<id>`, and renames out of it. A
-new owner first renames away the staging folders of all earlier lives. A stopped process that wakes up later finds
-its staging gone, so its rename fails: nothing can happen between check and act. So a staging folder is never
-usable after its owner has lost the run. No decision depends on another machine's clock.
+new owner first renames away the staging folders of all earlier lives. A stopped process that wakes up later
+finds its staging gone, so its rename fails: nothing can happen between check and act. So a staging folder is
+never usable after its owner has lost the run. No decision depends on another machine's clock.
 
 A claim makes its staging before it looks for that of others, and looks at the name last. So of two that claim
 at once, the later one sweeps the earlier one, or the earlier one sees the later one.

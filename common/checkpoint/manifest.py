@@ -12,7 +12,18 @@ import stat
 from functools import partial
 from pathlib import Path
 
-from common.checkpoint.files import SMALL, Damaged, parse_json, patient, proven, read_into, read_small, sealed, to_json, unseal
+from common.checkpoint.files import (
+    SMALL,
+    Damaged,
+    parse_json,
+    patient,
+    proven,
+    read_into,
+    read_small,
+    sealed,
+    to_json,
+    unseal,
+)
 
 TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 STATE = "state.json"

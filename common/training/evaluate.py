@@ -28,7 +28,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
     sums = torch.zeros(4, dtype=torch.int64)  # loss, right answers, samples, samples without a finite loss
     predictions, labels = [], []
     with averaged_weights(state):
-        mine = list(share(blocks, world.replica, world.replicas))
+        mine: list[int | None] = list(share(blocks, world.replica, world.replicas))
         if getattr(model, "even", False):  # all replicas run as many blocks: the last may not count
             mine += [None] * (-(-blocks // world.replicas) - len(mine))
         for block in mine:

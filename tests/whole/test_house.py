@@ -18,7 +18,7 @@ FLOORS = [rooms for part in MAP.split("\n\n") if (rooms := re.findall(r"^    (\w
 HEIGHT = {room: -number for number, floor in enumerate(FLOORS) for room in floor}
 FILES = sorted(path for path in HOUSE.rglob("*.py") if path != HOUSE / "__init__.py")
 TORCHLESS = ("common", "common.errors", "common.options", "common.ledger")
-MOST_LINES = 270
+MOST_LINES = 250
 MOST_NAMES = 14          # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
