@@ -9,6 +9,7 @@ and this agent was never tried on a GPU.
 """
 import argparse
 import atexit
+import contextlib
 import ctypes
 import gc
 import os
@@ -54,8 +55,8 @@ def main():
     check_options(given.script, given.nproc)
     preload(given.script)
     if len(os.listdir("/proc/self/task")) > 1:
-        print("warm: the imports have started threads, which a fork does not have; "
-              "if workers hang, use torchrun", file=sys.stderr)
+        print("warm: the imports have started threads, which a fork lacks; if workers hang, use torchrun",
+              file=sys.stderr)
     # From here on signals stay pending until `Life.code` waits for them, so that none is missed.
     nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # then SIGHUP stays ignored
     signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP, signal.SIGCHLD} - ({signal.SIGHUP} if nohup else set()))
@@ -69,11 +70,12 @@ def train(given, folder):
     """Life after life; returns the exit code."""
     run_id, restarts = uuid.uuid4().hex, 0
     while True:
-        code = Life(given, run_id, restarts, folder).code()
+        life = Life(given, run_id, restarts, folder)
+        code = life.code()
         if code is not None or restarts >= given.max_restarts:
             return 1 if code is None else code
         restarts += 1
-        print(f"warm: a worker died, restart {restarts}", file=sys.stderr, flush=True)
+        print(f"warm: {life.cause}, restart {restarts}", file=sys.stderr, flush=True)
 
 
 def leave_on_a_signal():
@@ -103,10 +105,8 @@ def preload(script):
     gc.disable()  # imports make no garbage
     runpy.run_path(script, run_name="preload")
     if "--no-tensorboard" not in sys.argv:
-        try:
+        with contextlib.suppress(ImportError):
             import torch.utils.tensorboard  # noqa: F401
-        except ImportError:
-            pass
     gc.freeze()  # the collector leaves these objects alone: workers share their memory without a copy
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
@@ -150,7 +150,7 @@ class Life:
     """One set of workers, from the fork until the last one has ended."""
 
     def __init__(self, given, run_id, restart, folder):
-        self.given, self.asked, self.patience, self.codes = given, False, None, []
+        self.given, self.asked, self.patience, self.codes, self.cause = given, False, None, [], ""
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -212,9 +212,11 @@ class Life:
         for pid in list(self.workers):
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
-                del self.workers[pid]
-                self.codes.append(os.waitstatus_to_exitcode(status))
-                if self.codes[-1]:
+                rank, code = self.workers.pop(pid), os.waitstatus_to_exitcode(status)
+                self.codes.append(code)
+                if code:
+                    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+                    self.cause = self.cause or f"rank {rank} (pid {pid}) {how}"
                     self._end(signal.SIGTERM)  # a survivor saves, if it has not done so already
 
     def _end(self, number):
@@ -229,19 +231,17 @@ class Life:
 
 def run(script):
     """Runs the script as if it had been started; returns its exit code."""
+    code = 0
     try:
         runpy.run_path(script, run_name="__main__")
-        code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
         code = 1
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError):
             stream.flush()
-        except (OSError, ValueError):
-            pass
     return code
 
 

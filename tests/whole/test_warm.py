@@ -30,12 +30,14 @@ def warm(jobs, *arguments, nproc=2, **env):
 
 def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path):
     run = tmp_path / "run"
-    job, killed = warm(jobs, *PACED, "--run-dir", run), []
+    job, killed, deaths = warm(jobs, *PACED, "--run-dir", run), [], []
     for life in range(3):
-        there = wait_for(run, 2 + 4 * life, life, job)
-        assert jobs.kill(there["pids"][life % 2])
+        pid = wait_for(run, 2 + 4 * life, life, job)["pids"][life % 2]
+        assert jobs.kill(pid)
         killed.append(time.time())
+        deaths.append(f"warm: rank {life % 2} (pid {pid}) was killed by SIGKILL, restart {life + 1}")
     assert job.wait() == 0, job.output
+    assert all(death in job.output for death in deaths), job.output
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
     assert all(life["import_s"] < 1.0 for life in lives(run)[1:])   # a cold worker imports torch for seconds
