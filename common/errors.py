@@ -127,6 +127,7 @@ def out_of_memory(error: BaseException | None) -> str:
     return ""
 
 
+RANK_0_WAITS = 0.5        # seconds
 OTHER_RANKS_WAIT = 1.0     # seconds before they print: the agent ends them first if all have the error
 USE_LESS_MEMORY = {        # by script
     "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
@@ -150,6 +151,8 @@ def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
             try:
                 fail(error, error.code, everyone=True)
             except SystemExit:
+                # Rank 0's store ends with it: other ranks may still have to read what they waited for there.
+                time.sleep(RANK_0_WAITS if os.environ.get("RANK") == "0" else 0)
                 os._exit(error.code)  # no destructors: they may wait for a dead peer
         except Exception as error:
             if opts.debug or not (missing := out_of_memory(error)):

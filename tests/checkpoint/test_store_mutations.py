@@ -175,6 +175,8 @@ def run(killer, folder, mutant=None):
             os.setpgid(0, 0)
             signal.alarm(DEADLINE)
             for name in [*(f"common.{name}" for name in STORE), "stores", *(n for n in sys.modules if n.startswith("test_store"))]:
+                parent, _, leaf = name.rpartition(".")
+                vars(sys.modules.get(parent, sys)).pop(leaf, None)  # a package keeps its modules as attributes too
                 sys.modules.pop(name, None)
             if mutant:
                 sys.meta_path.insert(0, Mutating(*mutant[:3]))

@@ -92,7 +92,7 @@ def test_gpt_learns_a_sentence_by_heart(path):
 
 
 @pytest.mark.parametrize("name, dataset, text, said", [
-    ("gpt:5", "text:16", TEXT, "gpt:LxHxD"), ("gpt:1x3x16", "text:16", TEXT, "multiple"), ("gpt", "random", None, "--dataset text"),
+    ("gpt:5", "text:16", TEXT, "LxHxD"), ("gpt:1x3x16", "text:16", TEXT, "multiple"), ("gpt", "random", None, "--dataset text"),
     ("gpt", "text:0", TEXT, "1 to 999999"), ("gpt", "text", b"short", "bytes"), ("gpt", "text", None, "does not exist"),
     ("net", "text:16", TEXT, "gpt"), ("resnet18", "text:16", TEXT, "gpt")])
 def test_what_cannot_be_is_said_in_three_lines(tmp_path, name, dataset, text, said):
