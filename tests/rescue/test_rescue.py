@@ -264,8 +264,7 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
         step(state)
         if world.rank:
             world.store.get("rescuing")
-            fd = os.open(store.writer.staging / "rescue.lock", os.O_RDWR | os.O_CREAT, 0o600)
-            until(lambda: refused(fd), "the lock to be held", 10)
+            until(lambda: refused(store.writer.staging / "rescue.lock"), "the lock to be held", 10)
             return world.store.set("seen", "1")
         go, real = threading.Event(), store.writer._write_aside
         store.writer._write_aside = lambda *args: (go.wait(20), real(*args))
@@ -278,12 +277,12 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
         go.set()
         thread.join()
 
-    def refused(fd):
-        try:
-            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            fcntl.lockf(fd, fcntl.LOCK_UN)
-        except BlockingIOError:
-            return True
+    def refused(path):
+        with contextlib.suppress(FileNotFoundError), open(path, "r+") as file:      # each claim brings a file of its own
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
 
     fork_ranks(2, live, deadline=30)
     assert saved(run)[0] == 2
