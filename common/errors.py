@@ -127,7 +127,7 @@ def out_of_memory(error: BaseException | None) -> str:
     return ""
 
 
-RANK_0_WAITS = 0.5        # seconds
+RANK_0_WAITS = 0.5         # seconds before it leaves: its store ends with it
 OTHER_RANKS_WAIT = 1.0     # seconds before they print: the agent ends them first if all have the error
 USE_LESS_MEMORY = {        # by script
     "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
