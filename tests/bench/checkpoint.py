@@ -1,12 +1,13 @@
-"""What a save costs the training loop: time blocked against one memcpy of the same bytes and against other ways; memory; loading.
+"""What a save costs the training loop: time blocked against one memcpy of the same bytes and against other
+ways; memory; loading.
 
-    python tests/bench/checkpoint.py --mb 100                       # all ways in rotation in one process: read the ratios
+    python tests/bench/checkpoint.py --mb 100                 # all ways in rotation in one process: read the ratios
     python tests/bench/checkpoint.py --mb 1000 --rounds 5
-    python tests/bench/checkpoint.py --what memory --mb 300         # each way in a process of its own: peak above before
-    python tests/bench/checkpoint.py --what load --mb 300           # until net and optimizer hold the values, hashed
+    python tests/bench/checkpoint.py --what memory --mb 300   # each way in a process of its own: peak above before
+    python tests/bench/checkpoint.py --what load --mb 300     # until net and optimizer hold the values, hashed
 
-`blocked` is the wall time of the call; `durable` until the bytes are on the disk (for those who sync: ours also reads them
-back). A way that writes in the background is waited for before the next one starts.
+`blocked` is the wall time of the call; `durable` until the bytes are on the disk (for those who sync: ours
+also reads them back). A way that writes in the background is waited for before the next one starts.
 """
 import argparse
 import contextlib
@@ -42,12 +43,14 @@ class Bench:
         torch.manual_seed(0)
         layers = max(1, round(mb * 1e6 / (12 * 1024 * 1025)))
         self.net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)])
-        self.opts = Options(run_dir=self.folder / "run", optimizer="adamw", keep=2, save_every=1, save_seconds=0)
+        self.opts = Options(run_dir=self.folder / "run", optimizer="adamw", keep=2, save_every=1,
+                            save_seconds=0)
         self.state = TrainState(self.net, build_optimizer(self.net, self.opts), self.opts, samples=10**6)
         for part in self.state.tensors().values():
             for tensor in part.values():
                 tensor.data.normal_() if tensor.is_floating_point() else None
-        self.bytes = sum(t.numel() * t.element_size() for part in self.state.tensors().values() for t in part.values())
+        self.bytes = sum(t.numel() * t.element_size() for part in self.state.tensors().values()
+                         for t in part.values())
         self.store = self.buffers = self.stager = None
 
     def ready(self, way):
@@ -73,7 +76,8 @@ class Bench:
                 torch._foreach_mul_([t for t in part.values() if t.is_floating_point()], 0.999)
 
     def dict(self):
-        return {"model": self.net.state_dict(), "optimizer": self.state.optimizer.state_dict(), "step": self.step}
+        return {"model": self.net.state_dict(), "optimizer": self.state.optimizer.state_dict(),
+                "step": self.step}
 
     def save(self, way):
         """Starts a save; returns what waits for its end, or None."""
@@ -110,14 +114,15 @@ class Bench:
             self.stager and self.stager.close()
 
 
-WAYS = ("memcpy", "ours", "torch.save", "torch.save, fsync", "dcp.save", "dcp.async_save", "dcp.async_save, buffers kept")
+WAYS = ("memcpy", "ours", "torch.save", "torch.save, fsync", "dcp.save", "dcp.async_save",
+        "dcp.async_save, buffers kept")
 
 
 def time_saves(bench, rounds, ways):
     for way in ways:
         bench.ready(way)
     blocked, durable = {way: [] for way in ways}, {way: [] for way in ways}
-    for number in range(rounds + 1):                                # the first round warms up and does not count
+    for number in range(rounds + 1):  # the first round warms up and does not count
         for way in ways if number % 2 else reversed(ways):
             bench.train()
             os.sync()
@@ -129,14 +134,17 @@ def time_saves(bench, rounds, ways):
             if number:
                 blocked[way].append(middle - began)
                 durable[way].append(time.perf_counter() - began)
-    print(f"{bench.bytes / 1e6:.0f} MB in {sum(map(len, bench.state.tensors().values()))} tensors, {rounds} rounds in rotation, "
+    print(f"{bench.bytes / 1e6:.0f} MB in {sum(map(len, bench.state.tensors().values()))} tensors, {rounds} "
+          f"rounds in rotation, "
           f"torch {torch.__version__}, {torch.get_num_threads()} thread, load {os.getloadavg()[0]:.1f}")
-    print(f"{'way':30} {'blocked ms':>11} {'min':>8} {'max':>8} {'x memcpy':>9} {'min/min':>8} {'durable ms':>11}")
+    print(f"{'way':30} {'blocked ms':>11} {'min':>8} {'max':>8} {'x memcpy':>9} {'min/min':>8} "
+          f"{'durable ms':>11}")
     limit = blocked[ways[0]]
     for way in ways:
         ratio = statistics.median(mine / theirs for mine, theirs in zip(blocked[way], limit, strict=True))
         middle, least, most = (f(blocked[way]) * 1e3 for f in (statistics.median, min, max))
-        print(f"{way:30} {middle:11.1f} {least:8.1f} {most:8.1f} {ratio:9.2f} {min(blocked[way]) / min(limit):8.2f} "
+        print(f"{way:30} {middle:11.1f} {least:8.1f} {most:8.1f} {ratio:9.2f} "
+              f"{min(blocked[way]) / min(limit):8.2f} "
               f"{statistics.median(durable[way]) * 1e3:11.1f}")
 
 
@@ -154,7 +162,7 @@ def measure_memory(folder, mb, ways):
             bench = Bench(Path(folder) / way.replace(" ", "-"), mb)
             bench.folder.mkdir()
             bench.train()
-            with open("/proc/self/clear_refs", "w") as file:        # the peak from here on
+            with open("/proc/self/clear_refs", "w") as file:  # the peak from here on
                 file.write("5")
             before = status("VmRSS")
             bench.ready(way)
@@ -184,10 +192,12 @@ def time_loads(bench, rounds):
 
     def theirs():
         with open(path, "rb") as file:
-            hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else hashlib.sha256(file.read())
+            hashlib.file_digest(file, "sha256") if hasattr(hashlib,
+                                                           "file_digest") else hashlib.sha256(file.read())
         loaded = torch.load(path, mmap=True, weights_only=True)
         bench.net.load_state_dict(loaded["model"])
-        live = bench.state.optimizer.state_dict()["state"]         # its load_state_dict would keep pointing into the file
+        # its load_state_dict would keep pointing into the file
+        live = bench.state.optimizer.state_dict()["state"]
         for number, values in loaded["optimizer"]["state"].items():
             for name, value in values.items():
                 live[number][name].copy_(value)
@@ -206,7 +216,8 @@ def time_loads(bench, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=100, help="size of net and optimizer together")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--what", choices=("time", "memory", "load"), default="time")

@@ -1,12 +1,14 @@
-"""Two stages on two cores, with micro batches in flight, against the same two stages one after the other and one process.
+"""Two stages on two cores, with micro batches in flight, against the same two stages one after the other and
+one process.
 
     OMP_NUM_THREADS=1 torchrun --nproc_per_node=2 tests/bench/pipeline.py [--rounds 9] [--micros 4,8,16]
 
-The ways take turns, several steps each; of each the best round counts, as other users of the machine only ever slow it down.
-Beside each stands what is left of the ideal: s stages and m micro batches can be m s / (m + s - 1) times as fast as one after
-the other (the rest is the bubble; interleaved, with l stages a process, it is l m s / (l m + s - 1)), if the cut is even, moving
-tensors costs nothing, and s processes at once are as fast as one alone. What these cost is measured too: each stage's own
-work with nobody to wait for, while the other process rests, and while it does the same.
+The ways take turns, several steps each; of each the best round counts, as other users of the machine only
+ever slow it down. Beside each stands what is left of the ideal: s stages and m micro batches can be m s / (m
++ s - 1) times as fast as one after the other (the rest is the bubble; interleaved, with l stages a process,
+it is l m s / (l m + s - 1)), if the cut is even, moving tensors costs nothing, and s processes at once are as
+fast as one alone. What these cost is measured too: each stage's own work with nobody to wait for, while the
+other process rests, and while it does the same.
 """
 import argparse
 import os
@@ -72,20 +74,24 @@ def main():
     dist.init_process_group("gloo")
     alone = World(0, 1, 0, 1, 0, (torch.device("cpu"),), "bench", 0)
     world = replace(alone, rank=rank, size=size, local_rank=rank, local_size=size).in_stages(size)
-    tokens = torch.randint(0, 256, (given.batch, given.length + 1), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(0, 256, (given.batch, given.length + 1),
+                           generator=torch.Generator().manual_seed(0))
     split_of = type("Split", (), {"fetch": lambda self, ids: (tokens[list(ids), :-1], tokens[list(ids), 1:]),
                                   "__len__": lambda self: len(tokens)})()
     data = SimpleNamespace(name="drawn", train=split_of, classes=256, vocab=256, sample_shape=(given.length,))
     opts = Options(script="mp", model=given.model, global_batch_size=given.batch, balance="time")
     flights = [int(text) for text in given.micros.split(",")]
     naive, step = way(world, data, opts)
-    ways = {("one process", 0): way(alone, data, opts)[1] if rank == 0 else None, ("one after the other", 0): step}
+    ways = {("one process", 0): way(alone, data, opts)[1] if rank == 0 else None,
+            ("one after the other", 0): step}
     for m in flights:
         for turn in range(size):
-            ways[f"stage {turn} alone", m] = (lambda m=m: work(naive, data, given.batch // m, m)) if turn == rank else None
+            ways[f"stage {turn} alone",
+                 m] = (lambda m=m: work(naive, data, given.batch // m, m)) if turn == rank else None
         ways["all stages at once", m] = lambda m=m: work(naive, data, given.batch // m, m)
         for kind in given.schedules.split(","):
-            ways[kind, m] = way(world, data, replace(opts, schedule=kind, micro_batch_size=given.batch // m))[1]
+            ways[kind, m] = way(world, data,
+                                replace(opts, schedule=kind, micro_batch_size=given.batch // m))[1]
     best = {}
     for number in range(given.rounds + 1):
         for key, step in ways.items():
@@ -94,7 +100,7 @@ def main():
             for _ in range(given.steps if step else 0):
                 step()
             dist.barrier()
-            if number:                                              # the first round warms up
+            if number:  # the first round warms up
                 best[key] = min(best.get(key, 1e9), (time.perf_counter() - began) / given.steps)
     if rank == 0:
         report(given, best, size, flights, [[piece.name for piece in group] for group in naive.groups])
@@ -103,20 +109,23 @@ def main():
 
 
 def report(given, best, size, flights, groups):
-    print(f"{given.model}, {given.batch} samples of {given.length} tokens a step, {size} stages; best of {given.rounds} rounds")
+    print(f"{given.model}, {given.batch} samples of {given.length} tokens a step, {size} stages; best of "
+          f"{given.rounds} rounds")
     print("   ".join(f"stage {i}: {group[0]} ... {group[-1]}" for i, group in enumerate(groups)))
     base = best["one after the other", 0]
     for name in ("one process", "one after the other"):
         print(f"{name:20} {best[name, 0] * 1e3:8.1f} ms  {base / best[name, 0]:5.2f} x")
     for m in flights:
         own, together = [best[f"stage {i} alone", m] for i in range(size)], best["all stages at once", m]
-        print(f"{m} micro batches of {given.batch // m}; own work of each stage {', '.join(f'{s * 1e3:.0f}' for s in own)} ms, "
+        print(f"{m} micro batches of {given.batch // m}; own work of each stage "
+              f"{', '.join(f'{s * 1e3:.0f}' for s in own)} ms, "
               f"all at once {together * 1e3:.0f} ms: {together / max(own):.2f} x")
         for kind in given.schedules.split(","):
             loops, seconds = LOOPS if kind == "interleaved" else 1, best[kind, m]
             bubble = (size - 1) / (loops * m + size - 1)
             ideal, left = size * (1 - bubble), together / (1 - bubble)
-            print(f"  {kind:18} {seconds * 1e3:8.1f} ms  {base / seconds:5.2f} x   bubble {bubble:3.0%}, ideal {ideal:.2f} x: "
+            print(f"  {kind:18} {seconds * 1e3:8.1f} ms  {base / seconds:5.2f} x   bubble {bubble:3.0%}, "
+                  f"ideal {ideal:.2f} x: "
                   f"reached {base / seconds / ideal:.2f}; of what all at once allows {left / seconds:.2f}")
 
 

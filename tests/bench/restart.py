@@ -2,8 +2,9 @@
 
     python tests/bench/restart.py --rounds 7
 
-Interleaved: a bare DDP script under torchrun (no checkpoint, nothing to restore: the floor of every cold restart), this
-project under plain torchrun, and this project under launch/warm.py. Medians, and ratios to the bare script of the same round.
+Interleaved: a bare DDP script under torchrun (no checkpoint, nothing to restore: the floor of every cold
+restart), this project under plain torchrun, and this project under launch/warm.py. Medians, and ratios to the
+bare script of the same round.
 """
 import argparse
 import contextlib
@@ -26,7 +27,8 @@ import torch, torch.nn as nn
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
 dist.init_process_group("gloo")
-net = nn.Sequential(nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(10, 20, 5), nn.MaxPool2d(2), nn.ReLU(),
+net = nn.Sequential(nn.Conv2d(1, 10, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(10, 20, 5),
+                    nn.MaxPool2d(2), nn.ReLU(),
                     nn.Flatten(), nn.Linear(320, 50), nn.ReLU(), nn.Linear(50, 10))
 model, optimizer = DDP(net), torch.optim.Adam(net.parameters(), 1e-3)
 x, y = torch.randn(12000, 1, 28, 28), torch.randint(0, 10, (12000,))
@@ -55,8 +57,10 @@ class Job:
 
     def __init__(self, command, log):
         self.log = Path(log)
-        env = dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")   # without it the bare script hangs
-        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        # without it the bare script hangs
+        env = dict(os.environ, OMP_NUM_THREADS="1", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+        self.process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL,
+                                        stderr=subprocess.DEVNULL)
 
     def lives(self):
         found, pids = [], None
@@ -88,7 +92,8 @@ class Job:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
@@ -101,7 +106,8 @@ def main():
         for round_ in range(given.rounds):
             for name in seconds:
                 run = Path(folder, f"{name}-{round_}")
-                flags = ["train_ddp.py", "--dataset", f"{same}:data", "--run-dir", run, "--epochs", "100000", "--log-every", "100",
+                flags = ["train_ddp.py", "--dataset", f"{same}:data", "--run-dir", run, "--epochs", "100000",
+                         "--log-every", "100",
                          "--save-every", "0"]
                 command = {"bare": [*TORCHRUN, bare, f"{run}.log"], "torchrun": [*TORCHRUN, *flags],
                            "warm": [sys.executable, "launch/warm.py", "--nproc", "2", *flags]}[name]
@@ -112,10 +118,12 @@ def main():
                 finally:
                     job.process.send_signal(signal.SIGTERM)
                     job.process.wait(60)
-            print(f"round {round_ + 1}:", *(f"{name} {values[-1]:.2f} s " for name, values in seconds.items()), flush=True)
+            print(f"round {round_ + 1}:",
+                  *(f"{name} {values[-1]:.2f} s " for name, values in seconds.items()), flush=True)
     for name, values in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(values, seconds["bare"], strict=True))
-        print(f"{name:9} median {statistics.median(values):.2f} s   min {min(values):.2f}   max {max(values):.2f}"
+        print(f"{name:9} median {statistics.median(values):.2f} s   min {min(values):.2f}   max "
+              f"{max(values):.2f}"
               f"   x bare {ratio:.2f}")
 
 

@@ -6,10 +6,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]  # for common, and for the tests' own helpers
 
 EPOCH = 11                                                          # steps of the campaign's trainings
-HANG = 15                                                           # seconds until a silent process counts as dead
-MISSED = 20                                                         # without a step, until a rank that misses a loading process has
-                                                                    # left: it looks after 5 s, after 10 s as its workers begin
-RECOVERY = 150                                                      # seconds within which training must go on after anything
+HANG = 15  # seconds until a silent process counts as dead
+MISSED = 20  # without a step, until a rank that misses a loading process has
+                                                                    # left: it looks after 5 s, after 10 s as
+                                                                    # its workers begin
+RECOVERY = 150  # seconds within which training must go on after anything
 
 
 def points_names():
@@ -17,8 +18,10 @@ def points_names():
     files = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
     return {
         "life": ["import", "join", "joined", "restore", "restored"],
-        "step": ["begin", "forward", "backward", "allreduce", "step-before", "step-inside", "step-torn", "step-after"],
-        "save": ["mkdir", *(f"{at}:{file}" for file in files for at in ("write", "unsynced", "synced")), "folder-synced",
+        "step": ["begin", "forward", "backward", "allreduce", "step-before", "step-inside", "step-torn",
+                 "step-after"],
+        "save": ["mkdir", *(f"{at}:{file}" for file in files for at in ("write", "unsynced", "synced")),
+                 "folder-synced",
                  "rename", "renamed", "root-synced", "letgo", "gone"],
         "evaluation": ["evaluate", "evaluating", "evaluated", "epoch-end", "epoch-ended"],
         "end": ["close", "closed", "leave", "left", "exit"]}

@@ -1,6 +1,8 @@
-"""python -m tests.chaos --events 200 --seed 1            # seeded faults against real trainings; about 1.5 s an event
+"""Seeded faults against real trainings; about 1.5 s an event.
+
+python -m tests.chaos --events 200 --seed 1            # all kinds
 python -m tests.chaos --events 20 --seed 1 --short     # one of each kind that matters most
-python -m tests.chaos --plain 20                       # plain torchrun, no variable set, so many kills in a row
+python -m tests.chaos --plain 20                       # plain torchrun, no variable set, so many kills
 """
 import argparse
 import json
@@ -25,21 +27,25 @@ def main(argv=None):
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--short", action="store_true")
-    parser.add_argument("--cold", type=float, default=0.1, help="share of submissions whose processes are executed, not forked")
-    parser.add_argument("--plain", type=int, default=0, metavar="KILLS", help="only this: kills in a row under plain torchrun")
+    parser.add_argument("--cold", type=float, default=0.1,
+                        help="share of submissions whose processes are executed, not forked")
+    parser.add_argument("--plain", type=int, default=0, metavar="KILLS",
+                        help="only this: kills in a row under plain torchrun")
     parser.add_argument("--folder", type=Path, help="where to train (default: a temporary folder)")
     parser.add_argument("--quiet", action="store_true")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = (given.folder or Path(temporary)).resolve()
-        os.environ["TMPDIR"] = str(folder)                           # killed agents leave their log folders behind
+        os.environ["TMPDIR"] = str(folder)  # killed agents leave their log folders behind
         with Jobs(folder) as jobs:
             if given.plain:
                 print(json.dumps(plain_kills(jobs, folder / "run", given.plain)))
                 return 0
             began = time.monotonic()
-            campaign = Campaign(jobs, random.Random(given.seed), given.events, given.short, 0.0 if given.short else given.cold,
-                                say=(lambda text: None) if given.quiet else lambda text: print(text, flush=True))
+            campaign = Campaign(jobs, random.Random(given.seed), given.events, given.short,
+                                0.0 if given.short else given.cold,
+                                say=(lambda text: None) if given.quiet
+                                else lambda text: print(text, flush=True))
             try:
                 campaign.go()
             finally:
@@ -54,17 +60,21 @@ def summary(campaign, seconds):
     tally = dict(sorted(campaign.tally.items()))
     save = points_names()["save"]
     return {
-        "events": len(campaign.log), "landed": sum(bool(e["landed"]) for e in campaign.log), "seconds": round(seconds),
+        "events": len(campaign.log), "landed": sum(bool(e["landed"]) for e in campaign.log),
+        "seconds": round(seconds),
         "runs": campaign.notes, "lives": sum(n["lives"] for n in campaign.notes),
         "changes of life with a survivor": len(campaign.changes) - len(alone),
         "steps of survivors lost": sum(change.of_survivors for change in campaign.changes),
         "steps only the dead had": sum(change.of_the_dead for change in campaign.changes),
         "changes of life without a survivor": len(alone),
-        "steps lost there": [change.lost for change in alone],      # an interval, and what was made during a save under way
+        # an interval, and what was made during a save under way
+        "steps lost there": [change.lost for change in alone],
         "struck inside a save": sum(n for name, n in tally.items() if name.removeprefix("at ") in save),
-        "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)} if recovered else None,
+        "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)}
+        if recovered else None,
         "loading processes missed": len(campaign.missed),
-        "missed_s": {"median": round(statistics.median(campaign.missed), 2), "max": round(max(campaign.missed), 2)}
+        "missed_s": {"median": round(statistics.median(campaign.missed), 2),
+                     "max": round(max(campaign.missed), 2)}
         if campaign.missed else None,
         "orphans_gone_s": round(max(campaign.orphaned), 2) if campaign.orphaned else None,
         "tally": tally}

@@ -1,4 +1,6 @@
-"""Mistakes that the campaign must find, each put into the worker by hand: a campaign that cannot fail proves nothing."""
+"""Mistakes that the campaign must find, each put into the worker by hand: a campaign that cannot fail proves
+nothing.
+"""
 
 
 def no_rescue():
@@ -35,7 +37,8 @@ def orphans():
 
 
 def loaders_hold_up_their_rank():
-    """Where an error ends a rank, it stands until the hang limit, as if its other loading processes kept it."""
+    """Where an error ends a rank, it stands until the hang limit, as if its other loading processes kept it.
+    """
     import time
 
     from common.rescue import Rescue
@@ -74,5 +77,6 @@ def half_a_step():
     TrainState.update = update
 
 
-BUGS = {f.__name__: f for f in (no_rescue, position_ahead, optimizer_forgotten, orphans, loaders_hold_up_their_rank,
+BUGS = {f.__name__: f
+        for f in (no_rescue, position_ahead, optimizer_forgotten, orphans, loaders_hold_up_their_rank,
                                 named_too_early, half_a_step)}

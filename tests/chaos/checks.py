@@ -8,17 +8,20 @@ from pathlib import Path
 
 from jobs import audit, events, lives
 
-HARD = ("KILL", "SEGV", "LOCK", "STOP")                             # whoever gets these saves nothing any more
+HARD = ("KILL", "SEGV", "LOCK", "STOP")  # whoever gets these saves nothing any more
 
 
 def checkpoints_are_whole(run, tries=1):
-    """Every one that has a name that counts verifies, and there is one. A second look: one may just be let go."""
+    """Every one that has a name that counts verifies, and there is one. A second look: one may just be let
+    go.
+    """
     from common.checkpoint.__main__ import main
     for left in reversed(range(tries)):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = main([str(run)])
-        aside = [path.name for path in (Path(run) / "checkpoints").glob("damaged-*")]     # by a life that could not use it
+        # by a life that could not use it
+        aside = [path.name for path in (Path(run) / "checkpoints").glob("damaged-*")]
         if code == 0 and "damaged" not in out.getvalue() and not aside:
             return
         assert left, f"{out.getvalue()}{aside}"
@@ -33,11 +36,14 @@ def done_by_rank(run, life):
     return found
 
 
-Change = collections.namedtuple("Change", "lost of_survivors of_the_dead survived facts")      # steps, of one change of life
+# steps, of one change of life
+Change = collections.namedtuple("Change", "lost of_survivors of_the_dead survived facts")
 
 
 def changes(run, struck):
-    """What each change of life has cost: the steps that are made again, a survivor's among them, and those only the dead had."""
+    """What each change of life has cost: the steps that are made again, a survivor's among them, and those
+    only the dead had.
+    """
     found, all_lives = [], lives(run)
     for life, following in zip(all_lives, all_lives[1:], strict=False):
         done = done_by_rank(run, life["life"])
@@ -52,7 +58,8 @@ def changes(run, struck):
 def little_is_lost(found, interval):
     for change in found:
         assert not change.of_survivors, f"a survivor's step is lost: {change.facts}"
-        assert change.lost <= (1 if change.survived else 2 * interval), f"more is lost than may be: {change.facts}"
+        assert change.lost <= (1 if change.survived
+                               else 2 * interval), f"more is lost than may be: {change.facts}"
 
 
 def samples_are_exact(run):

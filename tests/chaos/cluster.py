@@ -1,5 +1,6 @@
-"""The machines of the campaign: one agent as plain torchrun starts it, or up to three agents on loopback that find each other
-in a store process or in a file. Knows every process it started, and signals no other."""
+"""The machines of the campaign: one agent as plain torchrun starts it, or up to three agents on loopback that
+find each other in a store process or in a file. Knows every process it started, and signals no other.
+"""
 import os
 import signal
 import time
@@ -9,8 +10,10 @@ from jobs import ROOT, children, until
 
 WORKER = ROOT / "tests" / "chaos" / "worker.py"
 NODES = 3
-# What torchrun's defaults make slow or fragile: 2 s instead of 30 to wait for more nodes, 5 s instead of 15 until a dead agent
-# counts as dead, and no restart budget that preemptions could eat up (a run without progress stops by itself).
+# What torchrun's defaults make slow or fragile: 2 s instead of 30 to wait for more nodes, 5 s instead of 15
+# until a dead agent
+# counts as dead, and no restart budget that preemptions could eat up (a run without progress stops by
+# itself).
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
 
 
@@ -39,7 +42,8 @@ class Cluster:
         """One more node, of so many processes."""
         flags = [f"--nproc_per_node={processes}", "--max_restarts=1000000"]
         if self.kind != "plain":
-            flags += [f"--nnodes=1:{NODES}", "--rdzv_backend=c10d", f"--rdzv_id={self.id}", f"--rdzv_endpoint={self.endpoint}",
+            flags += [f"--nnodes=1:{NODES}", "--rdzv_backend=c10d", f"--rdzv_id={self.id}",
+                      f"--rdzv_endpoint={self.endpoint}",
                       f"--rdzv_conf={self.conf}", "--local_addr=127.0.0.1"]
         agent = self.jobs.start("torchrun", *flags, WORKER, *self.flags, cold=self.cold, **self.env)
         agent.processes = processes

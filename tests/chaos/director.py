@@ -9,10 +9,12 @@ from tests.chaos.cluster import Cluster
 from tests.chaos.strikes import Strikes
 
 INTERVAL = 7                                                        # steps between saves: often within one
-COMMON = [f"--save-every={INTERVAL}", "--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}", "--check-every=25", "--audit",
+COMMON = [f"--save-every={INTERVAL}", "--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}",
+          "--check-every=25", "--audit",
           "--no-tensorboard", "--log-every=1", "--global-batch-size=32"]
-FLAVOURS = {                                                        # name: (flags, whether any world gives the same bits)
-    "plain": ([PACED[0], f"--dataset={TESTS}/paced.py:files", "--workers=2", "--lr=0.01"], False),     # no dropout: 1e-9
+FLAVOURS = {  # name: (flags, whether any world gives the same bits)
+    # no dropout: 1e-9
+    "plain": ([PACED[0], f"--dataset={TESTS}/paced.py:files", "--workers=2", "--lr=0.01"], False),
     "bitwise": ([f"--model={TESTS}/paced.py:dropping", PACED[1], "--virtual-ranks=8", "--ema-decay=0.9",
                  "--optimizer=adamw"], True)}
 
@@ -22,13 +24,13 @@ class Campaign(Strikes):
         self.jobs, self.rng, self.cold, self.epochs, self.say, self.env = jobs, rng, cold, epochs, say, env
         self.todo = events.schedule(rng, count, points_names(), short)
         self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
-        self.kinds = ["plain", "store"] if short else []            # of the first clusters; then as the dice fall
+        self.kinds = ["plain", "store"] if short else []  # of the first clusters; then as the dice fall
         self.tally, self.log, self.changes, self.notes = collections.Counter(), [], [], []
         self.recovered, self.missed, self.orphaned, self.references = [], [], [], {}
         self.steps = epochs * EPOCH
         self.pace = "0.008"
 
-    # ---- runs ------------------------------------------------------------------------------------------------------
+    # ---- runs -------------------------------------------------------------------------------------
     def go(self):
         while self.todo:
             self.train(list(FLAVOURS)[len(self.notes) % len(FLAVOURS)])
@@ -64,7 +66,7 @@ class Campaign(Strikes):
             elif self.todo and self.advance(self.todo[0].steps):
                 event = self.todo.pop(0)
                 if flavour != "plain" and event.target in ("loader", "stall"):
-                    event = event._replace(target="worker", signal="KILL")      # its samples are in memory
+                    event = event._replace(target="worker", signal="KILL")  # its samples are in memory
                 self.strike(event)
                 if any((self.run / "checkpoints").glob("step-*")):
                     checks.checkpoints_are_whole(self.run, tries=3)
@@ -74,8 +76,9 @@ class Campaign(Strikes):
         self.check(flavour, reference)
 
     def await_end(self):
-        """The agents' own end, or, the training being complete, ours for those that wait for each other: torchrun's exit
-        barrier takes 300 s when one node was given another life in the last moment."""
+        """The agents' own end, or, the training being complete, ours for those that wait for each other:
+        torchrun's exit barrier takes 300 s when one node was given another life in the last moment.
+        """
         quiet = []
 
         def over():
@@ -88,21 +91,24 @@ class Campaign(Strikes):
         if not self.cluster.ended():
             self.tally["exit barriers cut short"] += 1
             self.cluster.cut = True
-            self.kinds.insert(0, "plain")                           # what follows has nobody to wait for
-            self.cluster.strike([agent.pid for agent in self.cluster.living], "KILL")     # it hears nothing else in there
+            self.kinds.insert(0, "plain")  # what follows has nobody to wait for
+            # it hears nothing else in there
+            self.cluster.strike([agent.pid for agent in self.cluster.living], "KILL")
             self.until(self.cluster.ended, "the agents to end", 60)
 
     def launch(self):
         kind = self.kinds.pop(0) if self.kinds else None
         env = {"CHAOS_ARMED": str(self.armed), "CHAOS_JOURNAL": str(self.journal), "PACE": self.pace}
-        self.cluster = Cluster(self.jobs, self.rng, self.now, env | self.env, self.rng.random() < self.cold, kind, self.size)
+        self.cluster = Cluster(self.jobs, self.rng, self.now, env | self.env, self.rng.random() < self.cold,
+                               kind, self.size)
         self.tally[f"cluster {self.cluster.kind}{' cold' if self.cluster.cold else ''}"] += 1
 
     def relaunch(self):
         codes = self.cluster.finish(60)
         self.orphaned.append(self.cluster.orphans())
         self.struck += self.cluster.signalled
-        assert 0 not in codes or self.step_on_disk() == self.steps, f"an agent left with 0 before the end\n{self.outputs()}"
+        assert 0 not in codes or self.step_on_disk() == self.steps, (
+            f"an agent left with 0 before the end\n{self.outputs()}")
         self.launch()
         self.settle(len(lives(self.run)))
 
@@ -114,20 +120,23 @@ class Campaign(Strikes):
         return self.cluster.ended() or self.step_on_disk() == self.steps
 
     def done(self):
-        """The last submission has come to its end by itself; after one that we cut short, the next finds nothing to do."""
+        """The last submission has come to its end by itself; after one that we cut short, the next finds
+        nothing to do.
+        """
         clean = not self.cluster.cut and 0 in [agent.poll() for agent in self.cluster.agents]
         return self.cluster.ended() and clean and self.step_on_disk() == self.steps
 
     def outputs(self):
         return "\n".join(agent.output[-3000:] for agent in self.cluster.agents)
 
-    # ---- one event -----------------------------------------------------------------------------------------------------
+    # ---- one event --------------------------------------------------------------------------------
     def advance(self, steps):
-        """Whether the training has made so many steps more and is not over, and a random moment has passed."""
+        """Whether the training has made so many steps more and is not over, and a random moment has passed.
+        """
         start = reached(self.run) if lives(self.run) else 0
         self.until(lambda: self.over() or (
             lives(self.run) and reached(self.run) >= min(start + steps, self.steps)), "steps")
-        time.sleep(self.rng.random() * 2 * float(self.pace))        # any instant of a step
+        time.sleep(self.rng.random() * 2 * float(self.pace))  # any instant of a step
         return not self.over()
 
     def until(self, condition, what, deadline=RECOVERY):
@@ -147,7 +156,7 @@ class Campaign(Strikes):
         self.until(there, "training to go on")
         return time.monotonic() - began
 
-    # ---- the end of a run ------------------------------------------------------------------------------------------------
+    # ---- the end of a run -------------------------------------------------------------------------
     def check(self, flavour, reference):
         until(lambda: not self.jobs.alive(), "every process to end", 5)
         self.struck += self.cluster.signalled
@@ -165,5 +174,7 @@ class Campaign(Strikes):
         worst = checks.weights_equal(self.run, reference, FLAVOURS[flavour][1])
         checks.nothing_is_left(self.run, self.folder)
         rescues, count = checks.saves_and_rescues(self.run)
-        self.notes.append({"flavour": flavour, "lives": count, "rescues": rescues, "difference": worst, **counts})
-        self.say(f"run {len(self.notes)} ({flavour}): {count} lives, {rescues} rescues, {counts}, weights differ by {worst}")
+        self.notes.append({"flavour": flavour, "lives": count, "rescues": rescues, "difference": worst,
+                           **counts})
+        self.say(f"run {len(self.notes)} ({flavour}): {count} lives, {rescues} rescues, {counts}, weights "
+                 f"differ by {worst}")

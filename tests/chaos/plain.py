@@ -3,7 +3,9 @@ from jobs import PACED, audit, lives, wait_for
 
 
 def plain_kills(jobs, run, kills):
-    """Kills workers under `torchrun --nproc_per_node=2 --max_restarts=100`, real processes all; the audit's counts."""
+    """Kills workers under `torchrun --nproc_per_node=2 --max_restarts=100`, real processes all; the audit's
+    counts.
+    """
     flags = [*PACED, f"--run-dir={run}", f"--epochs={1 + kills // 3}"]
     job = jobs.torchrun(2, "train_ddp.py", *flags, restarts=100, cold=True, PACE="0.02")
     for kill in range(kills):

@@ -1,8 +1,9 @@
-"""Named points of a training at which a process can be told to signal itself; all of it lives here, none in the product.
+"""Named points of a training at which a process can be told to signal itself; all of it lives here, none in
+the product.
 
-The director arms a point by putting a file POINT.RANK (or POINT.any; the names are in __init__.py) into the folder
-CHAOS_ARMED, with the signal's name in it. The first process to come by takes the file (a rename: one process, once), writes a
-line to the journal, and signals itself.
+The director arms a point by putting a file POINT.RANK (or POINT.any; the names are in __init__.py) into the
+folder CHAOS_ARMED, with the signal's name in it. The first process to come by takes the file (a rename: one
+process, once), writes a line to the journal, and signals itself.
 """
 import atexit
 import ctypes
@@ -36,7 +37,8 @@ def point(name, act=None):
 
 def note(name, what):
     """On disk before the signal: a kill that leaves no line has not landed."""
-    line = json.dumps({"t": time.time(), "pid": os.getpid(), "rank": int(os.environ.get("RANK", 0)), "point": name, "signal": what})
+    line = json.dumps({"t": time.time(), "pid": os.getpid(), "rank": int(os.environ.get("RANK", 0)),
+                       "point": name, "signal": what})
     fd = REAL["open"](JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     REAL["write"](fd, line.encode() + b"\n")
     REAL["close"](fd)
@@ -44,7 +46,7 @@ def note(name, what):
 
 def _signal(name, what):
     note(name, what)
-    if what == "LOCK":                                              # a lock held in C, and with it Python's own
+    if what == "LOCK":  # a lock held in C, and with it Python's own
         python, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
         python.pthread_mutex_lock(mutex)
         python.pthread_mutex_lock(mutex)
@@ -109,15 +111,18 @@ def _in_backward(gradient):
 
 
 def _plant_in_saves():
-    """A save is a staging folder, files in it, a rename out of it, two folders synced, an older one renamed into it."""
-    known = {}                                                      # descriptor -> what is being written through it
+    """A save is a staging folder, files in it, a rename out of it, two folders synced, an older one renamed
+    into it.
+    """
+    known = {}  # descriptor -> what is being written through it
 
     def opened(path, flags, *args, **kwargs):
         fd, text = REAL["open"](path, flags, *args, **kwargs), os.fspath(path)
         name = os.path.basename(text)
         if "/checkpoints" in text:
             if flags & os.O_DIRECTORY:
-                known[fd] = "root" if name == "checkpoints" else "folder" if name.startswith("step-") else None
+                known[fd] = ("root"
+                             if name == "checkpoints" else "folder" if name.startswith("step-") else None)
             elif flags & os.O_CREAT and name in FILES:
                 known[fd] = name
         return fd
@@ -159,4 +164,5 @@ def _plant_in_saves():
             point("mkdir")
         return result
 
-    os.open, os.close, os.write, os.fsync, os.rename, os.mkdir = opened, closed, written, synced, renamed, made
+    os.open, os.close, os.write = opened, closed, written
+    os.fsync, os.rename, os.mkdir = synced, renamed, made

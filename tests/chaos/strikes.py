@@ -1,4 +1,6 @@
-"""What each kind of event does to a cluster: returns how many processes it hit, and whether a new life must follow."""
+"""What each kind of event does to a cluster: returns how many processes it hit, and whether a new life must
+follow.
+"""
 import json
 import signal
 import time
@@ -24,7 +26,8 @@ class Strikes:
         if landed and new_life:
             self.recovered.append((event.target, self.settle(before)))
             took = f": on after {self.recovered[-1][1]:.1f} s"
-        self.say(f"{len(self.log):4}  step {self.log[-1]['step']:4}  {self.cluster.kind:5} x{len(self.cluster.living)}  {name}"
+        self.say(f"{len(self.log):4}  step {self.log[-1]['step']:4}  {self.cluster.kind:5} "
+                 f"x{len(self.cluster.living)}  {name}"
                  f"{took if landed else ': came too late'}")
 
     def arm(self, event, rank="any"):
@@ -33,18 +36,20 @@ class Strikes:
         return path
 
     def journaled(self):
-        return [json.loads(line) for line in self.journal.read_text().splitlines()] if self.journal.exists() else []
+        return [json.loads(line)
+                for line in self.journal.read_text().splitlines()] if self.journal.exists() else []
 
     def _point(self, event):
         """Armed, and waited for; what only comes at the end of the run stays armed until then."""
         if event.point in ("left", "exit") and self.cluster.kind != "plain":
-            event = event._replace(point="leave")                   # then torchrun lets the other agents wait for 300 s
+            event = event._replace(point="leave")  # then torchrun lets the other agents wait for 300 s
         count, path = len(self.journaled()), self.arm(event)
         if event.point in points_names()["end"]:
             return 1, False
         limit = (reached(self.run) if lives(self.run) else 0) + 30
         self.until(lambda: self.over() or not path.exists() or (
-            lives(self.run) and reached(self.run) > min(limit, self.steps - 1)), "somebody to come by the point")
+            lives(self.run) and reached(self.run) > min(limit, self.steps - 1)),
+            "somebody to come by the point")
         landed = self.landed(path, count)
         return landed, landed
 
@@ -53,14 +58,16 @@ class Strikes:
         try:
             path.unlink()
         except FileNotFoundError:
-            self.until(lambda: len(self.journaled()) > count, "the line of a process that is about to die", 10)
+            self.until(lambda: len(self.journaled()) > count, "the line of a process that is about to die",
+                       10)
         return len(self.journaled()) - count
 
     def _pair(self, event):
         count, path, before = len(self.journaled()), self.arm(event), len(lives(self.run))
         landed = self._worker(event._replace(signal="KILL"))[0]
         self.until(lambda: self.over() or not path.exists() or (
-            len(lives(self.run)) > before and reached(self.run) > lives(self.run)[-1]["step"] + 2), "somebody to come by the point")
+            len(lives(self.run)) > before and reached(self.run) > lives(self.run)[-1]["step"] + 2),
+            "somebody to come by the point")
         self.tally["second deaths"] += self.landed(path, count)
         return landed, landed
 
@@ -70,7 +77,7 @@ class Strikes:
         found = self.cluster.someone()
         if not found:
             return 0, False
-        if event.signal == "STOP CONT":                             # slow, not dead: nothing may happen
+        if event.signal == "STOP CONT":  # slow, not dead: nothing may happen
             landed = self.cluster.strike(found[1:], "STOP")
             self.cluster.signalled = self.cluster.signalled[:-landed] if landed else self.cluster.signalled
             time.sleep(self.rng.random() * 0.5)
@@ -79,21 +86,26 @@ class Strikes:
         return max([self.cluster.strike(found[1:], name) for name in event.signal.split()][0], 0), True
 
     def _loader(self, event):
-        """Its rank misses it within seconds, saves and leaves. Not missed: the rank trains on past the end of the epoch."""
+        """Its rank misses it within seconds, saves and leaves. Not missed: the rank trains on past the end of
+        the epoch.
+        """
         found = []
-        self.until(lambda: self.over() or found or found.extend(self.cluster.loader() or ()), "a loading process")
+        self.until(lambda: self.over() or found or found.extend(self.cluster.loader() or ()),
+                   "a loading process")
         if not found or not self.cluster.strike(found[1:], event.signal.split()[0]):
             return 0, False
         began, epoch_over = time.monotonic(), reached(self.run) + EPOCH + 1
         if event.signal == "STOP CONT":
             time.sleep(self.rng.random() * 0.5)
             self.jobs.kill(found[1], signal.SIGCONT)
-        if event.signal in ("TERM", "STOP CONT"):                   # a rank's to answer; slow, not dead: nothing may happen
+        if event.signal in ("TERM", "STOP CONT"):  # a rank's to answer; slow, not dead: nothing may happen
             return 1, False
         while not (self.over() or state(found[0]) in "ZX" or (step := reached(self.run)) >= epoch_over):
-            # each step that is made begins the wait anew: a rank that trains on may have all its shares of this epoch
+            # each step that is made begins the wait anew: a rank that trains on may have all its shares of
+            # this epoch
             self.until(lambda step=step: self.over() or state(found[0]) in "ZX" or reached(self.run) != step,
-                       "the rank of a dead loading process to leave", MISSED if event.target == "loader" else RECOVERY)
+                       "the rank of a dead loading process to leave",
+                       MISSED if event.target == "loader" else RECOVERY)
         if state(found[0]) not in "ZX":
             self.tally["loaders not missed"] += 1
             return 1, False
@@ -149,7 +161,8 @@ class Strikes:
             return self._resize(event._replace(signal="TERM"))
         for _ in range(3):
             agent = self.cluster.add(1)
-            self.until(lambda agent=agent: agent.poll() is not None or agent.workers or self.over(), "a node that comes and goes")
+            self.until(lambda agent=agent: agent.poll() is not None or agent.workers or self.over(),
+                       "a node that comes and goes")
             time.sleep(self.rng.random())
             self.cluster.strike([agent.pid, *agent.workers], "KILL")
             self.until(lambda agent=agent: agent.poll() is not None, "the agent to end")

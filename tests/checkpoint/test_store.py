@@ -1,4 +1,6 @@
-"""What goes into the store comes out of it, whatever the net is made of; what a life does with its checkpoints."""
+"""What goes into the store comes out of it, whatever the net is made of; what a life does with its
+checkpoints.
+"""
 import json
 import math
 import os
@@ -7,7 +9,19 @@ import shutil
 
 import pytest
 import torch
-from stores import a_life, at_step, expected, images_for, is_at, new_store, options, save, steps_of, tiny_state, two_checkpoints
+from stores import (
+    a_life,
+    at_step,
+    expected,
+    images_for,
+    is_at,
+    new_store,
+    options,
+    save,
+    steps_of,
+    tiny_state,
+    two_checkpoints,
+)
 from torch import nn
 
 from common.checkpoint.__main__ import main
@@ -25,12 +39,13 @@ class Odd(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         self.embed, self.head = nn.Embedding(5, 8), nn.Linear(8, 5, bias=False)
-        self.head.weight = self.embed.weight                        # two names, one storage
+        self.head.weight = self.embed.weight  # two names, one storage
         self.norm = nn.BatchNorm2d(4)
         self.scalar, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 7))
         self.register_parameter("a/b ü", nn.Parameter(torch.zeros(2, 3).t()))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64, torch.float64,
+        for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64,
+                      torch.float64,
                       torch.complex64):
             self.register_buffer(f"{str(dtype)[6:]} values", torch.zeros(3, dtype=dtype))
 
@@ -44,7 +59,8 @@ def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, optimizer):
     with a_life(opts, Odd()) as life:
         assert life.source == "checkpoints/step-00000007" and is_at(life.state, 7)
         strides = life.state.net.conv.weight.stride()
-        assert strides == Odd().conv.weight.stride() and life.state.net.head.weight is life.state.net.embed.weight
+        assert (strides == Odd().conv.weight.stride()
+                and life.state.net.head.weight is life.state.net.embed.weight)
 
 
 def test_a_net_without_parameters_to_train_and_without_any_tensor_can_be_saved(tmp_path):
@@ -73,7 +89,7 @@ def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
         life.store.save(life.state)
         life.store.wait()
         assert os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino == before
-        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})                          # an evaluation at the same step is news  # noqa: E501
+        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})  # an evaluation at the same step is news  # noqa: E501
         save(life, 0)
     with a_life(opts) as life:
         assert life.state.best == {"val_acc": 0.5, "step": 0} and steps_of(opts) == [0]
@@ -90,7 +106,8 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
     assert steps_of(opts) == [8, 7, 3]
     assert sorted(path.name for path in (opts.run_dir / "checkpoints").iterdir()) == [
         "step-00000003", "step-00000007", "step-00000008"]
-    assert all(oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600") for path in opts.run_dir.rglob("*"))
+    assert all(oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600")
+               for path in opts.run_dir.rglob("*"))
 
 
 def test_rescues_do_not_pile_up(tmp_path):
@@ -110,8 +127,9 @@ def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path)
     said = []
     with a_life(opts, said=said) as life:
         assert is_at(life.state, 5)
-        assert "model.safetensors has SHA-256" in said[0] and "manifest says" in said[0] and "5 steps" in said[1]
-        assert life.store.rescue(at_step(life.state, 7))            # below the damaged one, and not lost to it
+        assert ("model.safetensors has SHA-256" in said[0] and "manifest says" in said[0]
+                and "5 steps" in said[1])
+        assert life.store.rescue(at_step(life.state, 7))  # below the damaged one, and not lost to it
         save(life, 10)
     assert steps_of(opts) == [10, 7] and (root / "damaged-step-00000010").exists() is False
     with a_life(opts) as life:
@@ -138,11 +156,12 @@ def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path, monkeypa
         with a_life(opts):
             pass
     assert error.value.code == 3 and "--resume none" in str(error.value) and steps_of(opts) == [2, 1]
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")        # for this process is still the same one
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")  # for this process is still the same one
     with a_life(options(tmp_path, resume="none")) as life:
         assert life.source is None and steps_of(opts) == []
         save(life, 1)
-    assert sorted(p.name for p in (opts.run_dir / "before-1" / "checkpoints").iterdir()) == ["step-00000001", "step-00000002"]
+    assert sorted(p.name for p in (opts.run_dir / "before-1" / "checkpoints").iterdir()) == ["step-00000001",
+                                                                                             "step-00000002"]
     assert (opts.run_dir / "before-1" / "options.json").exists() and main([str(opts.run_dir)]) == 0
 
 
@@ -162,7 +181,7 @@ def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_
         assert life.store.due(at_step(life.state, 41))
         save(life, 50)
         now[0] += 100
-        assert not life.store.due(life.state)                       # this very state is saved already
+        assert not life.store.due(life.state)  # this very state is saved already
     off = options(tmp_path, save_every=0, save_seconds=0)
     with a_life(off) as life:
         now[0] += 10**6
@@ -183,7 +202,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
     with a_life(opts) as life:
         save(life, 1)
         at_step(life.state, 2)
-        life.state.net[1].running_mean.fill_(math.inf)              # a mask in a buffer may be infinite
+        life.state.net[1].running_mean.fill_(math.inf)  # a mask in a buffer may be infinite
         save(life, 2)
         with torch.no_grad():
             life.state.net[0].weight[1, 1] = math.nan
@@ -194,8 +213,9 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
             life.store.check()
         assert error.value.code == 5 and life.state.half_updated and not life.store.rescue(life.state)
         newest = opts.run_dir / "checkpoints/step-00000002"
-        assert f"--run-dir NEW --resume {newest} --lr X" in str(error.value) and "after step-00000002 is kept" in str(error.value)
-    with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:       # what it says works
+        assert (f"--run-dir NEW --resume {newest} --lr X" in str(error.value)
+                and "after step-00000002 is kept" in str(error.value))
+    with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:  # what it says works
         assert life.state.step == 2
     assert steps_of(opts) == [2, 1]
 
@@ -213,7 +233,7 @@ def test_buffers_are_those_of_the_last_whole_step(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
         at_step(life.state, 4)
-        life.state.net[1].running_mean.fill_(99.0)                  # a forward has begun the next step
+        life.state.net[1].running_mean.fill_(99.0)  # a forward has begun the next step
         assert life.store.rescue(life.state)
     with a_life(opts) as life:
         assert is_at(life.state, 4)
@@ -230,7 +250,8 @@ def test_a_rescue_in_mid_evaluation_saves_the_weights_and_not_their_averages(tmp
             assert life.store.rescue(life.state)
     with a_life(opts, Odd()) as life:
         weights = life.state.tensors()["model"]
-        assert all(torch.equal(weights[n], expected(weights[n], 4)) for n in ("conv.weight", "embed.weight", "head.weight"))
+        assert all(torch.equal(weights[n], expected(weights[n], 4))
+                   for n in ("conv.weight", "embed.weight", "head.weight"))
 
 
 def test_removing_the_folder_of_a_running_job_costs_nothing_but_what_was_in_it(tmp_path):
@@ -258,7 +279,7 @@ def test_another_jobs_folder_in_place_of_ours_fences_us(tmp_path):
         try:
             new_store(opts).restore(tiny_state(opts))
             os.write(1, b"")
-            os.kill(os.getpid(), 19)                                # holds the lock, standing still
+            os.kill(os.getpid(), 19)  # holds the lock, standing still
         finally:
             os._exit(0)
     os.waitpid(pid, os.WUNTRACED)
@@ -279,7 +300,7 @@ def test_a_checkpoint_of_another_run_can_be_the_start_of_a_new_one(tmp_path):
         with a_life(opts) as life:
             assert is_at(life.state, step) and life.source == str(path) and steps_of(opts) == []
             save(life, 6)
-        with a_life(opts) as life:                                  # the same command goes on with its own
+        with a_life(opts) as life:  # the same command goes on with its own
             assert is_at(life.state, 6)
     os.truncate(root / "step-00000003" / "model.safetensors", 9)
     with pytest.raises(UserError, match="none verifies") as error:
@@ -296,7 +317,8 @@ def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):
     assert first == second == verify(2, root / "step-00000002")[0]["digest"] == json.loads(
         (root / "step-00000002" / "manifest.json").read_text())["digest"]
     os.truncate(root / "step-00000002" / "optimizer.safetensors", 8)
-    assert main([str(opts.run_dir)]) == 0 and "damaged: optimizer.safetensors is 8 bytes" in capsys.readouterr().out
+    assert (main([str(opts.run_dir)]) == 0
+            and "damaged: optimizer.safetensors is 8 bytes" in capsys.readouterr().out)
     assert main([str(opts.run_dir), "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")
     os.truncate(root / "step-00000001" / "optimizer.safetensors", 8)
     assert main([str(opts.run_dir)]) == 3 and main([str(tmp_path)]) == main([]) == main(["a", "--no"]) == 2
@@ -307,8 +329,10 @@ def test_a_forked_process_does_not_get_the_image_so_that_the_next_save_has_no_pa
     address = images["model"].buffer.data_ptr()
     with open("/proc/self/smaps") as file:
         areas = re.split("(?m)^(?=[0-9a-f]+-[0-9a-f]+ )", file.read())[1:]
-    mine = [area for area in areas if int(area.split("-")[0], 16) <= address < int(area.split("-")[1].split()[0], 16)]
-    assert len(mine) == 1 and " wf" in re.search("VmFlags:.*", mine[0])[0]      # "wipe on fork": not for loading processes
+    mine = [area for area in areas
+            if int(area.split("-")[0], 16) <= address < int(area.split("-")[1].split()[0], 16)]
+    # "wipe on fork": not for loading processes
+    assert len(mine) == 1 and " wf" in re.search("VmFlags:.*", mine[0])[0]
 
 
 def test_a_forked_process_that_drops_the_image_unmaps_nothing_of_its_own(tmp_path):
@@ -319,6 +343,6 @@ def test_a_forked_process_that_drops_the_image_unmaps_nothing_of_its_own(tmp_pat
         own = [TensorFile(images["model"].views).open() for _ in range(500)]
         images["model"].close()
         for image in own:
-            image.buffer.fill_(1)                                   # a segmentation fault, where it lay in that hole
+            image.buffer.fill_(1)  # a segmentation fault, where it lay in that hole
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0

@@ -1,8 +1,9 @@
-"""A power loss at any point leaves the checkpoint before or the new one: every state a disk may be in afterwards is built and read.
+"""A power loss at any point leaves the checkpoint before or the new one: every state a disk may be in
+afterwards is built and read.
 
-Every call that changes the disk is recorded during real saves. A crash after the first k of them keeps what was synced; of
-the rest, names may be there up to any point, or all but one, or only one, or at random, and bytes not at all, in part, or as
-zeros. POSIX promises no more than that.
+Every call that changes the disk is recorded during real saves. A crash after the first k of them keeps what
+was synced; of the rest, names may be there up to any point, or all but one, or only one, or at random, and
+bytes not at all, in part, or as zeros. POSIX promises no more than that.
 """
 import itertools
 import os
@@ -27,15 +28,18 @@ class Recorder:
 
     def __init__(self, root, monkeypatch):
         self.root, self.ops = str(root), []
-        real = {name: getattr(os, name) for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")}
+        real = {name: getattr(os, name)
+                for name in ("mkdir", "open", "write", "fsync", "rename", "unlink", "rmdir")}
 
         def path_of(path, dir_fd=None):
             if isinstance(path, int):
                 return os.readlink(f"/proc/self/fd/{path}")
-            return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else "", os.fspath(path))
+            return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else "",
+                                os.fspath(path))
 
         def note(what, *paths):
-            if any(path == self.root or path.startswith(self.root + "/") for path in paths[:2] if isinstance(path, str)):
+            if any(path == self.root or path.startswith(self.root + "/") for path in paths[:2]
+                   if isinstance(path, str)):
                 self.ops.append((what, *paths))
 
         def mkdir(path, mode=0o777, dir_fd=None):
@@ -54,7 +58,7 @@ class Recorder:
             return n
 
         def fsync(fd):
-            note("fsync", path_of(fd))                              # not really: this disk is ours
+            note("fsync", path_of(fd))  # not really: this disk is ours
 
         def rename(source, target):
             real["rename"](source, target)
@@ -89,9 +93,9 @@ class Disk:
 
     def __init__(self, root):
         self.root, self.count = root, itertools.count(1)
-        self.now = {0: {}}                                          # folders as the running system sees them
+        self.now = {0: {}}  # folders as the running system sees them
         self.data, self.synced = {}, {}
-        self.changes = []                                           # [durable, [(folder, name, inode or None), ...]]
+        self.changes = []  # [durable, [(folder, name, inode or None), ...]]
 
     def at(self, path):
         """(folder's inode, name, inode) of a path under the root."""
@@ -134,7 +138,9 @@ class Disk:
             self.change((folder, name, None))
 
     def crashes(self, rng):
-        """(in order?, tree) of every state this crash may leave; a tree is {path: bytes or None for a folder}."""
+        """(in order?, tree) of every state this crash may leave; a tree is {path: bytes or None for a
+        folder}.
+        """
         pending = [i for i, (durable, _) in enumerate(self.changes) if not durable]
         kept = [(True, set(pending[:n])) for n in range(len(pending) + 1)]
         kept += [(False, set(pending) - {i}) for i in pending] + [(False, {i}) for i in pending]
@@ -150,7 +156,8 @@ class Disk:
                         folders[folder][name] = inode
             for lost in (lambda old, new: new, lambda old, new: old, lambda old, new: new[:len(new) // 2],
                          lambda old, new: bytes(len(new)))[:4 if dirty else 1]:
-                data = {i: lost(self.synced[i], self.data[i]) if i in dirty else self.data[i] for i in self.data}
+                data = {i: lost(self.synced[i], self.data[i]) if i in dirty else self.data[i]
+                        for i in self.data}
                 yield ordered, dict(self._walk(0, folders, data, ""))
 
     def _walk(self, inode, folders, data, path):
@@ -187,7 +194,8 @@ def record(tmp_path, monkeypatch):
 
 def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch):
     opts, ops = record(tmp_path / "real", monkeypatch)
-    assert {op[0] for op in ops} == set("mkdir create write fsync rename exchange unlink rmdir begin announce".split())
+    kinds = "mkdir create write fsync rename exchange unlink rmdir begin announce".split()
+    assert {op[0] for op in ops} == set(kinds)
     disk, images, rng = Disk(str(opts.run_dir / "checkpoints")), images_for(opts), random.Random(7)
     last, coming, announced, seen, states, trees = None, None, 0, set(), 0, set()
     for op in ops:
@@ -203,7 +211,8 @@ def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_pa
             trees.add(key[3])
             if key not in seen:
                 seen.add(key)
-                record_evaluation(tmp_path / "state", tree, ordered, [last, coming], min(announced, opts.keep, len(STEPS)), images)
+                record_evaluation(tmp_path / "state", tree, ordered, [last, coming],
+                                  min(announced, opts.keep, len(STEPS)), images)
     assert states >= 2000 and len(trees) >= 300
 
 
@@ -212,12 +221,12 @@ def record_evaluation(root, tree, ordered, allowed, whole, images):
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()
     for path, data in sorted(tree.items()):
-        if path.startswith("step-"):                                # the rest is swept unread
+        if path.startswith("step-"):  # the rest is swept unread
             (root / path).mkdir() if data is None else (root / path).write_bytes(data)
     step, facts, *_ = newest(checkpoints(root), into(images), report=lambda text: None)
-    assert facts in allowed, (step, allowed)                        # None: nothing, before the first was announced
+    assert facts in allowed, (step, allowed)  # None: nothing, before the first was announced
     assert facts is None or images_are_at(images, step)
-    if ordered:                                                     # as a journal keeps it: nothing that is named is damaged
+    if ordered:  # as a journal keeps it: nothing that is named is damaged
         good = 0
         for number, folder in checkpoints(root):
             try:

@@ -18,7 +18,7 @@ from common.checkpoint.load import into, newest
 from common.checkpoint.manifest import checkpoints
 from common.errors import UserError
 
-THOROUGH = 1                                     # every n-th bit and length; the test of the tests takes fewer
+THOROUGH = 1  # every n-th bit and length; the test of the tests takes fewer
 
 
 def files_of(root):
@@ -82,7 +82,7 @@ def test_a_missing_file_and_a_file_of_the_other_checkpoint_fall_back(tmp_path):
         restore(path, data)
 
 
-# ---- files made to harm ---------------------------------------------------------------------------------------------
+# ---- files made to harm ---------------------------------------------------------------------------
 class Bomb:
     def __reduce__(self):
         return os.system, (f"touch {CANARY}",)
@@ -208,8 +208,10 @@ HARMFUL_MANIFESTS = {
     "what decides as a list": change_manifest(decides=[1]),
     "no files": change_manifest(files={}),
     "files as a list": change_manifest(files=[1]),
-    "a path out of the folder": change_manifest(files={"../../options.json": {"bytes": 1, "sha256": "0" * 64}}),
-    "one file more": lambda old: sealed(old | {"files": old["files"] | {"x": {"bytes": 0, "sha256": "0" * 64}}}),
+    "a path out of the folder": change_manifest(files={"../../options.json": {"bytes": 1,
+                                                                              "sha256": "0" * 64}}),
+    "one file more": lambda old: sealed(old
+                                        | {"files": old["files"] | {"x": {"bytes": 0, "sha256": "0" * 64}}}),
     "another digest": change_manifest(digest="0" * 64),
     "a negative size": change_file(bytes=-1),
     "a size of 10**18": change_file(bytes=10**18),
@@ -233,10 +235,13 @@ def test_harmful_manifests_are_refused_even_under_a_right_seal(tmp_path, monkeyp
 
 HARMFUL_STATES = {
     "a pickle": pickle.dumps(Bomb()), "no object": b"3", "nothing in it": b"{}", "NaN": b'{"step": NaN}',
-    "negative": b'{"step": 2, "epoch": -1, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, "scaler": null}',
+    "negative": b'{"step": 2, "epoch": -1, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, '
+                b'"scaler": null}',
     "a huge epoch": b'{"step": 2, "epoch": ' + b"9" * 30 + b', "position": 0}',
-    "another step": b'{"step": 3, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, "scaler": null}',
-    "an evaluation of no step": b'{"step": 2, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, '
+    "another step": b'{"step": 3, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": '
+                    b'{}, "scaler": null}',
+    "an evaluation of no step": b'{"step": 2, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, '
+                                b'"record": {}, '
                                 b'"scaler": null, "judged": {"step": "2"}}',
     "no best": b'{"step": 2, "epoch": 0, "position": 0, "best": [], "record": {}, "scaler": null}',
     "larger than any of ours": b'{"a": "' + b" " * (1 << 22) + b'"}',
@@ -254,7 +259,9 @@ def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypa
 
 
 def cheaply(function):
-    """What function returns, if it took no more than a few megabytes and 64 MB of address space beyond today's."""
+    """What function returns, if it took no more than a few megabytes and 64 MB of address space beyond
+    today's.
+    """
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
@@ -274,7 +281,7 @@ def odd_entries(path, tmp_path):
     victim, same = tmp_path / "victim", tmp_path / "same"
     victim.write_text("mine")
     same.write_bytes(path.read_bytes())
-    yield lambda: path.symlink_to(same)                             # even if it led to the right bytes
+    yield lambda: path.symlink_to(same)  # even if it led to the right bytes
     yield lambda: path.symlink_to(victim)
     yield lambda: path.symlink_to(path.parent.parent / "step-00000001" / path.name)
     yield lambda: os.mkfifo(path)
@@ -332,7 +339,8 @@ def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
     net, said = torch.nn.Sequential(torch.nn.Linear(30, 20)), []
     assert newest(checkpoints(root), into(images_for(opts, net)), report=said.append)[0] == -1
     assert "this model and optimizer need" in said[0]
-    plant(root, "model.safetensors", tensors(shape=[3, 2])(tmp_path, (root / "step-00000002" / "model.safetensors").read_bytes()))
+    plant(root, "model.safetensors",
+          tensors(shape=[3, 2])(tmp_path, (root / "step-00000002" / "model.safetensors").read_bytes()))
     newest(checkpoints(root), into(images_for(opts)), report=said.append)
     assert "0.weight is F32[3, 2]" in said[-1] and "this run has F32[2, 3]" in said[-1]
 
@@ -344,7 +352,8 @@ def test_a_folder_that_others_may_write_into_is_not_loaded_from(tmp_path):
         with pytest.raises(UserError, match=f"not yours alone: owner .*, mode {mode:04o}"):
             new_store(opts).restore(tiny_state(opts))
         folder.chmod(0o700)
-    foreign = 12345 if os.getuid() == 0 else next((group for group in os.getgroups() if group != os.getgid()), None)
+    foreign = 12345 if os.getuid() == 0 else next((group for group in os.getgroups() if group != os.getgid()),
+                                                  None)
     for folder in (opts.run_dir, root) if foreign else ():
         os.chown(folder, -1, foreign)
         folder.chmod(0o770)

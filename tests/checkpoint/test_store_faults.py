@@ -1,4 +1,6 @@
-"""A disk that fails costs a save and a line, never a checkpoint that stands and never the training; until it fails too often."""
+"""A disk that fails costs a save and a line, never a checkpoint that stands and never the training; until it
+fails too often.
+"""
 import contextlib
 import errno
 import os
@@ -8,7 +10,20 @@ import threading
 
 import pytest
 import torch
-from stores import a_life, at_step, child, images_for, is_at, load, new_store, options, save, steps_of, tiny_state, two_checkpoints
+from stores import (
+    a_life,
+    at_step,
+    child,
+    images_for,
+    is_at,
+    load,
+    new_store,
+    options,
+    save,
+    steps_of,
+    tiny_state,
+    two_checkpoints,
+)
 
 from common.checkpoint import files
 from common.checkpoint.files import Damaged
@@ -18,7 +33,8 @@ from common.errors import UserError
 
 TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
 READS = ("open", "readv", "read", "fstat", "lstat", "listdir")
-CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "readv", "listdir", "unlink", "rmdir", "stat", "lstat")
+CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "readv", "listdir", "unlink", "rmdir", "stat",
+         "lstat")
 
 
 class Failing:
@@ -33,7 +49,7 @@ class Failing:
         if self.count == self.k or self.forever and self.count > self.k:
             self.failed += 1
             if self.name == "close":
-                self.real(*args, **kwargs)                          # the descriptor is gone, whatever close says
+                self.real(*args, **kwargs)  # the descriptor is gone, whatever close says
             raise OSError(self.number, os.strerror(self.number))
         return self.real(*args, **kwargs)
 
@@ -77,13 +93,15 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
                     saved = False
                 fired = fault.failed
             found, whole = load(root, images)
-            assert whole and found == (step if saved else before if steps_of(opts)[0] == before else step), (name, k)
+            assert whole and found == (step if saved else before if steps_of(opts)[0] == before
+                                       else step), (name, k)
             assert saved or life.store.committed <= found and life.store.saved is None
             assert saved or fault.failed
             left = [path.name for path in (root / f".life-{life.store.world.life}").iterdir()]
-            assert forever or name in ("unlink", "rmdir", "rename", "open", "listdir") or all("gone" in name for name in left)
+            assert forever or name in ("unlink", "rmdir", "rename", "open",
+                                       "listdir") or all("gone" in name for name in left)
             assert k < 60
-        save(life, step + 1)                                        # and the next one is as good as ever
+        save(life, step + 1)  # and the next one is as good as ever
         assert load(root, images) == (step + 1, True)
 
 
@@ -110,10 +128,10 @@ def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch,
         monkeypatch.undo()
     final, failed = root / "step-00000001", seen[k - 1]
     assert len(seen) == 6 + k and seen[-1] == str(root)
-    if k <= 5:                                                      # a file, or the folder around them
+    if k <= 5:  # a file, or the folder around them
         assert seen.count(failed) == 1 and [target for _, target in named] == [str(final)]
         assert not named[0][0].startswith(os.path.dirname(failed) if k < 5 else failed)
-    else:                                                           # the rename: made anew, with other files
+    else:  # the rename: made anew, with other files
         assert [kind for kind, _ in named[1:]] == ["folder"] and named[1][1] != final.stat().st_ino
 
 
@@ -142,20 +160,24 @@ def big():
 
 
 @pytest.mark.parametrize("net, step", [(None, 64), (big, 4096)], ids=["tiny", "pages"])
-def test_at_whatever_byte_the_disk_is_full_the_old_one_stands_and_the_message_says_how_full(tmp_path, net, step):
+def test_at_whatever_byte_the_disk_is_full_the_old_one_stands_and_the_message_says_how_full(tmp_path, net,
+                                                                                            step):
     opts = options(tmp_path)
 
     def sweep():
         with a_life(opts, net and net()) as life:
             save(life, 1)
-            sizes = [path.stat().st_size for path in (opts.run_dir / "checkpoints" / "step-00000001").iterdir()]
-            for limit in [*range(0, max(sizes) - 1, step), max(sizes) - 2]:         # the parent of 2 is 1, that of 1 is -1
+            sizes = [path.stat().st_size
+                     for path in (opts.run_dir / "checkpoints" / "step-00000001").iterdir()]
+            # the parent of 2 is 1, that of 1 is -1
+            for limit in [*range(0, max(sizes) - 1, step), max(sizes) - 2]:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
                 life.store.save(at_step(life.state, 2))
                 life.store.wait()
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
                 text, life.store.error = str(life.store.error), None
-                assert str(opts.run_dir) in text and "EFBIG" in text and "needed" in text and "bytes free" in text, text
+                assert (str(opts.run_dir) in text and "EFBIG" in text and "needed" in text
+                        and "bytes free" in text), text
                 assert steps_of(opts) == [1] and verify(1, opts.run_dir / "checkpoints" / "step-00000001")
                 assert not list((opts.run_dir / "checkpoints" / f".life-{life.store.world.life}").iterdir())
             save(life, 2)
@@ -170,23 +192,27 @@ def full(path, data, moved=None):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(tmp_path, monkeypatch):
+def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(tmp_path,
+                                                                                        monkeypatch):
     opts, said = options(tmp_path, save_every=2), []
     with a_life(opts, said=said) as life:
         save(life, 2)
         monkeypatch.setattr(files, "write_file", full)
         for number, step in enumerate((4, 6, 8), 1):
-            assert not life.store.due(at_step(life.state, step - 1)) and life.store.due(at_step(life.state, step))
+            assert not life.store.due(at_step(life.state, step - 1)) and life.store.due(at_step(life.state,
+                                                                                                step))
             life.store.save(life.state)
             life.store.wait()
             if number < MOST_FAILURES:
                 life.store.check()
-                life.store.check()                                  # each is said once
-                assert len(said) == number and said[-1].startswith(f"save failed ({number} in a row), training goes on")
+                life.store.check()  # each is said once
+                assert (len(said) == number
+                        and said[-1].startswith(f"save failed ({number} in a row), training goes on"))
         with pytest.raises(UserError) as error:
             life.store.check()
         assert error.value.code == 4 and "step 2" in str(error.value) and "bytes free" in str(error.value)
-        assert "ENOSPC" in str(error.value) and str(opts.run_dir) in str(error.value) and str(error.value).count("\n") <= 2
+        assert ("ENOSPC" in str(error.value) and str(opts.run_dir) in str(error.value)
+                and str(error.value).count("\n") <= 2)
         monkeypatch.undo()
         save(life, 8)
         assert life.store.failures == 0
@@ -255,7 +281,8 @@ def test_without_an_exchange_of_names_a_whole_checkpoint_stays_and_a_damaged_one
         life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
         save(life, 1)
         folder = opts.run_dir / "checkpoints" / "step-00000001"
-        assert verify(1, folder)[1]["best"]["val_acc"] == -1.0      # the moment without any is worse than old facts
+        # the moment without any is worse than old facts
+        assert verify(1, folder)[1]["best"]["val_acc"] == -1.0
         os.truncate(folder / "state.json", 5)
         life.store.saved = None
         save(life, 1)
@@ -295,7 +322,7 @@ def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(tmp_path):
         with pytest.raises(RuntimeError, match="0.weight was torch.float32"):
             life.store.save(life.state)
         life.state.net[0].weight.data = torch.zeros(2, 3)
-        save(life, 1)                                               # nothing is locked for ever
+        save(life, 1)  # nothing is locked for ever
     assert steps_of(opts) == [1]
 
 
@@ -308,7 +335,7 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
         new_store(opts).restore(tiny_state(opts))
     with a_life(opts):
         pass
-    for k in range(1, 12):                                          # whatever fails at the start: a clear word, and then it works
+    for k in range(1, 12):  # whatever fails at the start: a clear word, and then it works
         shutil.rmtree(tmp_path / "deep")
         for name in ("fsync", "rename", "write", "pwrite", "fdatasync"):
             with Failing(name, k, errno.ENOSPC) as fault:
@@ -321,7 +348,7 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
     assert checkpoints(opts.run_dir / "checkpoints") == []
 
 
-# ---- what cannot be read is not wrong ---------------------------------------------------------------------------------
+# ---- what cannot be read is not wrong -------------------------------------------------------------
 @pytest.mark.parametrize("number", TRANSIENT)
 @pytest.mark.parametrize("name", READS)
 def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, name, number):
@@ -353,7 +380,8 @@ def test_a_read_that_fails_at_a_start_costs_no_checkpoint(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("number", TRANSIENT)
-def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted(tmp_path, monkeypatch, number):
+def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted(
+        tmp_path, monkeypatch, number):
     opts, real = options(tmp_path), os.open
     with a_life(opts) as life:
         save(life, 1), save(life, 9)
@@ -368,9 +396,12 @@ def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put
     said = "step-00000009: cannot be read: .*; nothing shows that it is damaged"
     with pytest.raises(UserError, match=said) as error, a_life(opts):
         pass
-    assert error.value.code == 1 and str(error.value).count("\n") <= 2          # an agent tries again: the disk may answer then
+    # an agent tries again: the disk may answer then
+    assert error.value.code == 1 and str(error.value).count("\n") <= 2
     assert sorted((opts.run_dir / "checkpoints").rglob("*")) == before
-    assert describe(9, opts.run_dir / "checkpoints/step-00000009")[1].startswith("step-00000009  could not be read: ")
+    assert describe(9,
+                    opts.run_dir / "checkpoints/step-00000009")[1].startswith("step-00000009  could not be "
+                                                                              "read: ")
     monkeypatch.undo()
     with a_life(opts) as life:
         assert is_at(life.state, 9)
@@ -380,10 +411,12 @@ def test_a_new_checkpoint_that_cannot_be_read_back_is_a_failed_save_and_stays(tm
     opts, real = options(tmp_path), os.readv
     with a_life(opts) as life:
         save(life, 1), save(life, 2)
-        monkeypatch.setattr(os, "readv", lambda *args: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+        monkeypatch.setattr(os, "readv",
+                            lambda *args: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
         with pytest.raises(OSError, match="ESTALE"):
             save(life, 3)
         monkeypatch.setattr(os, "readv", real)
-        assert steps_of(opts) == [3, 2, 1] and life.store.committed == 2       # nothing older goes before it was read
+        # nothing older goes before it was read
+        assert steps_of(opts) == [3, 2, 1] and life.store.committed == 2
         save(life, 4)
         assert steps_of(opts) == [4, 3]

@@ -1,4 +1,6 @@
-"""One job writes into a run folder, and of that job only the newest life: whoever was declared dead commits nothing."""
+"""One job writes into a run folder, and of that job only the newest life: whoever was declared dead commits
+nothing.
+"""
 import contextlib
 import errno
 import fcntl
@@ -59,10 +61,11 @@ def test_a_second_job_is_refused_within_ten_seconds_with_host_and_pid_of_the_fir
     with lives(opts, here) as pid:
         until(here.exists, "the first job owns the run")
         began = time.monotonic()
-        with pytest.raises(UserError, match=f"in use by another job: host {os.uname().nodename}, pid {pid}, life") as error:
+        owner = f"in use by another job: host {os.uname().nodename}, pid {pid}, life"
+        with pytest.raises(UserError, match=owner) as error:
             new_store(opts).restore(tiny_state(opts))
         assert time.monotonic() - began < 10 and error.value.code == 6
-        os.kill(pid, 0)                                             # the first is unaffected
+        os.kill(pid, 0)  # the first is unaffected
 
 
 def test_the_lock_of_a_killed_job_is_taken_over_within_a_second(tmp_path):
@@ -80,7 +83,8 @@ def test_the_lock_of_a_killed_job_is_taken_over_within_a_second(tmp_path):
 
 def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, monkeypatch):
     """It is stopped in the middle of a save, loses the run, and wakes up to finish what it began."""
-    opts, here, ready, go, end = options(tmp_path), *(tmp_path / name for name in ("here", "ready", "go", "end"))
+    opts, here, ready, go, end = options(tmp_path), *(tmp_path / name
+                                                      for name in ("here", "ready", "go", "end"))
     monkeypatch.setattr(fence, "STALE_AFTER", 1.0)
 
     def stop_in_mid_save(life):
@@ -89,10 +93,11 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
 
         def stop(path):
             real(path)
-            if path.name.startswith("step-00000009"):               # written and whole: only the rename is missing
+            if path.name.startswith("step-00000009"):  # written and whole: only the rename is missing
                 ready.touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
-                until(go.exists, "the successor has taken over")    # the signal may stop this thread a moment later
+                # the signal may stop this thread a moment later
+                until(go.exists, "the successor has taken over")
         files.sync_folder = stop
         life.store.save(at_step(life.state, 9))
         life.store.wait()
@@ -114,7 +119,8 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
             os.kill(pid, signal.SIGCONT)
             until(end.exists, "the first job has ended its save")
             until(lambda: state_of(pid) == "Z", "the first job has ended")
-            assert end.read_text().startswith(f"fenced: {opts.run_dir} was taken over by another job while this one stood still")
+            assert end.read_text().startswith(f"fenced: {opts.run_dir} was taken over by another job while "
+                                              f"this one stood still")
             assert f"pid {os.getpid()}" in end.read_text()
             save(life, 3)
         assert steps_of(opts) == [3, 2]
@@ -141,7 +147,9 @@ def test_the_orphan_of_a_dead_agent_is_taken_over_at_once_if_it_stands_still(tmp
 
 
 def test_a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter(tmp_path, monkeypatch):
-    """A lock held in C for long stops every Python thread: that is no death, as long as the process can be seen to run."""
+    """A lock held in C for long stops every Python thread: that is no death, as long as the process can be
+    seen to run.
+    """
     opts, here = options(tmp_path), tmp_path / "here"
     monkeypatch.setattr(fence, "STALE_AFTER", 0.5)
     with monkeypatch.context() as patch:
@@ -155,7 +163,8 @@ def test_a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter(tmp_p
 def elsewhere(patch, machine="another"):
     """What this process sees as of now is on another machine than itself."""
     real = fence.holder_status
-    patch.setattr(fence, "holder_status", lambda owner: real(owner | {"machine": machine} if owner else owner))
+    patch.setattr(fence, "holder_status",
+                  lambda owner: real(owner | {"machine": machine} if owner else owner))
 
 
 def test_on_another_machine_only_the_counter_tells_the_living_from_the_dead(tmp_path, monkeypatch):
@@ -169,13 +178,14 @@ def test_on_another_machine_only_the_counter_tells_the_living_from_the_dead(tmp_
         assert error.value.code == 6
         os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
-        with a_life(opts) as life:                                  # the network file system still holds its lock
+        with a_life(opts) as life:  # the network file system still holds its lock
             assert time.monotonic() - began > 3.5
             save(life, 1)
     assert steps_of(opts) == [1]
 
 
-def test_the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease(tmp_path, monkeypatch):
+def test_the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease(tmp_path,
+                                                                                        monkeypatch):
     opts, here = options(tmp_path), tmp_path / "here"
     monkeypatch.setattr(fence, "LEASE", 30.0)
     elsewhere(monkeypatch)
@@ -187,13 +197,15 @@ def test_the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_
         with a_life(opts):
             assert fence.FREE_LOCK_WAIT <= time.monotonic() - began < 10
     began = time.monotonic()
-    with a_life(opts):                                              # that one has signed off
+    with a_life(opts):  # that one has signed off
         assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("locks", ["as they should be", "local to each machine"])
 def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch, locks):
-    """A second for what takes half a minute: a file system that tells other machines of a write once in a while."""
+    """A second for what takes half a minute: a file system that tells other machines of a write once in a
+    while.
+    """
     opts, here, go, end = options(tmp_path), *(tmp_path / name for name in ("here", "go", "end"))
     monkeypatch.setattr(fence, "STALE_AFTER", 0.3)
     monkeypatch.setattr(fence, "LEASE", 5.0)
@@ -218,7 +230,8 @@ def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch, loc
 
 
 def test_the_counter_is_seen_through_the_caches_of_both_machines(tmp_path, monkeypatch):
-    """As on NFS: what was written reaches the server with a sync, and what it has is seen through a new open."""
+    """As on NFS: what was written reaches the server with a sync, and what it has is seen through a new open.
+    """
     opts, here, pending, opened = options(tmp_path), tmp_path / "here", {}, {}
     real = {name: getattr(os, name) for name in ("open", "pread", "pwrite", "fdatasync")}
 
@@ -255,7 +268,8 @@ def test_two_that_believe_to_hold_the_lock_do_not_both_own(tmp_path, monkeypatch
     def live(life):
         save(life, 1)
         if locks == "lost":
-            os.close(os.open(opts.run_dir / "lock", os.O_RDONLY))   # POSIX: that drops it, as a lease that expires would
+            # POSIX: that drops it, as a lease that expires would
+            os.close(os.open(opts.run_dir / "lock", os.O_RDONLY))
         here.write_text("now")
         until(go.exists, "the successor has saved")
         with contextlib.suppress(Fenced):
@@ -283,7 +297,9 @@ def test_two_that_believe_to_hold_the_lock_do_not_both_own(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("stands_still", [True, False])
 def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypatch, stands_still):
-    """Its agents have given up a machine that they cannot reach: whether that one trains on or not, nobody waits for ever."""
+    """Its agents have given up a machine that they cannot reach: whether that one trains on or not, nobody
+    waits for ever.
+    """
     opts, here = options(tmp_path), tmp_path / "here"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     monkeypatch.setattr(owner, "agent_id", lambda: 7)
@@ -301,7 +317,9 @@ def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypat
 
 
 def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
-    """The next life of a job starts while a survivor on another node still writes: those steps must not be swept."""
+    """The next life of a job starts while a survivor on another node still writes: those steps must not be
+    swept.
+    """
     opts, here, lock = options(tmp_path), tmp_path / "here", tmp_path / "run" / "lock"
 
     def rescue_slowly(life):
@@ -311,7 +329,8 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
         def slow(path):
             if path.name.startswith("step-"):
                 here.write_text("now")
-                until(lambda: f'"{life.store.world.life}"' not in lock.read_text(), "the next life has claimed the run")
+                until(lambda: f'"{life.store.world.life}"' not in lock.read_text(),
+                      "the next life has claimed the run")
                 time.sleep(0.5)
             real(path)
         files.sync_folder = slow
@@ -334,7 +353,8 @@ def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch):
         return "orphan" if fates[-1] == "alive" else fates[-1]
 
     monkeypatch.setattr(fence, "holder_status", orphan)
-    with lives(opts, here, lambda life: (time.sleep(1.0), life.store.rescue(at_step(life.state, 5)), os._exit(0))):
+    with lives(opts, here,
+               lambda life: (time.sleep(1.0), life.store.rescue(at_step(life.state, 5)), os._exit(0))):
         until(here.exists, "it trains")
         with a_life(opts) as life:
             assert is_at(life.state, 5) and "alive" in fates
@@ -407,7 +427,7 @@ def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing
         loser = second if owns[0] is first else first
         owns[0].renew()
         if loser.held:
-            with pytest.raises(Fenced):                             # what its next save would come to
+            with pytest.raises(Fenced):  # what its next save would come to
                 loser.renew()
         assert not loser.staging.exists() and owns[0].staging.is_dir(), k
         second.release(), first.release()
@@ -432,24 +452,24 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
         fence._wait_for_rescue(staging / fence.RESCUE)
         return time.monotonic() - began
 
-    with child(lambda: rescue(time.monotonic)):                     # it allocates, hashes, syncs: no file grows
+    with child(lambda: rescue(time.monotonic)):  # it allocates, hashes, syncs: no file grows
         until(here.exists, "the rescue has begun")
         threading.Timer(4.0, go.touch).start()
         assert waited() > 3.9
         until(lambda: not here.exists(), "the rescue has ended")
     go.unlink()
-    with child(lambda: rescue(lambda: 7)):                          # it lives, and waits for what never comes
+    with child(lambda: rescue(lambda: 7)):  # it lives, and waits for what never comes
         until(here.exists, "the rescue has begun")
         assert 2.9 < waited() < 10
     with monkeypatch.context() as patch:
-        patch.setattr(held, "BEAT_SECONDS", 1000)                           # its machine is gone, and the network keeps its lock
+        patch.setattr(held, "BEAT_SECONDS", 1000)  # its machine is gone, and the network keeps its lock
         here.unlink()
         with child(lambda: rescue(None)):
             until(here.exists, "the rescue has begun")
             assert 1.4 < waited() < 2.9
-            with fence.rescuing(staging):                           # nor does it keep another survivor from saving
+            with fence.rescuing(staging):  # nor does it keep another survivor from saving
                 assert waited() < 1
-                with fence.rescuing(staging):                       # one process may come here twice
+                with fence.rescuing(staging):  # one process may come here twice
                     pass
 
 
@@ -460,7 +480,8 @@ def test_only_what_is_ours_is_swept(tmp_path, monkeypatch):
     root = opts.run_dir / "checkpoints"
     for name in (".snapshot", ".life-abc", ".gone-abc"):
         (root / name).mkdir()
-    for path in (root / ".life-abc.lock", opts.run_dir / "lock.0123456789ab", opts.run_dir / "options.json.77.new"):
+    for path in (root / ".life-abc.lock", opts.run_dir / "lock.0123456789ab",
+                 opts.run_dir / "options.json.77.new"):
         path.touch()
 
     def rename(old, new):
@@ -468,7 +489,7 @@ def test_only_what_is_ours_is_swept(tmp_path, monkeypatch):
             raise OSError(errno.EROFS, "Read-only file system", str(old))
         real(old, new)
     monkeypatch.setattr(os, "rename", rename)
-    with a_life(opts) as life:                                      # a filer's own folder is none of our business
+    with a_life(opts) as life:  # a filer's own folder is none of our business
         assert is_at(life.state, 1)
     assert sorted(os.listdir(root)) == [".snapshot", "step-00000001"]
     assert sorted(os.listdir(opts.run_dir)) == ["checkpoints", "lock", "options.json"]
@@ -483,8 +504,11 @@ def test_a_file_system_without_locks_is_said_with_the_way_out(tmp_path, monkeypa
 
 
 def intrude(opts, monkeypatch, k):
-    """Save while a successor comes in before the writer's k-th call: (calls made, committed before it came, the error)."""
-    real, count, before = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename", "mkdir")}, [], []
+    """Save while a successor comes in before the writer's k-th call: (calls made, committed before it came,
+    the error).
+    """
+    real, count, before = {name: getattr(os, name)
+                           for name in ("open", "write", "fsync", "rename", "mkdir")}, [], []
 
     def intruding(name):
         def call(*args, **kwargs):
@@ -523,9 +547,12 @@ def test_the_lock_file_may_hold_anything(tmp_path):
     with a_life(opts):
         pass
     job = json.dumps(fence.this_process()["job"])
-    for content in (b"", b"\0" * 512, b"[1]", b"[" * 5000, b'{"beat": NaN, "agents": 5, "job": []}', os.urandom(3000),
-                    *(f'{{"job": {job}, "agents": {agents}, "begun": {agents}}}'.encode() for agents in ("5", "[[1]]", "null")),
-                    f'{{"begun": {{"job": {job}, "agents": 5}}, "machine": 7, "pid": [], "beat": {{}}}}'.encode()):
+    for content in (b"", b"\0" * 512, b"[1]", b"[" * 5000, b'{"beat": NaN, "agents": 5, "job": []}',
+                    os.urandom(3000),
+                    *(f'{{"job": {job}, "agents": {agents}, "begun": {agents}}}'.encode()
+                      for agents in ("5", "[[1]]", "null")),
+                    (f'{{"begun": {{"job": {job}, "agents": 5}}, "machine": 7, '
+                     '"pid": [], "beat": {}}').encode()):
         (opts.run_dir / "lock").write_bytes(content)
         with a_life(opts) as life:
             save(life, 1)

@@ -1,4 +1,6 @@
-"""A run is its options and its data: what contradicts them is refused with both values. And weights from elsewhere."""
+"""A run is its options and its data: what contradicts them is refused with both values. And weights from
+elsewhere.
+"""
 import json
 import os
 import shutil
@@ -40,12 +42,14 @@ def test_contradicting_options_and_changed_data_are_refused_with_both_values(tmp
     two_checkpoints(tmp_path)
     text = refused(options(tmp_path, seed=4, lr=0.5), "--seed was 0, now 4")
     assert "--lr was 0.001, now 0.5" in text
-    refused(options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000", fingerprint="0" * 64)
+    refused(options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000",
+            fingerprint="0" * 64)
 
 
 def test_what_does_not_decide_the_result_may_change(tmp_path):
     two_checkpoints(tmp_path)
-    with a_life(options(tmp_path, epochs=9, max_steps=7, save_every=3, keep=5, log_every=1, data_dir="elsewhere")) as life:
+    with a_life(options(tmp_path, epochs=9, max_steps=7, save_every=3, keep=5, log_every=1,
+                        data_dir="elsewhere")) as life:
         assert is_at(life.state, 2)
 
 
@@ -97,11 +101,12 @@ def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
     with a_life(opts):
         pass
     with a_life(options(tmp_path, seed=2), said=said, fingerprint="0" * 64) as life:
-        assert "nothing was saved here yet, so the options may change: --seed was 0, now 2; the data's" in said[0]
+        told = "nothing was saved here yet, so the options may change: --seed was 0, now 2; the data's"
+        assert told in said[0]
         save(life, 1)
     refused(opts, "--seed was 2, now 0")
     os.rename(opts.run_dir / "checkpoints/step-00000001", opts.run_dir / "checkpoints/damaged-step-00000001")
-    refused(opts, "--seed was 2, now 0")                            # what is put aside was saved all the same
+    refused(opts, "--seed was 2, now 0")  # what is put aside was saved all the same
 
 
 def test_a_checkpoint_of_another_run_is_no_damage_and_is_named_with_each_field(tmp_path):
@@ -115,7 +120,7 @@ def test_a_checkpoint_of_another_run_is_no_damage_and_is_named_with_each_field(t
         assert is_at(life.state, 1)
 
 
-# ---- runs that other versions have begun ------------------------------------------------------------------
+# ---- runs that other versions have begun ----------------------------------------------------------
 @dataclass(frozen=True)
 class Later(Options):
     """Flags of a version that is still to come."""
@@ -152,14 +157,15 @@ def old_run(tmp_path):
 
 @pytest.mark.parametrize("kind", [Options, Later])
 @pytest.mark.parametrize("lost", ["nothing", "options.json"])
-def test_a_run_of_an_old_version_goes_on_and_a_flag_that_came_later_has_its_default_there(old_run, tmp_path, kind, lost):
+def test_a_run_of_an_old_version_goes_on_and_a_flag_that_came_later_has_its_default_there(old_run, tmp_path,
+                                                                                          kind, lost):
     assert main([str(old_run)]) == 0
     if lost == "options.json":
         (old_run / lost).unlink()
     step, losses = train(old_run, kind)
     assert step == 10 and train(tmp_path / "whole", kind) == (10, losses)
     assert main([str(old_run)]) == 0
-    assert train(old_run, Later, epochs=3)[0] == 15                 # old and new checkpoints side by side
+    assert train(old_run, Later, epochs=3)[0] == 15  # old and new checkpoints side by side
 
 
 @pytest.mark.parametrize("lost", ["nothing", "options.json"])
@@ -180,11 +186,12 @@ def test_starting_afresh_keeps_what_was_there_and_a_restart_of_the_same_job_goes
     afresh, said = options(tmp_path, resume="none", seed=3), []
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     with a_life(afresh, said=said) as life:
-        assert life.source is None and (opts.run_dir / "before-1" / "metrics.jsonl").exists() and "before-1" in said[0]
+        assert (life.source is None and (opts.run_dir / "before-1" / "metrics.jsonl").exists()
+                and "before-1" in said[0])
         save(life, 5)
-    with a_life(afresh, said=said) as life:                         # the agent restarts its workers with the same words
+    with a_life(afresh, said=said) as life:  # the agent restarts its workers with the same words
         assert is_at(life.state, 5) and "restart of the same job" in said[1]
-    monkeypatch.setattr(owner, "agent_id", lambda: 12345)           # the same run id, started anew by its user
+    monkeypatch.setattr(owner, "agent_id", lambda: 12345)  # the same run id, started anew by its user
     with a_life(afresh) as life:
         assert life.source is None and steps_of(opts) == []
     assert (opts.run_dir / "before-2" / "checkpoints" / "step-00000005").exists()
@@ -197,12 +204,12 @@ def test_a_job_that_slurm_queues_again_is_still_the_same_job(tmp_path, monkeypat
     with a_life(afresh) as life:
         assert life.source is None
         save(life, 5)
-    monkeypatch.setattr(owner, "agent_id", lambda: 12345)           # other agents, on other nodes
+    monkeypatch.setattr(owner, "agent_id", lambda: 12345)  # other agents, on other nodes
     with monkeypatch.context() as patch:
         patch.setenv("SLURM_RESTART_COUNT", "1")
         with a_life(afresh) as life:
             assert is_at(life.state, 5)
-    monkeypatch.setattr(owner, "agent_id", lambda: 1234567)         # typed a second time within one allocation
+    monkeypatch.setattr(owner, "agent_id", lambda: 1234567)  # typed a second time within one allocation
     with a_life(afresh) as life:
         assert life.source is None
 
@@ -238,7 +245,7 @@ def test_starting_afresh_killed_half_way_is_ended_by_the_next_start(tmp_path, mo
         afresh = options(tmp_path / str(k), resume="none", keep=9)
         if not killed_at_call(k, afresh):
             break
-        with a_life(afresh) as life:                                # the same agent starts it again
+        with a_life(afresh) as life:  # the same agent starts it again
             assert life.source is None and steps_of(opts) == [], k
         kept = [path.parts[-3:] for path in opts.run_dir.glob("before-*/checkpoints/*")]
         assert sorted(kept) == [("before-1", "checkpoints", f"step-0000000{n}") for n in (1, 2, 3)], k
@@ -247,9 +254,10 @@ def test_starting_afresh_killed_half_way_is_ended_by_the_next_start(tmp_path, mo
 
 def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(owner, "agent_id", lambda: 6)                 # another agent than that of the lives to come
+        patch.setattr(owner, "agent_id", lambda: 6)  # another agent than that of the lives to come
         opts, root = two_checkpoints(tmp_path)
-    text = refused(options(tmp_path, resume=str(root / "step-00000001")), "goes on with its newest checkpoint, step 2")
+    text = refused(options(tmp_path, resume=str(root / "step-00000001")),
+                   "goes on with its newest checkpoint, step 2")
     assert "--run-dir" in text
     with a_life(options(tmp_path / "other", resume=str(root / "step-00000001"))) as life:
         assert is_at(life.state, 1)
@@ -257,7 +265,7 @@ def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(
     with a_life(options(tmp_path, resume=str(root / "step-00000002"))) as life:
         save(life, 3)
     with a_life(options(tmp_path, resume=str(root / "step-00000002"))) as life:
-        assert is_at(life.state, 3)                                 # an agent restarts with the same words
+        assert is_at(life.state, 3)  # an agent restarts with the same words
 
 
 def test_an_unsaved_buffer_of_an_editor_is_no_code(tmp_path, monkeypatch):
@@ -265,12 +273,13 @@ def test_an_unsaved_buffer_of_an_editor_is_no_code(tmp_path, monkeypatch):
     (tmp_path / "common" / "state.py").write_text("x = 1")
     monkeypatch.setattr(identity, "__file__", str(tmp_path / "common" / "identity.py"))
     before = identity.versions(options(tmp_path), "f" * 64)
-    (tmp_path / "common" / ".#state.py").symlink_to("me@host.1234:1")        # as emacs does: it dangles
+    (tmp_path / "common" / ".#state.py").symlink_to("me@host.1234:1")  # as emacs does: it dangles
     assert identity.versions(options(tmp_path), "f" * 64) == before
 
 
 def test_a_byte_changed_in_any_file_makes_it_another_code(tmp_path, monkeypatch):
-    root = Path(identity.__file__).parents[[p.name for p in Path(identity.__file__).parents].index("common") + 1]
+    root = Path(identity.__file__).parents[[p.name for p in Path(identity.__file__).parents].index("common")
+                                           + 1]
     names = [path.relative_to(root) for path in [*root.glob("train_*.py"), *(root / "common").rglob("*.py")]]
     for name in names:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +296,7 @@ def test_a_byte_changed_in_any_file_makes_it_another_code(tmp_path, monkeypatch)
     assert len(names) > 45 and len(seen) == 1 + len(names)
 
 
-# ---- weights from elsewhere -------------------------------------------------------------------------------------------
+# ---- weights from elsewhere -----------------------------------------------------------------------
 def foreign(wrap=lambda name: name, net=None):
     state = at_step(tiny_state(options_nowhere(), net), 7)
     return {wrap(name): tensor for name, tensor in state.tensors()["model"].items()}
@@ -301,7 +310,8 @@ def options_nowhere():
 @pytest.mark.parametrize("form", [
     lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": w},
     lambda w: {"module." + n: t for n, t in w.items()}, lambda w: {"_orig_mod." + n: t for n, t in w.items()},
-    lambda w: {"module._orig_mod." + n: t for n, t in w.items()}, lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
+    lambda w: {"module._orig_mod." + n: t for n, t in w.items()},
+    lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
     lambda w: {n.replace("0.", "0._orig_mod."): t for n, t in w.items()}])
 def test_foreign_weights_come_in_bare_or_wrapped_and_only_the_weights(tmp_path, form):
     torch.save(form(foreign()), tmp_path / "w.pt")
@@ -313,7 +323,7 @@ def test_foreign_weights_come_in_bare_or_wrapped_and_only_the_weights(tmp_path, 
         assert torch.equal(life.state.ema["0.weight"], foreign()["0.weight"])
         assert not life.state.optimizer.state[life.state.net[0].weight]["exp_avg"].any()
         save(life, 2)
-    with a_life(opts) as life:                                      # from then on, the run's own checkpoints
+    with a_life(opts) as life:  # from then on, the run's own checkpoints
         assert is_at(life.state, 2)
 
 
@@ -339,7 +349,8 @@ def test_foreign_files_that_do_not_fit_are_refused_and_run_nothing(tmp_path, mon
             ({"a": 1}, "no dict of tensors"),
             ({"0.weight": torch.zeros(9)}, "tensors do not fit this model"),
             (foreign() | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
-            (foreign() | {"more": torch.zeros(1)}, "the first: more .in the file .1,., in the model absent")]):
+            (foreign() | {"more": torch.zeros(1)},
+             "the first: more .in the file .1,., in the model absent")]):
         torch.save(content, tmp_path / "w.pt")
         refused(options(tmp_path / str(number), init_from="w.pt"), match)
     (tmp_path / "w.pt").write_bytes(b"no zip")
@@ -347,17 +358,21 @@ def test_foreign_files_that_do_not_fit_are_refused_and_run_nothing(tmp_path, mon
     assert not (tmp_path / "canary").exists()
 
 
-# ---- the sum over weights ---------------------------------------------------------------------------------------------
+# ---- the sum over weights -------------------------------------------------------------------------
 def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
-    tensors = {"a": torch.randn(3, 5), "b": torch.randn(3, 5), "c": torch.randn(7).bfloat16(), "d": torch.tensor([True, False]),
-               "e": torch.tensor(3), "f": torch.zeros(0), "g": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    tensors = {"a": torch.randn(3, 5), "b": torch.randn(3, 5), "c": torch.randn(7).bfloat16(),
+               "d": torch.tensor([True, False]),
+               "e": torch.tensor(3), "f": torch.zeros(0),
+               "g": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
     whole = fingerprint_of(tensors)
     for name, tensor in tensors.items():
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         for bit in range(flat.numel() * 8):
             changed = flat.clone()
             changed[bit // 8] ^= 1 << bit % 8
-            assert fingerprint_of(tensors | {name: changed.view(tensor.dtype).view(tensor.shape)}) != whole, (name, bit)
+            assert fingerprint_of(tensors
+                                  | {name: changed.view(tensor.dtype).view(tensor.shape)}) != whole, (name,
+                                                                                                      bit)
     assert fingerprint_of(tensors | {"a": tensors["b"], "b": tensors["a"]}) != whole
     assert torch.tensor([whole]).item() == whole
 
@@ -374,5 +389,6 @@ def test_the_sum_does_not_depend_on_where_or_how_a_tensor_lies():
 def test_the_nets_of_the_three_scripts_have_bare_names(tmp_path):
     store, state = new_store(options(tmp_path)), tiny_state(options(tmp_path), tiny_net())
     store.restore(state)
-    assert not [name for part in state.tensors().values() for name in part if "module." in name or "_orig_mod" in name]
+    assert not [name for part in state.tensors().values() for name in part if "module." in name
+                or "_orig_mod" in name]
     end(store)

@@ -1,5 +1,6 @@
 # ruff: noqa: E501  (a table: the text that is replaced stands as it does in the store)
-"""A test of the tests: each way to break the store, built into its source, makes one of them fail; unbroken, they pass.
+"""A test of the tests: each way to break the store, built into its source, makes one of them fail; unbroken,
+they pass.
 
 Every mutant lives in a forked child that imports the store anew with one piece of its text replaced.
 """
@@ -29,7 +30,8 @@ FACTS = ("damage", "harmful_facts_are_refused_whatever_the_manifest_says")
 LINKS = ("damage", "links_pipes_and_folders_in_place_of_files_are_not_followed_nor_waited_for")
 FSYNC = ("faults", "a_failed_fsync_is_never_retried_on_the_same_file")
 MOVED = ("fence", "a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save")
-UNREAD = ("faults", "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted", "EIO")
+UNREAD = ("faults",
+          "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted", "EIO")
 LATE = ("fence", "an_owner_whose_moves_show_late_is_not_robbed")
 CACHES = ("fence", "the_counter_is_seen_through_the_caches_of_both_machines")
 TWO = ("fence", "of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing")
@@ -39,11 +41,15 @@ DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays
 
 MUTANTS = {
     # what is on the disk when it is said to be
-    "a file is not synced": ("checkpoint.files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+    "a file is not synced": ("checkpoint.files",
+                             "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
                              "        pass\n    finally:\n        os.close(fd)\n    return at", *CRASH),
-    "no folder is synced": ("checkpoint.files", "    try:\n        os.fsync(fd)\n", "    try:\n        pass\n", *CRASH),
-    "the checkpoint's folder is not synced": ("checkpoint.commit", "        files.sync_folder(aside)\n", "", *CRASH),
-    "the rename is not synced": ("checkpoint.commit", "                files.sync_folder(self.root)\n", "", *CRASH),
+    "no folder is synced": ("checkpoint.files", "    try:\n        os.fsync(fd)\n",
+                            "    try:\n        pass\n", *CRASH),
+    "the checkpoint's folder is not synced": ("checkpoint.commit", "        files.sync_folder(aside)\n", "",
+                                              *CRASH),
+    "the rename is not synced": ("checkpoint.commit", "                files.sync_folder(self.root)\n", "",
+                                 *CRASH),
     "written in place, without a rename": (
         "checkpoint.commit", "                self._write_aside(aside, images, facts, parent)\n"
         '                files.sync_lines(self.root.parent, self.marks["life"])\n                self._name(aside, self.root / name, unsure)\n',  # noqa: E501
@@ -54,19 +60,24 @@ MUTANTS = {
         "        files.write_file(aside / MANIFEST,", *CRASH),
     "old ones deleted before the new one is written": (
         "checkpoint.commit", '        name, unsure = folder_name(facts["step"]), False\n',
-        '        name, unsure = folder_name(facts["step"]), False\n        self.delete_old(1, set())\n', *CRASH),
+        '        name, unsure = folder_name(facts["step"]), False\n        self.delete_old(1, set())\n',
+        *CRASH),
     "the replaced one deleted before the exchange is on the disk": (
-        "checkpoint.commit", "                unsure = True\n", "                unsure = _delete(aside) or True\n", *CRASH),
+        "checkpoint.commit", "                unsure = True\n",
+        "                unsure = _delete(aside) or True\n", *CRASH),
     "old ones deleted without reading the new one back": (
         "checkpoint.store", '            self.writer.read_back(facts["step"])\n', "            pass\n",
         "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
-    "a failed fsync is tried again": ("checkpoint.files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+    "a failed fsync is tried again": ("checkpoint.files",
+                                      "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
                                       "        try:\n            os.fsync(fd)\n        except OSError:\n            os.fsync(fd)\n"
                                       "    finally:\n        os.close(fd)\n    return at", *FSYNC, 1),
-    "a failed fsync is overlooked": ("checkpoint.files", "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+    "a failed fsync is overlooked": ("checkpoint.files",
+                                     "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
                                      "        try:\n            os.fsync(fd)\n        except OSError:\n            pass\n"
                                      "    finally:\n        os.close(fd)\n    return at", *FSYNC, 2),
-    "a rename of which nobody knows is taken for committed": ("checkpoint.commit", " and not unsure:", ":", *FSYNC, 6),
+    "a rename of which nobody knows is taken for committed": ("checkpoint.commit", " and not unsure:", ":",
+                                                              *FSYNC, 6),
     "a short write is taken for a whole one": ("checkpoint.files", "at, start = at + n, start + n\n", "at, start = at + n, start + CHUNK\n",  # noqa: E501
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
@@ -84,32 +95,39 @@ MUTANTS = {
     "the digest is not compared": ("checkpoint.manifest", '    if manifest["digest"] != _digest(', '    if False and manifest["digest"] != _digest(',  # noqa: E501
                                    *MANIFEST, "another digest"),
     "facts of another step are taken": ("checkpoint.manifest", '    if facts["step"] != step:\n', "    if False:\n", *FACTS, "another step"),  # noqa: E501
-    "the folder's owner and mode are not looked at": ("checkpoint.owner", "        trusted(run_dir)\n", "", "damage",
+    "the folder's owner and mode are not looked at": ("checkpoint.owner", "        trusted(run_dir)\n", "",
+                                                      "damage",
                                                       "a_folder_that_others_may_write_into_is_not_loaded_from"),
-    "when all are damaged, it starts afresh": ("checkpoint.store", "        elif found.damaged:\n", "        elif False:\n", "",
+    "when all are damaged, it starts afresh": ("checkpoint.store", "        elif found.damaged:\n",
+                                               "        elif False:\n", "",
                                                "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     "a damaged one stays in the way": ("checkpoint.commit", '        to = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",  # noqa: E501
                                        "a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again"),
     "a read that fails is not tried again": ("checkpoint.files", "        for pause in PAUSES:\n", "        for pause in ():\n", "faults",  # noqa: E501
                                              "a_read_that_fails_at_a_start_costs_no_checkpoint"),
     "what cannot be read is taken for damaged": ("checkpoint.files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),  # noqa: E501
-    "what cannot be read is passed over": ("checkpoint.load", "        if unread[0] > step:\n", "        if False:\n", *UNREAD),
+    "what cannot be read is passed over": ("checkpoint.load", "        if unread[0] > step:\n",
+                                           "        if False:\n", *UNREAD),
     "contradicting options are let in": ("checkpoint.identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",  # noqa: E501
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
     "parts are joined unhashed": ("checkpoint.pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",  # noqa: E501
                                   "a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole"),
     "what a rank takes out of a file is not compared": ("checkpoint.pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",  # noqa: E501
-                                                        "what_a_rank_reads_is_what_rank_0_has_verified", "flipped", 8),
+                                                        "what_a_rank_reads_is_what_rank_0_has_verified",
+                                                        "flipped", 8),
     # who may write
     "no lock is ever had": ("checkpoint.lock_file", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
                             "fence", "the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease"),
-    "a free lock is believed at once": ("checkpoint.fence", " and still >= FREE_LOCK_WAIT:", ":", *LATE, "local to each machine"),
+    "a free lock is believed at once": ("checkpoint.fence", " and still >= FREE_LOCK_WAIT:", ":", *LATE,
+                                        "local to each machine"),
     "the lease is no longer than for our own job": ("checkpoint.fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),  # noqa: E501
-    "the counter stays in memory": ("checkpoint.lock_file", "            os.fdatasync(self.fd)\n", "", *CACHES),
+    "the counter stays in memory": ("checkpoint.lock_file", "            os.fdatasync(self.fd)\n", "",
+                                    *CACHES),
     "a name is owned as long as it is there": ("checkpoint.lock_file", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",  # noqa: E501
                                                *MOVED),
     "a claim keeps the file that is there": ("checkpoint.lock_file", "                os.rename(aside, path)\n", "                os.rename(aside, path) if not os.path.exists(path) else None\n",  # noqa: E501
-                                             "fence", "two_that_believe_to_hold_the_lock_do_not_both_own", "lost"),
+                                             "fence", "two_that_believe_to_hold_the_lock_do_not_both_own",
+                                             "lost"),
     "nothing is swept": ("checkpoint.fence", "        self._sweep()\n", "", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
     "a claim does not look at the name again": ("checkpoint.fence", "        self.elect()  # another claim may have swept it\n        self._check()\n", "", *TWO),  # noqa: E501
@@ -121,13 +139,15 @@ MUTANTS = {
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
     "a rescue that does not write is given up": ("checkpoint.fence", "held = Held(staging / RESCUE, this_process(), aside, moved)", "held = Held(staging / RESCUE, this_process() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
                                                  *RESCUES),
-    "a rescue that hangs is waited for": ("checkpoint.fence", '"moved" in owner and', '"left" in owner and', *RESCUES),
+    "a rescue that hangs is waited for": ("checkpoint.fence", '"moved" in owner and', '"left" in owner and',
+                                          *RESCUES),
     "a live owner is robbed": ("checkpoint.fence", '"alive": math.inf', '"alive": STALE_AFTER', "fence",
                                "a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter"),
     "the job is noted before the old run is set aside": ("checkpoint.fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),  # noqa: E501
     "half of what is set aside is forgotten": ("checkpoint.identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),  # noqa: E501
     # what is saved
-    "a failed save counts as saved": ("checkpoint.store", "            self.saved = None  # so that", "            pass  # so that", "faults",
+    "a failed save counts as saved": ("checkpoint.store", "            self.saved = None  # so that",
+                                      "            pass  # so that", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
     "failures are not counted": ("checkpoint.store", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
@@ -137,12 +157,15 @@ MUTANTS = {
     "NaN is saved": ("checkpoint.store", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
                      "a_state_that_is_not_finite_is_never_saved"),
     "the same step is never saved again": ("checkpoint.commit", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',  # noqa: E501
-                                           "if theirs:", "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
-    "the best one is pruned": ("checkpoint.store", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed', "",
+                                           "if theirs:", "",
+                                           "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
+    "the best one is pruned": ("checkpoint.store", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed',
+                               "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
     "replicas are not compared": ("checkpoint.store", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),  # noqa: E501
-    "what diverged stays": ("checkpoint.store", "                self._withdraw()\n", "", *DIFFER, "a buffer"),
+    "what diverged stays": ("checkpoint.store", "                self._withdraw()\n", "", *DIFFER,
+                            "a buffer"),
     "the sum over weights has holes": ("world.agreement", "% 2**64\n", "% 2**62\n", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),
 }
@@ -174,9 +197,11 @@ def run(killer, folder, mutant=None):
         try:
             os.setpgid(0, 0)
             signal.alarm(DEADLINE)
-            for name in [*(f"common.{name}" for name in STORE), "stores", *(n for n in sys.modules if n.startswith("test_store"))]:
+            for name in [*(f"common.{name}" for name in STORE), "stores",
+                         *(n for n in sys.modules if n.startswith("test_store"))]:
                 parent, _, leaf = name.rpartition(".")
-                vars(sys.modules.get(parent, sys)).pop(leaf, None)  # a package keeps its modules as attributes too
+                # a package keeps its modules as attributes too
+                vars(sys.modules.get(parent, sys)).pop(leaf, None)
                 sys.modules.pop(name, None)
             if mutant:
                 sys.meta_path.insert(0, Mutating(*mutant[:3]))
@@ -184,7 +209,7 @@ def run(killer, folder, mutant=None):
             module = importlib.import_module("_".join(filter(None, ("test_store", killer[0]))))
             module.THOROUGH = 11
             if mutant:
-                module.DEADLINE = 20                                 # what never comes need not be waited for long
+                module.DEADLINE = 20  # what never comes need not be waited for long
             test = getattr(module, f"test_{killer[1]}")
             fixtures = {"tmp_path": folder, "monkeypatch": pytest.MonkeyPatch()}
             names = inspect.signature(test).parameters

@@ -1,4 +1,6 @@
-"""A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever on its way it became wrong."""
+"""A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever on its way
+it became wrong.
+"""
 import os
 import time
 from datetime import timedelta
@@ -27,7 +29,8 @@ def whole_net():
 def store_of(world, folder, said):
     """(store, state) of this rank's stage."""
     world, opts = world.in_stages(STAGES), options(folder, script="mp", stages=STAGES)
-    net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i, layer in enumerate(whole_net())))
+    net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i,
+                          layer in enumerate(whole_net())))
     state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
     return open_store(opts, world, "f" * 64, report=said.append), state
 
@@ -58,7 +61,8 @@ def test_a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_sa
         real, flipped = pieces.Part.__init__, []
 
         def flips(self, fd, place, file, *args):
-            if not flipped and file == "model.safetensors":         # a disk or a cache between the commit and the join
+            # a disk or a cache between the commit and the join
+            if not flipped and file == "model.safetensors":
                 flipped.append(place)
                 flip(place / file, -1 % os.path.getsize(place / file))
             real(self, fd, place, file, *args)
@@ -91,9 +95,9 @@ def test_what_a_rank_reads_is_what_rank_0_has_verified(tmp_path, monkeypatch, ho
         real = PartsStore._take
 
         def late(self, *args):
-            if world.rank and how == "flipped":                     # after rank 0 has verified it
+            if world.rank and how == "flipped":  # after rank 0 has verified it
                 at = len(self.whole["model"].header) + self.whole["model"].places["1.weight"][0]
-                flip(file, at + 4 * 3 * 2 + 1)                      # in the last row
+                flip(file, at + 4 * 3 * 2 + 1)  # in the last row
             elif world.rank and how == "a link":
                 os.rename(file, tmp_path / "elsewhere")
                 file.symlink_to(tmp_path / "elsewhere")
@@ -105,7 +109,8 @@ def test_what_a_rank_reads_is_what_rank_0_has_verified(tmp_path, monkeypatch, ho
             store.restore(state)
             return is_at(state, 2), said
         except UserError as error:
-            return error.code, "does not read" in str(error) and "step-00000002 as rank 0 did: model.safetensors" in str(error)
+            return error.code, "does not read" in str(error) and ("step-00000002 as rank 0 did: "
+                                                                  "model.safetensors") in str(error)
         finally:
             close(store)
 
@@ -146,12 +151,14 @@ def test_rows_of_a_tensor_are_read_out_of_pieces_of_any_size(tmp_path, monkeypat
         for rows in range(8 - start):
             own = {name: t[start:start + rows] if name == "a" else t for name, t in tensors.items()}
             with open(path, "rb") as file:
-                slices = pieces.Slices(file.fileno(), "file", whole, pieces.TensorFile(own), {"a": start * 16, "b": 0, "none": 0},
+                slices = pieces.Slices(file.fileno(), "file", whole, pieces.TensorFile(own),
+                                       {"a": start * 16, "b": 0, "none": 0},
                                        bytes(digests.found), lambda: None)
                 assert all(torch.equal(slices[name], t) for name, t in own.items())
     flip(path, whole.size - 1)
     with open(path, "rb") as file, pytest.raises(pieces.Damaged, match="b is not what rank 0 has verified"):
-        pieces.Slices(file.fileno(), "file", whole, whole, dict.fromkeys(tensors, 0), bytes(digests.found), lambda: None)["b"]
+        pieces.Slices(file.fileno(), "file", whole, whole, dict.fromkeys(tensors, 0), bytes(digests.found),
+                      lambda: None)["b"]
 
 
 def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):

@@ -1,4 +1,6 @@
-"""Node-local folders or a shared one: the newest checkpoint that anybody has, on every rank; replicas that differ end the life."""
+"""Node-local folders or a shared one: the newest checkpoint that anybody has, on every rank; replicas that
+differ end the life.
+"""
 import errno
 import os
 import time
@@ -6,7 +8,19 @@ import time
 import pytest
 import torch
 from ranks import fork_ranks
-from stores import a_life, at_step, end, is_at, new_store, options, save, steps_of, tiny_net, tiny_state, two_checkpoints
+from stores import (
+    a_life,
+    at_step,
+    end,
+    is_at,
+    new_store,
+    options,
+    save,
+    steps_of,
+    tiny_net,
+    tiny_state,
+    two_checkpoints,
+)
 from torch import nn
 
 import train_ddp
@@ -23,15 +37,16 @@ def of_node(folder, world):
 
 def test_the_newest_of_all_nodes_wins_is_sent_to_all_and_kept_by_all(tmp_path):
     two_checkpoints(tmp_path / "node0", steps=(3, 4))
-    two_checkpoints(tmp_path / "node1", steps=(8, 9))               # node 2 is new
+    two_checkpoints(tmp_path / "node1", steps=(8, 9))  # node 2 is new
 
     def begin(world):
         opts = of_node(tmp_path, world)
         with a_life(opts, world=world) as life:
             return life.source, is_at(life.state, 9), bool(life.store.fence)
 
-    assert fork_ranks(6, begin, node_size=2) == [("checkpoints/step-00000009", True, leads) for leads in (True, False) * 3]
-    for node in range(3):                                           # whoever survives has it
+    assert fork_ranks(6, begin, node_size=2) == [("checkpoints/step-00000009", True, leads)
+                                                 for leads in (True, False) * 3]
+    for node in range(3):  # whoever survives has it
         with a_life(options(tmp_path / f"node{node}")) as life:
             assert is_at(life.state, 9)
 
@@ -49,8 +64,8 @@ def test_a_node_that_left_with_the_newest_costs_steps_and_nothing_else(tmp_path)
                 save(life, step)
         return at
 
-    assert fork_ranks(1, begin, 10) == [4]                          # node 1 is away: from what node 0 has
-    assert fork_ranks(2, begin, 11, node_size=1) == [10, 10]        # and with it again: the newest of all
+    assert fork_ranks(1, begin, 10) == [4]  # node 1 is away: from what node 0 has
+    assert fork_ranks(2, begin, 11, node_size=1) == [10, 10]  # and with it again: the newest of all
     for node in (0, 1):
         assert steps_of(options(tmp_path / f"node{node}"))[0] == 11
 
@@ -65,7 +80,7 @@ def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused
             return is_at(life.state, 4)
 
     assert fork_ranks(2, begin, node_size=1) == [True, True]
-    assert steps_of(options(tmp_path / "node0")) == [4, 3]          # received, kept, and the damaged one put aside
+    assert steps_of(options(tmp_path / "node0")) == [4, 3]  # received, kept, and the damaged one put aside
     for node in (0, 1):
         for folder in (tmp_path / f"node{node}/run/checkpoints").glob("step-*"):
             os.truncate(folder / "model.safetensors", 7)
@@ -78,7 +93,8 @@ def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused
     assert fork_ranks(2, refuse, node_size=1) == [3, 3]
 
 
-def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step_is_thrown_away(tmp_path, monkeypatch):
+def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step_is_thrown_away(tmp_path,
+                                                                                                monkeypatch):
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
     for node, steps in ((0, (3, 9)), (1, (3, 9)), (2, (3, 4))):
         two_checkpoints(tmp_path / f"node{node}", steps=steps)
@@ -86,11 +102,13 @@ def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step
 
     def begin(world, second):
         def fails(fd, buffers):
-            if os.readlink(f"/proc/self/fd/{fd}").endswith("node0/run/checkpoints/step-00000009/model.safetensors"):
+            path = os.readlink(f"/proc/self/fd/{fd}")
+            if path.endswith("node0/run/checkpoints/step-00000009/model.safetensors"):
                 raise OSError(errno.EIO, "Input/output error")
             return real(fd, buffers)
         os.readv = fails
-        store, state = new_store(options(tmp_path / f"node{second if world.rank else 0}"), world), tiny_state(options(tmp_path))
+        store, state = new_store(options(tmp_path / f"node{second if world.rank else 0}"),
+                                 world), tiny_state(options(tmp_path))
         try:
             store.restore(state)
             return is_at(state, 9)
@@ -111,7 +129,7 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
         store, state = new_store(opts, world), tiny_state(opts)
         store.restore(state)
         if not store.fence:
-            store.save(at_step(state, 3))                           # not an owner: nothing happens
+            store.save(at_step(state, 3))  # not an owner: nothing happens
         written = store.rescue(at_step(state, 5))
         world.barrier("rescued")
         owned = bool(store.fence)
@@ -119,7 +137,8 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
         return owned, written
 
     results = fork_ranks(4, rescue, node_size=2)
-    assert [owned for owned, _ in results] == [True, False, False, False] and sum(written for _, written in results) == 1
+    assert [owned for owned, _ in results] == [True, False, False, False] and sum(written for _,
+                                                                                  written in results) == 1
     assert steps_of(opts) == [5]
 
 
@@ -135,7 +154,8 @@ def test_a_shared_folder_that_shows_late_is_still_one_folder(tmp_path):
             held.read = fence.read = lambda fd: {}
         store, began = new_store(opts, world), time.monotonic()
         store.restore(tiny_state(opts))
-        return bool(store.fence), bool(store.fence) and store.fence.held.is_ours(), time.monotonic() - began < 5
+        owns = bool(store.fence)
+        return owns, owns and store.fence.held.is_ours(), time.monotonic() - began < 5
 
     assert fork_ranks(4, begin, node_size=1) == [(True, True, True)] + [(False, False, True)] * 3
 
@@ -154,7 +174,8 @@ def test_ranks_of_other_code_data_or_options_are_named_with_their_values(tmp_pat
 
     def other_data(world):
         with pytest.raises(UserError, match="rank 0 has data aaaaaaaaaaaa, rank 2 has data bbbbbbbbbbbb"):
-            new_store(options(tmp_path), world, "ab"[world.rank // 2] * 64).restore(tiny_state(options(tmp_path)))
+            new_store(options(tmp_path), world,
+                      "ab"[world.rank // 2] * 64).restore(tiny_state(options(tmp_path)))
 
     fork_ranks(3, other_data)
 
@@ -212,7 +233,8 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
                     state.net[0].weight.view(torch.int32)[0, 0] += 1 << 20
                     state.net[0].bias.view(torch.int32)[0] -= 1 << 20
         store.save(state)
-        with pytest.raises(RuntimeError, match="step 2: the weights of rank .* going back to step 1, where all agreed"):
+        with pytest.raises(RuntimeError,
+                           match="step 2: the weights of rank .* going back to step 1, where all agreed"):
             store.agree(state)
         store.save(state)
         return state.half_updated, store.rescue(state), end(store)
@@ -222,8 +244,10 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
 
 
 def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
-    """--check-every, in the loop of train_ddp.py: the life ends, and the disk holds only what all agreed on."""
-    opts = Options(script="ddp", run_dir=tmp_path / "run", model="mlp", dataset="random", epochs=3, max_steps=8, check_every=2,
+    """--check-every, in the loop of train_ddp.py: the life ends, and the disk holds only what all agreed on.
+    """
+    opts = Options(script="ddp", run_dir=tmp_path / "run", model="mlp", dataset="random", epochs=3,
+                   max_steps=8, check_every=2,
                    save_every=1, save_seconds=0, global_batch_size=20, progress="off", tensorboard=False)
 
     def train(world):

@@ -1,4 +1,6 @@
-"""Data that a person has mended: training goes on where no sample's place has moved, else its epoch begins again, and says so."""
+"""Data that a person has mended: training goes on where no sample's place has moved, else its epoch begins
+again, and says so.
+"""
 import json
 
 import pytest
@@ -15,7 +17,8 @@ OTHER = "0" * 64
 
 def test_changed_data_is_refused_with_the_flag_that_accepts_it_and_the_command_of_a_new_run(tmp_path):
     two_checkpoints(tmp_path)
-    text = refused(options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000", fingerprint=OTHER)
+    text = refused(options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000",
+                   fingerprint=OTHER)
     assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path / 'run'}" in text
     text = refused(options(tmp_path, lr=0.5, accept_data_change=True), "--lr was", fingerprint=OTHER)
     assert "fingerprint" not in text and "give the same options" in text
@@ -25,12 +28,13 @@ def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_
     two_checkpoints(tmp_path)
     said = []
     with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said) as life:
-        assert is_at(life.state, 2) and "fingerprint was ffffffffffff, now 000000000000" in said[0] and len(said) == 1
-    with a_life(options(tmp_path), fingerprint=OTHER, said=said) as life:       # nothing was saved in between
+        assert is_at(life.state,
+                     2) and "fingerprint was ffffffffffff, now 000000000000" in said[0] and len(said) == 1
+    with a_life(options(tmp_path), fingerprint=OTHER, said=said) as life:  # nothing was saved in between
         assert is_at(life.state, 2) and len(said) == 1
         save(life, 3)
     refused(options(tmp_path), "fingerprint was 000000000000, now ffffffffffff")
-    (tmp_path / "run/options.json").unlink()                        # the newest manifest knows too
+    (tmp_path / "run/options.json").unlink()  # the newest manifest knows too
     refused(options(tmp_path), "fingerprint was 000000000000, now ffffffffffff")
     with a_life(options(tmp_path), fingerprint=OTHER) as life:
         assert is_at(life.state, 3) and steps_of(options(tmp_path)) == [3, 2]
@@ -40,11 +44,13 @@ def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_
 def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(tmp_path, samples):
     two_checkpoints(tmp_path)
     said = []
-    with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said, samples=samples) as life:
+    with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said,
+                samples=samples) as life:
         assert (life.state.step, life.state.epoch, life.state.position) == (2, 0, 0)
-    assert len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ") and f"again with {samples} samples" in said[1]
+    assert (len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ")
+            and f"again with {samples} samples" in said[1])
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
-        assert life.state.position == 0 and len(said) == 3          # the checkpoint is the same
+        assert life.state.position == 0 and len(said) == 3  # the checkpoint is the same
         life.state.position = 4
         life.store.save(life.state)
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
@@ -56,12 +62,15 @@ def test_an_epoch_that_is_complete_stays_complete_whatever_the_data_becomes(tmp_
         at_step(life.state, 2).position = 640
         life.store.save(life.state)
     said = []
-    with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said, samples=700) as life:
+    with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said,
+                samples=700) as life:
         assert life.state.epoch_over and life.state.position == 700 and len(said) == 1
 
 
-@pytest.mark.parametrize("flags, samples, position", [({}, 640, 2), ({"lr": 0.5}, 640, 2), ({}, 641, 0), ({"seed": 1}, 640, 0)])
-def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(tmp_path, flags, samples, position):
+@pytest.mark.parametrize("flags, samples, position",
+                         [({}, 640, 2), ({"lr": 0.5}, 640, 2), ({}, 641, 0), ({"seed": 1}, 640, 0)])
+def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(tmp_path, flags, samples,
+                                                                           position):
     _, root = two_checkpoints(tmp_path / "old")
     said, opts = [], options(tmp_path, resume=str(root / "step-00000002"), **flags)
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
@@ -75,11 +84,13 @@ def as_an_earlier_version_wrote_it(folder):
     state, manifest = (json.loads((folder / name).read_text()) for name in ("state.json", "manifest.json"))
     del state["order"], manifest["seal"]
     (folder / "state.json").write_text(text := json.dumps(state))
-    manifest["files"]["state.json"] = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    manifest["files"]["state.json"] = {"bytes": len(text),
+                                       "sha256": hashlib.sha256(text.encode()).hexdigest()}
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
-def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_data_and_begins_its_epoch_again_with_others(tmp_path):
+def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_data_and_with_others_begins_its_epoch_again(
+        tmp_path):
     _, root = two_checkpoints(tmp_path)
     as_an_earlier_version_wrote_it(root / "step-00000002")
     said = []
@@ -108,7 +119,8 @@ def test_after_an_epoch_that_began_again_all_epochs_are_whole_and_the_learning_r
 
 
 def a_life_of(run, life, n, resumed, until, position, epoch=0):
-    Ledger(run).event("life", life=life, world=1, step=resumed, epoch=epoch, position=position, n=n, seed=SEED,
+    Ledger(run).event("life", life=life, world=1, step=resumed, epoch=epoch, position=position, n=n,
+                      seed=SEED,
                       global_batch_size=BATCH)
     log, order, step = Audit(run, life, 0), ElasticSampler(n, BATCH, seed=SEED), resumed
     while step < until:
@@ -123,14 +135,17 @@ def a_life_of(run, life, n, resumed, until, position, epoch=0):
 
 def test_the_audit_knows_where_an_epoch_began_again_and_finds_what_did_not(tmp_path):
     said = []
-    a_life_of(tmp_path, "aa", N, 0, 9, 0)                           # 7 steps an epoch
-    a_life_of(tmp_path, "bb", N - 1, 9, 9, 0, epoch=1)              # came to nothing
+    a_life_of(tmp_path, "aa", N, 0, 9, 0)  # 7 steps an epoch
+    a_life_of(tmp_path, "bb", N - 1, 9, 9, 0, epoch=1)  # came to nothing
     a_life_of(tmp_path, "cc", N - 1, 9, 18, 0, epoch=1)
-    assert audit(tmp_path, explain=said.append) == CLEAN and said == [f"after step 9: epoch 2 began again, with {N - 1} samples"]
-    a_life_of(tmp_path, "dd", N - 20, 18, 24, 2 * BATCH, epoch=2)   # as if the place in one order were one in another
+    assert audit(tmp_path,
+                 explain=said.append) == CLEAN and said == [f"after step 9: epoch 2 began again, with "
+                                                            f"{N - 1} samples"]
+    # as if the place in one order were one in another
+    a_life_of(tmp_path, "dd", N - 20, 18, 24, 2 * BATCH, epoch=2)
     assert audit(tmp_path)["missed"] and audit(tmp_path)["repeated"]
 
 
 def test_the_audit_of_a_run_that_took_over_another_ones_steps_counts_from_where_it_began(tmp_path):
-    a_life_of(tmp_path, "aa", N, 9, 20, 0, epoch=1)                 # with a step more than these samples take
-    assert audit(tmp_path) == CLEAN | {"unproven": list(range(1, 10))}      # what is in the other folder
+    a_life_of(tmp_path, "aa", N, 9, 20, 0, epoch=1)  # with a step more than these samples take
+    assert audit(tmp_path) == CLEAN | {"unproven": list(range(1, 10))}  # what is in the other folder

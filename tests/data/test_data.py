@@ -16,7 +16,8 @@ ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def options(**changed):
-    facts = dict(dataset="digits", data_dir="nowhere", download=False, seed=0, workers=0, augment="auto", device="cpu")
+    facts = dict(dataset="digits", data_dir="nowhere", download=False, seed=0, workers=0, augment="auto",
+                 device="cpu")
     return SimpleNamespace(**{**facts, **changed})
 
 
@@ -40,7 +41,8 @@ def noisy(n):
 
 
 def pictures(n, augment=crop_flip, channels=3):
-    x = torch.randint(0, 256, (n, channels, 12, 10), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
+    x = torch.randint(0, 256, (n, channels, 12, 10), generator=torch.Generator().manual_seed(n),
+                      dtype=torch.uint8)
     source = Source(None, None, 3, mean=(0.5, 0.4, 0.3)[:channels], std=(0.2, 0.3, 0.4)[:channels])
     return TensorSplit(x, torch.arange(n) % 3, source, 0, augment)
 
@@ -141,7 +143,8 @@ def test_crops_move_by_up_to_four_pixels_each_way_and_half_are_mirrored():
         mirrored = picture[row, column - 1] == 50
         assert mirrored or picture[row, column + 1] == 50
         found.add((row, column, bool(mirrored)))
-    assert {(r, c) for r, c, _ in found} == {(r, c) for r in range(2, 11) for c in range(2, 11)} and len(found) == 162
+    assert {(r, c) for r, c,
+            _ in found} == {(r, c) for r in range(2, 11) for c in range(2, 11)} and len(found) == 162
 
 
 def test_flip_mirrors_those_below_one_half():
@@ -176,10 +179,12 @@ def test_tensors_that_are_no_dataset_are_refused(tmp_path, x, y, said):
 
 def test_one_changed_bit_changes_the_fingerprint(tmp_path):
     marks = set()
-    for number, change in enumerate(("", "x[3, 1] += 1e-7", "y[2] ^= 1", "x, y = x[:4], y[:4]", "xt[0, 0] = 1")):
+    for number, change in enumerate(("", "x[3, 1] += 1e-7", "y[2] ^= 1", "x, y = x[:4], y[:4]",
+                                     "xt[0, 0] = 1")):
         folder = tmp_path / str(number)
         folder.mkdir()
-        text = ("def make():\n x, y, xt, yt = torch.ones(5, 2), torch.tensor([1, 0, 1, 0, 1]), torch.zeros(1, 2), "
+        text = ("def make():\n x, y, xt, yt = torch.ones(5, 2), torch.tensor([1, 0, 1, 0, 1]), "
+                "torch.zeros(1, 2), "
                 f"torch.tensor([0])\n {change}\n return x, y, xt, yt\n")
         marks.add(load(folder, text).fingerprint)
         assert load(folder, text).fingerprint in marks

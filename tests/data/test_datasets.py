@@ -66,7 +66,8 @@ def accuracy_after_each_epoch(dataset, model, epochs, data_dir="nowhere", most=N
 
 def test_digits_are_the_same_to_the_bit_on_every_machine():
     data = load("digits")
-    assert (len(data.train), len(data.test), data.classes, data.sample_shape) == (12000, 2000, 10, (1, 28, 28))
+    assert (len(data.train), len(data.test), data.classes, data.sample_shape) == (12000, 2000, 10,
+                                                                                  (1, 28, 28))
     assert data.fingerprint.startswith("4528a280dc34")
     assert data.train.y.bincount().tolist() == [1200] * 10 and data.test.y.bincount().tolist() == [200] * 10
     x, _ = data.train.fetch(range(2000))
@@ -82,7 +83,8 @@ def test_sentiment_is_the_tutorials_two_sentences():
     data = load("sentiment")
     for split in (data.train, data.test):
         x, y = split.fetch([0, 1], 0, True)
-        assert x.tolist() == [[2, 3, 4, 5], [1, 5, 6, 7]] and y.tolist() == [1, 0]  # "This" is not "this": <UNK>
+        # "This" is not "this": <UNK>
+        assert x.tolist() == [[2, 3, 4, 5], [1, 5, 6, 7]] and y.tolist() == [1, 0]
     assert (data.vocab, data.classes, data.sample_shape) == (8, 2, (4,))
 
 
@@ -136,7 +138,8 @@ def write_mnist(root, n=20, folder="MNIST", packed=False, **changed):
 def test_idx_files_are_read_packed_or_not_to_the_same_data(tmp_path, name, folder):
     plain = load(name, write_mnist(tmp_path / "a", folder=folder))
     packed = load(name, write_mnist(tmp_path / "b", folder=folder, packed=True))
-    assert plain.fingerprint == packed.fingerprint and plain.sample_shape == (1, 28, 28) and plain.classes == 10
+    assert plain.fingerprint == packed.fingerprint and plain.sample_shape == (1, 28,
+                                                                              28) and plain.classes == 10
     assert plain.train.x.flatten()[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert (len(plain.train), len(plain.test)) == (20, 5)
 
@@ -147,7 +150,8 @@ IMAGES, LABELS = "train_images_idx3_ubyte", "train_labels_idx1_ubyte"
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name, content, said", [
     (IMAGES, None, "does not exist"), (IMAGES, b"", "no IDX"), (IMAGES, idx(20, 28, 28)[:15], "no IDX"),
-    (IMAGES, idx(20), "no IDX"), (IMAGES, idx(20, 28, 28, kind=13), "no IDX"), (IMAGES, b"<html>no</html>", "no IDX"),
+    (IMAGES, idx(20), "no IDX"), (IMAGES, idx(20, 28, 28, kind=13), "no IDX"),
+    (IMAGES, b"<html>no</html>", "no IDX"),
     (IMAGES, idx(20, 28, 28)[:-1], "bytes"), (IMAGES, idx(20, 28, 28) + b"x", "bytes"),
     (IMAGES, idx(2**31, 28, 28, fill=b"12"), "claims 2147483648x28x28"),
     (IMAGES, idx(2**32 - 1, 2**32 - 1, 2**32 - 1, fill=b""), "claims 4294967295x4294967295x4294967295"),

@@ -25,7 +25,8 @@ def write_images(root, train=("cat", "dog"), val=("cat", "dog"), n=3):
             (root / part / name).mkdir(parents=True)
             for number in range(n):
                 size = (260 + number, 240 - number)
-                image.new("RGB", size, (60 * label, 30 * number, 200)).save(root / part / name / f"{number}.png")
+                image.new("RGB", size,
+                          (60 * label, 30 * number, 200)).save(root / part / name / f"{number}.png")
     return root
 
 
@@ -50,7 +51,8 @@ def test_images_are_augmented_in_training_alone_and_only_if_asked_for(tmp_path):
 
 def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
     pytest.importorskip("torchvision")
-    marks = [load("imagefolder", write_images(tmp_path)).fingerprint, load("imagefolder", tmp_path).fingerprint]
+    marks = [load("imagefolder", write_images(tmp_path)).fingerprint,
+             load("imagefolder", tmp_path).fingerprint]
     (tmp_path / "val/cat/2.png").rename(tmp_path / "val/cat/3.png")
     marks.append(load("imagefolder", tmp_path).fingerprint)
     with (tmp_path / "train/dog/1.png").open("ab") as file:
@@ -62,9 +64,11 @@ def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
 def test_one_rank_of_each_node_looks_at_the_files_of_a_folder():
     def find(world):
         looked = []
-        return world.once_per_node("fingerprint", lambda: looked.append(1) or f"of node {world.node}"), len(looked)
+        return world.once_per_node("fingerprint",
+                                   lambda: looked.append(1) or f"of node {world.node}"), len(looked)
 
-    assert fork_ranks(4, find, node_size=2) == [("of node 0", 1), ("of node 0", 0), ("of node 1", 1), ("of node 1", 0)]
+    assert fork_ranks(4, find, node_size=2) == [("of node 0", 1), ("of node 0", 0), ("of node 1", 1),
+                                                ("of node 1", 0)]
     assert fork_ranks(1, find) == [("of node 0", 1)]
 
 
@@ -117,7 +121,7 @@ def test_a_picture_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, m
     write_images(tmp_path)
     deep = Image.new(mode, (250, 240), 3)
     deep.save(tmp_path / f"train/cat/5.{suffix}")
-    load("imagefolder", tmp_path).train.fetch([3])                  # in such a file, but all values are those of 8 bits
+    load("imagefolder", tmp_path).train.fetch([3])  # in such a file, but all values are those of 8 bits
     deep.putpixel((7, 7), 4095)
     deep.save(tmp_path / f"train/cat/5.{suffix}")
     data = load("imagefolder", tmp_path)
@@ -131,7 +135,8 @@ def test_folders_that_are_no_dataset_are_refused(tmp_path):
     assert f"{tmp_path}/train" in refusal("imagefolder", tmp_path)
     (tmp_path / "train").mkdir()
     assert "class folder" in refusal("imagefolder", tmp_path)
-    assert "in one alone: cow, dog" in refusal("imagefolder", write_images(tmp_path / "a", val=("cat", "cow")))
+    assert "in one alone: cow, dog" in refusal("imagefolder",
+                                               write_images(tmp_path / "a", val=("cat", "cow")))
     assert "no valid file" in refusal("imagefolder", write_images(tmp_path / "b", n=0))
 
 
@@ -144,7 +149,8 @@ def mine(tmp_path, text):
                     " classes = ['even', 'odd']\n"
                     " def __init__(self, n): self.n = n\n"
                     " def __len__(self): return self.n\n"
-                    " def __getitem__(self, i): return torch.full((2,), i * i, dtype=torch.float64), i % 2\n" + text)
+                    " def __getitem__(self, i): return torch.full((2,), i * i, dtype=torch.float64), i % 2\n"
+                    + text)
     return f"{path}:make"
 
 
@@ -152,22 +158,27 @@ def mine(tmp_path, text):
 def test_a_users_datasets_are_trained_on(tmp_path, workers):
     opts = options(mine(tmp_path, "def make(): return Squares(6), Squares(3)\n"), workers=workers)
     data = load_data(opts, ALONE)
-    assert (data.classes, data.class_names, data.sample_shape, len(data.test)) == (2, ("even", "odd"), (2,), 3)
+    assert (data.classes, data.class_names, data.sample_shape, len(data.test)) == (2, ("even", "odd"), (2,),
+                                                                                   3)
     batch, = batches(data.train, ElasticSampler(data.train, 6, shuffle=False), opts)
     assert batch.x[:, 0].tolist() == [0, 1, 4, 9, 16, 25] and batch.x.dtype == torch.float32
     assert batch.y.tolist() == [0, 1, 0, 1, 0, 1]
 
 
-def test_the_fingerprint_of_a_users_dataset_sees_other_labels_and_contents_but_no_dice_and_no_last_bits(tmp_path):
+def test_the_fingerprint_of_a_users_dataset_sees_other_labels_and_contents_but_no_dice_and_no_last_bits(
+        tmp_path):
     def mark(text):
         (folder := tmp_path / str(len(list(tmp_path.iterdir())))).mkdir()
         return load(mine(folder, text + "\ndef make(): return Squares(9), Squares(3)\n")).fingerprint
 
     plain = mark("")
-    assert mark("") == plain != mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), i * i + 1.0), i % 2)")
-    assert mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), i * i * (1 + 1e-6)), i % 2)") == plain
+    assert mark("") == plain != mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), i * i + 1.0), "
+                                     "i % 2)")
+    assert mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), i * i * (1 + 1e-6)), "
+                "i % 2)") == plain
     assert mark("Squares.__getitem__ = lambda self, i: (torch.full((2,), float(i * i)), 1 - i % 2)") != plain
-    dice = "import random; own = random.Random()\nSquares.__getitem__ = lambda self, i: (torch.full((2,), own.random()), i % 2)"
+    dice = ("import random; own = random.Random()\nSquares.__getitem__ = lambda self, i: (torch.full((2,), "
+            "own.random()), i % 2)")
     assert mark(dice) == mark(dice) != plain
     named = "Squares.fingerprint = 'mine'"
     assert mark(named) == "mine"
@@ -188,7 +199,8 @@ def test_a_users_function_may_return_what_is_at_hand(tmp_path, text, shape, clas
 
 
 def test_a_users_bytes_are_scaled_to_one(tmp_path):
-    data = load(mine(tmp_path, "def make(): return (torch.tensor([[0, 51, 255]]).byte(), torch.tensor([0])) * 2\n"))
+    data = load(mine(tmp_path,
+                     "def make(): return (torch.tensor([[0, 51, 255]]).byte(), torch.tensor([0])) * 2\n"))
     torch.testing.assert_close(data.train.fetch([0])[0], torch.tensor([[0, 0.2, 1]]))
 
 
@@ -204,7 +216,8 @@ def test_what_is_no_dataset_is_refused(tmp_path, text, said):
     assert said in refusal(mine(tmp_path, text + "\n"))
 
 
-FLOATS = "Squares.__getitem__ = lambda self, i: (torch.ones(2), {label})\ndef make(): return Squares(9), Squares(3)"
+FLOATS = ("Squares.__getitem__ = lambda self, i: (torch.ones(2), {label})\ndef make(): return Squares(9), "
+          "Squares(3)")
 FETCH = """
 class Fetch(Squares):
  in_memory, tokens, shape, vocab, fingerprint = True, 4, (4,), 9, 'mine'
@@ -217,12 +230,15 @@ def make(): return Fetch(9), Fetch(3)
 
 
 @pytest.mark.parametrize("text, said", [
-    (FLOATS.format(label="torch.tensor(3.7)"), "sample 0 is (Tensor, Tensor): label 3.7 is not a whole number"),
+    (FLOATS.format(label="torch.tensor(3.7)"),
+     "sample 0 is (Tensor, Tensor): label 3.7 is not a whole number"),
     (FLOATS.format(label="0.5 if i == 8 else 1.0"), "sample 8 is (Tensor, float): label 0.5"),
     (FLOATS.format(label="float('inf')"), "sample 0 is (Tensor, float)"),
     (FLOATS.format(label="i % 2").replace("torch.ones(2)", "torch.ones(2) * 1j"), "complex64"),
-    ("def make():\n a = Squares(3); del Squares.classes; a.targets = [0.0, 1.5, 1.0]\n return a, a", "label 1.5"),
-    ("def make(): return (torch.ones(4, 5), torch.tensor([0.5, 1, 2, 3])) * 2", "labels (4,), torch.float32 and torch.float32"),
+    ("def make():\n a = Squares(3); del Squares.classes; a.targets = [0.0, 1.5, 1.0]\n return a, a",
+     "label 1.5"),
+    ("def make(): return (torch.ones(4, 5), torch.tensor([0.5, 1, 2, 3])) * 2",
+     "labels (4,), torch.float32 and torch.float32"),
     ("def make(): return (torch.ones(4, 5) * 1j, torch.arange(4)) * 2", "torch.complex64 and torch.int64"),
     (FETCH.format(dtype="int64", odd=0), "targets of torch.int64 from -100 on"),
     (FETCH.format(dtype="float32", odd=-1), "targets of torch.float32 from 1 on"),
@@ -254,7 +270,8 @@ def test_labels_that_are_whole_numbers_of_another_type_count_as_before(tmp_path)
         (folder := tmp_path / str(number)).mkdir()
         data = load(mine(folder, FLOATS.format(label=label) + "\n"))
         assert data.train.fetch([0, 1, 2])[1].tolist() == [0, 1, 0]
-    whole = "def make():\n a = Squares(3); del Squares.classes; a.targets = torch.tensor([0.0, 4.0])\n return a, a\n"
+    whole = ("def make():\n a = Squares(3); del Squares.classes; a.targets = torch.tensor([0.0, 4.0])\n "
+             "return a, a\n")
     assert load(mine(tmp_path, whole)).classes == 5
 
 

@@ -1,4 +1,6 @@
-"""The language model: a file of bytes in, one prediction a byte, and the exact-mean law for samples of many tokens."""
+"""The language model: a file of bytes in, one prediction a byte, and the exact-mean law for samples of many
+tokens.
+"""
 from types import SimpleNamespace
 
 import pytest
@@ -32,8 +34,10 @@ def path(tmp_path):
 def test_every_byte_but_the_first_is_predicted_once_an_epoch(path):
     data = load_data(options(path), ALONE)
     x, y = data.train.fetch(range(len(data.train)))
-    assert bytes(x.flatten().tolist()) == TEXT[:x.numel()] and bytes(y.flatten().tolist()) == TEXT[1:x.numel() + 1]
-    assert len(TEXT) * 0.9 - x.numel() <= 17 and data.classes == data.vocab == 256 and data.sample_shape == (16,)
+    assert bytes(x.flatten().tolist()) == TEXT[:x.numel()] and bytes(y.flatten().tolist()) == TEXT[1:x.numel()
+                                                                                                   + 1]
+    assert (len(TEXT) * 0.9 - x.numel() <= 17 and data.classes == data.vocab == 256
+            and data.sample_shape == (16,))
     assert data.train.fetch([])[0].shape == (0, 16)
 
 
@@ -43,7 +47,8 @@ def test_gpt_predicts_from_the_past_alone(path):
     x = torch.arange(16)[None]
     later = x.clone()
     later[0, 9:] = 7
-    assert torch.allclose(net(x)[0, :9], net(later)[0, :9], atol=1e-6) and not torch.allclose(net(x), net(later), atol=1e-3)
+    assert torch.allclose(net(x)[0, :9], net(later)[0, :9],
+                          atol=1e-6) and not torch.allclose(net(x), net(later), atol=1e-3)
 
 
 def gradient(world, path, dtype=torch.float64):
@@ -56,7 +61,8 @@ def gradient(world, path, dtype=torch.float64):
     order.set_epoch(0, len(data.train) - 7)
     for batch in batches(data.train, order, opts):
         totals = world.all_sum(backward(distribute(net, opts, world), batch, state, world))
-    return {n: p.grad for n, p in net.named_parameters()}, totals.tolist(), evaluate(net, data.test, state, world)
+    return {n: p.grad for n, p in net.named_parameters()}, totals.tolist(), evaluate(net, data.test, state,
+                                                                                     world)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -88,12 +94,15 @@ def test_gpt_learns_a_sentence_by_heart(path):
         for batch in batches(data.train, order, opts):
             backward(net, batch, state, ALONE)
             state.update(batch.size)
-    assert evaluate(net, data.test, state, ALONE)["val_acc"] > 0.6     # the first bytes of a window cannot be known
+    # the first bytes of a window cannot be known
+    assert evaluate(net, data.test, state, ALONE)["val_acc"] > 0.6
 
 
 @pytest.mark.parametrize("name, dataset, text, said", [
-    ("gpt:5", "text:16", TEXT, "LxHxD"), ("gpt:1x3x16", "text:16", TEXT, "multiple"), ("gpt", "random", None, "--dataset text"),
-    ("gpt", "text:0", TEXT, "1 to 999999"), ("gpt", "text", b"short", "bytes"), ("gpt", "text", None, "does not exist"),
+    ("gpt:5", "text:16", TEXT, "LxHxD"), ("gpt:1x3x16", "text:16", TEXT, "multiple"),
+    ("gpt", "random", None, "--dataset text"),
+    ("gpt", "text:0", TEXT, "1 to 999999"), ("gpt", "text", b"short", "bytes"),
+    ("gpt", "text", None, "does not exist"),
     ("net", "text:16", TEXT, "gpt"), ("resnet18", "text:16", TEXT, "gpt")])
 def test_what_cannot_be_is_said_in_three_lines(tmp_path, name, dataset, text, said):
     if text:
@@ -107,12 +116,13 @@ def test_what_cannot_be_is_said_in_three_lines(tmp_path, name, dataset, text, sa
 @pytest.mark.parametrize("kind", [torch.uint16, torch.int32])
 def test_a_file_of_tokens_is_not_read_as_text_but_a_text_with_a_few_zeros_is(tmp_path, path, kind):
     ranks = torch.rand(4000, generator=torch.Generator().manual_seed(1))
-    tokens = (50_257 ** ranks).to(kind)                             # as words are: the n-th one with a probability of 1/n
+    tokens = (50_257 ** ranks).to(kind)  # as words are: the n-th one with a probability of 1/n
     path.write_bytes(bytes(tokens.view(torch.uint8).tolist()))
     with pytest.raises(UserError, match="is no text: .* bytes are 0") as caught:
         load_data(options(path), ALONE)
     assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
-    for text in (TEXT + b"\0\0", bytes(torch.randint(0, 256, (20_000,), generator=torch.Generator().manual_seed(1)).tolist())):
+    for text in (TEXT + b"\0\0", bytes(torch.randint(0, 256, (20_000,),
+                                                     generator=torch.Generator().manual_seed(1)).tolist())):
         path.write_bytes(text)
         load_data(options(path), ALONE)
 
@@ -123,6 +133,7 @@ def test_a_folder_in_place_of_a_text_is_refused(tmp_path):
 
 
 def test_a_users_function_may_return_the_stages(tmp_path):
-    (tmp_path / "mine.py").write_text("from torch import nn\ndef stages(): return [nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)]\n")
+    (tmp_path / "mine.py").write_text("from torch import nn\ndef stages(): return [nn.Linear(4, 3), "
+                                      "nn.ReLU(), nn.Linear(3, 2)]\n")
     net = build_model(SimpleNamespace(model=f"{tmp_path}/mine.py:stages", seed=0), SimpleNamespace())
     assert isinstance(net, torch.nn.Sequential) and len(net) == 3

@@ -54,7 +54,8 @@ def test_a_bad_sample_is_named_in_two_lines_with_workers_and_without(workers, wh
     begin = time.monotonic()
     with pytest.raises(UserError) as caught:
         drain(trouble(what), workers=workers)
-    assert said in str(caught.value) and "sample 5" in str(caught.value) and len(str(caught.value).splitlines()) == 2
+    assert (said in str(caught.value) and "sample 5" in str(caught.value)
+            and len(str(caught.value).splitlines()) == 2)
     del caught
     gc.collect()
     assert time.monotonic() - begin < 5  # DataLoader waits that long for a worker that was not told to end
@@ -69,19 +70,24 @@ def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
     before = signal.getsignal(signal.SIGCHLD)
     split = trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
     found = batches(split, ElasticSampler(len(split), 2, shuffle=False), options(workers=2))
-    with pytest.raises((RuntimeError, OSError, EOFError)):  # it, or the socket that its tensors were to come through
+    # it, or the socket that its tensors were to come through
+    with pytest.raises((RuntimeError, OSError, EOFError)):
         for _ in found:
-            assert signal.getsignal(signal.SIGCHLD) == before  # no handler that raises in the midst of an update
+            # no handler that raises in the midst of an update
+            assert signal.getsignal(signal.SIGCHLD) == before
     assert signal.getsignal(signal.SIGCHLD) == before
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"])
 def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, tmp_path):
-    """A forked process inherits the wake-up pipe of its rank's Rescue: the rank would believe that it was asked to stop."""
+    """A forked process inherits the wake-up pipe of its rank's Rescue: the rank would believe that it was
+    asked to stop.
+    """
     def live(world):
         state, store, ledger = a_run(world, tmp_path / "run")
         with Rescue(store, state, world, ledger) as rescue:
-            drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1)
+            drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)),
+                  workers=1)
         return rescue.asked
 
     assert fork_ranks(1, live) == [None]
@@ -132,5 +138,6 @@ def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkey
     monkeypatch.setattr(workers, "shelter", hangs_once)
     monkeypatch.setattr(workers, "BEGIN_SECONDS", 2.0)
     split = DatasetSplit(Noisy(12), "noisy", SimpleNamespace(classes=3), seed=0)
-    found = [ids for batch in batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2)) for ids in batch.ids]
+    found = [ids for batch in batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2))
+             for ids in batch.ids]
     assert found == list(range(12)) and once.exists()

@@ -1,4 +1,6 @@
-"""The audit proves that no sample was lost or repeated, from the logs of all ranks; doctored logs show it can fail."""
+"""The audit proves that no sample was lost or repeated, from the logs of all ranks; doctored logs show it can
+fail.
+"""
 import json
 import subprocess
 import sys
@@ -19,11 +21,13 @@ CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 def live(run, life, world, resumed, until, behind=0, dies_in=None, **fields):
     """Write what a life of `world` ranks writes that resumes at one step and finishes step `until`.
 
-    The last `behind` ranks do not finish step `until`; in step `dies_in` everybody begins and nobody finishes.
+    The last `behind` ranks do not finish step `until`; in step `dies_in` everybody begins and nobody
+    finishes.
     """
     per_epoch = -(-N // BATCH)
     epoch, batch = divmod(resumed, per_epoch)
-    Ledger(run).event("life", life=life, world=world, restart=0, step=resumed, epoch=epoch, position=batch * BATCH,
+    Ledger(run).event("life", life=life, world=world, restart=0, step=resumed, epoch=epoch,
+                      position=batch * BATCH,
                       pids=[1] * world, n=N, seed=SEED, global_batch_size=BATCH, **fields)
     for rank in range(world):
         log, order, step = Audit(run, life, rank), ElasticSampler(N, BATCH, rank, world, SEED), 0
@@ -135,7 +139,8 @@ def test_a_life_that_resumed_before_what_was_done_has_lost_and_redone_steps_but_
     live(tmp_path, "aa", world=2, resumed=0, until=9, behind=1)
     live(tmp_path, "bb", world=3, resumed=6, until=7)
     live(tmp_path, "cc", world=3, resumed=5, until=12)
-    assert audit(tmp_path) == {**CLEAN, "lost": 3 + 2, "redone": 3 + 2}  # 7 8 9 and 6 7, though 7 was made three times
+    # 7 8 9 and 6 7, though 7 was made three times
+    assert audit(tmp_path) == {**CLEAN, "lost": 3 + 2, "redone": 3 + 2}
 
 
 def test_steps_lost_and_never_made_again_are_lost_and_not_redone(tmp_path):
@@ -170,7 +175,8 @@ def test_a_torn_last_line_is_no_line(run):
     path.write_text(whole[:-5])  # the last done-line: as far as anybody knows, the lineage ends at 19
     assert audit(run) == CLEAN
     lines = whole.splitlines()
-    path.write_text("\n".join([*lines[:-2], lines[-2][:-5], lines[-1]]))  # the begin-line of a step that was finished
+    # the begin-line of a step that was finished
+    path.write_text("\n".join([*lines[:-2], lines[-2][:-5], lines[-1]]))
     assert audit(run) == {**CLEAN, "missed": BATCH}
 
 
@@ -187,11 +193,12 @@ def test_the_missing_files_of_a_life_leave_it_unproven_up_to_its_last_save(run):
 
 
 def test_a_file_that_ends_early_leaves_its_steps_unproven_and_says_so_with_exit_code_1(run, capsys):
-    doctor(run, "cc", 0, lambda r: [r] if r["step"] < 19 else [])   # a power cut
+    doctor(run, "cc", 0, lambda r: [r] if r["step"] < 19 else [])  # a power cut
     Ledger(run).event("save", step=20)
     assert main([str(run), "--audit"]) == 1
     out = capsys.readouterr().out
-    assert out.startswith("missed 0 repeated 0 lost 0 redone 0\nunproven 2 steps, from 19 to 20: ") and out.count("\n") == 2
+    assert (out.startswith("missed 0 repeated 0 lost 0 redone 0\nunproven 2 steps, from 19 to 20: ")
+            and out.count("\n") == 2)
 
 
 def test_nodes_with_folders_of_their_own_are_audited_together(run, tmp_path, capsys):

@@ -15,25 +15,29 @@ HOUSE = Path(__file__).parents[2]
 
 
 def test_the_report_tells_lives_worlds_restart_times_saves_rescues_and_goodput(tmp_path, capsys):
-    events = [{"t": 1000, "event": "life", "life": "aa", "world": 4, "restart": 0, "step": 0, "job": "j", "import_s": 3},
+    events = [{"t": 1000, "event": "life", "life": "aa", "world": 4, "restart": 0, "step": 0, "job": "j",
+               "import_s": 3},
               {"t": 1040, "event": "time", "steps_s": 30, "evaluate_s": 2},
               {"t": 1041, "event": "save", "step": 40},
               {"t": 1050, "event": "rescue", "step": 47},
               {"t": 1050.25, "event": "left", "life": "aa", "rank": 1, "stepped": 1049, "noticed": 1049.5},
               {"t": 1050.5, "event": "left", "life": "aa", "rank": 2, "stepped": 1048.75, "noticed": 1049.25},
-              {"t": 1060, "event": "life", "life": "bb", "world": 2, "restart": 1, "step": 47, "job": "j", "began": 1052,
+              {"t": 1060, "event": "life", "life": "bb", "world": 2, "restart": 1, "step": 47, "job": "j",
+               "began": 1052,
                "import_s": 7, "restore_s": 0.25},
               {"t": 1061, "event": "first_step", "step": 48, "first_step_s": 0.5},
               {"t": 1100, "event": "time", "steps_s": 36}]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"""{tmp_path}: lives 2, last saved step 47
-  life aa  world 4  restart 0  resumed at step 0, saved up to 47  import 3.00 s, steps 30.00 s, evaluate 2.00 s
+  life aa  world 4  restart 0  resumed at step 0, saved up to 47  import 3.00 s, steps 30.00 s, \
+evaluate 2.00 s
   restart of 12.00 s, step to step: detect 0.25 s, tear down 1.25 s, rendezvous 1.50 s, import 7.00 s, \
 restore 0.25 s, first step 1.75 s
   life bb  world 2  restart 1  resumed at step 47, saved up to 47  steps 36.00 s
 saves 1, rescues 1, restarts 1 (median 12.00 s from step to step)
-wall 100.0 s: import 10.00 s, steps 66.00 s, evaluate 2.00 s, restore 0.25 s, first step 0.50 s, detect 0.25 s, tear down 1.25 s, \
+wall 100.0 s: import 10.00 s, steps 66.00 s, evaluate 2.00 s, restore 0.25 s, first step 0.50 s, \
+detect 0.25 s, tear down 1.25 s, \
 rendezvous 1.50 s
 goodput 66.0% (time in steps / wall)
 """
@@ -43,14 +47,17 @@ goodput 66.0% (time in steps / wall)
 
 def the_gap(tmp_path, *between, **second):
     """What the ledger tells of the time between two lives of one job, aa and bb."""
-    events = [{"t": 100, "event": "life", "life": "aa", "world": 2, "step": 0, "job": "j", "began": 98}, *between,
-              {"t": 124, "event": "life", "life": "bb", "world": 2, "step": 9, "job": "j", "began": 120, "import_s": 2.5} | second]
+    events = [{"t": 100, "event": "life", "life": "aa", "world": 2, "step": 0, "job": "j", "began": 98},
+              *between,
+              {"t": 124, "event": "life", "life": "bb", "world": 2, "step": 9, "job": "j", "began": 120,
+               "import_s": 2.5} | second]
     (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     return summarize(tmp_path)["lives"][1]["gap"]
 
 
 def test_where_nobody_survived_the_time_since_the_last_entry_is_away(tmp_path):
-    assert the_gap(tmp_path, {"t": 110, "event": "steps", "steps_s": 9, "at": 8}) == {"away_s": 10, "import_s": 2.5}
+    assert the_gap(tmp_path, {"t": 110, "event": "steps", "steps_s": 9, "at": 8}) == {"away_s": 10,
+                                                                                      "import_s": 2.5}
 
 
 def test_what_a_person_started_is_no_restart_and_the_time_before_it_was_down(tmp_path, capsys):
@@ -61,8 +68,10 @@ def test_what_a_person_started_is_no_restart_and_the_time_before_it_was_down(tmp
 
 
 def test_only_what_the_life_before_said_of_itself_counts(tmp_path):
-    """A process that was stopped and wakes up two lives later; and words that no process of ours would write."""
-    own, rest = {"t": 112, "event": "left", "life": "aa", "stepped": 110.5, "noticed": 110.25}, {"rendezvous_s": 8, "import_s": 2.5}
+    """A process that was stopped and wakes up two lives later; and words that no process of ours would write.
+    """
+    own, rest = {"t": 112, "event": "left", "life": "aa", "stepped": 110.5,
+                 "noticed": 110.25}, {"rendezvous_s": 8, "import_s": 2.5}
     others = [own | {"life": "00", "t": 119}, own | {"stepped": "x"}, {"event": "left", "life": "aa"}]
     assert the_gap(tmp_path, *others, own) == {"detect_s": 0, "tear_down_s": 1.5} | rest
 
@@ -95,9 +104,11 @@ def test_a_line_after_a_torn_one_is_whole(tmp_path):
 def test_a_full_disk_costs_one_warning_and_later_lines_are_whole(tmp_path, monkeypatch, capsys):
     book, write = Ledger(tmp_path), os.write
     book.event("life", life="aa", world=1, step=0)
-    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))  # as a disk that is filling up does
+    # as a disk that is filling up does
+    monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
     book.event("save", step=1)
-    monkeypatch.setattr(os, "write", lambda fd, data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(os, "write", lambda fd,
+                        data: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     book.event("save", step=2)
     monkeypatch.undo()
     book.event("save", step=3)
@@ -106,7 +117,8 @@ def test_a_full_disk_costs_one_warning_and_later_lines_are_whole(tmp_path, monke
 
 
 @pytest.mark.parametrize("obstacle", ["link", "folder", "file in the way"])
-def test_what_cannot_be_written_costs_one_warning_even_without_a_stderr(tmp_path, monkeypatch, capsys, obstacle):
+def test_what_cannot_be_written_costs_one_warning_even_without_a_stderr(tmp_path, monkeypatch, capsys,
+                                                                        obstacle):
     target = tmp_path / "run" / "ledger.jsonl"
     if obstacle == "file in the way":
         target.parent.write_text("")
@@ -124,8 +136,10 @@ def test_what_cannot_be_written_costs_one_warning_even_without_a_stderr(tmp_path
 
 def test_lines_of_many_writers_do_not_mix(tmp_path):
     program = ("import sys; from common.ledger import Ledger; book = Ledger(sys.argv[1])\n"
-               "for k in range(200): book.event('life', life=sys.argv[2], world=1, step=k, ids=list(range(500)))")
-    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), name], cwd=HOUSE) for name in "abcd"]
+               "for k in range(200): book.event('life', life=sys.argv[2], world=1, step=k, "
+               "ids=list(range(500)))")
+    writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path), name], cwd=HOUSE)
+               for name in "abcd"]
     assert [writer.wait(timeout=60) for writer in writers] == [0, 0, 0, 0]
     assert summarize(tmp_path)["events"] == {"life": 800}
 

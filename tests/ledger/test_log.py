@@ -39,7 +39,8 @@ def log_for(opts, rank=0, **kwargs):
 
 
 def life(opts, first, last, **kwargs):
-    """Steps first+1..last of a run, as one process logs them; value = step, so that a misplaced line shows."""
+    """Steps first+1..last of a run, as one process logs them; value = step, so that a misplaced line shows.
+    """
     with log_for(opts, state_step=first, **kwargs) as log:
         for step in range(first + 1, last + 1):
             log.step(State(step, 0, step * 64), {"loss": float(step), "lr": 1e-3})
@@ -53,20 +54,21 @@ def steps(run_dir):
     return [line["step"] for line in lines(run_dir)]
 
 
-# ---- metrics.jsonl ---------------------------------------------------------------------------------------------------
+# ---- metrics.jsonl --------------------------------------------------------------------------------
 def test_each_step_is_there_once_after_crashes_that_tear_lines_and_resume_earlier(tmp_path):
     opts, path = options(tmp_path), tmp_path / "metrics.jsonl"
     life(opts, 0, 5)
     with path.open("a") as file:
-        file.write('{"step": 6, "lo')                                # killed in the middle of a line
-    life(opts, 3, 7)                                                 # steps 4 and 5 were never saved
+        file.write('{"step": 6, "lo')  # killed in the middle of a line
+    life(opts, 3, 7)  # steps 4 and 5 were never saved
     with path.open("a") as file:
-        file.write('{"step": 7, "loss": 7.0}\n{"step": 2, "loss": 0}\nnot JSON\n[1]\n{"loss": 1}\n{"step": "8"}\n')
+        file.write('{"step": 7, "loss": 7.0}\n{"step": 2, "loss": 0}\nnot JSON\n[1]\n{"loss": 1}\n{"step": '
+                   '"8"}\n')
     life(opts, 7, 9)
-    life(opts, 9, 9)                                                 # a finished run, started again
+    life(opts, 9, 9)  # a finished run, started again
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert [line["loss"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert os.listdir(tmp_path) == ["metrics.jsonl"]                 # nothing left aside
+    assert os.listdir(tmp_path) == ["metrics.jsonl"]  # nothing left aside
 
 
 def test_a_step_logged_again_in_the_same_life_is_not_written_again(tmp_path):
@@ -78,13 +80,14 @@ def test_a_step_logged_again_in_the_same_life_is_not_written_again(tmp_path):
 
 def test_a_step_has_one_training_line_and_one_evaluation_line(tmp_path):
     opts = options(tmp_path)
-    for first in (0, 4):                                             # the second life evaluates step 4 once more
+    for first in (0, 4):  # the second life evaluates step 4 once more
         life(opts, first, 4)
         with log_for(opts, state_step=4) as log:
             log.evaluation(State(4), {"val_acc": 0.97, "val_loss": 0.1})
-    assert lines(tmp_path)[-1] == {"step": 4, "val_acc": 0.97, "val_loss": 0.1} and steps(tmp_path) == [1, 2, 3, 4, 4]
+    assert lines(tmp_path)[-1] == {"step": 4, "val_acc": 0.97,
+                                   "val_loss": 0.1} and steps(tmp_path) == [1, 2, 3, 4, 4]
     life(opts, 3, 3)
-    assert steps(tmp_path) == [1, 2, 3]                              # evaluations of a lost step go with it
+    assert steps(tmp_path) == [1, 2, 3]  # evaluations of a lost step go with it
 
 
 def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
@@ -147,7 +150,8 @@ def test_a_planted_fifo_or_tb_link_is_refused_without_waiting(tmp_path):
         log_for(options(tmp_path, tensorboard=True))
 
 
-def test_a_full_disk_costs_lines_and_one_note_and_a_torn_line_does_not_swallow_the_next(tmp_path, monkeypatch, capsys):
+def test_a_full_disk_costs_lines_and_one_note_and_a_torn_line_does_not_swallow_the_next(tmp_path, monkeypatch,
+                                                                                        capsys):
     write, free = os.write, [1000]
 
     def small_disk(fd, data):
@@ -163,7 +167,7 @@ def test_a_full_disk_costs_lines_and_one_note_and_a_torn_line_does_not_swallow_t
         free[0] = 10
         for step in (2, 3, 4):
             log.step(State(step), {"loss": 1.0})
-        free[0] = 1000                                               # somebody tidied up
+        free[0] = 1000  # somebody tidied up
         log.step(State(5), {"loss": 1.0})
     assert capsys.readouterr().out.count("cannot be written") == 1
     monkeypatch.undo()
@@ -171,7 +175,7 @@ def test_a_full_disk_costs_lines_and_one_note_and_a_torn_line_does_not_swallow_t
     assert steps(tmp_path) == [1, 5, 6]
 
 
-# ---- the console -----------------------------------------------------------------------------------------------------
+# ---- the console ----------------------------------------------------------------------------------
 def test_a_line_says_epoch_step_eta_lr_loss_acc_and_samples_per_second(tmp_path, capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("common.ledger.log.time.monotonic", lambda: now[0])
@@ -184,7 +188,7 @@ def test_a_line_says_epoch_step_eta_lr_loss_acc_and_samples_per_second(tmp_path,
         now[0] += 60
         log.evaluation(State(188, 0, 12000), {"val_acc": 0.9712, "val_loss": 0.09})
         now[0] += 1
-        log.step(State(189, 1, 64), {"loss": 1.0})                   # the minute of evaluation does not slow this step
+        log.step(State(189, 1, 64), {"loss": 1.0})  # the minute of evaluation does not slow this step
     assert capsys.readouterr().out.splitlines() == [
         "net, 21,840 parameters",
         "epoch 1/3  step 120/564  eta 0:00:22  lr 1.00e-03  loss 0.4812  acc 0.861  1,280 samples/s",
@@ -195,7 +199,8 @@ def test_a_line_says_epoch_step_eta_lr_loss_acc_and_samples_per_second(tmp_path,
 
 def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
     run_dir = tmp_path / "run"
-    with log_for(options(run_dir, tensorboard=True, progress="on"), rank=1, state_step=3, records=[{"step": 3}]) as log:
+    with log_for(options(run_dir, tensorboard=True, progress="on"), rank=1, state_step=3,
+                 records=[{"step": 3}]) as log:
         log.start(["a"])
         log.step(State(4), {"loss": 1.0})
         log.evaluation(State(4), {"val_acc": 1.0})
@@ -262,7 +267,7 @@ def on_a_terminal(tmp_path, columns, rows=24):
     try:
         while part := os.read(ours, 1 << 16):
             shown += part
-    except OSError:                                                  # EIO: the other end is closed
+    except OSError:  # EIO: the other end is closed
         pass
     os.close(ours)
     assert program.wait(60) == 0
@@ -288,7 +293,8 @@ def test_a_terminal_shows_a_bar_with_notes_above_it_and_a_file_shows_lines(tmp_p
 
 def test_a_text_the_terminal_cannot_spell_is_escaped_not_lost(run):
     program = PROGRAM.replace('"half way and more"', r'"caf\xe9 \udcff"')
-    done = run("a", "off", program, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    done = run("a", "off", program, stdout=subprocess.PIPE,
+               env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
     assert done.returncode == 0 and b"caf\\xe9 \\udcff\n" in done.stdout and b"step 2000/2000" in done.stdout
 
 
@@ -299,7 +305,7 @@ def test_a_missing_tqdm_costs_a_note(tmp_path, monkeypatch, capsys):
     assert "tqdm is not installed" in out[0] and out[1].startswith("epoch 1/3  step 1")
 
 
-# ---- TensorBoard -----------------------------------------------------------------------------------------------------
+# ---- TensorBoard ----------------------------------------------------------------------------------
 def curve(run_dir, tag):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(str(run_dir / "tb"))
@@ -336,6 +342,7 @@ def test_a_missing_tensorboard_costs_one_note(tmp_path, monkeypatch, capsys):
 
 def test_curves_that_cannot_be_written_cost_one_note(tmp_path, capsys):
     pytest.importorskip("tensorboard")
-    (tmp_path / "tb").touch()                                        # a file where the folder should be
+    (tmp_path / "tb").touch()  # a file where the folder should be
     life(options(tmp_path, tensorboard=True), 0, 5)
-    assert capsys.readouterr().out.count("training continues without curves") == 1 and len(steps(tmp_path)) == 5
+    assert (capsys.readouterr().out.count("training continues without curves") == 1
+            and len(steps(tmp_path)) == 5)

@@ -93,7 +93,8 @@ def test_weights_depend_on_the_seed_alone_and_no_generator_moves(name):
     assert not all(torch.equal(first[key], other[key]) for key in first)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "densenet121", "regnet_x_400mf"])
+@pytest.mark.parametrize("name",
+                         ["resnet18", "mobilenet_v3_small", "squeezenet1_1", "densenet121", "regnet_x_400mf"])
 def test_torchvision_models_take_the_datas_channels_and_classes(name):
     pytest.importorskip("torchvision")
     data = SimpleNamespace(name="grey", classes=7, sample_shape=(1, 64, 64), vocab=None)
@@ -131,7 +132,8 @@ def test_a_model_that_cannot_work_on_the_data_is_refused_before_the_first_step(m
 
 
 def test_images_too_small_for_net_are_refused():
-    assert "16x16" in refusal("net", SimpleNamespace(name="tiny", classes=2, sample_shape=(1, 15, 28), vocab=None))
+    assert "16x16" in refusal("net",
+                              SimpleNamespace(name="tiny", classes=2, sample_shape=(1, 15, 28), vocab=None))
 
 
 def test_a_users_function_gets_as_many_facts_as_it_requires(tmp_path):

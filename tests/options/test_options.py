@@ -17,7 +17,8 @@ from common.options.rules import DATASET_FLAGS
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}
+            "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+            "TORCHELASTIC_RUN_ID": "none"}
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,9 @@ def parse(*argv, script=None):
 
 
 def refused(capsys, *argv, script=None):
-    """What stderr says, after checking what every refusal owes: exit 2, at most three lines, nothing on stdout."""
+    """What stderr says, after checking what every refusal owes: exit 2, at most three lines, nothing on
+    stdout.
+    """
     with pytest.raises(SystemExit) as end:
         parse(*argv, script=script)
     said = capsys.readouterr()
@@ -61,10 +64,11 @@ def refused(capsys, *argv, script=None):
     (["--optimizer", "adan"], "did you mean adam?"),
     (["--lerning-rate", "1"], "unknown argument '--lerning-rate'"),
     (["--global_batchsize", "8"], "did you mean --global-batch-size?"),
-    (["--glob", "8"], "--glob"),                                            # no abbreviations
+    (["--glob", "8"], "--glob"),  # no abbreviations
     (["stray"], "unknown argument 'stray'"),
     (["--virtual-ranks", "65"], "slices without samples"),
-    (["--virtual-ranks", "4", "--micro-batch-size", "8"], "--micro-batch-size cannot take effect with --virtual-ranks"),
+    (["--virtual-ranks", "4", "--micro-batch-size", "8"],
+     "--micro-batch-size cannot take effect with --virtual-ranks"),
     (["--virtual-ranks", "4", "--compile"], "--compile cannot take effect with --virtual-ranks"),
     (["--dataset", "digit"], "did you mean digits?"),
     (["--dataset", "digits:5"], "--dataset"),
@@ -99,7 +103,8 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, a
 
 @pytest.mark.parametrize("script, argv, word", [
     ("dp", ["--sync-bn"], "train_ddp.py"),
-    ("dp", ["--virtual-ranks", "8"], "nn.DataParallel cuts by the number of devices, and adds up in their order"),
+    ("dp", ["--virtual-ranks", "8"],
+     "nn.DataParallel cuts by the number of devices, and adds up in their order"),
     ("dp", ["--devices", "cuda:0,gpu"], "not a list of devices"),
     ("dp", ["--devices", "cpu,cuda"], "one kind"),
     ("dp", ["--devices", "cuda:0,cuda:1", "--device", "cpu"], "contradicts"),
@@ -140,10 +145,11 @@ def test_resume_takes_a_folder_that_exists():
     assert parse("--resume", "other/checkpoints/step-00000010").resume == "other/checkpoints/step-00000010"
 
 
-# ---- what was left open ----------------------------------------------------------------------------------------------
+# ---- what was left open ---------------------------------------------------------------------------
 def test_the_defaults_are_those_of_the_readme():
     opts = parse()
-    assert (opts.model, opts.dataset, opts.optimizer, opts.lr, opts.momentum) == ("net", "digits", "adam", 1e-3, None)
+    assert (opts.model, opts.dataset, opts.optimizer, opts.lr, opts.momentum) == ("net", "digits", "adam",
+                                                                                  1e-3, None)
     assert (opts.epochs, opts.global_batch_size, opts.seed, opts.keep, opts.data_dir) == (3, 64, 0, 3, "data")
     assert opts.run_dir == Path("runs/net-digits") and opts == Options()
 
@@ -164,16 +170,20 @@ def test_both_spellings_of_a_flag_count_and_values_keep_their_underscores():
 
 
 def test_the_script_is_known_by_its_file_name(monkeypatch):
-    for name, script in (("train_dp.py", "dp"), ("/x/train_mp.py", "mp"), ("train_ddp.py", "ddp"), ("pytest", "ddp")):
+    for name, script in (("train_dp.py", "dp"), ("/x/train_mp.py", "mp"), ("train_ddp.py", "ddp"),
+                         ("pytest", "ddp")):
         monkeypatch.setattr(sys, "argv", [name])
         assert parse_options("", []).script == script
     assert parse("--devices", "cpu,cpu", script="dp").devices == ("cpu", "cpu")
 
 
-# ---- identity --------------------------------------------------------------------------------------------------------
-FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device", "devices",
-        "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every", "progress", "tensorboard",
-        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule", "balance",
+# ---- identity -------------------------------------------------------------------------------------
+FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device",
+        "devices",
+        "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every",
+        "progress", "tensorboard",
+        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
+        "balance",
         "recompute", "shard"}
 
 
@@ -207,7 +217,7 @@ def test_options_survive_json():
     assert set(facts) == {f.name for f in fields(opts)}
 
 
-# ---- the environment -------------------------------------------------------------------------------------------------
+# ---- the environment ------------------------------------------------------------------------------
 @pytest.mark.parametrize("change, word", [
     ({"RANK": "abc"}, "RANK='abc'"),
     ({"RANK": "-1"}, "RANK='-1'"),
@@ -229,14 +239,15 @@ def test_options_survive_json():
     ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
     ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
     ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
-    ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b' cannot be resolved"),      # not even DNS could
+    ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b' cannot be resolved"),  # not even DNS could
     ({"GROUP_WORLD_SIZE": "2", "PET_RDZV_BACKEND": "c10d"}, "--rdzv_id=NAME"),
     ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS='abc'"),
     ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS"),
     ({"CUDA_VISIBLE_DEVICES": "abc"}, "CUDA_VISIBLE_DEVICES='abc'"),
     ({"CUDA_VISIBLE_DEVICES": "0,,1"}, "CUDA_VISIBLE_DEVICES"),
 ])
-def test_an_environment_in_which_nobody_could_meet_is_refused_and_its_secrets_untold(capsys, monkeypatch, change, word):
+def test_an_environment_in_which_nobody_could_meet_is_refused_and_its_secrets_untold(capsys, monkeypatch,
+                                                                                     change, word):
     for name, value in (TORCHRUN | change).items():
         if value is not None:
             monkeypatch.setenv(name, value)
@@ -248,13 +259,15 @@ def test_an_environment_in_which_nobody_could_meet_is_refused_and_its_secrets_un
 @pytest.mark.parametrize("environ", [
     {},
     {"WORLD_SIZE": "1"},
-    {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:80"},    # Kubernetes, for a service named master
+    # Kubernetes, for a service named master
+    {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:80"},
     {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
     TORCHRUN, TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, TORCHRUN | {"MASTER_ADDR": "::1"},
     TORCHRUN | {"MASTER_ADDR": socket.gethostname()},
     TORCHRUN | {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7", "PET_RDZV_BACKEND": "c10d"},
     TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, TORCHRUN | {"GROUP_WORLD_SIZE": "2", "PET_RDZV_BACKEND": "static"},
-    *({"CUDA_VISIBLE_DEVICES": v} for v in ("", "0", "0,2", "-1", "GPU-8f2c1a3b-0000", "MIG-GPU-8f/1/0", "NoDevFiles")),
+    *({"CUDA_VISIBLE_DEVICES": v}
+      for v in ("", "0", "0,2", "-1", "GPU-8f2c1a3b-0000", "MIG-GPU-8f/1/0", "NoDevFiles")),
     {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4,2"},
 ])
 def test_what_torchrun_slurm_and_people_rightly_set_is_accepted_without_dns(monkeypatch, environ):
@@ -263,7 +276,8 @@ def test_what_torchrun_slurm_and_people_rightly_set_is_accepted_without_dns(monk
 
 
 @pytest.mark.parametrize("command, value", [
-    (["--rdzv_backend=c10d"], "c10d"), (["--rdzv-backend", "c10d", "x"], "c10d"), (["--rdzv_backend=a", "--rdzv-backend=b"], "b"),
+    (["--rdzv_backend=c10d"], "c10d"), (["--rdzv-backend", "c10d", "x"], "c10d"),
+    (["--rdzv_backend=a", "--rdzv-backend=b"], "b"),
     (["--rdzv_id=c10d"], "of the variable"), ([], "of the variable"), (["--rdzv_backend="], "")])
 def test_the_agents_flags_are_read_as_torchrun_reads_them(command, value):
     assert environment.flag_in(command, "rdzv_backend", {"PET_RDZV_BACKEND": "of the variable"}) == value
@@ -285,9 +299,12 @@ def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, m
     assert "use train_ddp.py" in refused(capsys, script="dp")
 
 
-@pytest.mark.parametrize("argv, word", [(["--stages", "3"], "cannot be divided"), (["--devices", "cpu,cpu"], "--devices"),
-                                        (["--virtual-ranks", "1", "--stages", "1"], "start at most 1 processes"),
-                                        (["--virtual-ranks", "4", "--stages", "1", "--shard"], "--shard cannot take effect"),
+@pytest.mark.parametrize("argv, word",
+                         [(["--stages", "3"], "cannot be divided"), (["--devices", "cpu,cpu"], "--devices"),
+                                        (["--virtual-ranks", "1", "--stages", "1"],
+                                         "start at most 1 processes"),
+                                        (["--virtual-ranks", "4", "--stages", "1", "--shard"],
+                                         "--shard cannot take effect"),
                                         (["--shard"], "one of each")])
 def test_stages_over_processes_are_refused_what_cannot_work_there(capsys, monkeypatch, argv, word):
     for name, value in TORCHRUN.items():
@@ -303,9 +320,11 @@ def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_worker
 
 
 @pytest.mark.parametrize("environ, warned", [
-    ({"PET_NNODES": "1:3"}, True), ({"PET_NNODES": "1:3", "RANK": "1"}, False), ({"PET_NNODES": "3"}, False), ({}, False),
+    ({"PET_NNODES": "1:3"}, True), ({"PET_NNODES": "1:3", "RANK": "1"}, False), ({"PET_NNODES": "3"}, False),
+    ({}, False),
     ({"PET_NNODES": "3:3"}, False), ({"PET_NNODES": "1:3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False)])
-def test_rank_0_warns_where_torchrun_would_end_the_job_of_a_machine_that_joins_late(capsys, monkeypatch, environ, warned):
+def test_rank_0_warns_where_torchrun_would_end_the_job_of_a_machine_that_joins_late(capsys, monkeypatch,
+                                                                                    environ, warned):
     for name, value in (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | environ).items():
         monkeypatch.setenv(name, value)
     parse()
@@ -314,9 +333,10 @@ def test_rank_0_warns_where_torchrun_would_end_the_job_of_a_machine_that_joins_l
 
 
 @pytest.mark.parametrize("environ, voices", [
-    ({"RANK": "1", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, 1),        # by hand: each has a terminal of its own
+    # by hand: each has a terminal of its own
+    ({"RANK": "1", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, 1),
     ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
-    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),                # another machine has a log of its own
+    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),  # another machine has a log of its own
 ])
 def test_a_wrong_flag_is_said_once_per_machine(capsys, monkeypatch, environ, voices):
     for name, value in (TORCHRUN | environ).items():
@@ -327,7 +347,7 @@ def test_a_wrong_flag_is_said_once_per_machine(capsys, monkeypatch, environ, voi
     assert end.value.code == 2 and capsys.readouterr().err.count("error:") == voices
 
 
-# ---- as a command ----------------------------------------------------------------------------------------------------
+# ---- as a command ---------------------------------------------------------------------------------
 def run(*argv, **kwargs):
     code = ("import sys; from common.options import parse_options\n"
             "try: parse_options('Train.\\n\\n    python train_ddp.py\\n')\n"
@@ -360,4 +380,5 @@ def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
 def test_the_datasets_known_to_options_are_those_of_data():
     registry = pytest.importorskip("common.data.datasets").DATASETS
     assert set(DATASET_FLAGS) == set(registry), \
-        "a dataset has a line in DATASETS of common/data/datasets.py and one in DATASET_FLAGS of common/options/options.py"
+        ("a dataset has a line in DATASETS of common/data/datasets.py and one in DATASET_FLAGS of "
+         "common/options/options.py")

@@ -1,4 +1,5 @@
-"""Where a net may be cut: the pieces are the net, the cut is as even as can be, and what cannot be is said."""
+"""Where a net may be cut: the pieces are the net, the cut is as even as can be, and what cannot be is said.
+"""
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +27,8 @@ def world(*devices):
 
 def data(*shape):
     x = torch.rand(2, *shape)
-    return SimpleNamespace(train=type("T", (), dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
+    return SimpleNamespace(train=type("T", (),
+                                      dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
 
 
 @pytest.mark.parametrize(("weights", "count", "placement"), [
@@ -36,7 +38,8 @@ def test_a_cut_is_contiguous_and_its_heaviest_stage_as_light_as_possible(weights
     assert balance(weights, count) == placement
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b_32", "alexnet", "mobilenet_v3_small", "efficientnet_b0",
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b_32", "alexnet", "mobilenet_v3_small",
+                                  "efficientnet_b0",
                                   "convnext_tiny"])
 def test_the_pieces_of_a_torchvision_net_are_the_net(name):
     pytest.importorskip("torchvision")
@@ -107,18 +110,23 @@ def test_weights_that_are_one_may_be_in_one_stage_and_not_in_two():
 
 
 def test_measuring_leaves_weights_buffers_and_generators_alone_and_sees_what_draws():
-    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+                        nn.Sequential(nn.Linear(4, 4), nn.Dropout()))
     before, x = {n: t.clone() for n, t in net.state_dict().items()}, torch.rand(3, 4)
     state = torch.get_rng_state()
     found = measure(net, pieces(net), x, CPU, lambda: autocast(Options(), CPU))
-    assert all(torch.equal(t, before[n]) for n, t in net.state_dict().items()) and torch.equal(state, torch.get_rng_state())
-    assert [m.random for m in found] == [False, True] and found[0].shape == (4,) and all(m.kept > 0 for m in found)
+    assert all(torch.equal(t, before[n]) for n,
+               t in net.state_dict().items()) and torch.equal(state, torch.get_rng_state())
+    assert [m.random for m in found] == [False,
+                                         True] and found[0].shape == (4,) and all(m.kept > 0 for m in found)
 
 
 def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2_on_the_second():
-    net = build_model(SimpleNamespace(model="net", seed=0), SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (1, 28, 28)})))
+    net = build_model(SimpleNamespace(model="net", seed=0),
+                      SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (1, 28, 28)})))
     model = split(net, Options(script="mp"), world("cpu", "cpu:0"), data(1, 28, 28))
-    places = {piece.name: str(device) for group, device in zip(model.groups, model.devices, strict=True) for piece in group}
+    places = {piece.name: str(device) for group,
+              device in zip(model.groups, model.devices, strict=True) for piece in group}
     assert places == {"block1": "cpu", "block2": "cpu:0", "fc1": "cpu", "fc2": "cpu:0"}
     assert len(model.describe(8, build_optimizer(net, Options()))) > 5
 
@@ -135,10 +143,12 @@ class Total(nn.Linear):
     (nn.Sequential(nn.Linear(2, 2)), ("cpu", "cpu"), {}, "cut into 1 at most"),
     (nn.Linear(2, 2), ("cpu", "cpu"), {}, "cut into 1 at most"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu",), {}, "two devices"),
-    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"schedule": "interleaved"}, "4 stages"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"schedule": "interleaved"},
+     "4 stages"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"balance": "2,1"}, "--balance 2,1"),
     (nn.Sequential(nn.Linear(2, 2), nn.LSTM(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {}, "one tensor"),
-    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"shard": True}, "--shard: the 2 stages"),
+    (nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), ("cpu", "cpu"), {"shard": True},
+     "--shard: the 2 stages"),
     (nn.Sequential(nn.Linear(2, 2), Total()), ("cpu", "cpu"), {}, "piece 1 .* shape \\(\\)"),
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 2)), ("cpu", "cpu"), {}, "piece 1 .*shape \\(2, 2\\)")])
 def test_what_cannot_be_cut_is_refused_with_a_way_out(net, devices, opts, said):
@@ -163,6 +173,7 @@ def test_every_micro_batch_goes_forward_and_back_once_whatever_their_number(sche
         assert all(n >= stages for kind, n, _ in runs if kind == "1f1b")
         for left in range(1, stages + 1):
             seen = list(orders(schedule, flights, left))
-            assert [k for ahead, k in seen if ahead] == [k for ahead, k in seen if not ahead] == list(range(flights))
+            assert [k for ahead, k in seen if ahead] == [k for ahead,
+                                                         k in seen if not ahead] == list(range(flights))
             assert max(sum(1 if a else -1 for a, _ in seen[:i]) for i in range(len(seen) + 1)) <= (
                 flights if schedule == "gpipe" else left)

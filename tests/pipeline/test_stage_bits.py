@@ -1,7 +1,8 @@
-"""Stages over ranks, to the last bit: one digest at any number of stages and of replicas, that of train_ddp.py --virtual-ranks.
+"""Stages over ranks, to the last bit: one digest at any number of stages and of replicas, that of
+train_ddp.py --virtual-ranks.
 
-And what stages must agree on: a step that overflows in one of them, foreign weights of which each takes its own, and a step
-that somebody's death cuts off between the last gradient and the first update.
+And what stages must agree on: a step that overflows in one of them, foreign weights of which each takes its
+own, and a step that somebody's death cuts off between the last gradient and the first update.
 """
 import json
 import os
@@ -25,7 +26,8 @@ from common.training import backward as whole_backward
 from common.world import World
 from common.world import determinism as pinned
 
-GPT = {"model": f"{NETS}:tied", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw", "weight_decay": 0.1,
+GPT = {"model": f"{NETS}:tied", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw",
+       "weight_decay": 0.1,
        "clip_grad_norm": 0.5, "ema_decay": 0.9, "epochs": 3}
 MP = {"script": "mp", "hang_timeout": 20}
 
@@ -38,25 +40,30 @@ def pictures():
     """As much of a dataset as it takes to build a net of the tests and to cut it."""
     x = torch.randn(2, 1, 12, 12)
     return SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures",
-                           train=type("T", (), dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
+                           train=type("T", (),
+                                      dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
 
 
-# ---- any number of stages and of replicas ----------------------------------------------------------------------------
+# ---- any number of stages and of replicas ---------------------------------------------------------
 @pytest.mark.parametrize(("given", "cuts"), [
     (CNN | {"epochs": 2}, ((2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (1, 2))),
     (GPT, ((2, 1), (2, 3), (4, 1))),
     (CNN | {"model": f"{NETS}:frozen", "epochs": 1}, ((2, 1), (2, 3))),
-    (CNN | {"epochs": 1, "virtual_ranks": 7, "amp": "bf16", "channels_last": True, "recompute": True}, ((2, 1), (2, 3), (4, 1)))],
+    (CNN | {"epochs": 1, "virtual_ranks": 7, "amp": "bf16", "channels_last": True, "recompute": True},
+     ((2, 1), (2, 3), (4, 1)))],
     ids=["cnn", "gpt", "frozen", "bf16"])
 def test_any_stages_and_replicas_end_in_the_digest_of_train_ddp(tmp_path, given, cuts):
     ddp = run(tmp_path / "ddp", 1, given | {"recompute": False})
     for stages, replicas in cuts:
-        found = run(tmp_path / f"{stages}x{replicas}", stages * replicas, given | MP | {"stages": stages}, train_mp)
-        assert found == ddp, f"{stages} stages, {replicas} replicas: weights, or a loss, a hit, an evaluation of some step"
+        found = run(tmp_path / f"{stages}x{replicas}", stages * replicas, given | MP | {"stages": stages},
+                    train_mp)
+        assert found == ddp, (
+            f"{stages} stages, {replicas} replicas: weights, or a loss, a hit, an evaluation of some step")
 
 
 def test_resnet18_in_two_stages_ends_in_the_digest_of_train_ddp(tmp_path):
-    given = {"model": "resnet18", "dataset": f"{NETS}:colours", "global_batch_size": 24, "optimizer": "sgd", "max_steps": 2}
+    given = {"model": "resnet18", "dataset": f"{NETS}:colours", "global_batch_size": 24, "optimizer": "sgd",
+             "max_steps": 2}
     assert run(tmp_path / "mp", 2, given | MP, train_mp) == run(tmp_path / "ddp", 1, given)
 
 
@@ -69,37 +76,43 @@ def test_a_tensor_arrives_with_the_strides_it_had_and_without_holes():
         line, found = Transfer(world.in_stages(2)), []
         for t in tensors:
             take = (tuple(t.shape), t.dtype, 0, 3)
-            came = line.exchange(take=take) if world.rank else line.exchange((t, 1, torch.tensor([1, 2, 3], dtype=torch.uint8)))
+            came = line.exchange(take=take) if world.rank else line.exchange((t, 1,
+                                                                              torch.tensor([1, 2, 3],
+                                                                                           dtype=torch.uint8)))
             found.append(came and (came[0].tolist(), came[0].stride(), came[1].tolist()))
         line.drain()
         return found
 
     for t, (values, strides, note) in zip(tensors, fork_ranks(2, hand_on)[1], strict=True):
         assert values == t.tolist() and note == [1, 2, 3]
-        assert strides == (t if t.untyped_storage().nbytes() == t.nbytes or t is tensors[3] else t.contiguous()).stride()
+        assert strides == (t if t.untyped_storage().nbytes() == t.nbytes or t is tensors[3]
+                           else t.contiguous()).stride()
 
 
 def test_plain_stages_give_other_bits_with_other_replicas_so_this_check_can_fail(tmp_path):
     plain = CNN | MP | {"virtual_ranks": 0, "epochs": 1, "stages": 2}
-    found = [run(tmp_path / name, world, plain, train_mp)[0] for name, world in (("2", 2), ("4", 4), ("again", 4))]
+    found = [run(tmp_path / name, world, plain, train_mp)[0] for name,
+             world in (("2", 2), ("4", 4), ("again", 4))]
     assert found[0] != found[1] == found[2]
 
 
 def test_kills_and_resizes_of_stages_and_replicas_leave_no_trace_in_the_bits(tmp_path):
     unbroken = run(tmp_path / "unbroken", 2, CNN)
-    lives = (2, 3, (5, 3, "before")), (2, 2, (0, 8, "after")), (1, 3, (1, 11, "within")), (3, 1, (2, 15, "before")), \
-        (2, 4, (2, 21, "after"))
+    lives = (2, 3, (5, 3, "before")), (2, 2, (0, 8, "after")), (1, 3, (1, 11, "within")), \
+        (3, 1, (2, 15, "before")), (2, 4, (2, 21, "after"))
     for stages, replicas, kill in lives:
         run(tmp_path / "killed", stages * replicas, CNN | MP | {"stages": stages}, train_mp, kill=kill)
     found = run(tmp_path / "killed", 4, CNN | MP | {"stages": 2}, train_mp)
     assert found[0] == unbroken[0]
     lines, whole = (set(metrics.splitlines()) for _, metrics in (found, unbroken))
-    assert lines <= whole and {json.loads(line)["step"] for line in whole - lines} <= {8, 21}, "those a rescue made are not logged"
+    assert lines <= whole and {json.loads(line)["step"]
+                               for line in whole - lines} <= {8, 21}, "those a rescue made are not logged"
 
 
 def test_under_torchrun_a_kill_and_other_stages_and_replicas_leave_no_trace_in_the_bits(tmp_path, jobs):
     given, folder = CNN | {"epochs": 12}, tmp_path / "killed"
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (given | {"virtual_ranks": 8, "device": "cpu"}).items()]
+    flags = [f"--{name.replace('_', '-')}={value}" for name,
+             value in (given | {"virtual_ranks": 8, "device": "cpu"}).items()]
     flags += [f"--run-dir={folder}", "--audit", "--no-tensorboard", "--log-every=1"]
     job = jobs.torchrun(4, "train_mp.py", *flags, "--stages=2", restarts=3)
     jobs.kill(wait_for(folder, 5, job=job)["pids"][3])
@@ -111,7 +124,7 @@ def test_under_torchrun_a_kill_and_other_stages_and_replicas_leave_no_trace_in_t
     assert left_by(folder)[0] == run(tmp_path / "unbroken", 1, given)[0]
 
 
-# ---- devices that each have a generator ---------------------------------------------------------------------------------
+# ---- devices that each have a generator -----------------------------------------------------------
 @pytest.mark.parametrize("recompute", [False, True])
 def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another_generator(recompute):
     def gradient(world, devices):
@@ -127,10 +140,11 @@ def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another
 
     one, two = torch.device("cpu", 0), torch.device("cpu", 1)
     same = fork_ranks(1, gradient, (one, one, one))
-    assert fork_ranks(1, gradient, (one, two, one)) == same == fork_ranks(1, gradient, (torch.device("cpu"),) * 3)
+    assert fork_ranks(1, gradient, (one, two, one)) == same == fork_ranks(1, gradient,
+                                                                          (torch.device("cpu"),) * 3)
 
 
-# ---- a step that overflows ---------------------------------------------------------------------------------------------
+# ---- a step that overflows ------------------------------------------------------------------------
 @pytest.mark.parametrize(("slices", "clip"), [(8, 1.0), (8, 0.0), (0, 1.0)])
 def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
     def scaler():
@@ -140,7 +154,7 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
         model, state = small(world, slices, scaler())
         state.opts = options("unused", CNN | {"virtual_ranks": slices, "mixup": 0.0, "clip_grad_norm": clip})
         with torch.no_grad():
-            state.net[0].weight.mul_(1e-4)                          # before a BatchNorm: its gradient is 1e4 times as long
+            state.net[0].weight.mul_(1e-4)  # before a BatchNorm: its gradient is 1e4 times as long
         seen = []
         for step in range(9):
             whole_backward(model, batch_at(world, step, slices), state, world)
@@ -149,7 +163,8 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
         return seen, {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
     def staged(world):
-        opts = options("unused", CNN | MP | {"virtual_ranks": slices, "mixup": 0.0, "clip_grad_norm": clip, "stages": 2})
+        opts = options("unused", CNN | MP
+                       | {"virtual_ranks": slices, "mixup": 0.0, "clip_grad_norm": clip, "stages": 2})
         pinned.pin(opts)
         world, data = world.in_stages(2), pictures()
         net = build_model(opts, data)
@@ -160,7 +175,8 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
         state.scaler, state.norm = scaler(), model.norm
         state.all_sum = lambda overflows: (own.append(bool(overflows)), world.all_sum(overflows))[1]
         for step in range(9):
-            backward(model, batch_at(SimpleNamespace(rank=world.replica, size=world.replicas), step, slices), state, world)
+            backward(model, batch_at(SimpleNamespace(rank=world.replica, size=world.replicas), step, slices),
+                     state, world)
             state.update(24)
             seen.append(state.scaler.get_scale())
         return seen, {n: t.tolist() for n, t in state.tensors()["model"].items()}, own
@@ -168,17 +184,19 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
     scales, weights = fork_ranks(1, alone)[0]
     assert len(set(scales)) > 3, "some steps overflowed and were skipped"
     ranks = fork_ranks(4, staged)
-    assert any(len({own[step] for _, _, own in ranks}) == 2 for step in range(9)), "in some step only one stage overflowed"
+    assert any(len({own[step] for _, _, own in ranks}) == 2
+               for step in range(9)), "in some step only one stage overflowed"
     assert len({str(seen) for seen, _, _ in ranks}) == 1
     if slices:
         assert ranks[0][0] == scales
         assert {n: t for _, mine, _ in ranks for n, t in mine.items()} == weights
 
 
-# ---- foreign weights -----------------------------------------------------------------------------------------------------
+# ---- foreign weights ------------------------------------------------------------------------------
 @pytest.fixture
 def foreign(tmp_path):
-    net = build_model(SimpleNamespace(model=CNN["model"], seed=77), SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None,
+    net = build_model(SimpleNamespace(model=CNN["model"], seed=77),
+                      SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None,
                                                                                    name="pictures"))
     weights = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
     torch.save(weights, tmp_path / "foreign.pt")
@@ -188,16 +206,20 @@ def foreign(tmp_path):
 def test_each_stage_takes_its_own_of_foreign_weights(tmp_path, foreign):
     given = CNN | {"epochs": 1, "init_from": str(foreign[0])}
     ddp = run(tmp_path / "ddp", 1, given)
-    assert run(tmp_path / "mp", 3, given | MP, train_mp) == ddp != run(tmp_path / "other", 1, given | {"init_from": ""})
+    assert run(tmp_path / "mp", 3, given | MP, train_mp) == ddp != run(tmp_path / "other", 1,
+                                                                       given | {"init_from": ""})
     shard = {"virtual_ranks": 0, "eval_only": True, "epochs": 1}
-    for name, world, more, script in (("shard", 4, MP | {"stages": 2, "shard": True}, train_mp), ("whole", 2, MP, train_mp)):
+    for name, world, more, script in (("shard", 4, MP | {"stages": 2, "shard": True}, train_mp),
+                                      ("whole", 2, MP, train_mp)):
         fork_ranks(world, life, script, options(tmp_path / name, given | shard | more))
-    assert (tmp_path / "shard/metrics.jsonl").read_text() == (tmp_path / "whole/metrics.jsonl").read_text() != ""
+    shard, whole = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("shard", "whole"))
+    assert shard == whole != ""
     assert not list(tmp_path.glob("*/checkpoints/step-00000000")), "--eval-only saves nothing"
 
 
 @pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
-def test_foreign_weights_that_are_not_those_of_the_whole_net_are_refused_by_every_stage(tmp_path, foreign, change, capfd):
+def test_foreign_weights_that_are_not_those_of_the_whole_net_are_refused_by_every_stage(tmp_path, foreign,
+                                                                                        change, capfd):
     path, weights = foreign
     if change == "missing":
         del weights["module.0.weight"]
@@ -207,12 +229,15 @@ def test_foreign_weights_that_are_not_those_of_the_whole_net_are_refused_by_ever
     given = CNN | MP | {"epochs": 1, "init_from": str(path)}
     assert fork_ranks(2, life, train_mp, options(tmp_path / "run", given), may_die=range(2)) == [2, 2]
     said = capfd.readouterr().err
-    assert "1 tensors do not fit this model" in said and ("0.what" if change == "unexpected" else "0.weight") in said
+    assert "1 tensors do not fit this model" in said and ("0.what" if change == "unexpected"
+                                                          else "0.weight") in said
 
 
-# ---- between the last gradient and the first update ----------------------------------------------------------------------
+# ---- between the last gradient and the first update -----------------------------------------------
 def cut_off(world, opts, step, passes):
-    """Rank 3 dies when its gradient is complete; rank `passes`, if it is one, takes the step for agreed on by all."""
+    """Rank 3 dies when its gradient is complete; rank `passes`, if it is one, takes the step for agreed on by
+    all.
+    """
     original, all_sum, armed = train_mp.backward, World.all_sum, [False]
 
     def backward(model, batch, state, world):
@@ -223,7 +248,8 @@ def cut_off(world, opts, step, passes):
         return totals
 
     train_mp.backward = backward
-    World.all_sum = lambda world, tensor: tensor if armed[-1] and tensor.dtype == torch.float64 else all_sum(world, tensor)
+    World.all_sum = lambda world, tensor: (tensor if armed[-1] and tensor.dtype == torch.float64
+                                           else all_sum(world, tensor))
     return life(world, train_mp, opts)
 
 
@@ -232,4 +258,5 @@ def test_a_death_before_the_update_costs_no_step_whether_or_not_a_stage_has_made
     given = CNN | MP | {"stages": 2, "epochs": 2, "save_every": 100}
     fork_ranks(4, cut_off, options(tmp_path / "run", given), 3, passes, may_die=range(4))
     assert newest(tmp_path / "run") == 3
-    assert run(tmp_path / "run", 2, given | MP, train_mp)[0] == run(tmp_path / "unbroken", 1, CNN | {"epochs": 2})[0]
+    assert run(tmp_path / "run", 2, given | MP, train_mp)[0] == run(tmp_path / "unbroken", 1,
+                                                                    CNN | {"epochs": 2})[0]

@@ -1,4 +1,6 @@
-"""A net in stages computes what the whole one does: any cut, any schedule, over ranks or local devices, ragged shares included."""
+"""A net in stages computes what the whole one does: any cut, any schedule, over ranks or local devices,
+ragged shares included.
+"""
 import signal
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +22,7 @@ from common.world import World
 
 CPU = torch.device("cpu")
 ALONE = World(0, 1, 0, 1, 0, (CPU,), "life", 0)
-N = 22                                                              # samples: 2 global batches of 10, and one of 2
+N = 22  # samples: 2 global batches of 10, and one of 2
 
 
 class Samples:
@@ -45,21 +47,24 @@ def facts(model, dtype):
         x, y, classes, vocab = tokens[:, :-1], tokens[:, 1:], 16, 16
     else:
         shape = {"mlp": (10,), "net": (1, 16, 16)}.get(model.split(":")[-1], (3, 32, 32))
-        x, y, classes, vocab = torch.rand(N, *shape, generator=draws).to(dtype), torch.randint(0, 5, (N,), generator=draws), 5, None
-    return SimpleNamespace(name="drawn", train=Samples(x, y), test=Samples(x, y), classes=classes, sample_shape=tuple(x.shape[1:]),
+        x, y, classes, vocab = (torch.rand(N, *shape, generator=draws).to(dtype),
+                               torch.randint(0, 5, (N,), generator=draws), 5, None)
+    return SimpleNamespace(name="drawn", train=Samples(x, y), test=Samples(x, y), classes=classes,
+                           sample_shape=tuple(x.shape[1:]),
                            vocab=vocab)
 
 
 def train(world, model, dtype, stages=0, devices=1, n=N, drop=0.0, **more):
     """{"loss": of each step, "weights": afterwards (of this rank), "metrics"} of one epoch."""
     opts = Options(script="mp", model=model, global_batch_size=10, optimizer="sgd", stages=stages, **more)
-    world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(stages or 1) if stages or devices > 1 else world
+    if stages or devices > 1:
+        world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(stages or 1)
     data = facts(model, dtype)
     data.train = Samples(data.train.x[:n], data.train.y[:n])
     net = build_model(opts, data).to(dtype)
     for module in net.modules():
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
-            module.p = drop                                          # whoever cuts a net differently draws differently
+            module.p = drop  # whoever cuts a net differently draws differently
     run, made = plain, distribute(net, opts, world)
     if stages or devices > 1:
         made, run = split(net, opts, world, data), backward
@@ -82,7 +87,8 @@ def assert_same(ours, theirs, tolerance):
     """`ours` is every rank's result; together they have all the weights there are."""
     for one in ours:
         assert one["loss"] == pytest.approx(theirs["loss"], abs=tolerance)
-        assert one["metrics"]["val_loss"] == pytest.approx(theirs["metrics"]["val_loss"], abs=max(tolerance, 1e-7))
+        assert one["metrics"]["val_loss"] == pytest.approx(theirs["metrics"]["val_loss"],
+                                                           abs=max(tolerance, 1e-7))
         assert one["metrics"]["val_acc"] == theirs["metrics"]["val_acc"]
         for name, tensor in one["weights"].items():
             assert (tensor.double() - theirs["weights"][name].double()).abs().max() < 100 * tolerance, name
@@ -93,20 +99,26 @@ GRID = [(model, dtype, stages, schedule, micro)
         for model, places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8), ("resnet18", 10))
         for stages in (1, 2, 3, 4) for schedule in ("gpipe", "1f1b", "interleaved")
         for dtype, micro in ((torch.float64, 2),)
-        if stages * (2 if schedule == "interleaved" else 1) <= places and (model != "resnet18" or stages in (2, 3))]
+        if stages * (2 if schedule == "interleaved" else 1) <= places
+        and (model != "resnet18" or stages in (2, 3))]
 GRID += [(model, torch.float32, 2, "1f1b", 3) for model in ("mlp", "net", "gpt:6x2x8")]
 
 
 @pytest.mark.parametrize(("model", "dtype", "stages", "schedule", "micro"), GRID)
 def test_stages_over_ranks_have_the_loss_of_one_device(model, dtype, stages, schedule, micro):
-    ours = fork_ranks(stages, partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule, micro_batch_size=micro))
-    assert_same(ours, train(ALONE, model, dtype, micro_batch_size=micro), 1e-10 if dtype == torch.float64 else 1e-5)
+    ours = fork_ranks(stages, partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule,
+                                      micro_batch_size=micro))
+    assert_same(ours, train(ALONE, model, dtype, micro_batch_size=micro),
+                1e-10 if dtype == torch.float64 else 1e-5)
 
 
 WHOLE = [(model, dtype, stages, schedule, shard)
-         for model, places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8), ("resnet18", 10)) for stages in (1, 2, 3, 4)
-         for schedule in ("gpipe", "1f1b", "interleaved") for shard in (False, True) for dtype in (torch.float64, torch.float32)
-         if stages * (2 if schedule == "interleaved" else 1) <= places and (stages, shard, schedule) != (1, True, "interleaved")]
+         for model,
+         places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8), ("resnet18", 10)) for stages in (1, 2, 3, 4)
+         for schedule in ("gpipe", "1f1b", "interleaved") for shard in (False, True)
+         for dtype in (torch.float64, torch.float32)
+         if stages * (2 if schedule == "interleaved" else 1) <= places
+         and (stages, shard, schedule) != (1, True, "interleaved")]
 
 
 @pytest.mark.long
@@ -114,12 +126,15 @@ WHOLE = [(model, dtype, stages, schedule, shard)
 def test_every_cut_schedule_and_sharding_has_the_loss_of_one_device(model, dtype, stages, schedule, shard):
     """With BatchNorm, two replicas have the loss of two replicas: each normalizes what it sees.
 
-    And it magnifies rounding: one weight of a float32 ResNet moved by its last bit moves the second step's loss by 0.04.
+    And it magnifies rounding: one weight of a float32 ResNet moved by its last bit moves the second step's
+    loss by 0.04.
     """
-    normed = model == "resnet18"                                    # BatchNorm refuses a sample alone: micro batches of 3 and 2
+    normed = model == "resnet18"  # BatchNorm refuses a sample alone: micro batches of 3 and 2
     steps = 1 if dtype == torch.float32 and shard else 2
-    more = dict(model=model, dtype=dtype, micro_batch_size=3 if normed and shard else 2, n=10 * steps if normed else N)
-    ours = fork_ranks(stages * (1 + shard), partial(train, stages=stages, schedule=schedule, shard=shard, **more))
+    more = dict(model=model, dtype=dtype, micro_batch_size=3 if normed and shard else 2,
+                n=10 * steps if normed else N)
+    ours = fork_ranks(stages * (1 + shard),
+                      partial(train, stages=stages, schedule=schedule, shard=shard, **more))
     theirs = fork_ranks(2, partial(train, **more))[0] if shard and normed else train(ALONE, **more)
     assert_same(ours, theirs, 1e-10 if dtype == torch.float64 else 1e-5)
 
@@ -127,9 +142,11 @@ def test_every_cut_schedule_and_sharding_has_the_loss_of_one_device(model, dtype
 @pytest.mark.parametrize("recompute", [False, True])
 def test_dropout_in_stages_is_the_same_in_threads_and_in_ranks(recompute):
     more = dict(model="net", dtype=torch.float32, micro_batch_size=2, drop=0.5, recompute=recompute)
-    ranks = fork_ranks(4, partial(train, stages=4, **more))[0]["loss"]     # first: a thread that ends during a fork hangs the child
+    # first: a thread that ends during a fork hangs the child
+    ranks = fork_ranks(4, partial(train, stages=4, **more))[0]["loss"]
     first, again = (train(ALONE, devices=4, **more)["loss"] for _ in range(2))
-    assert first == again == pytest.approx(ranks, abs=1e-6) and first != train(ALONE, devices=4, **(more | {"drop": 0.0}))["loss"]
+    assert first == again == pytest.approx(ranks, abs=1e-6)
+    assert first != train(ALONE, devices=4, **(more | {"drop": 0.0}))["loss"]
 
 
 class Plain(torch.nn.Module):
@@ -166,9 +183,9 @@ def test_recomputation_draws_what_the_forward_drew_whatever_the_timing_of_the_th
         net = torch.nn.Sequential(Plain(), torch.nn.Sequential(drawing, torch.nn.Linear(16, 4)))
         x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
         model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)))
-        drawing.masks.clear()                                       # those of the measurement
+        drawing.masks.clear()  # those of the measurement
         backward(model, Batch(x, y, [], 32), TrainState(net, build_optimizer(net, opts), opts, 32), world)
-        model.pool.shutdown()                                       # no thread may end while a later test forks
+        model.pool.shutdown()  # no thread may end while a later test forks
         assert [len(masks) for masks in drawing.masks.values()] == [2] * 16
         assert all(torch.equal(*masks) for masks in drawing.masks.values())
 
@@ -188,45 +205,56 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
 
 
 @pytest.mark.parametrize(("model", "devices", "schedule"), [
-    (model, devices, schedule) for model, places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8)) for devices in (2, 4)
-    for schedule in ("gpipe", "1f1b", "interleaved") if devices * (2 if schedule == "interleaved" else 1) <= places])
+    (model, devices, schedule) for model,
+    places in (("mlp", 2), ("net", 4), ("gpt:6x2x8", 8)) for devices in (2, 4)
+    for schedule in ("gpipe", "1f1b", "interleaved")
+    if devices * (2 if schedule == "interleaved" else 1) <= places])
 def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices, schedule):
     ours = train(ALONE, model, torch.float64, devices=devices, schedule=schedule, micro_batch_size=2)
     assert_same([ours], train(ALONE, model, torch.float64, micro_batch_size=2), 1e-10)
 
 
-@pytest.mark.parametrize(("model", "size", "stages"), [("net", 4, 2), ("gpt:4x2x8", 6, 2), ("gpt:4x2x8", 6, 3), ("mlp", 8, 2),
+@pytest.mark.parametrize(("model", "size", "stages"),
+                         [("net", 4, 2), ("gpt:4x2x8", 6, 2), ("gpt:4x2x8", 6, 3), ("mlp", 8, 2),
                                                        ("net", 3, 1)])
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
-def test_pipelines_side_by_side_have_the_gradient_of_one_device_with_ragged_and_empty_shares(model, size, stages, schedule):
+def test_pipelines_side_by_side_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
+        model, size, stages, schedule):
     if stages == 1 or model == "mlp":
         schedule = "gpipe"
     more = dict(micro_batch_size=2, clip_grad_norm=0.1, momentum=0.9)
-    ours = fork_ranks(size, partial(train, model=model, dtype=torch.float64, stages=stages, schedule=schedule, **more))
+    ours = fork_ranks(size, partial(train, model=model, dtype=torch.float64, stages=stages, schedule=schedule,
+                                    **more))
     assert_same(ours, train(ALONE, model, torch.float64, **more), 1e-10)
 
 
 @pytest.mark.parametrize(("model", "size", "stages", "schedule", "dtype"), [
-    ("net", 2, 1, "1f1b", torch.float64), ("gpt:4x2x8", 4, 2, "1f1b", torch.float64), ("mlp", 4, 2, "gpipe", torch.float64),
+    ("net", 2, 1, "1f1b", torch.float64), ("gpt:4x2x8", 4, 2, "1f1b", torch.float64),
+    ("mlp", 4, 2, "gpipe", torch.float64),
     ("gpt:4x2x8", 6, 2, "interleaved", torch.float64), ("net", 3, 1, "gpipe", torch.float32)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_sharded_weights_have_the_gradient_of_one_device(model, size, stages, schedule, dtype, recompute):
     more = dict(micro_batch_size=2, clip_grad_norm=0.1, momentum=0.9)
-    ours = fork_ranks(size, partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule, shard=True,
+    ours = fork_ranks(size,
+                      partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule, shard=True,
                                     recompute=recompute, **more))
     assert_same(ours, train(ALONE, model, dtype, **more), 1e-10 if dtype == torch.float64 else 1e-5)
 
 
 def whole_weights(world):
-    """After each piece of a sharded net, in forwards and backwards of two steps: the pieces whose weights are gathered."""
-    opts = Options(script="mp", model="gpt:4x2x8", global_batch_size=8, micro_batch_size=2, shard=True, stages=1)
+    """After each piece of a sharded net, in forwards and backwards of two steps: the pieces whose weights are
+    gathered.
+    """
+    opts = Options(script="mp", model="gpt:4x2x8", global_batch_size=8, micro_batch_size=2, shard=True,
+                   stages=1)
     world, data, found = world.in_stages(1), facts("gpt:4x2x8", torch.float32), []
     model = split(build_model(opts, data), opts, world, data)
     state = TrainState(model.net, build_optimizer(model.net, opts), opts, N)
     pieces = [piece for piece in model.net if next(piece.parameters(), None) is not None]
 
     def look(*_):
-        found.append([i for i, piece in enumerate(pieces) if not all(hasattr(p, "to_local") for p in piece.parameters())])
+        found.append([i for i, piece in enumerate(pieces)
+                      if not all(hasattr(p, "to_local") for p in piece.parameters())])
 
     for piece in pieces:
         piece.register_forward_pre_hook(look)
@@ -245,10 +273,11 @@ def test_of_a_sharded_net_two_pieces_at_most_are_whole_while_a_step_runs():
 
 def test_running_statistics_in_stages_are_those_of_as_many_replicas():
     more = dict(model="resnet18", dtype=torch.float64, micro_batch_size=3, n=20)
-    assert_same(fork_ranks(4, partial(train, stages=2, recompute=True, **more)), fork_ranks(2, partial(train, **more))[0], 1e-10)
+    assert_same(fork_ranks(4, partial(train, stages=2, recompute=True, **more)),
+                fork_ranks(2, partial(train, **more))[0], 1e-10)
 
 
-# ---- elastic: the same checkpoint whatever the cut --------------------------------------------------------------------
+# ---- elastic: the same checkpoint whatever the cut ------------------------------------------------
 DEEP = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
 
 
@@ -274,7 +303,8 @@ def assert_ends_like(run, alone):
     assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)
 
 
-def test_a_sharded_run_stops_and_goes_on_under_train_ddp_and_one_of_train_ddp_is_sharded(jobs, tmp_path, alone):
+def test_a_sharded_run_stops_and_goes_on_under_train_ddp_and_one_of_train_ddp_is_sharded(jobs, tmp_path,
+                                                                                         alone):
     run = tmp_path / "run"
     job = jobs.torchrun(2, "train_ddp.py", *DEEP, f"--run-dir={run}")
     wait_for(run, 3, job=job)
@@ -294,20 +324,21 @@ def test_a_sharded_run_stops_and_goes_on_under_train_ddp_and_one_of_train_ddp_is
 def test_a_run_goes_on_with_4_then_2_then_3_stages_and_kills_in_between(jobs, tmp_path, alone):
     run = tmp_path / "run"
     job = mp(jobs, 4, run, "--save-every=2")
-    jobs.kill(wait_for(run, 5, job=job)["pids"][1])                 # no replica of this stage is left: the periodic save stands
+    # no replica of this stage is left: the periodic save stands
+    jobs.kill(wait_for(run, 5, job=job)["pids"][1])
     wait_for(run, 7, 1, job)
-    job.kill(signal.SIGTERM)                                        # all are asked to stop: each stage writes its part
+    job.kill(signal.SIGTERM)  # all are asked to stop: each stage writes its part
     assert job.wait() != 0
     stopped = reached(run)
     job = mp(jobs, 4, run, "--stages=2")
     life = wait_for(run, stopped + 2, 2, job)
     assert life["step"] == stopped
-    jobs.kill(life["pids"][3])                                      # stage 1 lives on in rank 1: the survivors' rescue is whole
+    jobs.kill(life["pids"][3])  # stage 1 lives on in rank 1: the survivors' rescue is whole
     wait_for(run, stopped + 4, 3, job)
     job.kill(signal.SIGTERM)
     job.wait()
-    assert audit(run)["lost"] <= 5                                  # two steps of the interval, one save under way, and see below
-    assert lives(run)[3]["step"] >= life["step"] + 1                # or the step it died in, if one stage had made it
+    assert audit(run)["lost"] <= 5  # two steps of the interval, one save under way, and see below
+    assert lives(run)[3]["step"] >= life["step"] + 1  # or the step it died in, if one stage had made it
     job = mp(jobs, 3, run, "--schedule=gpipe")
     assert job.wait() == 0, job.output
     assert_ends_like(run, alone)

@@ -38,7 +38,8 @@ SAMPLES = 64
 
 def a_run(world, run, *flags):
     """(state, store, ledger) of a small net at step 0, owned as train_ddp.py would own it."""
-    opts = parse_options("", [f"--run-dir={run}", "--global-batch-size=8", "--optimizer=adam", *flags], script="ddp")
+    opts = parse_options("", [f"--run-dir={run}", "--global-batch-size=8", "--optimizer=adam", *flags],
+                         script="ddp")
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
@@ -61,11 +62,11 @@ def run(tmp_path):
     return tmp_path / "run"
 
 
-# ---- the watcher: a main thread that does not come back -----------------------------------------------------------------
+# ---- the watcher: a main thread that does not come back -------------------------------------------
 def in_a_lock(world):
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
     libc.pthread_mutex_lock(mutex)
-    libc.pthread_mutex_lock(mutex)                                              # no signal ends this
+    libc.pthread_mutex_lock(mutex)  # no signal ends this
 
 
 def in_a_store(world):
@@ -89,7 +90,9 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
 
 
 def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_moment_on(run):
-    """No Python thread can run any more, neither the watcher nor a signal handler; faulthandler's own thread can."""
+    """No Python thread can run any more, neither the watcher nor a signal handler; faulthandler's own thread
+    can.
+    """
     def live(world):
         common.rescue.watchdog.LOCKED_LIMITS = 1
         state, store, ledger = a_run(world, run, "--hang-timeout=1")
@@ -101,8 +104,8 @@ def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_momen
     assert fork_ranks(1, live, may_die=[0], deadline=20) == [1]
 
 
-# ---- a slow disk is no hang -----------------------------------------------------------------------------------------------
-LIMIT, SLOW = 0.4, 1.4                                                          # seconds: a disk that takes three times the limit
+# ---- a slow disk is no hang -----------------------------------------------------------------------
+LIMIT, SLOW = 0.4, 1.4  # seconds: a disk that takes three times the limit
 
 
 def stops(world, state, store, rescue):
@@ -120,7 +123,9 @@ def fails(world, state, store, rescue):
 
 
 def saves_again(world, state, store, rescue):
-    """The second save waits for the first, and the others wait for this rank: in mid-training, or at the end of an epoch."""
+    """The second save waits for the first, and the others wait for this rank: in mid-training, or at the end
+    of an epoch.
+    """
     store.save(state)
     step(state)
     store.save(state)
@@ -130,13 +135,14 @@ def saves_again(world, state, store, rescue):
 
 def ends(world, state, store, rescue):
     store.save(state)
-    store.close()                                                               # the others wait at the end of the `with`
+    store.close()  # the others wait at the end of the `with`
 
 
 @pytest.mark.parametrize("slow, size, case, codes, steps", [
     ("write", 1, stops, [143], [1]), ("write", 1, hangs, [1], [1]), ("write", 1, fails, ["done"], [1]),
     ("write", 2, saves_again, ["done"] * 2, [2, 1]), ("read back", 2, saves_again, ["done"] * 2, [2, 1]),
-    ("write", 2, ends, ["done"] * 2, [1]), ("read back", 2, ends, ["done"] * 2, [1]), ("read back", 1, stops, [143], [1])])
+    ("write", 2, ends, ["done"] * 2, [1]), ("read back", 2, ends, ["done"] * 2, [1]),
+    ("read back", 1, stops, [143], [1])])
 def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, size, case, codes, steps):
     def live(world):
         common.rescue.rescue.WATCH_EVERY_SECONDS = 0.1
@@ -154,7 +160,7 @@ def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, s
         with contextlib.suppress(RuntimeError), Rescue(store, state, world, ledger) as rescue:
             step(state)
             if slow == "read back":
-                store.save(state)                                               # what a rescue would have to wait for
+                store.save(state)  # what a rescue would have to wait for
             case(world, state, store, rescue)
         return "done"
 
@@ -163,7 +169,9 @@ def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, s
 
 
 def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(run):
-    """SIGSTOP, as debuggers and Slurm's suspend send it: no hang, and nothing that was due meanwhile ends the process."""
+    """SIGSTOP, as debuggers and Slurm's suspend send it: no hang, and nothing that was due meanwhile ends the
+    process.
+    """
     def live(world):
         state, store, ledger = a_run(world, run, "--hang-timeout=1")
         with Rescue(store, state, world, ledger) as rescue:
@@ -174,7 +182,7 @@ def test_a_process_that_was_stopped_for_longer_than_the_limit_goes_on(run):
                 os._exit(0)
             os.kill(os.getpid(), signal.SIGSTOP)
             os.wait()
-            time.sleep(0.3)                                                     # what was due would come now
+            time.sleep(0.3)  # what was due would come now
             return rescue.asked
 
     assert fork_ranks(1, live, deadline=20) == [None]
@@ -186,13 +194,13 @@ def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger):
             if world.rank == 0:
-                time.sleep(2.5)                                                 # of a time-out of one second
+                time.sleep(2.5)  # of a time-out of one second
             return world.all_sum(torch.ones(1)).item()
 
     assert fork_ranks(2, live, hang_timeout=1) == [2, 2]
 
 
-# ---- what the exit code says ----------------------------------------------------------------------------------------------
+# ---- what the exit code says ----------------------------------------------------------------------
 @pytest.mark.parametrize("what, code", [("a full disk", 4), ("a NaN", 5), ("nothing", 143)])
 def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
     def live(world):
@@ -212,10 +220,12 @@ def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
 
 
 def test_weights_that_a_save_found_not_finite_end_the_run_with_5_and_what_to_do_about_it(run):
-    """Found by the writer thread, between two log lines: the next update must not complain of something else."""
+    """Found by the writer thread, between two log lines: the next update must not complain of something else.
+    """
     def live(world):
         state, store, ledger = a_run(world, run)
-        with pytest.raises(UserError, match="no longer finite") as caught, Rescue(store, state, world, ledger):
+        with pytest.raises(UserError, match="no longer finite") as caught, Rescue(store, state, world,
+                                                                                  ledger):
             step(state)
             state.net[0].weight.data.fill_(float("inf"))
             store.save(state)
@@ -226,7 +236,7 @@ def test_weights_that_a_save_found_not_finite_end_the_run_with_5_and_what_to_do_
     assert fork_ranks(1, live) == [5]
 
 
-# ---- what is said of a death ------------------------------------------------------------------------------------------------
+# ---- what is said of a death ----------------------------------------------------------------------
 def test_a_death_is_one_line_above_the_bar_with_who_died_of_what_and_who_saved_which_step(run):
     ours, theirs = pty.openpty()
 
@@ -247,16 +257,18 @@ def test_a_death_is_one_line_above_the_bar_with_who_died_of_what_and_who_saved_w
     assert fork_ranks(3, live, may_die=range(3)) == [1, -9, 1]
     os.close(theirs)
     text = b""
-    with contextlib.suppress(OSError):                                          # EIO: nobody writes any more
+    with contextlib.suppress(OSError):  # EIO: nobody writes any more
         while piece := os.read(ours, 1 << 16):
             text += piece
     os.close(ours)
     shown = [line.rpartition("\x1b[K")[2].rstrip("\r") for line in text.decode().split("\n")]
     said = [line for line in shown if "rank 1" in line]
-    assert len(said) == 1 and re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; step 1 saved by rank [02]", said[0]), text
+    assert (len(said) == 1
+            and re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; step 1 saved by rank [02]",
+                             said[0])), text
 
 
-# ---- a rescue does not come too late ------------------------------------------------------------------------------------------
+# ---- a rescue does not come too late --------------------------------------------------------------
 def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
     """Whoever takes over waits for the lock, and sweeps the staging where nobody holds it."""
     def live(world):
@@ -278,7 +290,8 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
         thread.join()
 
     def refused(path):
-        with contextlib.suppress(FileNotFoundError), open(path, "r+") as file:      # each claim brings a file of its own
+        # each claim brings a file of its own
+        with contextlib.suppress(FileNotFoundError), open(path, "r+") as file:
             try:
                 fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -308,7 +321,7 @@ def test_a_rescue_does_not_wait_until_the_save_before_it_was_read_back(run):
     assert saved(run) == [2, 1]
 
 
-# ---- all or nothing ------------------------------------------------------------------------------------------------------
+# ---- all or nothing -------------------------------------------------------------------------------
 def test_a_rank_of_a_large_world_with_a_thousand_open_files_hears_signals(run):
     def live(world):
         allow_open_files(1100, "350 processes")
@@ -335,7 +348,7 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
         def slow_step():
             whole, end = weight.detach().clone(), time.monotonic() + 1.3
             os.kill(os.getpid(), signal.SIGTERM)
-            weight.data.add_(1)                                                 # half a step: nobody may see this
+            weight.data.add_(1)  # half a step: nobody may see this
             while time.monotonic() < end:
                 time.sleep(0.01)
             weight.data.copy_(whole)
@@ -345,7 +358,7 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
             step(state)
             state.optimizer.step = slow_step
             step(state)
-            threading.Event().wait()                                            # the watcher is the one that leaves
+            threading.Event().wait()  # the watcher is the one that leaves
 
     assert fork_ranks(1, live, may_die=[0]) == [143]
     assert saved(run) == [2]
@@ -410,7 +423,9 @@ def test_what_a_person_must_mend_costs_no_step_unless_the_state_cannot_or_must_n
 
 
 def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_has_taken_over(run):
-    """Rank 0 lets go of the run when all have met, and whoever is told to stop after that has nothing to save."""
+    """Rank 0 lets go of the run when all have met, and whoever is told to stop after that has nothing to
+    save.
+    """
     def live(world):
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger) as rescue:
@@ -430,7 +445,9 @@ def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_h
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_torchrun_finds_a_whole_account_of_an_error_or_none(tmp_path, monkeypatch, dies):
-    """Its agent ends of half a file, whatever restarts were left; and it sends its SIGTERM when another rank fails first."""
+    """Its agent ends of half a file, whatever restarts were left; and it sends its SIGTERM when another rank
+    fails first.
+    """
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
 
     def live(world):
@@ -456,13 +473,13 @@ def test_torchrun_finds_a_whole_account_of_an_error_or_none(tmp_path, monkeypatc
     assert not found.exists() if dies else "mine" in json.loads(found.read_text())["message"]["message"]
 
 
-# ---- many at once ----------------------------------------------------------------------------------------------------------
+# ---- many at once ---------------------------------------------------------------------------------
 def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
     def live(world):
         state, store, _ = a_run(world, run)
         writes = []
         real, store._write = store._write, lambda facts: (writes.append(facts["step"]), real(facts))
-        for _ in range(4 if world.rank == 5 else 3):                            # one rank had finished one step more
+        for _ in range(4 if world.rank == 5 else 3):  # one rank had finished one step more
             step(state)
         world.barrier("steps")
         store.rescue(state)
@@ -483,7 +500,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
         if world.rank:
             store._write = lambda facts: os.kill(os.getpid(), signal.SIGKILL)
         else:
-            time.sleep(0.1)                                                     # so that the others come first
+            time.sleep(0.1)  # so that the others come first
         return store.rescue(state)
 
     assert fork_ranks(3, live, may_die=[1, 2])[0] is True

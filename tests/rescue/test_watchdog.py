@@ -26,7 +26,7 @@ def test_a_rank_that_does_not_move_is_named_with_its_stack_and_one_that_moves_is
         deadline = time.monotonic() + 20
         while (word := found.beat()) is None and time.monotonic() < deadline:
             if time.monotonic() < deadline - 18.5:
-                state.progress += 1                                    # moving: not a word, although the limit is over
+                state.progress += 1  # moving: not a word, although the limit is over
             time.sleep(0.05)
         assert "rank 0: no progress" in word and "step 7" in word and "test_a_rank_that_does_not_move" in word
     finally:
@@ -41,7 +41,7 @@ def test_the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_fi
         for k in range(1, 9):
             state.progress = state.step = k
             found.beat()
-            found.steps[-1] = (10.0 * k, k)                         # ten seconds a step
+            found.steps[-1] = (10.0 * k, k)  # ten seconds a step
         assert found.limit == 200
         found.steps = [(0.1 * k, k) for k in range(9)]
         assert found.limit == 60
@@ -60,7 +60,7 @@ def hold_a_lock_in_c(world):
             sys.stderr = os.fdopen(2, "w")
             watchdog.LOCKED_LIMITS, found = 1, Watchdog(state_at(3), world, 1, print)
             found.beat()
-            ctypes.PyDLL(None).sleep(100)                           # PyDLL keeps the GIL
+            ctypes.PyDLL(None).sleep(100)  # PyDLL keeps the GIL
             os._exit(0)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         errors.seek(0)
@@ -79,7 +79,7 @@ def one_is_stopped(world):
         found = Watchdog(state_at(4), world, 60, print)
         found.beat()
         world.store.get("go")
-        threading.Event().wait(1.5)                             # it has told its place at least once
+        threading.Event().wait(1.5)  # it has told its place at least once
         os.kill(os.getpid(), signal.SIGSTOP)
         found.stop()
         return "rank 1: step 4, gives no sign of life for 9 s"
@@ -96,7 +96,7 @@ def one_is_stopped(world):
         world.store.set("woken", "1")
     else:
         world.store.set("seen", "1")
-        world.store.get("woken")                                # its own signs of life go on until rank 2 has seen enough
+        world.store.get("woken")  # its own signs of life go on until rank 2 has seen enough
     found.stop()
     return word
 

@@ -1,4 +1,6 @@
-"""The order: a permutation, random enough, cheap at any position, cut into shares that lose and repeat nothing."""
+"""The order: a permutation, random enough, cheap at any position, cut into shares that lose and repeat
+nothing.
+"""
 import itertools
 import os
 import random
@@ -18,7 +20,8 @@ HOUSE = Path(__file__).parents[2]
 POWERS = [2**k + d for k in range(2, 18) for d in (-1, 0, 1)]
 
 
-# --- a permutation ----------------------------------------------------------------------------------------------------
+# --- a permutation
+# ----------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("n", sorted({1, 2, 3, 7, 100, 59_999, 60_000, 60_001, *POWERS}))
 def test_every_sample_has_exactly_one_position(n):
@@ -33,11 +36,13 @@ def test_every_small_size_is_a_permutation():
 
 @pytest.mark.parametrize("n", [10**9, 2**31 + 1, 2**32 - 1, 2**40, 2**62])
 def test_huge_sizes_stay_in_range_and_never_collide(n):
-    edges = torch.cat([torch.arange(50_000), torch.arange(n // 2, n // 2 + 50_000), torch.arange(n - 50_000, n)])
+    edges = torch.cat([torch.arange(50_000), torch.arange(n // 2, n // 2 + 50_000),
+                       torch.arange(n - 50_000, n)])
     ids = permute(edges, n, 0, 0)
     assert 0 <= ids.min() and ids.max() < n
     assert len(ids.unique()) == len(ids)
-    assert abs(float((ids.double() / n).mean()) - 0.5) < 0.005  # spread over the whole range, not only part of it
+    # spread over the whole range, not only part of it
+    assert abs(float((ids.double() / n).mean()) - 0.5) < 0.005
 
 
 def test_a_position_alone_gives_the_same_sample_as_the_whole_epoch():
@@ -62,7 +67,8 @@ def test_positions_and_sizes_that_do_not_exist_are_refused():
             permute(positions, n, 0, 0)
 
 
-# --- randomness that no rank owns -------------------------------------------------------------------------------------
+# --- randomness that no rank owns
+# -------------------------------------------------------------------------------------
 
 def test_uniforms_belong_to_the_sample_and_to_nothing_else():
     whole = uniforms(range(1000), 1, 2, 3)
@@ -80,7 +86,8 @@ def test_hash_seed_tells_keys_apart_but_not_kinds_of_integers():
     assert 0 <= hash_seed() < 2**32
 
 
-# --- cheap ------------------------------------------------------------------------------------------------------------
+# --- cheap
+# ------------------------------------------------------------------------------------------------------------
 
 FIRST_BATCH = """
 import time, torch
@@ -105,14 +112,17 @@ def first_batch(position=512_000_000):
 
 torch.set_num_threads(1)
 next(iter(ElasticSampler(10, 2)))  # torch loads code on its first calls
-print(growth_during(first_batch), growth_during(lambda: torch.randperm(10**6)), min(first_batch(k) for k in range(5)))
+print(growth_during(first_batch), growth_during(lambda: torch.randperm(10**6)),
+      min(first_batch(k) for k in range(5)))
 """
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux to reset the peak of memory")
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK),
+                    reason="needs Linux to reset the peak of memory")
 def test_the_first_batch_in_mid_epoch_of_a_billion_costs_under_10_ms_and_2_mib():
     """In a process of its own: memory that other tests have freed would hide what this one takes."""
-    run = subprocess.run([sys.executable, "-c", FIRST_BATCH], cwd=HOUSE, text=True, capture_output=True, check=True)
+    run = subprocess.run([sys.executable, "-c", FIRST_BATCH], cwd=HOUSE, text=True, capture_output=True,
+                         check=True)
     memory, yardstick, seconds = map(float, run.stdout.split())
     assert memory < 2 * 2**20
     assert yardstick > 4 * 2**20  # a list of only a million indices would have been seen
@@ -137,7 +147,8 @@ def test_no_window_is_larger_than_needed(monkeypatch):
     monkeypatch.undo()
 
 
-# --- every sample once ------------------------------------------------------------------------------------------------
+# --- every sample once
+# ------------------------------------------------------------------------------------------------
 
 def epoch_by_step(n, batch, world, seed=0, epoch=0, position=0):
     """Return for every remaining global batch the ids of all ranks, joined in the order of ranks."""
@@ -155,7 +166,8 @@ def epoch_by_step(n, batch, world, seed=0, epoch=0, position=0):
 
 @pytest.mark.parametrize("batch", [1, 4, 7, 64])
 def test_every_sample_comes_once_per_epoch_at_any_world_size(batch):
-    for n in {1, 2, 3, batch - 1, batch, batch + 1, 2 * batch - 1, 2 * batch, 2 * batch + 1, 5 * batch + 2, 100} - {0}:
+    for n in {1, 2, 3, batch - 1, batch, batch + 1, 2 * batch - 1, 2 * batch, 2 * batch + 1, 5 * batch + 2,
+              100} - {0}:
         alone = epoch_by_step(n, batch, 1)
         assert sorted(itertools.chain(*alone)) == list(range(n))
         assert all(len(step) == batch for step in alone[:-1]) and len(alone) == -(-n // batch)
@@ -218,10 +230,12 @@ def test_fetching_ahead_does_not_move_the_position():
 
 
 def test_nonsense_is_refused_in_words():
-    for wrong in (dict(length_or_dataset=0), dict(length_or_dataset=[]), dict(global_batch_size=0), dict(rank=2),
+    for wrong in (dict(length_or_dataset=0), dict(length_or_dataset=[]), dict(global_batch_size=0),
+                  dict(rank=2),
                   dict(rank=-1), dict(world=0)):
         with pytest.raises(UserError):
-            ElasticSampler(**{"length_or_dataset": 10, "global_batch_size": 2, "rank": 0, "world": 2, **wrong})
+            ElasticSampler(**{"length_or_dataset": 10, "global_batch_size": 2, "rank": 0, "world": 2,
+                              **wrong})
     for position in (-1, 11):
         with pytest.raises(ValueError):
             ElasticSampler(10, 2).set_epoch(0, position)

@@ -1,8 +1,8 @@
 """The order is as random as torch.randperm, by statistics that notice an order which is not.
 
-Each statistic is a z-score: mean 0 and variance 1 for a random permutation. Over many keys their mean and spread are
-tested. torch.randperm passes, so the scale is right; fewer rounds or a weaker hash fail, so the check can fail.
-All seeds are fixed: the tests cannot pass today and fail tomorrow.
+Each statistic is a z-score: mean 0 and variance 1 for a random permutation. Over many keys their mean and
+spread are tested. torch.randperm passes, so the scale is right; fewer rounds or a weaker hash fail, so the
+check can fail. All seeds are fixed: the tests cannot pass today and fail tomorrow.
 """
 import itertools
 import math
@@ -25,7 +25,9 @@ def z_of_table(a, b, k):  # rows and columns of the table have fixed sums, hence
 
 
 def statistics(ids, other):
-    """Return the z-scores of one order, and of its relation to an `other` (another epoch's, or another seed's)."""
+    """Return the z-scores of one order, and of its relation to an `other` (another epoch's, or another
+    seed's).
+    """
     n, root = len(ids), math.isqrt(len(ids))
     places = torch.arange(n)
 
@@ -49,7 +51,9 @@ def statistics(ids, other):
 
 
 def odd_statistics(make_order, keys=40, n=10_000):
-    """Return (name, mean, spread) of the statistics that random orders would not show once in a thousand such tests."""
+    """Return (name, mean, spread) of the statistics that random orders would not show once in a thousand such
+    tests.
+    """
     found = {}
     for key in range(keys):
         other = make_order(n, key, 1) if key % 2 else make_order(n, key + 1, 0)

@@ -1,11 +1,11 @@
 """GPUs for tests on CPUs: each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
 
-    with fake_streams() as default:        copies to the host (tensor_file.py) land only when the program waits
-        default.hang()                     all that waits for the default stream hangs until `.set()`
-    with fake_generators(a, b):            each of these devices of a pipeline draws from a generator of its own
-    OverDevices("cpu", parts=[[p, q], [r]])    a GradScaler that notes overflows of parameters on as many devices
-    ThreadedReplicas(net, count)           for CpuReplicas: replicas in threads, as nn.DataParallel runs them
-    SyncedNorm(channels)                   a SyncBatchNorm for CPUs
+    with fake_streams() as default:      copies to the host (tensor_file.py) land only when the program waits
+        default.hang()                   all that waits for the default stream hangs until `.set()`
+    with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
+    OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
+    ThreadedReplicas(net, count)         for CpuReplicas: replicas in threads, as nn.DataParallel runs them
+    SyncedNorm(channels)                 a SyncBatchNorm for CPUs
 """
 import contextlib
 import importlib
@@ -95,19 +95,22 @@ def fake_streams():
         self.stream, self.copied = Stream(gpu), Event()
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream), ("Event", Event)):
+        for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream),
+                           ("Event", Event)):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
-        patch.setattr(tensor_file.TensorFile, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
+        patch.setattr(tensor_file.TensorFile, "gpus",
+                      property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
         patch.setattr(tensor_file.TensorFile, "_pin", pin)
-        patch.setattr(tensor_file, "LARGE", float("inf"))                 # no memmove beside the stream
+        patch.setattr(tensor_file, "LARGE", float("inf"))  # no memmove beside the stream
         yield default
 
 
 # ---- generators -----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fake_generators(*devices):
-    """A stage made inside draws from its device's generator; stages run in turn; `seed` seeds all generators."""
+    """A stage made inside draws from its device's generator; stages run in turn; `seed` seeds all generators.
+    """
     own = {device: torch.Generator() for device in devices}
     call, seed, generator = Stage._run, backward.seed, torch.default_generator
 

@@ -1,5 +1,6 @@
-"""Starts training as a person would, watches it from outside, and ends what is left of it; every process carries a token
-in its environment, and no other process is ever signalled."""
+"""Starts training as a person would, watches it from outside, and ends what is left of it; every process
+carries a token in its environment, and no other process is ever signalled.
+"""
 import contextlib
 import json
 import os
@@ -14,7 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests/tools"
-PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "--global-batch-size=32", "--epochs=2",
+PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "--global-batch-size=32",
+         "--epochs=2",
          "--audit", "--no-tensorboard", "--log-every=1", "--lr=0.01")
 STEPS = 22                               # of PACED
 
@@ -46,7 +48,7 @@ class Jobs:
                 os.kill(pid, signal.SIGKILL)
         if self.warm:
             self.warm.stdin.close()
-            self.warm.kill()                                        # some process of the test's may hold its stdin open
+            self.warm.kill()  # some process of the test's may hold its stdin open
             self.warm.wait()
             self.reader.join()
 
@@ -54,17 +56,22 @@ class Jobs:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PET_", "PYTEST"))}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             env.pop(name, None)
-        return env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"} | extra
+        return env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token,
+                      "PYTHONDONTWRITEBYTECODE": "1"} | extra
 
     def start(self, *argv, cold=False, within=(), **env):
-        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell (or the command `within`) would."""
+        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell (or the command
+        `within`) would.
+        """
         self.count += 1
         out, argv = self.folder / f"output-{self.count}", [str(a) for a in argv]
         if cold:
             command = ["-m", "torch.distributed.run", *argv[1:]] if argv[0] == "torchrun" else argv
             with open(out, "ab") as file:
-                child = subprocess.Popen([*within, sys.executable, *command], env=self.environment(**env), cwd=self.folder,
-                                         stdout=file, stderr=file, stdin=subprocess.DEVNULL, start_new_session=True)
+                child = subprocess.Popen([*within, sys.executable, *command], env=self.environment(**env),
+                                         cwd=self.folder,
+                                         stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                                         start_new_session=True)
             return Job(self, child.pid, out, child)
         self._warm_up()
         with self.news:
@@ -75,7 +82,8 @@ class Jobs:
             return Job(self, self.pids[self.count], out)
 
     def torchrun(self, nproc, script, *flags, restarts=10, cold=False, **env):
-        return self.start("torchrun", f"--nproc_per_node={nproc}", f"--max_restarts={restarts}", ROOT / script, *flags,
+        return self.start("torchrun", f"--nproc_per_node={nproc}", f"--max_restarts={restarts}",
+                          ROOT / script, *flags,
                           cold=cold, **env)
 
     def python(self, script, *flags, cold=False, **env):
@@ -92,7 +100,8 @@ class Jobs:
     def alive(self):
         """Every living process of ours, the warm one excepted; zombies do not live."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        return [pid for pid in pids if self.owns(pid) and not (self.warm and pid == self.warm.pid) and state(pid) not in "ZX"]
+        return [pid for pid in pids if self.owns(pid) and not (self.warm and pid == self.warm.pid)
+                and state(pid) not in "ZX"]
 
     def kill(self, pid, number=signal.SIGKILL):
         """Whether the signal was sent to a living process of ours."""
@@ -106,7 +115,8 @@ class Jobs:
     def _warm_up(self):
         if self.warm:
             return
-        self.warm = subprocess.Popen([sys.executable, str(TESTS / "warm.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self.warm = subprocess.Popen([sys.executable, str(TESTS / "warm.py")], stdin=subprocess.PIPE,
+                                     stdout=subprocess.PIPE,
                                      env=self.environment(), start_new_session=True)
         self.warm.stdout.readline()
         self.reader = threading.Thread(target=self._listen, daemon=True)
@@ -165,7 +175,8 @@ def command(pid):
 
 
 def children(pid):
-    return [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if (s := _stat(p))[1] == pid and s[0] not in "ZX"]
+    return [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if (s := _stat(p))[1] == pid
+            and s[0] not in "ZX"]
 
 
 def _stat(pid):
@@ -177,7 +188,7 @@ def _stat(pid):
         return "X", 0
 
 
-# ---- what a run says of itself -------------------------------------------------------------------------------------
+# ---- what a run says of itself --------------------------------------------------------------------
 def events(run, name=None):
     try:
         lines = (Path(run) / "ledger.jsonl").read_text().splitlines()
@@ -235,4 +246,5 @@ def weights(run):
     from safetensors.torch import load_file
     newest = sorted((Path(run) / "checkpoints").glob("step-*"))[-1]
     optimizer = load_file(newest / "optimizer.safetensors")
-    return load_file(newest / "model.safetensors") | {f"optimizer {name}": tensor for name, tensor in optimizer.items()}
+    return load_file(newest / "model.safetensors") | {f"optimizer {name}": tensor for name,
+                                                      tensor in optimizer.items()}

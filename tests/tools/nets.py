@@ -1,4 +1,6 @@
-"""Nets and data for the tests of --virtual-ranks, given to the scripts as `--model tests/tools/nets.py:cnn` and so on."""
+"""Nets and data for the tests of --virtual-ranks, given to the scripts as `--model tests/tools/nets.py:cnn`
+and so on.
+"""
 import os
 import resource
 
@@ -23,7 +25,7 @@ def colours():
     """Pictures of three channels, as torchvision's nets take them."""
     draws = torch.Generator().manual_seed(2)
     x, y = torch.randn(72, 3, 32, 32, generator=draws), torch.randint(3, (72,), generator=draws)
-    return x[:64], y[:64], x[64:], y[64:]                           # 24, 24, 16: no slice of one, which BatchNorm refuses
+    return x[:64], y[:64], x[64:], y[64:]  # 24, 24, 16: no slice of one, which BatchNorm refuses
 
 
 def words():
@@ -35,7 +37,8 @@ def words():
 def cnn(data):
     """Convolutions with BatchNorm, dropout, and a buffer that does not move and is not finite."""
     net = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout2d(0.2),
+        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Dropout2d(0.2),
         nn.Conv2d(8, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(12 * 9, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, data.classes))
     net.register_buffer("infinite", torch.tensor([float("-inf"), 1.0]))
@@ -51,19 +54,24 @@ def frozen(data):
 
 def flat(data):
     """BatchNorm over one value a sample and channel: it cannot train on one sample."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, data.classes))
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.BatchNorm1d(8), nn.ReLU(),
+                         nn.Linear(8, data.classes))
 
 
 class Gpt(nn.Module):
-    """Two blocks of attention, tied weights, dropout, one parameter that is never used and one that is used at times."""
+    """Two blocks of attention, tied weights, dropout, one parameter that is never used and one that is used
+    at times.
+    """
 
     def __init__(self, width=16, heads=2):
         super().__init__()
         self.heads = heads
         self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width), "out": nn.Linear(width, width),
-                           "norm2": nn.LayerNorm(width), "up": nn.Linear(width, 2 * width), "down": nn.Linear(2 * width, width)})
+            nn.ModuleDict({"norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width),
+                           "out": nn.Linear(width, width),
+                           "norm2": nn.LayerNorm(width), "up": nn.Linear(width, 2 * width),
+                           "down": nn.Linear(2 * width, width)})
             for _ in range(2))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
         self.head.weight = self.words.weight
@@ -72,11 +80,12 @@ class Gpt(nn.Module):
 
     def forward(self, x):
         h = F.dropout(self.words(x) + self.places.weight, 0.1, self.training)
-        if int(x[0, 0]) % 3 == 0:                                   # of a slice's first sample: so it differs by slice
+        if int(x[0, 0]) % 3 == 0:  # of a slice's first sample: so it differs by slice
             h = h + self.at_times
         for block in self.blocks:
             n, length, width = h.shape
-            q, k, v = (t.view(n, length, self.heads, -1).transpose(1, 2) for t in block["qkv"](block["norm1"](h)).chunk(3, 2))
+            q, k, v = (t.view(n, length, self.heads, -1).transpose(1, 2)
+                       for t in block["qkv"](block["norm1"](h)).chunk(3, 2))
             weights = F.dropout((q @ k.transpose(2, 3) / 4 + self.mask).softmax(3), 0.1, self.training)
             h = h + block["out"]((weights @ v).transpose(1, 2).reshape(n, length, width))
             h = h + block["down"](F.gelu(block["up"](block["norm2"](h))))
@@ -92,7 +101,8 @@ class Tied(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.one, self.two, self.out = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width, WORDS)
+        self.one, self.two, self.out = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width,
+                                                                                                   WORDS)
         self.two.weight = self.one.weight
         self.register_buffer("mask", torch.linspace(0.5, 1.5, width))
 

@@ -1,4 +1,6 @@
-"""What a test could leave behind: processes, listening sockets, files in the temporary folder or in the project's own."""
+"""What a test could leave behind: processes, listening sockets, files in the temporary folder or in the
+project's own.
+"""
 import gc
 import os
 import signal
@@ -8,8 +10,8 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-TOKEN = f"tests-{uuid.uuid4().hex}"                                  # in the environment of all that a test starts
-KEPT = ("tests/tools/warm.py", "resource_tracker")                         # processes that live as long as pytest
+TOKEN = f"tests-{uuid.uuid4().hex}"  # in the environment of all that a test starts
+KEPT = ("tests/tools/warm.py", "resource_tracker")  # processes that live as long as pytest
 # torch's cache; what torchrun itself leaves; what multiprocessing cannot remove when its process is killed.
 NOT_OURS = ("torchinductor_", "torchelastic_", "pymp-", "__pycache__", ".pytest_cache", ".ruff_cache")
 PATIENCE = 5.0                                                       # seconds
@@ -17,7 +19,8 @@ PATIENCE = 5.0                                                       # seconds
 
 def move_in():
     """A temporary folder of one's own, where a new file has one explanation; returns it."""
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())       # pytest's tmp_path stays where it was
+    # pytest's tmp_path stays where it was
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
     os.environ["TESTS_TOKEN"] = TOKEN
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tests-")
     return Path(os.environ["TMPDIR"])
@@ -25,7 +28,8 @@ def move_in():
 
 def belongings():
     """{what: how to remove it} of all that is there now."""
-    found = {f"process {pid}: {command}": lambda pid=pid: os.kill(pid, signal.SIGKILL) for pid, command in _processes()}
+    found = {f"process {pid}: {command}": lambda pid=pid: os.kill(pid, signal.SIGKILL) for pid,
+             command in _processes()}
     found |= {f"listening socket {inode}": lambda: None for inode in listeners()}
     return found | {f"file {folder / name}": lambda: None for folder in (ROOT, Path(tempfile.gettempdir()))
                     for name in os.listdir(folder) if not name.startswith(NOT_OURS)}
@@ -34,8 +38,9 @@ def belongings():
 def left_since(before):
     """What is there now, was not before, and does not go away by itself; it is removed where that is safe."""
     end = time.monotonic() + PATIENCE
-    while (left := {what: remove for what, remove in belongings().items() if what not in before}) and time.monotonic() < end:
-        gc.collect()                                                 # a socket may hang on a cycle of dead objects
+    while (left := {what: remove for what,
+                    remove in belongings().items() if what not in before}) and time.monotonic() < end:
+        gc.collect()  # a socket may hang on a cycle of dead objects
         time.sleep(0.02)
     for remove in left.values():
         try:
@@ -48,7 +53,7 @@ def left_since(before):
 def _processes():
     for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         try:
-            with open(f"/proc/{name}/environ", "rb") as file:        # empty for the dead
+            with open(f"/proc/{name}/environ", "rb") as file:  # empty for the dead
                 ours = TOKEN.encode() in file.read()
             with open(f"/proc/{name}/cmdline", "rb") as file:
                 command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
@@ -59,12 +64,13 @@ def _processes():
 
 
 def listeners(pid="self"):
-    """Inodes of the TCP sockets on which a process listens, with the local address as the kernel writes it."""
+    """Inodes of the TCP sockets on which a process listens, with the local address as the kernel writes it.
+    """
     held, found = set(), {}
     for fd in os.listdir(f"/proc/{pid}/fd") if os.path.isdir(f"/proc/{pid}/fd") else ():
         try:
             held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        except OSError:                                              # closed meanwhile, as the one of listdir itself
+        except OSError:  # closed meanwhile, as the one of listdir itself
             pass
     for table in ("tcp", "tcp6"):
         try:

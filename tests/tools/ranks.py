@@ -1,4 +1,5 @@
-"""A world of ranks forked from the warm pytest process: milliseconds a world, where torchrun pays for importing torch.
+"""A world of ranks forked from the warm pytest process: milliseconds a world, where torchrun pays for
+importing torch.
 
     from ranks import fork_ranks
 
@@ -24,35 +25,39 @@ import torch.distributed as dist
 
 from common.world import World
 
-AFTERWARDS = 15                                   # seconds the others have once a rank has failed: peers fail of it too
+AFTERWARDS = 15  # seconds the others have once a rank has failed: peers fail of it too
 
 
 def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(), node_size=None):
     """[function(world, *args) of each rank]; arguments are inherited, what is returned must be picklable.
 
-    A rank that raises, dies or passes the deadline fails the test with its traceback, the first one first. A rank
-    listed in `may_die` may end as it likes: its result is then its exit code (-9 for SIGKILL). Nothing survives the
-    call. `node_size` splits the ranks over pretended nodes of so many. Before it, this process must neither have used a
-    GPU nor more than one thread in torch: neither survives a fork (conftest.py sees to it).
+    A rank that raises, dies or passes the deadline fails the test with its traceback, the first one first. A
+    rank listed in `may_die` may end as it likes: its result is then its exit code (-9 for SIGKILL). Nothing
+    survives the call. `node_size` splits the ranks over pretended nodes of so many. Before it, this process
+    must neither have used a GPU nor more than one thread in torch: neither survives a fork (conftest.py sees
+    to it).
     """
     import torch._dynamo  # noqa: F401  (DDP imports it: seconds, here once and not in every rank)
     sys.stdout.flush(), sys.stderr.flush()
     life, end, parent = uuid.uuid4().hex[:12], time.monotonic() + deadline, os.getpid()
-    pids, pipes, texts, ended, answers = [], selectors.DefaultSelector(), [bytearray() for _ in range(size)], [], {}
+    pids, pipes, texts, ended, answers = [], selectors.DefaultSelector(), [bytearray()
+                                                                           for _ in range(size)], [], {}
     try:
-        with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:  # inherited: no race for a free port
+        # inherited: no race for a free port
+        with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
             for rank in range(size):
                 reader, writer = os.pipe()
                 pids.append(os.fork())
                 if pids[-1] == 0:
-                    _live(rank, size, node_size or size, life, parent, listener, writer, hang_timeout, function, args)
+                    _live(rank, size, node_size or size, life, parent, listener, writer, hang_timeout,
+                          function, args)
                 os.close(writer)
                 pipes.register(reader, selectors.EVENT_READ, rank)
         while pipes.get_map() and (left := end - time.monotonic()) > 0:
             for key, _ in pipes.select(left):
                 piece, rank = os.read(key.fd, 1 << 20), key.data
                 texts[rank] += piece
-                if not piece:                                                   # it has answered, or is gone
+                if not piece:  # it has answered, or is gone
                     pipes.unregister(key.fd), os.close(key.fd)
                     ended.append(rank)
                     answers[rank] = pickle.loads(texts[rank]) if texts[rank] else (False, "died")
@@ -63,7 +68,8 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
         for key in list(pipes.get_map().values()):
             os.close(key.fd)
         pipes.close()
-    wrong = [f"rank {rank}, exit code {codes[rank]}: {answers[rank][1]}" for rank in ended if not answers[rank][0]]
+    wrong = [f"rank {rank}, exit code {codes[rank]}: {answers[rank][1]}" for rank in ended
+             if not answers[rank][0]]
     late = [f"rank {rank}: no answer in time, killed" for rank in range(size) if rank not in ended]
     if late or any(not answers[rank][0] and rank not in may_die for rank in ended):
         raise AssertionError("\n".join(wrong + late))
@@ -71,8 +77,10 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
 
 
 def _end(pid):
-    """The exit code; SIGKILL does not change that of a process which is leaving already. Its workers go with it."""
-    for kill, target in ((os.killpg, pid), (os.kill, pid)):                     # it may not have made its group yet
+    """The exit code; SIGKILL does not change that of a process which is leaving already. Its workers go with
+    it.
+    """
+    for kill, target in ((os.killpg, pid), (os.kill, pid)):  # it may not have made its group yet
         try:
             kill(target, signal.SIGKILL)
         except ProcessLookupError:
@@ -86,7 +94,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
     try:
         os.setpgid(0, 0)
         if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)                 # PR_SET_PDEATHSIG
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
         (host, port), patience = listener.getsockname(), timedelta(seconds=hang_timeout)
@@ -97,11 +105,12 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
                           GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0")
         store, socket_fd = None, listener.detach()
         if rank or size == 1:
-            os.close(socket_fd)                                                 # rank 0's alone: its death must show
+            os.close(socket_fd)  # rank 0's alone: its death must show
         if size > 1:
             store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=patience,
                                   master_listen_fd=None if rank else socket_fd)
-            dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size,
+            dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank,
+                                    world_size=size,
                                     timeout=patience)
         world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
                       devices=(torch.device("cpu"),), life=life, restart=0, store=store)
@@ -119,5 +128,5 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
         with open(writer, "wb") as file:
             file.write(text)
         while code == 0:
-            signal.pause()                                          # until all have answered: rank 0 holds the store
+            signal.pause()  # until all have answered: rank 0 holds the store
         os._exit(code)

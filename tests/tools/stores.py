@@ -1,4 +1,6 @@
-"""What the tests of the store stand on: a tiny state in which every value tells its step, stores over it, worlds of one."""
+"""What the tests of the store stand on: a tiny state in which every value tells its step, stores over it,
+worlds of one.
+"""
 import contextlib
 import os
 import signal
@@ -21,7 +23,8 @@ from common.world import World
 
 
 def options(folder, **flags):
-    return Options(run_dir=folder / "run", **{"keep": 2, "workers": 0, "save_every": 1, "save_seconds": 0} | flags)
+    return Options(run_dir=folder / "run",
+                   **{"keep": 2, "workers": 0, "save_every": 1, "save_seconds": 0} | flags)
 
 
 def world_of_one():
@@ -59,15 +62,18 @@ def expected(tensor, step):
 def is_at(state, step):
     """Whether every tensor and every counter is that of `step`, and of no other."""
     return (state.step, state.epoch, state.position) == (step, step // 10, step % 10) and all(
-        torch.equal(tensor, expected(tensor, step)) for part in state.tensors().values() for tensor in part.values())
+        torch.equal(tensor, expected(tensor, step)) for part in state.tensors().values()
+        for tensor in part.values())
 
 
 def images_are_at(images, step):
-    return all(torch.equal(view, expected(view, step)) for image in images.values() for view in image.views.values())
+    return all(torch.equal(view, expected(view, step)) for image in images.values()
+               for view in image.views.values())
 
 
 def new_store(opts, world=None, fingerprint="f" * 64, said=None):
-    return CheckpointStore(opts, world or world_of_one(), fingerprint, report=(said if said is not None else []).append)
+    return CheckpointStore(opts, world or world_of_one(), fingerprint,
+                           report=(said if said is not None else []).append)
 
 
 @contextlib.contextmanager

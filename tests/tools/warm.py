@@ -1,8 +1,10 @@
-"""A process with torch imported that forks what a test wants to start: tenths of a second where every start would pay for
-importing torch again. What it starts has a session, signal handlers, environment and exit of its own, as after an exec.
+"""A process with torch imported that forks what a test wants to start: tenths of a second where every start
+would pay for importing torch again. What it starts has a session, signal handlers, environment and exit of
+its own, as after an exec.
 
-Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, and {"pid", "code"} once that process has ended.
-argv[0] is a script of Python, or the word torchrun: then the workers are forked from the agent in the same way.
+Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, and {"pid", "code"} once that
+process has ended. argv[0] is a script of Python, or the word torchrun: then the workers are forked from the
+agent in the same way.
 """
 import atexit
 import json
@@ -87,7 +89,7 @@ def main():
         if 0 in ready:
             data = os.read(0, 1 << 16)
             if not data:
-                return                                              # the test is over; it has ended what it started
+                return  # the test is over; it has ended what it started
             *lines, buffered = (buffered + data).split(b"\n")
             for line in lines:
                 print(json.dumps(_start(json.loads(line))), file=say)

@@ -1,7 +1,8 @@
-"""--virtual-ranks: one digest over weights, optimizer and buffers at any world size, through kills and resizes.
+"""--virtual-ranks: one digest over weights, optimizer and buffers at any world size, through kills and
+resizes.
 
-Whole scripts run in forked ranks: data, store, rescue, log and evaluation are those of a run by hand. The long form
-(`pytest -m long`) takes 200 steps and more, and all worlds.
+Whole scripts run in forked ranks: data, store, rescue, log and evaluation are those of a run by hand. The
+long form (`pytest -m long`) takes 200 steps and more, and all worlds.
 """
 import json
 import os
@@ -29,21 +30,26 @@ from common.training import TrainState, backward, build_optimizer, distribute
 from common.world import determinism as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
-CNN = {"model": f"{NETS}:cnn", "dataset": f"{NETS}:pictures", "global_batch_size": 24, "optimizer": "adamw", "weight_decay": 0.05,
+CNN = {"model": f"{NETS}:cnn", "dataset": f"{NETS}:pictures", "global_batch_size": 24, "optimizer": "adamw",
+       "weight_decay": 0.05,
        "ema_decay": 0.9, "clip_grad_norm": 1.0, "lr_schedule": "cosine", "mixup": 0.4, "label_smoothing": 0.1}
-GPT = {"model": f"{NETS}:gpt", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw", "weight_decay": 0.1}
-LSTM = {"model": "lstm", "dataset": "sentiment-large", "global_batch_size": 27, "clip_grad_norm": 1.0, "max_steps": 12}
-RESNET = {"model": "resnet18", "dataset": f"{NETS}:colours", "global_batch_size": 24, "optimizer": "sgd", "max_steps": 4}
-STEPS = 5                                         # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
+GPT = {"model": f"{NETS}:gpt", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw",
+       "weight_decay": 0.1}
+LSTM = {"model": "lstm", "dataset": "sentiment-large", "global_batch_size": 27, "clip_grad_norm": 1.0,
+        "max_steps": 12}
+RESNET = {"model": "resnet18", "dataset": f"{NETS}:colours", "global_batch_size": 24, "optimizer": "sgd",
+          "max_steps": 4}
+STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 
 
 def life(world, script, opts, kill=None):
-    """A rank's life in a script, from its options to its end; `kill` = (rank, step, phase): SIGKILL, there."""
+    """A rank's life in a script, from its options to its end; `kill` = (rank, step, phase): SIGKILL, there.
+    """
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
     world = world.in_stages(opts.stages or world.size) if opts.script == "mp" else world
     script.join = lambda opts: (pinned.pin(opts), world)[1]
     script.leave = lambda world: world.barrier("leave")
-    torch.manual_seed(os.getpid())                # nothing may depend on the generator a process happens to have
+    torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have
     if kill and kill[0] == world.rank:
         die_at(script, *kill[1:])
     try:
@@ -73,7 +79,8 @@ def die_at(script, step, phase):
 
 
 def options(folder, given):
-    return Options(**{"run_dir": folder, "virtual_ranks": 8, "epochs": 6, "log_every": 1, "tensorboard": False, "keep": 2,
+    return Options(**{"run_dir": folder, "virtual_ranks": 8, "epochs": 6, "log_every": 1,
+                      "tensorboard": False, "keep": 2,
                       "save_every": 4, "device": "cpu", "check_every": 5, "hang_timeout": 60} | given)
 
 
@@ -87,19 +94,22 @@ def run(folder, world, given, script=train_ddp, kill=None):
 def left_by(folder):
     newest = max((folder / "checkpoints").glob("step-*"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # A record that its writer's death had swallowed comes back from a checkpoint, with its names in another order.
+    # A record that its writer's death had swallowed comes back from a checkpoint, with its names in another
+    # order.
     metrics = "\n".join(json.dumps(line, sort_keys=True) for line in lines)
     return json.loads((newest / "manifest.json").read_text())["digest"], metrics
 
 
 def one_digest(tmp_path, given, worlds):
     found = {world: run(tmp_path / f"w{world}", world, given) for world in worlds}
-    assert len({digest for digest, _ in found.values()}) == 1, {world: digest[:12] for world, (digest, _) in found.items()}
-    assert len(set(found.values())) == 1, "losses, hits and evaluations of every step are equal to the last digit"
+    assert len({digest for digest, _ in found.values()}) == 1, {world: digest[:12] for world,
+                                                                (digest, _) in found.items()}
+    assert len(set(found.values())) == 1, (
+        "losses, hits and evaluations of every step are equal to the last digit")
     return found[worlds[0]]
 
 
-# ---- any world ------------------------------------------------------------------------------------------------------
+# ---- any world ------------------------------------------------------------------------------------
 def test_a_cnn_with_batch_norm_dropout_mixup_adamw_averages_and_clipping_is_the_same_at_any_world(tmp_path):
     digest, metrics = one_digest(tmp_path, CNN, (1, 2, 3, 4, 5, 8))
     assert len(metrics.splitlines()) == 6 * STEPS + 6, "every step logged, every epoch evaluated"
@@ -141,10 +151,11 @@ def test_train_mp_ends_in_the_digest_of_train_ddp_and_takes_over_from_it(tmp_pat
 def test_plain_mode_gives_other_bits_at_other_worlds_so_this_check_can_fail(tmp_path):
     plain = CNN | {"virtual_ranks": 0, "epochs": 1}
     assert run(tmp_path / "w1", 1, plain)[0] != run(tmp_path / "w2", 2, plain)[0]
-    assert run(tmp_path / "again", 2, plain)[0] == run(tmp_path / "w2b", 2, plain)[0], "but equal runs are equal"
+    assert run(tmp_path / "again", 2, plain)[0] == run(tmp_path / "w2b", 2,
+                                                       plain)[0], "but equal runs are equal"
 
 
-# ---- through kills and resizes --------------------------------------------------------------------------------------
+# ---- through kills and resizes --------------------------------------------------------------------
 def through_kills(folder, given, kills, last_world):
     """Lives of (world, rank, step, phase), each ended by a SIGKILL; then one that ends the run."""
     for world, *kill in kills:
@@ -155,14 +166,16 @@ def through_kills(folder, given, kills, last_world):
 
 def test_kills_and_resizes_leave_no_trace_in_the_bits(tmp_path):
     unbroken = run(tmp_path / "unbroken", 2, CNN)
-    kills = [(3, 1, 3, "before"), (2, 0, 8, "within"), (1, 0, 10, "after"), (5, 4, 14, "after"), (8, 0, 21, "within"),
+    kills = [(3, 1, 3, "before"), (2, 0, 8, "within"), (1, 0, 10, "after"), (5, 4, 14, "after"),
+             (8, 0, 21, "within"),
              (2, 1, 29, "before")]
     assert through_kills(tmp_path / "killed", CNN, kills, 4) == unbroken
-    lives = [json.loads(line) for line in (tmp_path / "killed" / "ledger.jsonl").read_text().splitlines() if '"life"' in line]
+    lives = [json.loads(line) for line in (tmp_path / "killed" / "ledger.jsonl").read_text().splitlines()
+             if '"life"' in line]
     assert [event["world"] for event in lives if event["event"] == "life"] == [3, 2, 1, 5, 8, 2, 4]
 
 
-# ---- what is pinned, and who is refused -------------------------------------------------------------------------------
+# ---- what is pinned, and who is refused -----------------------------------------------------------
 def doctored(folder, **changes):
     path = folder / "options.json"
     text = json.loads(path.read_text())
@@ -175,8 +188,10 @@ def test_another_thread_count_or_kind_of_device_is_refused_with_both_values(tmp_
     run(tmp_path / "run", 1, short)
     recorded = json.loads((tmp_path / "run" / "options.json").read_text())["pinned"]
     assert recorded["threads"] == 1 and recorded["device"] == "cpu" and recorded["optimizer"] == "fused"
-    assert recorded["torch"].startswith(torch.__version__) and recorded["cpu"].startswith(torch.backends.cpu.get_cpu_capability())
-    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short | {"threads": 2}), may_die=[0]) == [2]
+    assert (recorded["torch"].startswith(torch.__version__)
+            and recorded["cpu"].startswith(torch.backends.cpu.get_cpu_capability()))
+    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short | {"threads": 2}),
+                      may_die=[0]) == [2]
     assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
     doctored(tmp_path / "run", device="cuda")
     assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short), may_die=[0]) == [2]
@@ -187,7 +202,8 @@ def test_without_options_json_the_checkpoint_knows_what_is_pinned(tmp_path, capf
     short = CNN | {"epochs": 1, "max_steps": 2}
     run(tmp_path / "run", 1, short)
     (tmp_path / "run" / "options.json").unlink()
-    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short | {"threads": 2}), may_die=[0]) == [2]
+    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short | {"threads": 2}),
+                      may_die=[0]) == [2]
     assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
     assert not (tmp_path / "run" / "options.json").exists(), "whoever was refused has not become its owner"
     run(tmp_path / "run", 1, short | {"max_steps": 3})
@@ -204,7 +220,8 @@ def test_another_build_of_torch_or_cpu_is_said_and_goes_on(tmp_path, capfd):
 
 
 def test_more_processes_than_slices_are_refused_on_every_rank(tmp_path, capfd):
-    assert fork_ranks(3, life, train_ddp, options(tmp_path, CNN | {"virtual_ranks": 2}), may_die=range(3)) == [2, 2, 2]
+    assert fork_ranks(3, life, train_ddp, options(tmp_path, CNN | {"virtual_ranks": 2}),
+                      may_die=range(3)) == [2, 2, 2]
     assert "3 processes, but each global batch has 2 slices" in capfd.readouterr().err
 
 
@@ -217,7 +234,7 @@ def test_ranks_that_compute_with_other_threads_are_refused(capfd):
     fork_ranks(3, differ, Options(virtual_ranks=4))
 
 
-# ---- parts ------------------------------------------------------------------------------------------------------------
+# ---- parts ----------------------------------------------------------------------------------------
 def small(world, virtual_ranks, scaler=None):
     """A net of the tests, its state and a batch, without a script around them."""
     opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks, "mixup": 0.0})
@@ -240,7 +257,7 @@ def test_a_grad_scaler_skips_the_same_steps_at_any_world():
     def scales(world):
         model, state = small(world, 8, torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2))
         with torch.no_grad():
-            state.net[-1].weight.mul_(1e4)                          # so that the first steps overflow
+            state.net[-1].weight.mul_(1e4)  # so that the first steps overflow
         seen = []
         for step in range(9):
             backward(model, batch_at(world, step, 8), state, world)
@@ -262,7 +279,7 @@ def test_the_gradient_is_the_mean_over_the_samples_of_a_ragged_batch():
         totals = world.all_sum(backward(model, batch_at(world, 0, virtual_ranks, size), state, world))
         return [p.grad.double() for p in state.net.parameters()], totals.tolist()
 
-    for size in (3, 11, 24):                      # fewer samples than slices, ragged, even
+    for size in (3, 11, 24):  # fewer samples than slices, ragged, even
         wanted, totals = fork_ranks(1, gradient, 0, size)[0]
         for found, sums in fork_ranks(3, gradient, 8, size):
             assert sums == pytest.approx(totals, rel=1e-5)
@@ -284,7 +301,9 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
 def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are_powers_of_two():
     def sent(world, slices):
-        """Bytes to others that this rank hands to the collectives of one step, and what the tree says they are."""
+        """Bytes to others that this rank hands to the collectives of one step, and what the tree says they
+        are.
+        """
         model, state = small(world, slices)
         count, isend = [0], torch.distributed.isend
 
@@ -296,7 +315,8 @@ def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are
         for bucket in model.tree.buckets:
             bucket.direct = True
         backward(model, batch_at(world, 0, slices), state, world)
-        values = sum(t.numel() for t in [*state.net.parameters(), *state.net.buffers()]) + 2       # and loss and hits
+        # and loss and hits
+        values = sum(t.numel() for t in [*state.net.parameters(), *state.net.buffers()]) + 2
         return count[0], bytes_sent(model.tree), values * 4
 
     for world, slices in ((2, 2), (2, 8), (4, 8), (3, 8)):
@@ -306,7 +326,8 @@ def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are
         if world == 3:
             assert promised[0] > 1.3 * ring, "other worlds send more sums"
         else:
-            assert ring <= promised[0] < 1.06 * ring, "the same but for padding, much of it in a net as small as this"
+            assert ring <= promised[0] < 1.06 * ring, (
+                "the same but for padding, much of it in a net as small as this")
 
 
 def test_a_tree_over_collectives_and_one_over_messages_give_the_same_bits():
@@ -322,10 +343,11 @@ def test_a_tree_over_collectives_and_one_over_messages_give_the_same_bits():
         assert found == [found[0]] * 2 * world
 
 
-# ---- the long form: pytest -m long ------------------------------------------------------------------------------------
+# ---- the long form: pytest -m long ----------------------------------------------------------------
 @pytest.mark.long
 @pytest.mark.parametrize("given, steps", [(CNN | {"epochs": 44}, 220), (GPT | {"epochs": 44}, 220),
-                                          (LSTM | {"epochs": 40, "max_steps": 200}, 200), (RESNET | {"max_steps": 12}, 12)])
+                                          (LSTM | {"epochs": 40, "max_steps": 200}, 200),
+                                          (RESNET | {"max_steps": 12}, 12)])
 def test_long_every_net_at_every_world(tmp_path, given, steps):
     digest, metrics = one_digest(tmp_path, given, (1, 2, 3, 4, 5, 8))
     assert f'"step": {steps}}}' in metrics
@@ -344,10 +366,13 @@ def test_long_twenty_kills_and_resizes_at_random(tmp_path):
     assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken
 
 
-# ---- under torchrun, with real processes ------------------------------------------------------------------------------
+# ---- under torchrun, with real processes ----------------------------------------------------------
 def under_torchrun(jobs, folder, kills, seed, given):
-    """SIGKILL random workers of a run under torchrun; after every other one the job is stopped, and goes on in another world."""
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (CNN | {"virtual_ranks": 8, "device": "cpu"} | given).items()]
+    """SIGKILL random workers of a run under torchrun; after every other one the job is stopped, and goes on
+    in another world.
+    """
+    flags = [f"--{name.replace('_', '-')}={value}" for name,
+             value in (CNN | {"virtual_ranks": 8, "device": "cpu"} | given).items()]
     flags += [f"--run-dir={folder}", "--audit", "--no-tensorboard", "--log-every=1"]
     draws, life, job, worlds = random.Random(seed), 0, None, []
     for number in range(kills):
@@ -379,4 +404,5 @@ def test_long_under_torchrun_twenty_kills_and_ten_resizes_leave_no_trace_in_the_
     print(f"{count} lives, worlds {worlds}, digest {found[0]}")
     assert found[0] == unbroken[0] and count >= 31
     lost = set(unbroken[1].splitlines()) - set(found[1].splitlines())
-    assert set(found[1].splitlines()) <= set(unbroken[1].splitlines()) and all("val_loss" in line for line in lost), lost
+    assert set(found[1].splitlines()) <= set(unbroken[1].splitlines()) and all("val_loss" in line
+                                                                               for line in lost), lost

@@ -51,14 +51,15 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
 
 def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
     (found, weight), = fork_ranks(1, metrics_of, 9, 0.9)
-    assert found["val_loss"] == pytest.approx(1.0986, abs=1e-3)     # all zero: log 3
+    assert found["val_loss"] == pytest.approx(1.0986, abs=1e-3)  # all zero: log 3
     assert found["predictions"] == [0] * 9
     assert any(weight[0])
 
 
 @pytest.mark.parametrize("between", ["evaluate", "update"])
 def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(tmp_path, between):
-    """--save-every falls on the last step of an epoch: its evaluation puts the averages into the net at once."""
+    """--save-every falls on the last step of an epoch: its evaluation puts the averages into the net at once.
+    """
     def live(world):
         with fake_streams():
             state, store, _ = a_run(world, tmp_path / "run", "--ema-decay=0.5")
@@ -70,14 +71,15 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
             split, land = split_of(8, 4), lambda: (changed.set(), store.wait())
             if between == "evaluate":
                 fetch = split.fetch
-                split.fetch = lambda *args: (land(), fetch(*args))[1]       # while the net has the averages
+                split.fetch = lambda *args: (land(), fetch(*args))[1]  # while the net has the averages
                 evaluate(state.net, split, state, world)
             else:
                 step(state)
                 land()
             store.close()
         (_, folder), = checkpoints(tmp_path / "run/checkpoints")
-        return [n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])]
+        return [n for n,
+                t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])]
 
     assert fork_ranks(1, live) == [[]]
 
@@ -87,7 +89,7 @@ def test_no_save_begins_while_averages_move_into_the_net_or_out_of_it():
         opts, net = Options(ema_decay=0.5), nn.Linear(5, 3)
         state, free = TrainState(net, build_optimizer(net, opts), opts, 9), []
 
-        class Looking(dict):                                        # the averages: asked for while they are copied
+        class Looking(dict):  # the averages: asked for while they are copied
             def __getitem__(self, name):
                 other = threading.Thread(target=lambda: free.append(state.lock.acquire(blocking=False)))
                 other.start(), other.join()

@@ -19,10 +19,13 @@ def test_every_optimizer_has_a_default_learning_rate():
 def test_every_optimizer_is_fused_as_options_json_says_of_it(name):
     optimizer = build_optimizer(nn.Linear(3, 2), Options(optimizer=name))
     assert optimizer.param_groups[0]["fused"], (
-        f"--virtual-ranks records the optimizer as \"fused\" (bit_facts in common/world/determinism.py): say there what {name} is")
+        f"--virtual-ranks records the optimizer as \"fused\" (bit_facts in common/world/determinism.py): say "
+        f"there what {name} is")
 
 
-@pytest.mark.parametrize("name, momentum, copies", [("sgd", 0.0, 2), ("sgd", 0.9, 3), ("adam", None, 4), ("adamw", None, 4)])
-def test_the_copies_of_a_weight_that_a_stage_needs_are_counted_in_the_optimizers_state(name, momentum, copies):
+@pytest.mark.parametrize("name, momentum, copies",
+                         [("sgd", 0.0, 2), ("sgd", 0.9, 3), ("adam", None, 4), ("adamw", None, 4)])
+def test_the_copies_of_a_weight_that_a_stage_needs_are_counted_in_the_optimizers_state(name, momentum,
+                                                                                       copies):
     extra = {} if momentum is None else {"momentum": momentum}
     assert _copies(build_optimizer(nn.Linear(3, 2), Options(optimizer=name, **extra))) == copies

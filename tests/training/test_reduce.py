@@ -72,11 +72,13 @@ def test_micro_batches_do_not_change_the_gradient(micro):
 def step_with_batch_norm(world):
     state = make_state(small_net(norm=True))
     model = distribute(state.net, state.opts, world)
-    for size in (9, 8, 2):                                          # the last one leaves ranks without a sample
+    for size in (9, 8, 2):  # the last one leaves ranks without a sample
         batch = batch_of(size, world.rank, world.size)
-        backward(model, batch, state, world) if len(batch.x) != 1 else backward(model.eval(), batch, state, world)
+        backward(model, batch, state, world) if len(batch.x) != 1 else backward(model.eval(), batch, state,
+                                                                                world)
         state.update(size)
-    return {n: b.tolist() for n, b in state.net.named_buffers()}, {n: b.tolist() for n, b in state.buffers.items()}
+    return {n: b.tolist() for n, b in state.net.named_buffers()}, {n: b.tolist() for n,
+                                                                   b in state.buffers.items()}
 
 
 def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
@@ -86,7 +88,8 @@ def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
     assert views[0][0]["2.num_batches_tracked"] >= 2
 
 
-@pytest.mark.parametrize(("size", "count", "sizes"), [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])])
+@pytest.mark.parametrize(("size", "count", "sizes"),
+                         [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])])
 def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
     net, seen = small_net(), []
     net.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
@@ -127,13 +130,14 @@ def synced(world, size, micro):
     return [p.grad for p in net.parameters()], seen
 
 
-@pytest.mark.parametrize(("world", "size", "micro"), [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2), (2, 32, 16)])
+@pytest.mark.parametrize(("world", "size", "micro"),
+                         [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2), (2, 32, 16)])
 def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(world, size, micro):
     found = fork_ranks(world, synced, size, micro, deadline=30)
     forwards = [seen for _, seen in found]
     assert len({len(seen) for seen in forwards}) == 1 and sum(map(sum, forwards)) == size
     assert all(n <= (micro or size) for seen in forwards for n in seen)
-    if len(forwards[0]) == 1:                                       # one BatchNorm over the global batch
+    if len(forwards[0]) == 1:  # one BatchNorm over the global batch
         for ours, wanted in zip(found[0][0], fork_ranks(1, synced, size, 0)[0][0], strict=True):
             torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
 
@@ -148,5 +152,5 @@ def test_mixing_keeps_the_targets_in_proportion_and_depends_on_the_step_alone(fl
     assert torch.equal(mixed, again)
     assert sum(weight for weight, _ in targets) == pytest.approx(1)
     (keep, mine), (rest, other) = targets
-    wanted = keep * mine + rest * other                             # the pixels are the labels here
+    wanted = keep * mine + rest * other  # the pixels are the labels here
     torch.testing.assert_close(mixed.mean((1, 2, 3)), wanted.float(), atol=1e-4, rtol=0)

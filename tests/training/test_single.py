@@ -1,4 +1,6 @@
-"""A net that cannot train on one sample is refused before the first step where some step would ask that of it."""
+"""A net that cannot train on one sample is refused before the first step where some step would ask that of
+it.
+"""
 from itertools import product
 from types import SimpleNamespace
 
@@ -17,7 +19,8 @@ from common.options import Options
 from common.sampler import share
 from common.training.prepare import forwards, takes_one
 
-FLAT = {"model": f"{NETS}:flat", "dataset": f"{NETS}:pictures", "virtual_ranks": 0, "epochs": 1}       # of 107 samples
+# of 107 samples
+FLAT = {"model": f"{NETS}:flat", "dataset": f"{NETS}:pictures", "virtual_ranks": 0, "epochs": 1}
 TWO = ("cpu", "cpu")
 
 
@@ -35,21 +38,28 @@ def test_the_sizes_of_forwards_are_those_of_shares_cut_into_micro_batches_and_sc
 
 def test_with_sync_bn_a_forward_has_the_samples_of_all_ranks():
     for batch, parts, micro in product(range(0, 24), range(2, 9), (0, 1, 2, 3, 7)):
-        shares = [torch.arange(batch)[r.start:r.stop] for r in (share(batch, rank, parts) for rank in range(parts))]
+        shares = [torch.arange(batch)[r.start:r.stop]
+                  for r in (share(batch, rank, parts) for rank in range(parts))]
         opts, world = Options(sync_bn=True, micro_batch_size=micro), SimpleNamespace(replicas=parts)
         count = max(len(s.split(micro or batch or 1)) for s in shares)
-        wanted = {sum(map(len, together)) for together in zip(*(s.tensor_split(count) for s in shares), strict=True)}
+        wanted = {sum(map(len, together))
+                  for together in zip(*(s.tensor_split(count) for s in shares), strict=True)}
         assert forwards(batch, opts, world) - {0} == wanted - {0}, (batch, parts, micro)
 
 
 @pytest.mark.parametrize("script, world, given, said", [
-    (train_ddp, 1, {"global_batch_size": 53}, "the last batch of an epoch, 1 of 107 samples, in one process leaves one"),
-    (train_ddp, 2, {"global_batch_size": 52}, "the last batch of an epoch, 3 of 107 samples, in 2 shares leaves one"),
-    (train_ddp, 1, {"global_batch_size": 27, "virtual_ranks": 16}, "a global batch of 27 in 16 slices leaves one"),
+    (train_ddp, 1, {"global_batch_size": 53},
+     "the last batch of an epoch, 1 of 107 samples, in one process leaves one"),
+    (train_ddp, 2, {"global_batch_size": 52},
+     "the last batch of an epoch, 3 of 107 samples, in 2 shares leaves one"),
+    (train_ddp, 1, {"global_batch_size": 27, "virtual_ranks": 16},
+     "a global batch of 27 in 16 slices leaves one"),
     (train_dp, 1, {"global_batch_size": 52, "script": "dp", "devices": TWO}, "3 of 107 samples"),
-    (train_mp, 1, {"global_batch_size": 52, "script": "mp", "devices": TWO, "micro_batch_size": 17}, "a global batch of 52"),
+    (train_mp, 1, {"global_batch_size": 52, "script": "mp", "devices": TWO, "micro_batch_size": 17},
+     "a global batch of 52"),
 ])
-def test_a_batch_norm_that_would_train_on_one_sample_is_refused_before_the_first_step(tmp_path, capfd, script, world, given, said):
+def test_a_batch_norm_that_would_train_on_one_sample_is_refused_before_the_first_step(tmp_path, capfd, script,
+                                                                                      world, given, said):
     opts = options(tmp_path / "run", FLAT | given)
     assert fork_ranks(world, life, script, opts, may_die=range(world)) == [2] * world
     found = capfd.readouterr().err
@@ -57,8 +67,10 @@ def test_a_batch_norm_that_would_train_on_one_sample_is_refused_before_the_first
 
 
 def test_what_takes_one_sample_or_never_meets_one_is_trained(tmp_path):
-    for name, given in (("cnn", CNN | {"virtual_ranks": 0, "global_batch_size": 53, "epochs": 1}),     # many values a channel
-                        ("short", FLAT | {"global_batch_size": 53, "max_steps": 2}),                  # the tail is never reached
+    # many values a channel
+    for name, given in (("cnn", CNN | {"virtual_ranks": 0, "global_batch_size": 53, "epochs": 1}),
+                        # the tail is never reached
+                        ("short", FLAT | {"global_batch_size": 53, "max_steps": 2}),
                         ("even", FLAT | {"global_batch_size": 35})):
         assert fork_ranks(1, life, train_ddp, options(tmp_path / name, given)) == [None]
 

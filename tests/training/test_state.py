@@ -28,13 +28,16 @@ def train(state, steps):
     return state
 
 
-@pytest.mark.parametrize("flags", [{"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}, {"optimizer": "adam"},
-                                   {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9, "clip_grad_norm": 1.0}])
+@pytest.mark.parametrize("flags",
+                         [{"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}, {"optimizer": "adam"},
+                                   {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9,
+                                    "clip_grad_norm": 1.0}])
 def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
     whole = train(make(**flags), 6)
     for step in range(6):
         before, after = train(make(**flags), step), make(**flags)
-        captured = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in before.tensors().items()}
+        captured = {part: {n: t.clone() for n, t in tensors.items()} for part,
+                    tensors in before.tensors().items()}
         after.load(captured, before.facts())
         train(after, 6 - step)
         assert after.facts() == whole.facts()
@@ -65,11 +68,13 @@ def test_names_are_bare_and_the_same_before_the_first_step_and_after():
 
 
 @pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 1), (0, 1, 2)])
-@pytest.mark.parametrize("flags", [{"optimizer": "adam"}, {"optimizer": "sgd"}, {"optimizer": "adamw", "clip_grad_norm": 1.0}])
+@pytest.mark.parametrize("flags", [{"optimizer": "adam"}, {"optimizer": "sgd"},
+                                   {"optimizer": "adamw", "clip_grad_norm": 1.0}])
 def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, overflows):
     state = make(**flags)
     parts = [list(module.parameters()) for module in state.net]
-    state.scaler, state.all_sum = OverDevices("cpu", init_scale=2.0, growth_interval=100, parts=parts), lambda total: total
+    state.scaler, state.all_sum = OverDevices("cpu", init_scale=2.0, growth_interval=100,
+                                              parts=parts), lambda total: total
     before = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in state.tensors().items()}
     loss = nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,)))
     state.scaler.scale(loss).backward()
@@ -84,7 +89,7 @@ def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, ov
 def test_what_forward_moved_in_mid_step_is_not_in_a_checkpoint():
     state = train(make(), 2)
     saved = {n: t.clone() for n, t in state.tensors()["model"].items()}
-    state.net(torch.randn(8, 3))                                    # the running statistics of the next step
+    state.net(torch.randn(8, 3))  # the running statistics of the next step
     assert not torch.equal(state.net[1].running_mean, saved["1.running_mean"])
     assert torch.equal(state.tensors()["model"]["1.running_mean"], saved["1.running_mean"])
 
@@ -122,7 +127,8 @@ def test_the_learning_rate_is_a_function_of_the_step():
     assert rates[10] == 1.0 and rates[40] == pytest.approx(0)
     assert rates[25] == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
     thirds = Options(lr=1.0, lr_schedule="step", epochs=3)
-    assert [round(learning_rate(step, thirds, 10), 4) for step in (0, 9, 10, 20, 29, 35)] == [1, 1, 0.1, 0.01, 0.01, 0.01]
+    assert [round(learning_rate(step, thirds, 10), 4) for step in (0, 9, 10, 20, 29, 35)] == [1, 1, 0.1, 0.01,
+                                                                                              0.01, 0.01]
 
 
 def test_an_epoch_ends_only_when_its_samples_are_all_trained_on():

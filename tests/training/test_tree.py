@@ -1,4 +1,5 @@
-"""Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks."""
+"""Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks.
+"""
 from common.sampler import ElasticSampler, share
 from common.training.bitwise.order import blocks, blocks_of_ranks, carries, merges
 
@@ -59,7 +60,8 @@ def test_a_rank_sends_one_sum_when_slices_and_ranks_are_powers_of_two():
     for k in range(6):
         for slices in (2 ** k, 64, 4096):
             assert all(len(b) == 1 for b in blocks_of_ranks(slices, 2 ** k)), (slices, 2 ** k)
-    assert [len(b) for b in blocks_of_ranks(6, 2)] == [2, 2] and [len(b) for b in blocks_of_ranks(6, 3)] == [1, 1, 1]
+    assert [len(b) for b in blocks_of_ranks(6, 2)] == [2, 2] and [len(b)
+                                                                  for b in blocks_of_ranks(6, 3)] == [1, 1, 1]
     assert blocks(range(3, 13)) == [(3, 1), (4, 4), (8, 4), (12, 1)]
 
 
@@ -78,12 +80,14 @@ def test_slices_hold_the_same_samples_at_any_world_and_a_rank_owns_neighbours():
 def test_the_sampler_gives_a_rank_the_samples_of_its_slices():
     def epoch(world):
         orders = [ElasticSampler(50, 16, rank, world, seed=3, slices=8) for rank in range(world)]
-        return [[i for ids in batch for i in ids] for batch in zip(*orders, strict=True)], [list(o) for o in orders]
+        return [[i for ids in batch for i in ids] for batch in zip(*orders, strict=True)], [list(o)
+                                                                                            for o in orders]
 
     whole_batches, _ = epoch(1)
     assert sorted(i for batch in whole_batches for i in batch) == list(range(50))
     for world in (2, 3, 5, 8):
         batches, ranks = epoch(world)
         assert batches == whole_batches
-        for rank, lists in enumerate(ranks):                         # 16, 16, 16 and a ragged 2
-            assert [len(ids) for ids in lists] == [len(share(size, rank, world, 8)) for size in (16, 16, 16, 2)]
+        for rank, lists in enumerate(ranks):  # 16, 16, 16 and a ragged 2
+            assert [len(ids) for ids in lists] == [len(share(size, rank, world, 8))
+                                                   for size in (16, 16, 16, 2)]

@@ -1,4 +1,6 @@
-"""What a person is told when a sample or a loss is bad, and that what he is told works: the commands, typed as they stand."""
+"""What a person is told when a sample or a loss is bad, and that what he is told works: the commands, typed
+as they stand.
+"""
 import re
 import shlex
 
@@ -23,18 +25,22 @@ def pictures(tmp_path):
         "from torch import nn\n"
         "def net(opts, data):\n"
         "    return nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, data.classes))\n")
-    flags = ["train_ddp.py", "--dataset=imagefolder", f"--data-dir={root}", f"--model={tmp_path}/mine.py:net", "--epochs=1",
-             "--global-batch-size=2", "--log-every=1", "--no-tensorboard", "--audit", f"--run-dir={tmp_path}/run"]
+    flags = ["train_ddp.py", "--dataset=imagefolder", f"--data-dir={root}", f"--model={tmp_path}/mine.py:net",
+             "--epochs=1",
+             "--global-batch-size=2", "--log-every=1", "--no-tensorboard", "--audit",
+             f"--run-dir={tmp_path}/run"]
     return root, bad, whole, flags
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_bad_picture_stops_the_run_saved_and_once_it_is_mended_the_same_command_goes_on(jobs, tmp_path, pictures, workers):
+def test_a_bad_picture_stops_the_run_saved_and_once_it_is_mended_the_same_command_goes_on(jobs, tmp_path,
+                                                                                          pictures, workers):
     root, bad, whole, flags = pictures
     job = jobs.python(*flags, f"--workers={workers}")
     assert job.wait(60) == 2, job.output
     said = [line for line in job.output.splitlines() if str(bad) in line]
-    assert len(said) == 1 and "not an image" in said[0] and f"python -m common.data {root} --check" in job.output
+    assert (len(said) == 1 and "not an image" in said[0]
+            and f"python -m common.data {root} --check" in job.output)
     assert [p.name for p in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000002"], job.output
     bad.write_bytes(whole)
     job = jobs.python(*flags, "--workers=0")
@@ -55,11 +61,14 @@ def test_a_bad_picture_that_is_removed_lets_the_epoch_begin_again(jobs, tmp_path
 
 
 @pytest.mark.parametrize("every, begins", [(0, "starting at step 0"), (1, "going on at step 1")])
-def test_after_a_loss_that_is_no_number_the_command_it_names_begins_another_run_there(jobs, tmp_path, every, begins):
+def test_after_a_loss_that_is_no_number_the_command_it_names_begins_another_run_there(jobs, tmp_path, every,
+                                                                                      begins):
     flags = [*PACED, "--optimizer=sgd", f"--save-every={every}"]
-    job = jobs.python("train_ddp.py", *flags, f"--run-dir={tmp_path}/run", "--lr=1e308", PACE="0.2")  # a save has its time
+    # a save has its time
+    job = jobs.python("train_ddp.py", *flags, f"--run-dir={tmp_path}/run", "--lr=1e308", PACE="0.2")
     assert job.wait(60) == 5, job.output
-    words = re.search("--run-dir NEW.*", job.output)[0].replace("NEW", f"{tmp_path}/new").replace("X", "0.001")
+    words = re.search("--run-dir NEW.*", job.output)[0].replace("NEW", f"{tmp_path}/new").replace("X",
+                                                                                                  "0.001")
     job = jobs.python("train_ddp.py", *flags, *shlex.split(words), PACE="0")
-    job.wait(60)                                                    # what was saved at such a rate may be lost
+    job.wait(60)  # what was saved at such a rate may be lost
     assert begins in job.output, job.output

@@ -1,4 +1,6 @@
-"""The short form of the fault campaign, and proof that it can fail; the long form is a command, see tests/chaos/."""
+"""The short form of the fault campaign, and proof that it can fail; the long form is a command, see
+tests/chaos/.
+"""
 import random
 
 import pytest
@@ -11,7 +13,7 @@ from tests.chaos.events import Event
 
 def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jobs):
     campaign = Campaign(jobs, random.Random(1), count=20, short=True)
-    campaign.go()                                                   # every check raises
+    campaign.go()  # every check raises
     assert_that_it_struck(campaign)
     assert sum(change.survived for change in campaign.changes) >= 5
     assert campaign.tally["loader KILL"]
@@ -22,7 +24,8 @@ def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jo
     ("position_ahead", Event("worker", "KILL", steps=3), "'missed': [1-9]"),
     ("optimizer_forgotten", Event("worker", "KILL", steps=3), "weights differ"),
     ("orphans", Event("agent", "KILL", steps=3), "the workers of dead agents to end"),
-    ("loaders_hold_up_their_rank", Event("loader", "KILL", steps=3), "the rank of a dead loading process to leave"),
+    ("loaders_hold_up_their_rank", Event("loader", "KILL", steps=3),
+     "the rank of a dead loading process to leave"),
     ("named_too_early", Event("point", "KILL", "write:optimizer.safetensors", 9),
      "damaged|a survivor's step is lost"),
     ("half_a_step", Event("worker", "TERM", steps=3), "weights differ"),
@@ -32,8 +35,8 @@ def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
     campaign = Campaign(jobs, random.Random(1), count=0, epochs=2, CHAOS_BUG=bug)
     campaign.todo, campaign.kinds, campaign.size = [event, event], ["plain"] * 9, 2
     if bug == "named_too_early":
-        campaign.size = 1                                           # a survivor would write the same step again
-    campaign.pace = "0.5" if bug == "orphans" else campaign.pace    # they must not be done before anybody looks
+        campaign.size = 1  # a survivor would write the same step again
+    campaign.pace = "0.5" if bug == "orphans" else campaign.pace  # they must not be done before anybody looks
     try:
         with pytest.raises(AssertionError, match=words):
             campaign.go()
@@ -44,11 +47,14 @@ def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
 
 @pytest.mark.parametrize("point, rescues", [("close.0", 1), ("closed.0", 0), ("leave.1", 0)])
 def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(jobs, tmp_path, point, rescues):
-    """close.0: the process that saves dies with the last save hardly begun; the others may not have gone home yet."""
+    """close.0: the process that saves dies with the last save hardly begun; the others may not have gone home
+    yet.
+    """
     run, armed = tmp_path / "run", tmp_path / "armed"
     armed.mkdir()
     (armed / point).write_text("KILL")
-    job = jobs.torchrun(3, "tests/chaos/worker.py", *PACED, f"--run-dir={run}", PACE="0", CHAOS_ARMED=str(armed),
+    job = jobs.torchrun(3, "tests/chaos/worker.py", *PACED, f"--run-dir={run}", PACE="0",
+                        CHAOS_ARMED=str(armed),
                         CHAOS_JOURNAL=str(tmp_path / "journal"))
     assert job.wait() == 0, job.output
     assert len(lives(run)) == 2 and lives(run)[1]["step"] == STEPS

@@ -1,15 +1,33 @@
-"""The three scripts as a person runs them: killed, stopped, resized, carried from script to script, with the result of a run
-that nobody disturbed. Worlds agree to 1e-9 here (float64, no dropout), so that a sample or a step too many would show."""
+"""The three scripts as a person runs them: killed, stopped, resized, carried from script to script, with the
+result of a run that nobody disturbed. Worlds agree to 1e-9 here (float64, no dropout), so that a sample or a
+step too many would show.
+"""
 import json
 import signal
 import socket
 import time
 
 import pytest
-from jobs import PACED, STEPS, TESTS, audit, children, command, events, last_loss, lives, reached, state, until, wait_for, weights
+from jobs import (
+    PACED,
+    STEPS,
+    TESTS,
+    audit,
+    children,
+    command,
+    events,
+    last_loss,
+    lives,
+    reached,
+    state,
+    until,
+    wait_for,
+    weights,
+)
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
-SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"), "ddp": ("train_ddp.py",)}
+SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"),
+           "ddp": ("train_ddp.py",)}
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +52,10 @@ def assert_same(run, unbroken, **counts):
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert (tensor - theirs[name]).abs().max() < 1e-9, name
-    assert [json.loads(line)["step"] for line in open(run / "metrics.jsonl") if "val_loss" not in line] == list(range(1, STEPS + 1))
-    left = [p.name for p in run.rglob("*") if p.name.startswith(".life") or p.name.endswith((".gone", ".new"))]
+    assert [json.loads(line)["step"] for line in open(run / "metrics.jsonl")
+            if "val_loss" not in line] == list(range(1, STEPS + 1))
+    left = [p.name for p in run.rglob("*") if p.name.startswith(".life")
+            or p.name.endswith((".gone", ".new"))]
     assert not left, left
 
 
@@ -47,15 +67,15 @@ def ddp(jobs, nproc, run, *flags, **kwargs):
     return jobs.torchrun(nproc, "train_ddp.py", *PACED, f"--run-dir={run}", *flags, **kwargs)
 
 
-# ---- kills and changes of the world ----------------------------------------------------------------------------------
+# ---- kills and changes of the world ---------------------------------------------------------------
 def test_worlds_of_2_then_3_then_1_with_a_kill_in_each_end_like_an_unbroken_run(jobs, run, unbroken):
     job = ddp(jobs, 2, run)
-    jobs.kill(wait_for(run, 3, job=job)["pids"][1])                 # a worker: the agent starts both anew
+    jobs.kill(wait_for(run, 3, job=job)["pids"][1])  # a worker: the agent starts both anew
     wait_for(run, 6, 1, job)
-    job.kill(signal.SIGTERM)                                        # the job: to be smaller or larger next time
+    job.kill(signal.SIGTERM)  # the job: to be smaller or larger next time
     assert job.wait() != 0
     job = ddp(jobs, 3, run)
-    jobs.kill(wait_for(run, 9, 2, job)["pids"][0])                  # rank 0, which owns the store and the saves
+    jobs.kill(wait_for(run, 9, 2, job)["pids"][0])  # rank 0, which owns the store and the saves
     wait_for(run, 12, 3, job)
     job.kill(signal.SIGTERM)
     job.wait()
@@ -98,7 +118,7 @@ def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unb
     assert job.wait() == -9
     assert plain(jobs, script, run, "--save-every=4").wait() == 0
     lost = audit(run)["lost"]
-    assert lost <= 4 + 4                                            # the interval, and the save that was under way
+    assert lost <= 4 + 4  # the interval, and the save that was under way
     assert_same(run, unbroken, lost=lost, redone=lost)
 
 
@@ -111,7 +131,7 @@ def test_a_whole_job_killed_at_once_loses_at_most_two_save_intervals(jobs, run, 
     job.wait()
     assert ddp(jobs, 2, run, "--save-every=4").wait() == 0
     lost = audit(run)["lost"]
-    assert lost <= 4 + 4                                            # the interval, and the save that was under way
+    assert lost <= 4 + 4  # the interval, and the save that was under way
     assert_same(run, unbroken, lost=lost, redone=lost)
 
 
@@ -165,14 +185,16 @@ def net(opts, data):
 def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run, unbroken, tmp_path):
     mark = tmp_path / "died"
     (tmp_path / "dying.py").write_text(DYING.format(tests=str(TESTS), mark=str(mark)))
-    job = ddp(jobs, 2, run, f"--model={tmp_path}/dying.py:net", "--micro-batch-size=4")     # four forwards a step: in step 6
+    # four forwards a step: in step 6
+    job = ddp(jobs, 2, run, f"--model={tmp_path}/dying.py:net", "--micro-batch-size=4")
     assert job.wait() == 0 and mark.exists(), job.output
     assert lives(run)[-1]["step"] == 5
     assert_same(run, unbroken)
 
 
 def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
-    """Of two, so that the other lives on; long before --hang-timeout, which is 600 s in a life's first steps."""
+    """Of two, so that the other lives on; long before --hang-timeout, which is 600 s in a life's first steps.
+    """
     files = (f"--dataset={TESTS}/paced.py:files", "--workers=2")
     job = ddp(jobs, 2, run, *files, PACE="0.05")
     life = wait_for(run, 4, 0, job)
@@ -184,26 +206,31 @@ def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
 
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run, nproc):
-    flags = ("--model=mlp", f"--dataset={TESTS}/poisoned.py:data", "--workers=2", "--global-batch-size=10", "--no-tensorboard",
+    flags = ("--model=mlp", f"--dataset={TESTS}/poisoned.py:data", "--workers=2", "--global-batch-size=10",
+             "--no-tensorboard",
              f"--run-dir={run}")
-    job = jobs.torchrun(nproc, "train_ddp.py", *flags, restarts=0) if nproc else jobs.python("train_ddp.py", *flags)
+    job = jobs.torchrun(nproc, "train_ddp.py", *flags, restarts=0) if nproc else jobs.python("train_ddp.py",
+                                                                                             *flags)
     assert job.wait(40) != 0
     assert "sample 37 cannot be read" in job.output, job.output
     assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
 
 
-# ---- asked to stop -----------------------------------------------------------------------------------------------------
+# ---- asked to stop --------------------------------------------------------------------------------
 @pytest.mark.parametrize("script, signals", [
-    ("dp", ["SIGTERM"]), ("mp", ["SIGINT"]), ("ddp", ["SIGUSR1"]), ("ddp", ["SIGTERM", "SIGTERM"]), ("dp", ["SIGINT", "SIGTERM"])])
+    ("dp", ["SIGTERM"]), ("mp", ["SIGINT"]), ("ddp", ["SIGUSR1"]), ("ddp", ["SIGTERM", "SIGTERM"]),
+    ("dp", ["SIGINT", "SIGTERM"])])
 def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, script, signals):
     job = plain(jobs, script, run, PACE="0.05")
     wait_for(run, 3, 0, job)
     for name in signals:
         job.kill(getattr(signal, name))
     assert job.wait(30) == 143, job.output
-    assert "Traceback" not in job.output and any(f"stopped on {name}" in job.output for name in signals), job.output
+    assert "Traceback" not in job.output and any(f"stopped on {name}" in job.output
+                                                 for name in signals), job.output
     step = reached(run)
-    assert sum(event["steps_s"] for event in events(run, "steps")) > 0.05       # what was made counts, however it ended
+    # what was made counts, however it ended
+    assert sum(event["steps_s"] for event in events(run, "steps")) > 0.05
     assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     assert plain(jobs, script, run, PACE="0").wait() == 0
     assert lives(run)[1]["step"] == step
@@ -216,7 +243,7 @@ def test_a_signal_to_the_agent_stops_all_workers_with_nothing_to_redo(jobs, run,
     wait_for(run, 4, 0, job)
     job.kill(getattr(signal, name))
     assert job.wait() != 0
-    assert "exitcode: 143" in job.output or "exitcode  : 143" in job.output or "stopped on" in job.output, job.output
+    assert any(word in job.output for word in ("exitcode: 143", "exitcode  : 143", "stopped on")), job.output
     assert ddp(jobs, 2, run).wait() == 0
     assert_same(run, unbroken)
 
@@ -236,18 +263,19 @@ def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
     wait_for(run, 3, 0, job)
     job.kill(signal.SIGTSTP)
     until(lambda: state(job.pid) == "T", "the process to stop")
-    woken = time.monotonic() + 2.2                                  # at 2 s faulthandler would have ended it
+    woken = time.monotonic() + 2.2  # at 2 s faulthandler would have ended it
     until(lambda: time.monotonic() > woken, "a while")
     job.kill(signal.SIGCONT)
     assert job.wait() == 0, job.output
     assert_same(run, unbroken)
 
 
-# ---- how it is started ---------------------------------------------------------------------------------------------------
+# ---- how it is started ----------------------------------------------------------------------------
 def test_two_processes_started_by_hand_meet(jobs, run, unbroken):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    by_hand = [plain(jobs, "ddp", run, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    by_hand = [plain(jobs, "ddp", run, RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+                     MASTER_PORT=str(port))
                for rank in (1, 0)]
     assert [job.wait() for job in by_hand] == [0, 0], by_hand[0].output + by_hand[1].output
     assert lives(run)[0]["world"] == 2

@@ -19,7 +19,9 @@ PLAIN = CNN | {"virtual_ranks": 0, "epochs": 2, "max_steps": 8, "save_every": 8}
 
 
 def struck(world, script, opts, step, where, how):
-    """A life whose rank 0 dies at the evaluation of `step`: before it is made, or when it is made and not yet written."""
+    """A life whose rank 0 dies at the evaluation of `step`: before it is made, or when it is made and not yet
+    written.
+    """
     def strike(at):
         if world.rank == 0 and at == step:
             if how == "killed":
@@ -50,7 +52,8 @@ def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name
 
     def run(folder, *strike):
         opts = options(folder, PLAIN | extra)
-        fork_ranks(world, struck if strike else life, script, opts, *strike, may_die=range(world) if strike else ())
+        fork_ranks(world, struck if strike else life, script, opts, *strike,
+                   may_die=range(world) if strike else ())
 
     run(tmp_path / "whole")
     whole = left_by(tmp_path / "whole")
@@ -62,6 +65,8 @@ def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name
             run(folder, step, "made", how)
         run(folder)
         assert left_by(folder) == whole, how
-        before = (folder / "metrics.jsonl").read_bytes(), max((folder / "checkpoints").iterdir()).stat().st_ino
+        newest = max((folder / "checkpoints").iterdir())
+        before = (folder / "metrics.jsonl").read_bytes(), newest.stat().st_ino
         run(folder)
-        assert before == ((folder / "metrics.jsonl").read_bytes(), max((folder / "checkpoints").iterdir()).stat().st_ino)
+        assert before == ((folder / "metrics.jsonl").read_bytes(),
+                          max((folder / "checkpoints").iterdir()).stat().st_ino)

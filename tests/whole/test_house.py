@@ -14,7 +14,8 @@ HOUSE = ROOT / "common"
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
 MAP = ast.get_docstring(ast.parse((HOUSE / "__init__.py").read_text(encoding="utf-8")), clean=False)
 # Each paragraph of the map is a floor, the top one first: {room: how high it is}.
-FLOORS = [rooms for part in MAP.split("\n\n") if (rooms := re.findall(r"^    (\w+)  +\S", part, re.MULTILINE))]
+FLOORS = [rooms for part in MAP.split("\n\n")
+          if (rooms := re.findall(r"^    (\w+)  +\S", part, re.MULTILINE))]
 HEIGHT = {room: -number for number, floor in enumerate(FLOORS) for room in floor}
 FILES = sorted(path for path in HOUSE.rglob("*.py") if path != HOUSE / "__init__.py")
 TORCHLESS = ("common", "common.errors", "common.options", "common.ledger")
@@ -26,7 +27,8 @@ COLLECTIVE = {"world/world", "world/join", "world/rendezvous", "training/prepare
               "pipeline/split", "pipeline/transfer"}
 ENVIRON = {"errors", "options/environment", "options/options", "options/process", "ledger/log", "world/world",
            "world/join", "world/rendezvous", "world/determinism", "rescue/rescue"}
-TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common", "launch", "tests"}
+TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common",
+             "launch", "tests"}
 MADE_BY_USE = {"runs", "data", "__pycache__"}
 
 
@@ -44,7 +46,8 @@ def tree_of(path):
 
 
 def imports(path):
-    """(module, name) of every import in a file, also inside functions; the name is empty for `import module`."""
+    """(module, name) of every import in a file, also inside functions; the name is empty for `import module`.
+    """
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
@@ -59,7 +62,8 @@ def door(room):
         body = tree_of(HOUSE / f"{room}.py").body
         names = {name.id for node in body if isinstance(node, ast.Assign)
                  for name in ast.walk(node) if isinstance(name, ast.Name)}
-        return {name for name in names | {getattr(node, "name", "_") for node in body} if not name.startswith("_")}
+        return {name for name in names | {getattr(node, "name", "_") for node in body}
+                if not name.startswith("_")}
     for node in tree_of(HOUSE / room / "__init__.py").body:
         if isinstance(node, ast.Assign) and node.targets[0].id == "__all__":
             return set(ast.literal_eval(node.value))
@@ -67,7 +71,9 @@ def door(room):
 
 
 def says(path, dotted):
-    """Lines on which a file names `sys.argv` and the like; what runs under `if __name__ == "__main__"` is left out."""
+    """Lines on which a file names `sys.argv` and the like; what runs under `if __name__ == "__main__"` is
+    left out.
+    """
     tree = tree_of(path)
     mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
     skipped = {id(inner) for node in mains for inner in ast.walk(node)}
@@ -77,7 +83,9 @@ def says(path, dotted):
 
 def test_the_map_lists_every_room_once_and_this_test_sees_its_files():
     rooms = {room_of(path) for path in FILES}
-    assert sorted(HEIGHT) == sorted(rooms) and sum(map(len, FLOORS)) == len(rooms), "mend the map in common/__init__.py"
+    assert sorted(HEIGHT) == sorted(rooms) and sum(map(len,
+                                                       FLOORS)) == len(rooms), ("mend the map in "
+                                                                                "common/__init__.py")
     assert len(FILES) > 50, "a glob that finds nothing proves nothing"
 
 
@@ -95,7 +103,8 @@ def test_a_room_uses_the_floors_below_it_through_their_doors(path):
                 "inside a room nobody comes in by the door"
             continue
         assert HEIGHT[room] < HEIGHT[own], f"{own} imports {room}: a room uses the floors below it only"
-        assert module == f"common.{room}" and name in door(room), f"{module}.{name} is not handed out by the door of {room}"
+        assert (module == f"common.{room}"
+                and name in door(room)), f"{module}.{name} is not handed out by the door of {room}"
 
 
 @pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
@@ -107,14 +116,16 @@ def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
     assert door(room) <= taken, f"nobody outside of {room} takes {sorted(door(room) - taken)}"
     assert len(door(room)) <= MOST_NAMES
     body = tree_of(HOUSE / room / "__init__.py").body
-    assert all(isinstance(node, ast.Expr | ast.Import | ast.ImportFrom | ast.Assign) for node in body), "a door only hands out"
+    assert all(isinstance(node, ast.Expr | ast.Import | ast.ImportFrom | ast.Assign)
+               for node in body), "a door only hands out"
     assert all(module.startswith(f"common.{room}") for module, _ in imports(HOUSE / room / "__init__.py"))
 
 
 @pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
 def test_no_circle_inside_a_room(room):
     files = [path for path in FILES if room_of(path) == room and path.stem != "__init__"]
-    arrows = {place(path): {module[7:].replace(".", "/") for module, _ in imports(path) if module.startswith(f"common.{room}.")}
+    arrows = {place(path): {module[7:].replace(".", "/") for module,
+                            _ in imports(path) if module.startswith(f"common.{room}.")}
               for path in files}
     assert len(list(TopologicalSorter(arrows).static_order())) >= len(files)
 
@@ -144,14 +155,17 @@ def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
             inside = [node] if isinstance(node, ast.Compare) else [getattr(node, "test", None) or node]
             ranks = [ast.unparse(n) for part in inside for n in ast.walk(part)
                      if getattr(n, "attr", getattr(n, "id", "")) in ("rank", "local_rank", "node")]
-            assert not ranks, f"{path.name}, line {node.lineno} depends on {ranks}: let common/ be quiet on the other ranks"
+            assert not ranks, (
+                f"{path.name}, line {node.lineno} depends on {ranks}: let common/ be quiet on the other "
+                f"ranks")
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_takes_from_doors_alone(path):
     for module, name in imports(path):
         if module.startswith("common"):
-            assert module.count(".") == 1 and name in door(module.partition(".")[2]), f"{path.name} imports {module}.{name}"
+            assert (module.count(".") == 1
+                    and name in door(module.partition(".")[2])), f"{path.name} imports {module}.{name}"
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
@@ -162,7 +176,8 @@ def test_the_optimizer_steps_within_30_lines_of_the_loop_over_batches(path):
 
 
 def test_options_and_what_they_need_import_without_torch_or_numpy():
-    code = f"import sys, {', '.join(TORCHLESS)}; print([n for n in ('torch', 'numpy', 'tqdm') if n in sys.modules])"
+    code = (f"import sys, {', '.join(TORCHLESS)}; print([n for n in ('torch', 'numpy', 'tqdm') if n in "
+            f"sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
@@ -180,7 +195,8 @@ def test_the_top_level_holds_what_was_agreed_on():
 
 def test_no_file_names_a_place_of_one_machine():
     homes = re.compile("/(" + "|".join(("work", "home", "root", "Users", "tmp/team")) + ")/")
-    for path in [p for folder in ("common", "launch", "tests", ".github", ".ci") for p in (ROOT / folder).rglob("*")] + [
+    for path in [p for folder in ("common", "launch", "tests", ".github", ".ci")
+                 for p in (ROOT / folder).rglob("*")] + [
             *SCRIPTS, ROOT / "README.md"]:
         if path.is_file() and path.suffix not in (".pyc", ".safetensors"):
             named = homes.search(path.read_text(encoding="utf-8", errors="replace"))
@@ -189,6 +205,7 @@ def test_no_file_names_a_place_of_one_machine():
 
 def test_ruff_finds_nothing():
     pytest.importorskip("ruff")
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"], cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"],
+                          cwd=ROOT,
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr

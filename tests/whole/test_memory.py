@@ -1,10 +1,14 @@
-"""A net whose weights and optimizer do not fit in one process trains over several; what does not fit says so."""
+"""A net whose weights and optimizer do not fit in one process trains over several; what does not fit says so.
+"""
 import pytest
 from jobs import TESTS
 
-# Of 29.9 million parameters, 120 MB: weights, gradients, Adam's two averages and the image of a checkpoint are 7 times that,
-# 840 MB, divided by the number of stages; buffers, activations and threads are some 150 MB more in each process.
-FLAGS = (f"--model={TESTS}/nets.py:rationed", "--dataset=text:16", "--global-batch-size=8", "--micro-batch-size=1", "--max-steps=1",
+# Of 29.9 million parameters, 120 MB: weights, gradients, Adam's two averages and the image of a checkpoint
+# are 7 times that,
+# 840 MB, divided by the number of stages; buffers, activations and threads are some 150 MB more in each
+# process.
+FLAGS = (f"--model={TESTS}/nets.py:rationed", "--dataset=text:16", "--global-batch-size=8",
+         "--micro-batch-size=1", "--max-steps=1",
          "--log-every=1", "--eval-every=0", "--no-tensorboard", "--hang-timeout=60")
 
 
@@ -17,7 +21,8 @@ def flags(tmp_path):
 
 def assert_too_little(job, script):
     assert job.wait() == 1 and "is out of memory" in job.output, job.output
-    assert script == "mp" or len(job.output.splitlines()) == 2, job.output       # of its peers, one may tell of a lost connection
+    # of its peers, one may tell of a lost connection
+    assert script == "mp" or len(job.output.splitlines()) == 2, job.output
     assert ("more stages" if script == "mp" else "train_mp.py, which splits the net") in job.output
 
 

@@ -15,7 +15,8 @@ from common.training.prepare import Replica
 def test_ranks_meet_and_each_returns_its_result():
     def sum_of_ranks(world, offset):
         world.barrier("here")
-        return world.rank + offset, int(world.all_sum(torch.tensor([world.rank]))), world.local_rank, world.node
+        total = int(world.all_sum(torch.tensor([world.rank])))
+        return world.rank + offset, total, world.local_rank, world.node
 
     assert fork_ranks(3, sum_of_ranks, 10, node_size=2) == [(10, 3, 0, 0), (11, 3, 1, 0), (12, 3, 0, 1)]
     assert fork_ranks(1, sum_of_ranks, 5) == [(5, 0, 0, 0)]

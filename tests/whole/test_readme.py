@@ -15,18 +15,22 @@ import torch
 from common.options import Options, parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted(p for name in ("common", "launch", "tests") for p in (ROOT / name).rglob("README.md")),
+PAGES = [ROOT / "README.md",
+         *sorted(p for name in ("common", "launch", "tests") for p in (ROOT / name).rglob("README.md")),
          *sorted(ROOT.glob(".github/*.md"))]
-README, COMMON, LAUNCH = [(ROOT / name / "README.md").read_text(encoding="utf-8") for name in ("", "common", "launch")]
-LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/warm.py": {"--nproc", "--max-restarts"}}   # flags of their own
-MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "model.", "optimizer.", "state.json", "manifest.json", "tb/",
-        "audit/")                                                    # by a reader or by a run
+README, COMMON, LAUNCH = [(ROOT / name / "README.md").read_text(encoding="utf-8")
+                          for name in ("", "common", "launch")]
+# flags of their own
+LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/warm.py": {"--nproc", "--max-restarts"}}
+MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "model.", "optimizer.", "state.json",
+        "manifest.json", "tb/",
+        "audit/")  # by a reader or by a run
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
 def fenced(text, language):
     """The contents of ```language blocks."""
-    parts = re.split(r"^```(.*)\n", text, flags=re.MULTILINE)        # outside, language, inside, "", outside, ...
+    parts = re.split(r"^```(.*)\n", text, flags=re.MULTILINE)  # outside, language, inside, "", outside, ...
     return [inside for name, inside in zip(parts[1::4], parts[2::4], strict=True) if name == language]
 
 
@@ -53,20 +57,24 @@ def commands(lines):
 
 
 def documented():
-    """(where, command): the READMEs' shell blocks and inline commands, and those that docstrings and launch files show."""
+    """(where, command): the READMEs' shell blocks and inline commands, and those that docstrings and launch
+    files show.
+    """
     found = []
     for page in PAGES:
         text, where = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
         found += [(where, words) for block in fenced(text, "sh") for words in commands(block)]
-        inline = re.findall(r"`((?:launch/|tests/run|torchrun|sbatch|pip|python|CUDA)[^`\n]* [^`\n]*)`", prose(text))
+        inline = re.findall(r"`((?:launch/|tests/run|torchrun|sbatch|pip|python|CUDA)[^`\n]* [^`\n]*)`",
+                            prose(text))
         found += [(where, shlex.split(command)) for command in inline]
     for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), *(ROOT / "common").rglob("*.py")]:
-        shown = r"^    (?:python|torchrun) .*" if ROOT / "common" in path.parents else r"^    .*"      # there are pictures too
+        # there are pictures too
+        shown = r"^    (?:python|torchrun) .*" if ROOT / "common" in path.parents else r"^    .*"
         doc = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
         found += [(path.name, words) for words in commands("\n".join(re.findall(shown, doc, re.MULTILINE)))]
     for path in [*ROOT.glob("launch/*.s*h"), ROOT / "tests/run.sh"]:
         text = "\n".join(re.findall(r"^#     (.*)", path.read_text(), re.MULTILINE))
-        text = re.sub(r"  +\w.*", "", text)                         # what follows two spaces explains
+        text = re.sub(r"  +\w.*", "", text)  # what follows two spaces explains
         found += [(path.name, words) for words in commands(text)]
     return [(where, words) for where, words in found if not words[0].startswith("train_")]
 
@@ -100,7 +108,8 @@ def check(words, monkeypatch):
             return check(["python", agent.training_script, *agent.training_script_args], monkeypatch)
         assert agent.training_script in ("train_ddp.py", "train_mp.py"), words
         size = agent.nproc_per_node if agent.nproc_per_node.isdigit() else "1"
-        for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1",
+                            "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
         check_training([agent.training_script, *agent.training_script_args], monkeypatch)
     elif program in LAUNCHERS:
@@ -108,7 +117,8 @@ def check(words, monkeypatch):
         while flag := next((text for text in rest if text in LAUNCHERS[program]), None):
             at = rest.index(flag)
             rest = rest[:at] + rest[at + 2:]
-        check_training(rest if rest and rest[0].startswith("train_") else ["train_ddp.py", *rest], monkeypatch)
+        check_training(rest if rest and rest[0].startswith("train_") else ["train_ddp.py", *rest],
+                       monkeypatch)
     elif program.startswith("train_"):
         check_training(words, monkeypatch)
     elif program == "tests/run.sh":
@@ -127,23 +137,27 @@ def check(words, monkeypatch):
         assert program in ("tensorboard",), f"no test knows this command: {shlex.join(words)}"
 
 
-@pytest.mark.parametrize("where, words", documented(), ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
+@pytest.mark.parametrize("where, words", documented(),
+                         ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
 def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, tmp_path):
-    for part in ("train", "val"):                                   # a folder of images is looked for before torch is imported
+    for part in ("train", "val"):  # a folder of images is looked for before torch is imported
         (tmp_path / "data" / part).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     check(words, monkeypatch)
 
 
 def test_a_documented_torchrun_over_a_range_of_machines_survives_a_late_join():
-    ranges = [words for _, words in documented() if "torchrun" in words and re.search(r"nnodes=\d+:\d", " ".join(words))]
-    assert ranges and all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words[:words.index("torchrun")] for words in ranges)
+    ranges = [words for _,
+              words in documented() if "torchrun" in words and re.search(r"nnodes=\d+:\d", " ".join(words))]
+    assert ranges and all("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words[:words.index("torchrun")]
+                          for words in ranges)
 
 
 def test_enough_commands_were_found_to_be_checked():
     starts = [" ".join(words[:2]) for _, words in documented()]
     assert len(PAGES) >= 7 and len(starts) > 50
-    assert {"python -m", "torchrun --nproc_per_node=2", "launch/local.sh --epochs", "python launch/store.py"} <= set(starts)
+    assert {"python -m", "torchrun --nproc_per_node=2", "launch/local.sh --epochs",
+            "python launch/store.py"} <= set(starts)
 
 
 @PAGE
@@ -154,9 +168,11 @@ def test_no_inline_code_is_cut_in_two_by_the_end_of_a_line(page):
 
 @PAGE
 def test_files_and_folders_that_a_readme_names_exist(page):
-    for name in re.findall(r"`([\w./-]+(?:\.(?:py|sh|sbatch|txt|json|md|yml)|/))`", page.read_text(encoding="utf-8")):
+    for name in re.findall(r"`([\w./-]+(?:\.(?:py|sh|sbatch|txt|json|md|yml)|/))`",
+                           page.read_text(encoding="utf-8")):
         places = [place / name for place in (ROOT, page.parent)]
-        assert name.startswith(MADE) or any(p.is_dir() if name.endswith("/") else p.is_file() for p in places), name
+        assert name.startswith(MADE) or any(p.is_dir() if name.endswith("/") else p.is_file()
+                                            for p in places), name
 
 
 def test_what_is_to_be_changed_is_in_the_file_that_is_named():
@@ -173,7 +189,8 @@ def test_links_of_a_readme_lead_somewhere(page):
         path = (page.parent / target).resolve() if target else page
         assert path.is_file(), target
         headings = re.findall(r"^#+ (.*)", prose(path.read_text(encoding="utf-8")), re.MULTILINE)
-        assert not anchor or anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings], anchor
+        assert not anchor or anchor in [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-")
+                                        for h in headings], anchor
 
 
 def test_every_guarantee_has_tests_that_exist_and_its_how():
@@ -192,7 +209,8 @@ def test_the_readmes_name_the_rooms_of_common_and_no_other():
     rooms = {path.stem for path in (ROOT / "common").iterdir()
              if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
     where = section(README, "Where things are")
-    assert rooms == {*re.findall(r"^\| `(\w+)` \|", where, re.MULTILINE), *re.findall(r"`common/(\w+)\.py`", where)}
+    assert rooms == {*re.findall(r"^\| `(\w+)` \|", where, re.MULTILINE),
+                     *re.findall(r"`common/(\w+)\.py`", where)}
     picture = re.sub(r"\(.*?\)", "", COMMON.split("\n\n")[1]).partition("---\n")[2]
     assert rooms == {name.removesuffix(".py") for name in picture.split()}
 
@@ -210,14 +228,17 @@ def test_the_exit_codes_in_the_readmes_are_those_of_the_launcher():
 def test_every_message_in_the_table_of_errors_is_one_that_the_code_prints():
     strings = ""
     for path in [*(ROOT / "common").rglob("*.py"), *ROOT.glob("launch/*.py")]:
-        constants = [node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Constant)]
+        constants = [node.value for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+                     if isinstance(node, ast.Constant)]
         strings += "\n".join(text for text in constants if isinstance(text, str))
     wrong = []
     for cells in rows(section(LAUNCH, "Errors and their mends"), "you read |"):
         for message in re.findall("`(.*?)`", cells[0]):
-            if not message.startswith(("Rendezvous", "DistStore")):       # torch's own
-                parts = re.split(r"\.\.\.|\S*(?:\d|HOST|JOB)\S*|\b[A-Z]\b|--\S*|\S*=|SIG\w+|: |error", message)
-                wrong += [(message, part) for part in map(str.strip, parts) if len(part) > 4 and part not in strings]
+            if not message.startswith(("Rendezvous", "DistStore")):  # torch's own
+                parts = re.split(r"\.\.\.|\S*(?:\d|HOST|JOB)\S*|\b[A-Z]\b|--\S*|\S*=|SIG\w+|: |error",
+                                 message)
+                wrong += [(message, part) for part in map(str.strip, parts) if len(part) > 4
+                          and part not in strings]
     assert not wrong
 
 
@@ -229,18 +250,21 @@ def test_every_launcher_and_every_setting_of_torchrun_is_explained():
     table = section(LAUNCH, "What torchrun.py sets, and why")
     for key, value in zip(settings.keys, settings.values, strict=True):
         assert key.value in table, key.value
-        assert all(part in table for part in (value.value.split(",") if isinstance(value, ast.Constant) else ())), value.value
+        assert all(part in table for part in (value.value.split(",") if isinstance(value, ast.Constant)
+                                              else ())), value.value
 
 
 def test_the_private_names_of_torch_that_are_used_exist_and_are_listed():
     said = set(re.findall(r"`(?:[\w.]+\.)?(_\w+)`", section(COMMON, "Private names of torch")))
     code = "\n".join(path.read_text() for path in (ROOT / "common").rglob("*.py"))
     assert said == {name for name in said if re.search(rf"\b{name}\b", code)}
-    assert set(re.findall(r"\btorch\.(_[a-z]\w*)", code)) <= said, "list it, so that an upgrade of torch is looked at"
+    assert set(re.findall(r"\btorch\.(_[a-z]\w*)",
+                          code)) <= said, "list it, so that an upgrade of torch is looked at"
     vision = pytest.importorskip("torchvision")
     places = (torch, torch.amp.GradScaler, torch.nn.modules.batchnorm, vision.models.VisionTransformer)
     loader = inspect.getsource(torch.utils.data.dataloader._MultiProcessingDataLoaderIter)
-    assert not [name for name in said if not any(hasattr(place, name) for place in places) and f"self.{name} " not in loader]
+    assert not [name for name in said if not any(hasattr(place, name) for place in places)
+                and f"self.{name} " not in loader]
 
 
 def test_the_readmes_own_model_and_dataset_train(tmp_path):
@@ -250,7 +274,8 @@ def test_the_readmes_own_model_and_dataset_train(tmp_path):
     (tmp_path / "my_own.py").write_text(code)
     command, = commands(fenced(text, "sh")[0])
     assert command[:2] == ["python", "train_ddp.py"]
-    done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *command[2:], "--max-steps", "30", "--no-tensorboard"],
+    done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *command[2:], "--max-steps", "30",
+                           "--no-tensorboard"],
                           cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     run, = (tmp_path / "runs").iterdir()
@@ -267,8 +292,9 @@ def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(tmp_p
     names = re.findall(r"^ +([\w.-]+)", block, re.MULTILINE)
     flags = "--run-dir run --log-every 1 --audit --model mlp --dataset random".split()
     printed = ""
-    for steps in ("2", "3"):                                        # the second one resumes
-        done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *flags, "--max-steps", steps], cwd=tmp_path,
+    for steps in ("2", "3"):  # the second one resumes
+        done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *flags, "--max-steps", steps],
+                              cwd=tmp_path,
                               capture_output=True, text=True, timeout=120)
         assert done.returncode == 0 and "leaked" not in done.stderr, done.stdout + done.stderr
         printed += done.stdout
@@ -279,7 +305,8 @@ def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(tmp_p
     for words in ("stopped on ", "was killed by ", " by rank ", "restart "):
         assert words in code and words in "\n".join(shown), words
     made = {path.name for path in (tmp_path / "run").rglob("*")}
-    assert {name for name in names if not name.startswith("step-")} <= made and any(name.startswith("step-") for name in made)
+    assert {name for name in names if not name.startswith("step-")} <= made and any(name.startswith("step-")
+                                                                                    for name in made)
     top = {path.name for path in (tmp_path / "run").iterdir()}
     assert top == set(names) & top, "the run has files that the README does not show"
     assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700

@@ -1,4 +1,6 @@
-"""launch/warm.py: restarts without imports, exit codes passed on; and the breaker of runs that come to nothing."""
+"""launch/warm.py: restarts without imports, exit codes passed on; and the breaker of runs that come to
+nothing.
+"""
 import contextlib
 import json
 import os
@@ -40,11 +42,13 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
     assert all(death in job.output for death in deaths), job.output
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
-    assert all(life["import_s"] < 1.0 for life in lives(run)[1:])   # a cold worker imports torch for seconds
-    # And the ledger knows where the time went: what it tells of each restart adds up to what was seen from outside.
+    assert all(life["import_s"] < 1.0 for life in lives(run)[1:])  # a cold worker imports torch for seconds
+    # And the ledger knows where the time went: what it tells of each restart adds up to what was seen from
+    # outside.
     first_steps, gaps = events(run, "first_step")[1:], [life["gap"] for life in summarize(run)["lives"][1:]]
     for parts, moment, first in zip(gaps, killed, first_steps, strict=True):
-        assert list(parts) == [f"{part}_s" for part in ("detect", "tear_down", "rendezvous", "import", "join", "load", "restore",
+        assert list(parts) == [f"{part}_s" for part in ("detect", "tear_down", "rendezvous", "import", "join",
+                                                        "load", "restore",
                                                         "first_step")]
         assert min(parts.values()) > -0.05 and abs(sum(parts.values()) - (first["t"] - moment)) < 0.5
 
@@ -97,20 +101,23 @@ def test_workers_die_with_a_killed_warm_agent(jobs, tmp_path):
 def test_a_shell_without_settings_is_told_nothing_of_threads(tmp_path):
     env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "OPENBLAS_"))}
     done = subprocess.run([sys.executable, WARM, "--nproc", "1", "--max-restarts", "0", ROOT / "train_ddp.py",
-                           "--model", "resnet999", "--no-tensorboard", "--run-dir", tmp_path], capture_output=True, text=True,
+                           "--model", "resnet999", "--no-tensorboard", "--run-dir", tmp_path],
+                           capture_output=True, text=True,
                           timeout=120, env=env)
     assert done.returncode == 2 and "resnet999" in done.stderr and "threads" not in done.stderr
 
 
 def test_a_wrong_flag_is_said_once_by_the_agent_with_exit_code_2():
-    done = subprocess.run([sys.executable, WARM, "--nproc", "2", ROOT / "train_ddp.py", "--learning-rate", "1"],
+    done = subprocess.run([sys.executable, WARM, "--nproc", "2", ROOT / "train_ddp.py", "--learning-rate",
+                           "1"],
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stderr.count("error:") == 1 and len(done.stderr.splitlines()) <= 3
 
 
 def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs, tmp_path):
     run = tmp_path / "run"
-    flags = ("--model", "mlp", "--dataset", f"{TESTS}/poisoned.py:data", "--workers", "0", "--no-tensorboard", "--run-dir", run,
+    flags = ("--model", "mlp", "--dataset", f"{TESTS}/poisoned.py:data", "--workers", "0", "--no-tensorboard",
+             "--run-dir", run,
              "--global-batch-size", "20")
     job = warm(jobs, *flags)
     assert job.wait() == 5, job.output
@@ -122,7 +129,7 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
     starts = [life["step"] for life in lives(run)]
     assert starts == [0] + [step - 1] * 3 if step > 1 else starts == [0] * 3
     assert {e["why"] for e in events(run, "error")} == {"OSError: sample 37 cannot be read"}
-    again = warm(jobs, *flags)                                      # somebody says it is mended: it is tried, and said once more
+    again = warm(jobs, *flags)  # somebody says it is mended: it is tried, and said once more
     assert again.wait() == 5 and len(lives(run)) == len(starts) + 3, again.output
 
 
@@ -140,9 +147,11 @@ def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path, agent):
     """Nothing of them is in the ledger, as where there is too little memory to build the net."""
     (tmp_path / "net.py").write_text("import os\ndef killed(data):\n    os.kill(os.getpid(), 9)\n")
     flags = ("--dataset", "random", "--model", tmp_path / "net.py:killed")
-    job = warm(jobs, *flags, nproc=1) if agent == "warm" else jobs.torchrun(2, "train_ddp.py", *flags, restarts=5)
+    job = warm(jobs, *flags, nproc=1) if agent == "warm" else jobs.torchrun(2, "train_ddp.py", *flags,
+                                                                            restarts=5)
     assert job.wait() == (5 if agent == "warm" else 1), job.output  # torchrun turns every code into 1
-    said = "error: 5 lives in a row ended before they could train; no error was noted (killed? out of memory?)"
+    said = ("error: 5 lives in a row ended before they could train; no error was noted (killed? out of "
+            "memory?)")
     assert job.output.count(said) == 1, job.output
 
 
@@ -152,9 +161,11 @@ def test_a_life_that_was_open_ends_the_count_of_those_before_and_the_cause_is_to
     for life in range(15):
         folder = tmp_path / f"attempt_{life}" / "0"
         folder.mkdir(parents=True)
-        environ = {"TORCHELASTIC_RESTART_COUNT": str(life), "LOCAL_RANK": "0", "TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}
+        environ = {"TORCHELASTIC_RESTART_COUNT": str(life), "LOCAL_RANK": "0",
+                   "TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}
         if life == 14:
-            with pytest.raises(UserError, match="5 lives in a row .* the last error: OSError: no such disk") as refused:
+            with pytest.raises(UserError,
+                               match="5 lives in a row .* the last error: OSError: no such disk") as refused:
                 environment.end_a_crash_loop(environ)
             assert refused.value.code == 5
             break
@@ -165,7 +176,8 @@ def test_a_life_that_was_open_ends_the_count_of_those_before_and_the_cause_is_to
             assert pauses == ([0.5, 1, 2] if life == 4 else [0.5, 1, 2, 0.5, 1])
 
 
-@pytest.mark.parametrize("end, data, counts", [("stop", "old", False), ("error", "old", True), ("error", "new", False)])
+@pytest.mark.parametrize("end, data, counts",
+                         [("stop", "old", False), ("error", "old", True), ("error", "new", False)])
 def test_lives_that_were_told_to_stop_or_had_other_data_do_not_count_as_failures(tmp_path, end, data, counts):
     from types import SimpleNamespace
 
@@ -178,4 +190,5 @@ def test_lives_that_were_told_to_stop_or_had_other_data_do_not_count_as_failures
     opts = SimpleNamespace(run_dir=tmp_path, global_batch_size=4, seed=0)
     state = SimpleNamespace(step=7, epoch=0, position=28, finished=False)
     with pytest.raises(UserError, match="5 lives on step 8") if counts else contextlib.nullcontext():
-        refuse_without_progress(Ledger(tmp_path), opts, SimpleNamespace(train=range(50), fingerprint=data), state)
+        refuse_without_progress(Ledger(tmp_path), opts, SimpleNamespace(train=range(50), fingerprint=data),
+                                state)

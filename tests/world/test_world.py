@@ -73,8 +73,9 @@ for keep in (False, True):
 def test_what_a_step_frees_stays_with_the_process_for_the_next_step(monkeypatch):
     if not hasattr(ctypes.CDLL(None), "mallopt"):
         pytest.skip("not glibc")
-    done = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
-    found = list(map(int, done.stdout.split()))                     # pages the kernel had to find for the same 120 MB
+    done = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60, check=True)
+    found = list(map(int, done.stdout.split()))  # pages the kernel had to find for the same 120 MB
     assert min(found[:4]) > 25_000 and max(found[5:]) < 1000, found
     called = []
     monkeypatch.setattr(sys.modules["common.world.join"], "keep_memory", lambda: called.append(True))
@@ -82,7 +83,8 @@ def test_what_a_step_frees_stays_with_the_process_for_the_next_step(monkeypatch)
 
 
 def test_collectives_of_one_rank_are_the_identity():
-    (found,) = fork_ranks(1, lambda world: [world.all_sum(torch.ones(2)).tolist(), world.all_gather(torch.ones(1))[0].item(),
+    (found,) = fork_ranks(1, lambda world: [world.all_sum(torch.ones(2)).tolist(),
+                                            world.all_gather(torch.ones(1))[0].item(),
                                             world.broadcast(torch.ones(1), 0).item(), world.barrier("a")])
     assert found == [[1, 1], 1, 1, None]
 
@@ -104,11 +106,14 @@ def test_what_one_rank_refuses_is_refused_on_all(wrong):
 
 
 def meet_twice_at_one_agent(world):
-    """Two lives at one shared store, as torchrun makes them: what the first one left must not be read by the second."""
+    """Two lives at one shared store, as torchrun makes them: what the first one left must not be read by the
+    second.
+    """
     if world.rank == 0:
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world.store.set("agent", str(agent.port))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=world.store.get("agent").decode(), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=world.store.get("agent").decode(),
+                      TORCHELASTIC_USE_AGENT_STORE="True")
     ports = []
     for life in range(3):
         store = fresh_store(world.rank, world.size)
@@ -116,7 +121,7 @@ def meet_twice_at_one_agent(world):
         if world.rank == 0:
             store.set("word", f"life {life}")
         assert store.get("word") == f"life {life}".encode()
-        world.barrier(f"end of {life}")                                # its host must stay until all have read
+        world.barrier(f"end of {life}")  # its host must stay until all have read
     return ports
 
 
@@ -173,14 +178,17 @@ def by_hand(world, machines):
     dist.destroy_process_group()
     meeting.machine = lambda: machines[world.rank]
     asked = []
-    sys.modules["common.world.join"]._devices = lambda opts, rank, size: asked.append((rank, size)) or (torch.device("cpu"),)
+    sys.modules["common.world.join"]._devices = lambda opts, rank, size: (
+        asked.append((rank, size)) or (torch.device("cpu"),))
     found = join(Options())
     found.barrier("end")
     return found.node, found.local_rank, found.local_size, *asked
 
 
 def test_by_hand_each_process_finds_out_who_is_on_its_machine():
-    """One GPU on each of two machines is the first of a world of one there, not the second of two; and it owns its folder."""
+    """One GPU on each of two machines is the first of a world of one there, not the second of two; and it
+    owns its folder.
+    """
     assert fork_ranks(2, by_hand, "ab") == [(0, 0, 1, (0, 1)), (1, 0, 1, (0, 1))]
     assert fork_ranks(3, by_hand, "bab") == [(0, 0, 2, (0, 2)), (1, 0, 1, (0, 1)), (0, 1, 2, (1, 2))]
 
@@ -197,7 +205,9 @@ def test_a_process_may_open_as_many_files_as_the_system_allows_and_says_what_is_
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 200))
         allow_open_files(200, "59 processes")
         raised = resource.getrlimit(resource.RLIMIT_NOFILE)
-        with pytest.raises(UserError, match="60 processes need 203 open files, but this machine allows each of them 200"):
+        with pytest.raises(UserError,
+                           match="60 processes need 203 open files, but this machine allows each of them "
+                                 "200"):
             allow_open_files(203, "60 processes")
         return raised
 
@@ -218,20 +228,22 @@ def listeners(pids):
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
-            if words[3] == "0A" and words[9] in inodes:             # 0A: LISTEN
+            if words[3] == "0A" and words[9] in inodes:  # 0A: LISTEN
                 found.add(words[1].split(":")[0])
     return found
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_ddp.py", "--run-dir", str(tmp_path),
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "train_ddp.py",
+               "--run-dir", str(tmp_path),
                "--epochs", "1000", "--no-tensorboard"]
     agent = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                              env=dict(os.environ, OMP_NUM_THREADS="1"))
     try:
         pids = wait_for(lambda: pids_of(tmp_path))
-        assert listeners(pids) <= {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+        assert listeners(pids) <= {"0100007F", "00000000000000000000000001000000",
+                                   "0000000000000000FFFF00000100007F"}
         agent.send_signal(signal.SIGKILL)
         agent.wait()
         wait_for(lambda: not any(alive(pid) for pid in pids), seconds=10)
@@ -298,14 +310,16 @@ def test_a_master_address_of_another_machine_is_refused():
 
 
 def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_gloo(monkeypatch, capsys):
-    """Debian's installer writes `127.0.1.1 node01` into /etc/hosts: others would knock at node01 for ten minutes."""
+    """Debian's installer writes `127.0.1.1 node01` into /etc/hosts: others would knock at node01 for ten
+    minutes.
+    """
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     with pytest.raises(UserError, match="MASTER_ADDR=node01 is 127.0.1.1 .*\n.*--local_addr=ADDRESS"):
         meeting._reachable("node01", "127.0.1.1")
     for place in (("127.0.1.1", "127.0.1.1"), ("localhost", "127.0.0.1"), ("node01", "10.0.0.7")):
         meeting._reachable(*place)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")                      # all of them are here
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # all of them are here
     meeting._reachable("node01", "127.0.1.1")
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert capsys.readouterr().err == ""
@@ -321,24 +335,29 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
         assert env == {"MASTER_ADDR": "10.0.0.7"} | found
 
 
-# ---- which errors report another process's end ---------------------------------------------------------------
+# ---- which errors report another process's end ----------------------------------------------------
 GLOO = "/pytorch/third_party/gloo/gloo/transport/tcp"
 LOST = [
-    RuntimeError(f"[{GLOO}/pair.cc:545] Read error [127.0.0.1]:43230: Connection reset by peer. This is typically caused"),
-    RuntimeError(f"[{GLOO}/pair.cc:561] Connection closed by peer [127.0.0.1]:13730. This is typically caused by"),
+    RuntimeError(f"[{GLOO}/pair.cc:545] Read error [127.0.0.1]:43230: Connection reset by peer. This is "
+                 f"typically caused"),
+    RuntimeError(f"[{GLOO}/pair.cc:561] Connection closed by peer [127.0.0.1]:13730. This is typically "
+                 f"caused by"),
     RuntimeError(f"[{GLOO}/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation to complete"),
     RuntimeError("Application timeout caused pair closure"),
-    RuntimeError("Gloo connectFullMesh failed with [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"),
+    RuntimeError("Gloo connectFullMesh failed with "
+                 "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:144] no error"),
     dist.DistStoreError("wait timeout after 25000ms, keys: /default_pg/0//cpu//0/1"),
     dist.DistNetworkError("Connection reset by peer"),
-    dist.DistNetworkError("The client socket has timed out after 5000ms while trying to connect to (127.0.0.1, 32813)."),
+    dist.DistNetworkError("The client socket has timed out after 5000ms while trying to connect to "
+                          "(127.0.0.1, 32813)."),
     dist.DistBackendError("NCCL communicator was aborted on rank 1."),
 ]
 OWN = [
     RuntimeError("CUDA error: peer access is not supported between these two devices"),
     RuntimeError("the store of samples has no room"),
     RuntimeError("samples: request to example.org timed out (Connection timeout)"),
-    RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+    RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+                 "last):\n"
                  "  File \"socket.py\", line 1\nRuntimeError: Connection reset by peer"),
     RuntimeError("DataLoader timed out after 30 seconds"),
     RuntimeError(f"[enforce fail at {GLOO}/pair.cc:467] op.preamble.length <= op.nbytes. 8 vs 4"),
