@@ -3,7 +3,7 @@ ways; memory; loading.
 
     python tests/bench/checkpoint.py --mb 100    # all ways in rotation in one process: read the ratios
     python tests/bench/checkpoint.py --mb 1000 --rounds 5
-    python tests/bench/checkpoint.py --what memory --mb 300   # each way in a process of its own: peak above before
+    python tests/bench/checkpoint.py --what memory --mb 300   # each way in a process of its own: peak
     python tests/bench/checkpoint.py --what load --mb 300    # until net and optimizer hold the values, hashed
 
 `blocked` is the wall time of the call; `durable` until the bytes are on the disk (for those who sync: ours

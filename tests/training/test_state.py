@@ -112,8 +112,13 @@ def test_whoever_saves_waits_for_the_end_of_the_update():
         go.wait(20)
 
     state.optimizer.step = slow_step
-    saver = threading.Thread(target=lambda: (inside.wait(20), go.set(), state.lock.acquire(), seen.append((state.step, state.half_updated)),  # noqa: E501
-                                             state.lock.release()))
+    def save():
+        inside.wait(20)
+        go.set()
+        with state.lock:
+            seen.append((state.step, state.half_updated))
+
+    saver = threading.Thread(target=save)
     saver.start()
     train(state, 1)
     saver.join(20)
