@@ -22,7 +22,7 @@ import shutil
 import threading
 
 import common.checkpoint.files as files
-from common.checkpoint.fence import Fenced, rescuing
+from common.checkpoint.fence import Fenced, is_there, rescuing
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import (
     MANIFEST,
@@ -81,7 +81,7 @@ class Writer:
 
     def ensure_staging(self, step):
         """Fenced if another life has moved the staging folder away; makes it again if a person deleted it."""
-        if not os.path.isdir(self.staging):
+        if not is_there(self.staging):
             if self.renew is None:
                 raise Fenced(f"{self.staging.parent.parent} was taken over by another life: "
                              f"step {step} of this one is not saved")

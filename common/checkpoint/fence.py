@@ -195,6 +195,15 @@ def _wait_for_rescue(path, flags=0):
         time.sleep(0.05)
 
 
+def is_there(staging):
+    """Whether the folder exists. A look may see what this machine remembers; mkdir asks the file server."""
+    with contextlib.suppress(FileExistsError, FileNotFoundError):
+        os.mkdir(staging, 0o700)
+        os.rmdir(staging)
+        return False
+    return os.path.isdir(staging)
+
+
 def _move_away(path):
     """Renames it in one step, then deletes it: no process can rename half a folder out of it."""
     gone = path.parent / f".gone-{uuid.uuid4().hex[:12]}"

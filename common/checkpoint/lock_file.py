@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.options import holder_status
 
 BEAT_SECONDS = 0.5       # between two moves of the counter
+LOOK_SECONDS = 1.0       # that pass between two looks at most, if the file server answers
 RECORD_BYTES = 1 << 18   # most bytes of a file: it names the agents of the job
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
@@ -86,15 +87,20 @@ class Held:
 
 
 class Still:
-    """Tells for how many seconds a value has not changed, and counts its changes."""
+    """Tells for how many seconds a value has not changed, and counts its changes.
+
+    A look that came late counts as one second: while the file server was away, no value could move.
+    """
 
     def __init__(self):
-        self.value, self.since, self.changes = None, 0.0, -1
+        self.value, self.seconds, self.changes, self.looked = None, 0.0, -1, 0.0
 
     def __call__(self, value):
+        now = time.monotonic()
+        self.seconds, self.looked = self.seconds + min(now - self.looked, LOOK_SECONDS), now
         if self.changes < 0 or value != self.value:
-            self.value, self.since, self.changes = value, time.monotonic(), self.changes + 1
-        return time.monotonic() - self.since
+            self.value, self.seconds, self.changes = value, 0.0, self.changes + 1
+        return self.seconds
 
 
 def look(path, flags=0):

@@ -1,0 +1,271 @@
+"""File systems as they are: slow, full, failing, late to tell, with locks that are lost (netfs.py)."""
+import contextlib
+import os
+import signal
+import threading
+import time
+
+import pytest
+from jobs import PACED, audit, events, lives, wait_for
+from netfs import served
+from ranks import fork_ranks
+from stores import a_life, at_step, child, end, is_at, new_store, options, save, steps_of, tiny_state
+
+from common.checkpoint import fence, files
+from common.checkpoint import lock_file as held
+from common.checkpoint.fence import Fenced
+from common.errors import UserError
+from common.options import process
+from jobs import until as wait_until
+
+LATE = 2.0      # seconds; NFS: up to 60
+
+
+def until(condition, what):
+    return wait_until(condition, what, 20)
+
+
+def becomes(machine):
+    """What this process does from now on, it does on that machine."""
+    process._this_boot = lambda: f"machine {machine}"
+
+
+@pytest.fixture(autouse=True)
+def patched(monkeypatch):
+    monkeypatch.setattr(process, "_this_boot", process._this_boot)
+    monkeypatch.setattr(files, "PAUSES", (0.05,) * len(files.PAUSES))
+    for name, seconds in (("FREE_LOCK_WAIT", 1.2), ("STALE_AFTER", 1.2), ("LEASE", 2.5)):
+        monkeypatch.setattr(fence, name, seconds)
+
+
+def a_job(machine, opts, here, then):
+    """A child: a job on that machine, which owns the run, says so in `here` and goes on with `then`."""
+    def live():
+        becomes(machine)
+        with a_life(opts) as life:
+            here.write_text(str(os.getpid()))
+            then(life)
+    return child(live)
+
+
+def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_path):
+    with served(tmp_path, latency=0.001, bandwidth=2e6) as fs:
+        run = fs.mounts[0] / "run"
+        job = jobs.torchrun(2, "train_ddp.py", *PACED, f"--run-dir={run}", "--save-every=4", PACE="0.02")
+        assert jobs.kill(wait_for(run, 6, job=job)["pids"][1])
+        wait_for(run, 14, 1, job)
+        fs.set(away=True)
+        time.sleep(1)
+        fs.set(away=False)
+        assert job.wait() == 0, job.output
+        assert len(lives(run)) == 2 and events(run, "rescue")
+        assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+
+
+@pytest.mark.parametrize("locks", ["shared", "local"])
+def test_a_second_job_on_another_machine_is_refused_and_takes_over_after_a_lease(tmp_path, locks):
+    with served(tmp_path, machines=2, late=LATE, locks=locks) as fs:
+        mine, theirs = (options(mount, keep=9) for mount in fs.mounts)
+        with a_job(1, theirs, tmp_path / "here", lambda life: (save(life, 1), signal.pause())) as pid:
+            until((tmp_path / "here").exists, "the first job owns the run")
+            becomes(0)
+            with pytest.raises(UserError, match=f"in use by another job: host .*, pid {pid}") as error:
+                new_store(mine).restore(tiny_state(mine))
+            assert error.value.code == 6
+            os.kill(pid, signal.SIGSTOP)
+            began = time.monotonic()
+            wait = fence.LEASE if locks == "shared" else fence.FREE_LOCK_WAIT
+            with a_life(mine) as life:
+                assert is_at(life.state, 1) and wait - held.BEAT_SECONDS < time.monotonic() - began < 10
+                save(life, 2)
+
+
+@pytest.mark.parametrize("locks", ["shared", "local"])
+def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_one(tmp_path, locks):
+    """Each has just looked for the folder, and its machine remembers that there was none."""
+    with served(tmp_path, machines=3, late=LATE, locks=locks) as fs:
+        def begin(world):
+            becomes(world.rank)
+            opts = options(fs.mounts[world.rank])
+            assert not os.path.exists(opts.run_dir / "checkpoints")
+            world.barrier("looked")
+            store, state = new_store(opts, world), tiny_state(opts)
+            store.restore(state)
+            if store.fence:
+                store.save(at_step(state, 3))
+                store.wait()
+            world.barrier("saved")
+            return bool(store.fence), store.writer.staging.name, end(store)
+
+        found = fork_ranks(3, begin, node_size=1)
+        assert [owns for owns, *_ in found] == [True, False, False] and len(set(found[1:])) == 1
+        assert steps_of(options(fs.server)) == [3]
+
+
+def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path):
+    with served(tmp_path, machines=2, late=LATE) as fs:
+        def live(world):
+            becomes(world.rank)
+            opts = options(fs.mounts[world.rank])
+            store, state = new_store(opts, world), tiny_state(opts)
+            store.restore(state)
+            if store.fence:
+                store.save(at_step(state, 3))
+            world.barrier("saved")
+            if world.rank == 0:
+                world.store.wait(["rescued"])
+                os._exit(1)
+            written = store.rescue(at_step(state, 4))
+            world.store.set("rescued", "1")
+            return written
+
+        assert fork_ranks(2, live, node_size=1, may_die=[0]) == [1, True]
+        becomes(2)
+        with a_life(options(fs.mounts[0])) as life:
+            assert is_at(life.state, 4)
+
+
+@pytest.mark.parametrize("locks", ["lost", "local"])
+def test_never_do_two_machines_commit_in_turn(tmp_path, locks):
+    """The owner is cut off, loses its lock and its run, and goes on as if nothing had been."""
+    with served(tmp_path, machines=2, late=LATE, locks="shared" if locks == "lost" else locks) as fs:
+        mine, theirs = (options(mount, keep=9) for mount in fs.mounts)
+        go, done = tmp_path / "go", tmp_path / "done"
+
+        def live(life):
+            life.store.fence.held.stop.set()                        # nobody hears of it any more
+            save(life, 1)
+            until(go.exists, "the successor has saved")
+            fenced = 0
+            for step in (3, 5):
+                with contextlib.suppress(Fenced):
+                    save(life, step)
+                    continue
+                fenced += 1
+            done.write_text(str(fenced))
+
+        with a_job(1, theirs, tmp_path / "here", live):
+            until((tmp_path / "here").exists, "the first job owns the run")
+            until(lambda: steps_of(options(fs.server)) == [1], "it has saved")
+            fs.set(lose_locks=True)
+            becomes(0)
+            with a_life(mine) as life:
+                save(life, 2)
+                go.touch()
+                until(lambda: done.exists() and done.read_text(), "the first job has tried to save")
+                save(life, 4)
+        assert done.read_text() == "2" and steps_of(options(fs.server)) == [4, 2, 1]
+
+
+def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp_path):
+    """Nobody could move a counter meanwhile, and nobody could look."""
+    with served(tmp_path, machines=2) as fs:
+        mine, theirs = (options(mount, keep=9) for mount in fs.mounts)
+        saved = tmp_path / "saved"
+
+        def live(life):
+            until((tmp_path / "go").exists, "the server is back")
+            save(life, 2)
+            saved.touch()
+            signal.pause()
+
+        with a_job(1, theirs, tmp_path / "here", live):
+            until((tmp_path / "here").exists, "the first job owns the run")
+            becomes(0)
+            threading.Timer(0.5, fs.set, kwargs={"away": True}).start()
+            back = threading.Timer(0.5 + 2 * fence.LEASE, fs.set, kwargs={"away": False})
+            back.start()
+            with pytest.raises(UserError, match="in use by another job"):
+                new_store(mine).restore(tiny_state(mine))
+            back.join()
+            (tmp_path / "go").touch()
+            until(saved.exists, "the first job goes on")
+        assert steps_of(options(fs.server)) == [2]
+
+
+def test_a_full_disk_costs_saves_and_no_checkpoint(tmp_path):
+    with served(tmp_path) as fs:
+        opts = options(fs.mounts[0])
+        with a_life(opts) as life:
+            save(life, 1)
+            fs.set(room=sum(path.stat().st_size for path in fs.server.rglob("*") if path.is_file()) + 999)
+            with pytest.raises(OSError, match="(?s)ENOSPC.*needed.*bytes free"):
+                save(life, 2)
+            assert steps_of(opts) == [1]
+            fs.set(room=0)
+            save(life, 3)
+        with a_life(opts) as life:
+            assert is_at(life.state, 3)
+
+
+@pytest.mark.parametrize("number", ["EIO", "ESTALE", "EMFILE"])
+def test_a_server_that_fails_for_a_moment_costs_no_checkpoint_at_a_start(tmp_path, number):
+    with served(tmp_path) as fs:
+        opts = options(fs.mounts[0])
+        with a_life(opts) as life:
+            save(life, 1), save(life, 9)
+        for name in ("open", "read", "getattr", "lookup", "opendir", "readdir"):
+            failed = new_store(opts), tiny_state(opts)
+            fs.set(fail={name: [number, 1]})
+            with contextlib.suppress(UserError):                    # said, and the agent starts again
+                failed[0].restore(failed[1])
+                assert is_at(failed[1], 9), name
+            end(failed[0])
+            fs.set(fail={})
+            with a_life(opts) as life:
+                assert is_at(life.state, 9), name
+        assert steps_of(opts) == [9, 1]
+        assert not list((opts.run_dir / "checkpoints").glob("damaged-*"))
+
+
+@pytest.mark.parametrize("name", ["write", "fsync", "rename", "mkdir"])
+def test_a_server_that_fails_for_a_moment_costs_no_save(tmp_path, name):
+    with served(tmp_path) as fs:
+        opts = options(fs.mounts[0])
+        with a_life(opts) as life:
+            save(life, 1)
+            life.store.fence.held.stop.set()                        # its beat would take the failure
+            life.store.fence.held.thread.join()
+            fs.set(fail={name: ["EIO", 1]})
+            save(life, 2)
+        assert steps_of(opts) == [2, 1]
+
+
+def test_a_file_system_without_locks_is_said_and_one_without_exchange_is_taken(tmp_path):
+    with served(tmp_path / "a", locks="none") as fs:
+        opts = options(fs.mounts[0])
+        with pytest.raises(UserError, match="this file system has no locks"):
+            new_store(opts).restore(tiny_state(opts))
+    with served(tmp_path / "b", exchange=False) as fs:
+        opts = options(fs.mounts[0])
+        with a_life(opts) as life:
+            save(life, 1)
+            life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
+            save(life, 1)
+        with a_life(opts) as life:
+            assert is_at(life.state, 1)
+
+
+def test_netfs_is_late_as_nfs_is(tmp_path):
+    """Names, sizes and bytes show late; a sync, an open (of a folder too) and a mkdir ask the server."""
+    with served(tmp_path, machines=2, late=60) as fs:
+        one, other = fs.mounts
+        assert not (other / "file").exists()
+        with open(one / "file", "wb", buffering=0) as file:
+            file.write(b"first")
+            assert (one / "file").read_bytes() == b"first"
+            assert not (other / "file").exists() and not (fs.server / "file").read_bytes()
+            with pytest.raises(FileExistsError):
+                os.mkdir(other / "file")
+            file.write(b", second")
+            os.fsync(file.fileno())
+            assert (other / "file").read_bytes() == b"first, second"
+            os.unlink(one / "file")
+            assert [name[:4] for name in os.listdir(one)] == [".nfs"]
+        (one / "new").write_text("x")
+        os.rename(one / "new", one / "file")
+        assert (other / "file").read_text() == "x"
+        for k in (1, 2, 3):
+            with open(fs.mounts[k % 2] / "log", "a") as file:
+                file.write(f"{k}\n")
+        assert (fs.server / "log").read_text() == "1\n2\n3\n"

@@ -1,0 +1,451 @@
+"""A network file system in user space: what NFS, Lustre and full, slow or failing servers do.
+
+    with served(folder, machines=2, late=3.0) as fs:    # skips the test if there is no FUSE
+        one, other = fs.mounts                          # one store of files, as two machines see it
+        fs.set(away=True)                               # any knob, at any time
+
+Speaks the protocol of /dev/fuse itself (fuse.h of Linux, version 7.31): no library, no package. One process
+serves all mounts. They share the files in `folder`/server, and the locks.
+"""
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import shutil
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+KNOBS = {
+    "latency": 0.0,         # seconds, of each request
+    "bandwidth": 0.0,       # bytes a second of all mounts together, to and fro; 0: no limit
+    "room": 0,              # bytes, of all files; 0: no limit
+    # Seconds that a mount believes what it knows: attributes, names, and that a name does not exist. As long
+    # it keeps written bytes back, unless the file is closed or synced (NFS: close-to-open).
+    "late": 0.0,
+    # "local" to each mount (NFS's nolock, Lustre's localflock), or "none" (Lustre without -o flock)
+    "locks": "shared",
+    "exchange": True,       # two names can be swapped (renameat2)
+    "silly": True,          # a file that is open and loses its name becomes .nfs..., until it is closed
+    "away": False,          # the server does not answer
+    "fail": {},             # {"write": ["EIO", 2]}: the next two writes fail
+}
+NAMES = {1: "lookup", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir", 10: "unlink",
+         11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs", 18: "release",
+         20: "fsync", 25: "flush", 27: "opendir", 28: "readdir", 29: "releasedir", 30: "fsyncdir",
+         32: "setlk", 35: "create", 45: "rename2"}
+FORGET, READ, WRITE, INIT, INTERRUPT, BATCH_FORGET = 2, 15, 16, 26, 36, 42
+SILENT = (FORGET, BATCH_FORGET, INTERRUPT)          # the kernel expects no answer
+CLOSING = ("flush", "release", "releasedir")        # these do not fail
+POSIX_LOCKS, BIG_WRITES, AUTO_INVAL_DATA, MAX_PAGES = 1 << 1, 1 << 5, 1 << 12, 1 << 22
+DIRECT_IO = 1 << 0
+NOTIFY_INVAL_INODE = 2
+MODE, UID, GID, SIZE, ATIME, MTIME = (1 << bit for bit in range(6))
+EXCHANGE = 2
+UNLOCKED = 2                                        # F_UNLCK
+MOST = 1 << 20                                      # bytes of a read or write
+THREADS = 6                                         # of each mount: a slow request does not delay the others
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Server:
+    """What all mounts share: the files, the locks, the line to the server."""
+
+    def __init__(self, folder, knobs):
+        self.folder, self.knobs = str(folder), SimpleNamespace(**knobs)
+        self.lock, self.line, self.locks = threading.RLock(), threading.Lock(), {}
+        self.back = threading.Event()
+        self.turn(knobs)
+
+    def turn(self, knobs):
+        vars(self.knobs).update(knobs)
+        (self.back.clear if self.knobs.away else self.back.set)()
+
+    def cost(self, name, size):
+        """Takes the time that a request takes; OSError if it is to fail."""
+        self.back.wait()
+        if self.knobs.latency:
+            time.sleep(self.knobs.latency)
+        if self.knobs.bandwidth and size:
+            with self.line:
+                time.sleep(size / self.knobs.bandwidth)
+        with self.lock:
+            number, count = self.knobs.fail.get(name, (None, 0))
+            if count:
+                self.knobs.fail[name] = [number, count - 1]
+                raise OSError(getattr(errno, number), name)
+
+    def used(self):
+        paths = [os.path.join(top, name) for top, _, names in os.walk(self.folder) for name in names]
+        return sum(os.lstat(path).st_size for path in paths)
+
+
+class Mount:
+    """One machine's view: its caches, its open files, the bytes it has not sent yet."""
+
+    def __init__(self, server, device):
+        self.server, self.device, self.knobs = server, device, server.knobs
+        root = os.open(server.folder, os.O_PATH)
+        self.nodes = {1: [root, 1]}             # inode: [descriptor, how often the kernel was told of it]
+        self.files, self.opened = {}, {}        # descriptor: flags; inode: how many descriptors
+        self.kept, self.hidden = {}, {}         # inode: writes that were not sent; inode: its silly name
+
+    def serve(self):
+        while True:
+            try:
+                data = os.read(self.device, MOST + 4096)
+            except OSError as error:
+                if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
+                    continue
+                return                              # unmounted
+            length, op, unique, node = struct.unpack_from("IIQQ", data)
+            answer, number = b"", 0
+            try:
+                answer = self._answer(op, node, data[40:length])
+            except OSError as error:
+                number = error.errno or errno.EIO
+            except Exception as error:          # a mistake here must not leave the caller waiting for ever
+                print(f"{NAMES.get(op, op)}: {error!r}", file=sys.stderr, flush=True)
+                number = errno.EIO
+            if op not in SILENT:
+                text = b"" if number else answer or b""
+                with contextlib.suppress(OSError):      # the caller was killed meanwhile
+                    os.write(self.device, struct.pack("IiQ", 16 + len(text), -number, unique) + text)
+
+    def _answer(self, op, node, data):
+        if op == INIT:
+            return self._init(data)
+        if op in SILENT:
+            return self._forget(op, node, data)
+        if op not in NAMES:
+            raise OSError(errno.ENOSYS, str(op))
+        size = struct.unpack_from("QQI", data)[2] if op in (READ, WRITE) else 0
+        self.server.cost("" if NAMES[op] in CLOSING else NAMES[op].removesuffix("2"), size)
+        return getattr(self, f"_{NAMES[op]}")(node, data)
+
+    # ---- names ------------------------------------------------------------------------------------
+    def _init(self, data):
+        major, minor, ahead, offered = struct.unpack_from("IIII", data)
+        flags = BIG_WRITES | AUTO_INVAL_DATA | MAX_PAGES | (POSIX_LOCKS if self.knobs.locks != "local" else 0)
+        return struct.pack("IIIIHHIIHH32x", 7, 31, ahead, flags & offered, 16, 12, MOST, 1, MOST // 4096, 0)
+
+    def _at(self, node):
+        return self.nodes[node][0]
+
+    def _entry(self, parent, name):
+        """What the kernel is told of a name, which it may believe for `late` seconds."""
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW, dir_fd=self._at(parent))
+        with self.server.lock:
+            number = os.fstat(fd).st_ino
+            found = self.nodes.setdefault(number, [fd, 0])
+            found[1] += 1
+            if found[0] != fd:
+                os.close(fd)
+        return struct.pack("QQQQII", number, 0, *self._valid()) + self._attributes(number)
+
+    def _valid(self):
+        seconds, part = divmod(self.knobs.late, 1)
+        return int(seconds), int(seconds), int(part * 1e9), int(part * 1e9)
+
+    def _attributes(self, node):
+        info = os.fstat(self._at(node))
+        size = max([info.st_size, *(at + len(piece) for at, piece in self.kept.get(node, ()))])
+        times = [divmod(ns, 10**9) for ns in (info.st_atime_ns, info.st_mtime_ns, info.st_ctime_ns)]
+        return struct.pack("QQQQQQIIIIIIIIII", node, size, info.st_blocks, *(t[0] for t in times),
+                           *(t[1] for t in times), info.st_mode, info.st_nlink, info.st_uid, info.st_gid,
+                           info.st_rdev, 4096, 0)
+
+    def _lookup(self, node, data):
+        try:
+            return self._entry(node, data[:-1])
+        except FileNotFoundError:               # the kernel remembers this too
+            return struct.pack("QQQQII", 0, 0, *self._valid()) + bytes(88)
+
+    def _forget(self, op, node, data):
+        told = [(node, *struct.unpack_from("Q", data))] if op == FORGET else \
+            list(struct.iter_unpack("QQ", data[8:])) if op == BATCH_FORGET else []
+        for number, times in told:
+            with self.server.lock:
+                if number in self.nodes:
+                    self.nodes[number][1] -= times
+                    if self.nodes[number][1] <= 0 and number != 1:
+                        os.close(self.nodes.pop(number)[0])
+
+    def _getattr(self, node, data):
+        valid, _, part, _ = self._valid()
+        return struct.pack("QII", valid, part, 0) + self._attributes(node)
+
+    def _setattr(self, node, data):
+        (what, _, _, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid,
+         gid) = struct.unpack_from("IIQQQQQQIIIIIII", data)
+        path = f"/proc/self/fd/{self._at(node)}"
+        if what & SIZE:
+            self._send(self._at(node))
+            os.truncate(path, size)
+        if what & MODE:
+            os.chmod(path, stat.S_IMODE(mode))
+        if what & (UID | GID):
+            os.chown(path, uid if what & UID else -1, gid if what & GID else -1)
+        if what & (ATIME | MTIME):
+            now = os.stat(path)
+            os.utime(path, ns=(atime * 10**9 + atime_ns if what & ATIME else now.st_atime_ns,
+                               mtime * 10**9 + mtime_ns if what & MTIME else now.st_mtime_ns))
+        return self._getattr(node, data)
+
+    def _readlink(self, node, data):
+        return os.fsencode(os.readlink("", dir_fd=self._at(node)))
+
+    def _symlink(self, node, data):
+        name, target, _ = data.split(b"\0")
+        os.symlink(target, name, dir_fd=self._at(node))
+        return self._entry(node, name)
+
+    def _mkdir(self, node, data):
+        os.mkdir(data[8:-1], struct.unpack_from("I", data)[0], dir_fd=self._at(node))
+        return self._entry(node, data[8:-1])
+
+    def _unlink(self, node, data):
+        if not self._hide(node, data[:-1]):
+            os.unlink(data[:-1], dir_fd=self._at(node))
+
+    def _hide(self, node, name):
+        """True if the file was open here, and has a silly name now."""
+        with self.server.lock, contextlib.suppress(FileNotFoundError):
+            info = os.stat(name, dir_fd=self._at(node), follow_symlinks=False)
+            if self.knobs.silly and self.opened.get(info.st_ino) and stat.S_ISREG(info.st_mode):
+                hidden = f".nfs{info.st_ino:016x}"
+                os.rename(name, hidden, src_dir_fd=self._at(node), dst_dir_fd=self._at(node))
+                self.hidden[info.st_ino] = (os.dup(self._at(node)), hidden)
+                return True
+
+    def _rmdir(self, node, data):
+        os.rmdir(data[:-1], dir_fd=self._at(node))
+
+    def _rename(self, node, data):
+        old, new, _ = data[8:].split(b"\0")
+        to = struct.unpack_from("Q", data)[0]
+        self._hide(to, new)
+        os.rename(old, new, src_dir_fd=self._at(node), dst_dir_fd=self._at(to))
+
+    def _rename2(self, node, data):
+        to, flags = struct.unpack_from("QI", data)
+        old, new, _ = data[16:].split(b"\0")
+        if flags & EXCHANGE and not self.knobs.exchange:
+            raise OSError(errno.EINVAL, "rename")
+        if LIBC.renameat2(self._at(node), old, self._at(to), new, flags):
+            raise OSError(ctypes.get_errno(), "rename")
+
+    # ---- files -------------------------------------------------------------------------------------
+    def _open(self, node, data):
+        flags, descriptor = struct.unpack_from("I", data)[0], self._at(node)
+        if os.fstat(descriptor).st_nlink == 0:      # the kernel looks the name up again, as NFS at each open
+            raise OSError(errno.ESTALE, "open")
+        self._notify(node, -1)
+        done = os.O_NOFOLLOW | os.O_APPEND | os.O_EXCL | os.O_CREAT
+        return self._handle(os.open(f"/proc/self/fd/{descriptor}", flags & ~done), flags)
+
+    def _handle(self, fd, flags):
+        with self.server.lock:
+            self.files[fd] = flags
+            number = os.fstat(fd).st_ino
+            self.opened[number] = self.opened.get(number, 0) + 1
+        return struct.pack("QII", fd, DIRECT_IO if flags & os.O_APPEND else 0, 0)
+
+    def _create(self, node, data):
+        flags, mode = struct.unpack_from("II", data)
+        fd = os.open(data[16:-1], flags & ~os.O_APPEND | os.O_CREAT, mode, dir_fd=self._at(node))
+        return self._entry(node, data[16:-1]) + self._handle(fd, flags)
+
+    def _notify(self, node, start):
+        """The kernel forgets the file's size and dates, and its bytes from `start` on (-1: not these)."""
+        with contextlib.suppress(OSError):
+            os.write(self.device, struct.pack("IiQQqq", 40, NOTIFY_INVAL_INODE, 0, node, start, -1))
+
+    def _read(self, node, data):
+        fd, at, size = struct.unpack_from("QQI", data)
+        found = bytearray(os.pread(fd, size, at))
+        for start, piece in list(self.kept.get(os.fstat(fd).st_ino, ())):
+            end = min(start + len(piece), at + size)
+            if end > (begin := max(start, at)):
+                found.extend(bytes(max(0, end - at - len(found))))
+                found[begin - at:end - at] = piece[begin - start:end - start]
+        return bytes(found)
+
+    def _write(self, node, data):
+        fd, at, size = struct.unpack_from("QQI", data)
+        piece, append = data[40:], self.files[fd] & os.O_APPEND
+        with self.server.lock:
+            kept = sum(len(piece) for pieces in self.kept.values() for _, piece in pieces)
+            if self.knobs.room and self.server.used() + kept + size > self.knobs.room:
+                raise OSError(errno.ENOSPC, "write")
+            if self.knobs.late and not append:
+                self.kept.setdefault(node, []).append((at, piece))
+                threading.Timer(self.knobs.late, self._send_later, [node]).start()
+            else:
+                os.pwrite(fd, piece, os.fstat(fd).st_size if append else at)
+        if append:                                  # in a thread: it may wait for the answer to this write
+            threading.Thread(target=self._notify, args=(node, 0)).start()
+        return struct.pack("II", size, 0)
+
+    def _send(self, fd):
+        """Sends what was kept back to the server; `fd` is any descriptor of the file."""
+        with self.server.lock:
+            for at, piece in self.kept.pop(os.fstat(fd).st_ino, ()):
+                target = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+                os.pwrite(target, piece, at)
+                os.close(target)
+
+    def _send_later(self, number):
+        with self.server.lock, contextlib.suppress(OSError):
+            if number in self.kept and number in self.nodes:
+                self._send(self._at(number))
+
+    def _fsync(self, node, data):
+        self._send(struct.unpack_from("Q", data)[0])
+
+    def _flush(self, node, data):
+        """A close: it sends what was kept back, and drops the process's locks on the file."""
+        fd, _, _, owner = struct.unpack_from("QIIQ", data)
+        self._send(fd)
+        with self.server.lock:
+            if self.server.locks.get(node) == (id(self), owner):
+                del self.server.locks[node]
+
+    def _release(self, node, data):
+        fd = struct.unpack_from("Q", data)[0]
+        with self.server.lock:
+            self.opened[node] -= 1
+            del self.files[fd]
+            os.close(fd)
+            if not self.opened[node] and node in self.hidden:
+                folder, name = self.hidden.pop(node)
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=folder)
+                os.close(folder)
+
+    def _setlk(self, node, data):
+        """A lock is on the whole file, and nobody waits for it: all that lockf is used for here."""
+        if self.knobs.locks == "none":
+            raise OSError(errno.ENOSYS, "lock")
+        _, owner, _, _, kind = struct.unpack_from("QQQQI", data)
+        with self.server.lock:
+            self._send(struct.unpack_from("Q", data)[0])
+            holder, mine = self.server.locks.get(node), (id(self), owner)
+            if holder not in (None, mine):
+                raise OSError(errno.EAGAIN, "lock")
+            self.server.locks.pop(node, None)
+            if kind != UNLOCKED:
+                self.server.locks[node] = mine
+
+    # ---- folders -----------------------------------------------------------------------------------
+    def _opendir(self, node, data):
+        fd = os.open(f"/proc/self/fd/{self._at(node)}", os.O_RDONLY | os.O_DIRECTORY)
+        return struct.pack("QII", fd, 0, 0)
+
+    def _releasedir(self, node, data):
+        os.close(struct.unpack_from("Q", data)[0])
+
+    def _readdir(self, node, data):
+        fd, at, size = struct.unpack_from("QQI", data)
+        text = b""
+        for k, name in enumerate([".", "..", *sorted(os.listdir(fd))][at:], at + 1):
+            name = os.fsencode(name)
+            line = struct.pack("QQII", k, k, len(name), 0) + name
+            line += bytes(-len(line) % 8)
+            if len(text) + len(line) > size:
+                break
+            text += line
+        return text
+
+    def _fsyncdir(self, node, data):
+        pass
+
+    def _statfs(self, node, data):
+        room = self.knobs.room or 1 << 40
+        free = max(0, room - self.server.used()) // 4096 if self.knobs.room else room // 4096
+        return struct.pack("QQQQQIIII24x", room // 4096, free, free, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
+
+
+def main(folder, knobs, *mounts):
+    """Serves until its stdin ends; each line of it turns knobs."""
+    server = Server(f"{folder}/server", json.loads(knobs))
+    for path in mounts:
+        mount = Mount(server, _mounted(path))
+        for _ in range(THREADS):
+            threading.Thread(target=mount.serve, daemon=True).start()
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        with server.lock:
+            told = json.loads(line)
+            if told.pop("lose_locks", False):
+                server.locks.clear()
+            server.turn(told)
+        print(json.dumps("done"), flush=True)
+    os._exit(0)
+
+
+def _mounted(path):
+    """The descriptor over which the kernel asks: mounted by root, or else by fusermount3."""
+    if os.geteuid() == 0:
+        device = os.open("/dev/fuse", os.O_RDWR)
+        options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions"
+        if LIBC.mount(b"netfs", path.encode(), b"fuse.netfs", 6, options.encode()):     # nosuid, nodev
+            raise OSError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}")
+        return device
+    ours, theirs = socket.socketpair()
+    os.set_inheritable(theirs.fileno(), True)
+    subprocess.run(["fusermount3", "-o", "default_permissions", "--", path], check=True,
+                   pass_fds=[theirs.fileno()], env=os.environ | {"_FUSE_COMMFD": str(theirs.fileno())})
+    return socket.recv_fds(ours, 1, 1)[1][0]
+
+
+def why_not():
+    """Why no such file system can be had here; None if it can."""
+    if not os.path.exists("/dev/fuse"):
+        return "there is no /dev/fuse"
+    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        return "/dev/fuse may not be opened"
+    return None if os.geteuid() == 0 or shutil.which("fusermount3") else "neither root nor fusermount3"
+
+
+@contextlib.contextmanager
+def served(folder, machines=1, **knobs):
+    """The mounts of one server, a process of its own; `set` turns knobs, `server` is the folder behind."""
+    import pytest
+    if reason := why_not():
+        pytest.skip(f"no file system in user space: {reason}")
+    folder, unknown = Path(folder), set(knobs) - set(KNOBS)
+    assert not unknown, unknown
+    mounts = [folder / f"machine{k}" for k in range(machines)]
+    for path in (folder / "server", *mounts):
+        path.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen([sys.executable, __file__, folder, json.dumps(KNOBS | knobs), *mounts],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def turn(**knobs):
+        process.stdin.write(json.dumps(knobs) + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+    try:
+        if not process.stdout.readline():
+            pytest.skip("no file system in user space: this process may not mount one")
+        yield SimpleNamespace(mounts=mounts, server=folder / "server", set=turn)
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            pipe.close()
+        for path in mounts:
+            if LIBC.umount2(str(path).encode(), 2):                              # MNT_DETACH
+                subprocess.run(["fusermount3", "-u", "-z", str(path)], check=False, capture_output=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
