@@ -557,3 +557,14 @@ def test_the_lock_file_may_hold_anything(tmp_path):
         with a_life(opts) as life:
             save(life, 1)
     assert checkpoints(opts.run_dir / "checkpoints")
+
+
+def test_time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still(monkeypatch):
+    """The file server was away, or this process was stopped: the owner's counter could not move either."""
+    now, still = [100.0], held.Still()
+    monkeypatch.setattr(held.time, "monotonic", lambda: now[0])
+    still(7)
+    for seconds, expected in ((0.5, 0.5), (60.0, 1.5), (0.5, 2.0)):
+        now[0] += seconds
+        assert still(7) == expected
+    assert still(8) == 0
