@@ -100,7 +100,6 @@ class PartsStore(CheckpointStore):
                     whole[name] = (kind, [seen[1][0] + shape[0], *shape[1:]] if seen else shape)
             self.whole[part] = TensorFile({n: torch.empty((), dtype=kind).expand(shape)
                                            for n, (kind, shape) in whole.items()})
-        self.part = {name: shape for name, (_, _, _, shape) in self.whole["model"].places.items()}, self._own
         replicas = [rank // world.stages if self.shared else None for rank in range(world.size)]
         key = {rank: self.writer.staging / _part(rank % world.stages, replica)
                for rank, replica in enumerate(replicas)}
@@ -146,12 +145,6 @@ class PartsStore(CheckpointStore):
             raise UserError(f"rank {self.world.rank} does not read {folder} as rank 0 did: {error}\n"
                             "start again: it is verified anew; if this returns, check that machine's disk "
                             "and memory", code=1) from error
-
-    def _own(self, name, tensor):
-        """The rows of a whole weight that this rank owns."""
-        _, _, dtype, shape = self.images["model"].places[name]
-        start = self.before["model"][name] // dtype.itemsize
-        return tensor.reshape(-1)[start:start + prod(shape)].view(shape)
 
     def agree(self, state):
         if not self.shared:  # a shard is like no other

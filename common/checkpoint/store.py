@@ -9,7 +9,7 @@ from typing import Any
 from common.checkpoint.commit import Background, Hurried, Writer
 from common.checkpoint.files import Damaged, room
 from common.checkpoint.identity import marks, versions
-from common.checkpoint.load import choices_at, load_newest, load_weights, take
+from common.checkpoint.load import choices_at, load_newest, take
 from common.checkpoint.manifest import checkpoints, folder_name, is_there
 from common.checkpoint.owner import claim
 from common.checkpoint.tensor_file import TensorFile
@@ -32,7 +32,7 @@ class CheckpointStore:
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
         self.writer = Writer(self.root, self.root / f".life-{world.life}",
                              {"life": world.life} | marks(opts, world, fingerprint))
-        self.fence, self.state, self.part = None, None, ()
+        self.fence, self.state = None, None
         self.images: dict[str, TensorFile] = {}
         self.background = Background(self._write_noting)
         self.committed, self.agreed, self.saved = -1, None, None  # steps; the facts that were saved last
@@ -66,7 +66,9 @@ class CheckpointStore:
             if found.step < 0:
                 raise UserError(f"--resume {source}: {found.damaged} checkpoints, none verifies", code=3)
         elif self.opts.init_from:
-            source = load_weights(state, self.opts.init_from, *self.part)
+            source = self.opts.init_from  # the net was built with these weights
+            if afresh := [n for n in state.tensors()["model"] if n.startswith(self.opts.init_skip)]:
+                source += f"; {', '.join(afresh)} begin afresh"
         for image in self.images.values():
             image.open() if self.fence else image.close()
         self.agree(state)

@@ -13,6 +13,7 @@ from torch import nn
 
 from common.errors import UserError, did_you_mean, one_line
 from common.models.gpt import build_gpt
+from common.models.weights import freeze, load_weights
 from common.options import Options, call_user
 from common.sampler import seeded
 
@@ -63,7 +64,7 @@ MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_g
 
 
 def build_model(opts: Options, data: Any) -> nn.Module:
-    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed alone."""
+    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed and --init-from alone."""
     name = opts.model
     with seeded(opts.seed, "init"):
         if ".py" in name:
@@ -81,7 +82,12 @@ def build_model(opts: Options, data: Any) -> nn.Module:
     if lazy := next((n for n, t in named_tensors(net) if nn.parameter.is_lazy(t)), None):
         raise UserError(f"model {name}: {lazy} has no size yet (a lazy layer)\n"
                         "give the layer all sizes, or run the net once on zeros before you return it")
-    return net.cpu()
+    net = net.cpu()
+    if opts.init_from:
+        load_weights(net, opts)
+    if opts.freeze:
+        freeze(net, opts.freeze)
+    return net
 
 
 def build_torchvision(name, data):

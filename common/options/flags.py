@@ -88,6 +88,7 @@ def _balance(text):
 
 
 NAME, PATH = _kind("NAME", _plain), _kind("PATH", _plain)
+NAMES = _kind("NAME,NAME", lambda text: tuple(map(_plain, text.split(","))))
 DEVICES, CUTS = _kind("D,D", _devices), _kind("HOW", _balance)
 
 

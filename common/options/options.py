@@ -13,7 +13,20 @@ from typing import Any
 
 from common.errors import UserError, fail
 from common.options.environment import check_environment, end_a_crash_loop, warn_of_late_joins, world_size
-from common.options.flags import CUTS, DEVICES, NAME, PATH, SWITCH, Parser, fixed, free, one_of, real, whole
+from common.options.flags import (
+    CUTS,
+    DEVICES,
+    NAME,
+    NAMES,
+    PATH,
+    SWITCH,
+    Parser,
+    fixed,
+    free,
+    one_of,
+    real,
+    whole,
+)
 from common.options.process import die_with_the_agent
 from common.options.rules import DATASET_FLAGS, check_places, check_together, check_world, uses
 
@@ -28,7 +41,10 @@ class Options:
 
     run_dir: Path = free(None, PATH, "folder, identity of the run (default: runs/MODEL-DATASET)", "the run")
     resume: str = free("auto", PATH, "auto: the newest checkpoint that verifies; none: afresh; or a folder")
-    init_from: str = fixed("", PATH, "a foreign .pt file: its weights only, where there is no checkpoint yet")
+    init_from: str = fixed("", PATH, "weights to begin with: a .pt or .safetensors file, or `pretrained`: "
+                           "torchvision's, if they are on this machine")
+    init_skip: tuple = fixed((), NAMES, "weights whose names begin so begin afresh, as fc.")
+    freeze: tuple = fixed((), NAMES, "weights whose names begin so do not train, as conv1.,layer1.")
     seed: int = fixed(0, whole(0, 2**63 - 1), "every random number follows from it")
     epochs: int = free(3, whole(1), "how often each sample is seen; may be raised to go further")
     max_steps: int = free(0, whole(0), "stop after so many steps in all; 0: no limit")

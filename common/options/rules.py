@@ -45,6 +45,8 @@ def check_together(opts):
         (opts.momentum is not None and opts.optimizer != "sgd",
          f"--momentum cannot take effect with --optimizer {opts.optimizer}\n"
          "leave it out, or use --optimizer sgd"),
+        (opts.init_skip and not opts.init_from,
+         "--init-skip cannot take effect without --init-from\nname the file of weights with --init-from"),
         (opts.init_from and checkpoint,
          "--init-from and --resume PATH both say where the weights come from\n" + one),
         (opts.eval_only and opts.resume == "none" and not opts.init_from,
@@ -105,9 +107,9 @@ def check_places(opts):
         if opts.resume not in ("auto", "none") and not os.path.isdir(opts.resume):
             raise UserError(f"--resume: {opts.resume!r} is no folder\n"
                             "give a checkpoint's folder, auto or none")
-        if opts.init_from and not os.path.isfile(opts.init_from):
+        if opts.init_from not in ("", "pretrained") and not os.path.isfile(opts.init_from):
             raise UserError(f"--init-from: {opts.init_from!r} is no file\n"
-                            "give a file of weights that torch.save wrote")
+                            "give a file of weights, .safetensors or written by torch.save")
         whole_path = run.resolve()
         if whole_path == Path(whole_path.anchor):
             raise UserError(f"--run-dir: {str(run)!r} is the root of the file system{own_folder}")

@@ -1,6 +1,4 @@
-"""A run is its options and its data: what contradicts them is refused with both values. And weights from
-elsewhere.
-"""
+"""A run is its options and its data: what contradicts them is refused with both values."""
 import json
 import os
 import shutil
@@ -12,7 +10,6 @@ import torch
 from ranks import fork_ranks
 from stores import (
     a_life,
-    at_step,
     child,
     end,
     is_at,
@@ -25,7 +22,6 @@ from stores import (
     tiny_state,
     two_checkpoints,
 )
-from torch import nn
 
 import train_ddp
 from common.checkpoint import identity, owner
@@ -287,75 +283,13 @@ def test_a_byte_changed_in_any_file_makes_it_another_code(tmp_path, monkeypatch)
     monkeypatch.setattr(identity, "__file__", str(tmp_path / Path(identity.__file__).relative_to(root)))
 
     def code():
-        return identity.versions(options_nowhere(), "f" * 64)["code"]
+        return identity.versions(Options(), "f" * 64)["code"]
 
     seen = {code()}
     for name in names:
         (tmp_path / name).write_bytes((tmp_path / name).read_bytes() + b"#")
         seen.add(code())
     assert len(names) > 45 and len(seen) == 1 + len(names)
-
-
-# ---- weights from elsewhere -----------------------------------------------------------------------
-def foreign(wrap=lambda name: name, net=None):
-    state = at_step(tiny_state(options_nowhere(), net), 7)
-    return {wrap(name): tensor for name, tensor in state.tensors()["model"].items()}
-
-
-def options_nowhere():
-    from pathlib import Path
-    return options(Path("nowhere"))
-
-
-@pytest.mark.parametrize("form", [
-    lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": w},
-    lambda w: {"module." + n: t for n, t in w.items()}, lambda w: {"_orig_mod." + n: t for n, t in w.items()},
-    lambda w: {"module._orig_mod." + n: t for n, t in w.items()},
-    lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
-    lambda w: {n.replace("0.", "0._orig_mod."): t for n, t in w.items()}])
-def test_foreign_weights_come_in_bare_or_wrapped_and_only_the_weights(tmp_path, form):
-    torch.save(form(foreign()), tmp_path / "w.pt")
-    opts = options(tmp_path, init_from=str(tmp_path / "w.pt"), ema_decay=0.5)
-    with a_life(opts) as life:
-        assert life.source == str(tmp_path / "w.pt") and life.state.step == 0
-        for name, tensor in foreign().items():
-            assert torch.equal(life.state.tensors()["model"][name], tensor)
-        assert torch.equal(life.state.ema["0.weight"], foreign()["0.weight"])
-        assert not life.state.optimizer.state[life.state.net[0].weight]["exp_avg"].any()
-        save(life, 2)
-    with a_life(opts) as life:  # from then on, the run's own checkpoints
-        assert is_at(life.state, 2)
-
-
-def test_a_net_that_has_a_child_called_module_keeps_its_names(tmp_path):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = nn.Linear(3, 2)
-
-    torch.save(Named().state_dict(), tmp_path / "w.pt")
-    with a_life(options(tmp_path, init_from=str(tmp_path / "w.pt")), Named()) as life:
-        assert life.source
-
-
-def test_foreign_files_that_do_not_fit_are_refused_and_run_nothing(tmp_path, monkeypatch):
-    class Bomb:
-        def __reduce__(self):
-            return os.system, ("touch canary",)
-
-    monkeypatch.chdir(tmp_path)
-    for number, (content, match) in enumerate([
-            (Bomb(), "not a file of weights"), ([1, 2], "no dict of tensors"), ({}, "no dict of tensors"),
-            ({"a": 1}, "no dict of tensors"),
-            ({"0.weight": torch.zeros(9)}, "tensors do not fit this model"),
-            (foreign() | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
-            (foreign() | {"more": torch.zeros(1)},
-             "the first: more .in the file .1,., in the model absent")]):
-        torch.save(content, tmp_path / "w.pt")
-        refused(options(tmp_path / str(number), init_from="w.pt"), match)
-    (tmp_path / "w.pt").write_bytes(b"no zip")
-    refused(options(tmp_path / "x", init_from="w.pt"), "not a file of weights")
-    assert not (tmp_path / "canary").exists()
 
 
 # ---- the sum over weights -------------------------------------------------------------------------

@@ -135,5 +135,5 @@ def test_a_folder_in_place_of_a_text_is_refused(tmp_path):
 def test_a_users_function_may_return_the_stages(tmp_path):
     (tmp_path / "mine.py").write_text("from torch import nn\ndef stages(): return [nn.Linear(4, 3), "
                                       "nn.ReLU(), nn.Linear(3, 2)]\n")
-    net = build_model(SimpleNamespace(model=f"{tmp_path}/mine.py:stages", seed=0), SimpleNamespace())
+    net = build_model(Options(model=f"{tmp_path}/mine.py:stages", seed=0), SimpleNamespace())
     assert isinstance(net, torch.nn.Sequential) and len(net) == 3

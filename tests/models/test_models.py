@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from common.errors import UserError
 from common.models import build_model
 from common.models.nets import MODELS
+from common.options import Options
 from common.sampler import seeded
 
 IMAGES = SimpleNamespace(name="images", classes=10, sample_shape=(1, 28, 28), vocab=None)
@@ -18,7 +19,7 @@ OWN = {"net": IMAGES, "mlp": ROWS, "lstm": WORDS, "gpt": TOKENS}
 
 
 def build(model, data, seed=0):
-    return build_model(SimpleNamespace(model=model, seed=seed), data)
+    return build_model(Options(model=model, seed=seed), data)
 
 
 def refusal(model, data=IMAGES):

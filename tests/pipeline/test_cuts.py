@@ -45,7 +45,7 @@ def test_the_pieces_of_a_torchvision_net_are_the_net(name):
     pytest.importorskip("torchvision")
     side = 64 if name in ("alexnet", "vit_b_32") else 32
     facts = SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (3, side, side)}))
-    net = build_model(SimpleNamespace(model=name, seed=0), facts).eval()
+    net = build_model(Options(model=name, seed=0), facts).eval()
     names, x, found = list(net.state_dict()), torch.rand(2, 3, side, side), pieces(net)
     with torch.no_grad():
         whole, y = net(x), x
@@ -54,7 +54,7 @@ def test_the_pieces_of_a_torchvision_net_are_the_net(name):
         torch.testing.assert_close(y, whole)
         kept = []
         for half in (found[:len(found) // 2], found[len(found) // 2:]):
-            part = build_model(SimpleNamespace(model=name, seed=0), facts)
+            part = build_model(Options(model=name, seed=0), facts)
             prune(part, [prefix for piece in half for prefix in piece.owns])
             kept += list(part.state_dict())
     assert sorted(kept) == sorted(names) and len(found) > 5
@@ -122,7 +122,7 @@ def test_measuring_leaves_weights_buffers_and_generators_alone_and_sees_what_dra
 
 
 def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2_on_the_second():
-    net = build_model(SimpleNamespace(model="net", seed=0),
+    net = build_model(Options(model="net", seed=0),
                       SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (1, 28, 28)})))
     model = split(net, Options(script="mp"), world("cpu", "cpu:0"), data(1, 28, 28))
     places = {piece.name: str(device) for group,

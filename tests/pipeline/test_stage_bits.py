@@ -195,7 +195,7 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
 # ---- foreign weights ------------------------------------------------------------------------------
 @pytest.fixture
 def foreign(tmp_path):
-    net = build_model(SimpleNamespace(model=CNN["model"], seed=77),
+    net = build_model(Options(model=CNN["model"], seed=77),
                       SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None,
                                                                                    name="pictures"))
     weights = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}

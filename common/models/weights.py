@@ -1,0 +1,112 @@
+"""What a net begins with: weights from elsewhere (--init-from), and layers that stand still (--freeze)."""
+import zipfile
+from pathlib import Path
+
+import torch
+
+from common.errors import UserError
+
+
+@torch.no_grad()
+def load_weights(net, opts):
+    """--init-from: copies the weights of a file into the net; prefixes of wrappers are removed from names.
+
+    Weights whose names begin with one of --init-skip keep their own first values.
+    """
+    path = published(opts.model) if opts.init_from == "pretrained" else opts.init_from
+    ours, weights, skip = net.state_dict(), {}, opts.init_skip
+    for name, tensor in read_weights(path).items():
+        name = name if name in ours else name.replace("_orig_mod.", "")
+        name = name if name in ours else name.removeprefix("module.")
+        if name in weights:
+            raise UserError(f"--init-from {path}: holds {name} twice, wrapped and bare\n"
+                            "save net.state_dict() alone")
+        weights[name] = tensor
+    check_prefixes("--init-skip", skip, [*ours, *weights])
+    tied = {ours[name].data_ptr() for name in ours.keys() & weights.keys()}  # one of its names is enough
+    names = sorted(name for name in ours.keys() | weights.keys() if not name.startswith(skip))
+    wrong = [name for name in names if (_shape(ours, name) != _shape(weights, name) if name in weights
+                                        else ours[name].data_ptr() not in tied)]
+    if wrong:
+        layers = ",".join(dict.fromkeys(f"{name.rpartition('.')[0]}." for name in wrong[:12]))
+        raise UserError(f"--init-from {path}: {len(wrong)} tensors do not fit this model, "
+                        f"the first: {wrong[0]} (in the file {_shape(weights, wrong[0])}, "
+                        f"in the model {_shape(ours, wrong[0])})\n"
+                        f"choose the --model these weights belong to, or begin afresh: --init-skip {layers}")
+    for name, tensor in ours.items():
+        if name in weights and not name.startswith(skip):
+            tensor.copy_(weights[name])
+
+
+def read_weights(path):
+    """{name: tensor} of a .safetensors file, or of a pickle, from which nothing but tensors is read."""
+    try:
+        if str(path).endswith(".safetensors"):
+            from safetensors.torch import load_file
+            return load_file(path)
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:
+        raise UserError(f"--init-from {path}: not a file of weights {_in_the_way(path, error)}") from error
+    for key in ("state_dict", "model", "model_state_dict"):
+        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
+            loaded = loaded[key]
+    if not isinstance(loaded, dict) or not loaded or not all(torch.is_tensor(v) for v in loaded.values()):
+        raise UserError(f"--init-from {path}: holds no dict of tensors\n"
+                        "save it with torch.save(net.state_dict(), path)")
+    return loaded
+
+
+def _in_the_way(path, error):
+    try:
+        objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # it is no file of torch.save
+        objects = []
+    if objects:
+        return (f"alone: it holds {', '.join(objects[:3])}, and opening such objects can run code\n"
+                "if you trust it: torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt')")
+    words = next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
+    return f"({words[:120]})\nsave one with torch.save(net.state_dict(), path)"
+
+
+def published(model):
+    """The file of torchvision's own weights for a model; nothing is downloaded."""
+    from torchvision import models
+    try:
+        url = models.get_model_weights(model).DEFAULT.url
+    except ValueError as error:
+        raise UserError(f"--init-from pretrained: torchvision has no weights for --model {model}\n"
+                        "name a file") from error
+    path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
+    if not path.is_file():
+        raise UserError(f"--init-from pretrained: {path} is not there, and nothing is downloaded\n"
+                        f"fetch {url}, or set TORCH_HOME to where hub/checkpoints/{path.name} is")
+    return path
+
+
+def freeze(net, prefixes):
+    """--freeze: weights whose names begin so do not train, and their modules stay in evaluation mode.
+
+    So BatchNorm there uses the statistics it has and keeps them, and dropout there is off.
+    """
+    check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
+    for name, parameter in net.named_parameters():
+        if name.startswith(prefixes):
+            parameter.requires_grad_(False)
+    for name, module in net.named_modules():
+        if name and f"{name}.".startswith(prefixes):
+            # net.train() calls it on every module
+            module.eval().train = lambda mode=True, module=module: module
+    if not any(parameter.requires_grad for parameter in net.parameters()):
+        raise UserError(f"--freeze {','.join(prefixes)}: no weight is left to train\nname fewer")
+
+
+def check_prefixes(flag, prefixes, names):
+    """UserError for a prefix with which no name begins."""
+    for prefix in prefixes:
+        if not any(name.startswith(prefix) for name in names):
+            layers = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
+            raise UserError(f"{flag}: no weight's name begins with {prefix!r}\nthere are {layers[:300]}")
+
+
+def _shape(tensors, name):
+    return tuple(tensors[name].shape) if name in tensors else "absent"

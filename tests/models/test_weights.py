@@ -1,0 +1,185 @@
+"""What a net begins with: weights from elsewhere, whole or in part, and layers that stand still."""
+import argparse
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn import functional as F
+
+from common.errors import UserError
+from common.models import build_model
+from common.options import Options
+from common.training import TrainState, build_optimizer
+
+FACTS = SimpleNamespace(name="rows", classes=4, sample_shape=(3, 8, 8), vocab=None)
+OWN = """
+from torch import nn
+
+def net(data, classes=4):
+    first = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    return nn.Sequential(*first, nn.Dropout(), nn.Flatten(), nn.Linear(144, classes))
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = nn.Linear(3, 2)
+
+def named(data):
+    return Named()
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.words.weight
+
+def tied(data):
+    return Tied()
+"""
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    return lambda name="net", **flags: build_model(Options(model=f"own.py:{name}", **flags), FACTS)
+
+
+def refused(match, build, *args, **flags):
+    with pytest.raises(UserError, match=match) as caught:
+        build(*args, **flags)
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+def same(net, weights):
+    return all(torch.equal(tensor, weights[name]) for name, tensor in net.state_dict().items())
+
+
+@pytest.mark.parametrize("form", [
+    lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": w},
+    lambda w: {"module." + n: t for n, t in w.items()}, lambda w: {"_orig_mod." + n: t for n, t in w.items()},
+    lambda w: {"module._orig_mod." + n: t for n, t in w.items()},
+    lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
+    lambda w: {n.replace("0.", "0._orig_mod."): t for n, t in w.items()}])
+def test_foreign_weights_come_in_bare_or_wrapped(build, form):
+    foreign = build(seed=7).state_dict()
+    torch.save(form(foreign), "w.pt")
+    assert not same(build(), foreign) and same(build(init_from="w.pt"), foreign)
+
+
+def test_averages_and_the_optimizer_begin_at_foreign_weights(build):
+    torch.save(build(seed=7).state_dict(), "w.pt")
+    opts = Options(ema_decay=0.5)
+    net = build(init_from="w.pt")
+    state = TrainState(net, build_optimizer(net, opts), opts, 100)
+    assert torch.equal(state.ema["0.weight"], build(seed=7)[0].weight)
+    assert not state.optimizer.state[net[0].weight]["exp_avg"].any()
+
+
+def test_safetensors_are_read_too(build):
+    foreign = build(seed=7).state_dict()
+    save_file(foreign, "w.safetensors")
+    assert same(build(init_from="w.safetensors"), foreign)
+
+
+def test_a_net_that_has_a_child_called_module_keeps_its_names(build):
+    torch.save(build("named", seed=7).state_dict(), "w.pt")
+    assert same(build("named", init_from="w.pt"), build("named", seed=7).state_dict())
+
+
+def test_tied_weights_may_be_in_the_file_under_one_of_their_names(build):
+    foreign = build("tied", seed=7).state_dict()
+    for dropped in ((), ("words.weight",), ("head.weight",)):
+        torch.save({n: t for n, t in foreign.items() if n not in dropped}, "w.pt")
+        assert same(build("tied", init_from="w.pt"), foreign), dropped
+    torch.save({"what": torch.zeros(1)}, "w.pt")
+    refused("3 tensors do not fit", build, "tied", init_from="w.pt")
+
+
+def test_a_head_of_another_size_begins_afresh_and_the_rest_does_not(build):
+    other = {"4.weight": torch.ones(9, 144), "4.bias": torch.ones(9), "4.more": torch.ones(1)}
+    torch.save(build(seed=7).state_dict() | other, "w.pt")
+    said = refused(r"3 tensors do not fit this model, "
+                   r"the first: 4.bias \(in the file \(9,\), in the model \(4,\)\)", build, init_from="w.pt")
+    assert "--init-skip 4." in said
+    net = build(init_from="w.pt", init_skip=("4.",))
+    assert same(net[:4], build(seed=7)[:4].state_dict()) and same(net[4], build()[4].state_dict())
+    nothing = "no weight's name begins with 'fc.'\nthere are 0, 1, 4"
+    refused(nothing, build, init_from="w.pt", init_skip=("4.", "fc."))
+
+
+def test_foreign_files_that_do_not_fit_are_refused_and_run_nothing(build):
+    class Bomb:
+        def __reduce__(self):
+            return os.system, ("touch canary",)
+
+    foreign = build(seed=7).state_dict()
+    for content, match in [
+            (Bomb(), "not a file of weights"), ([1, 2], "no dict of tensors"), ({}, "no dict of tensors"),
+            ({"a": 1}, "no dict of tensors"), ({"0.weight": torch.zeros(9)}, "tensors do not fit this model"),
+            (foreign | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
+            (foreign | {"more": torch.zeros(1)}, "the first: more .in the file .1,., in the model absent")]:
+        torch.save(content, "w.pt")
+        refused(match, build, init_from="w.pt")
+    for name in ("w.pt", "w.safetensors"):
+        with open(name, "wb") as file:
+            file.write(b"no file of weights")
+        refused("not a file of weights", build, init_from=name)
+    assert not os.path.exists("canary")
+
+
+def test_objects_in_the_way_of_reading_a_training_checkpoint_are_named_with_a_way_out(build):
+    torch.save({"model": build(seed=7).state_dict(), "args": argparse.Namespace(lr=1)}, "w.pt")
+    said = refused("holds argparse.Namespace", build, init_from="w.pt")
+    exec(said.partition("trust it: ")[2], {"torch": torch, "path": "w.pt"})        # the way out, word by word
+    assert same(build(init_from="weights.pt"), build(seed=7).state_dict())
+
+
+def test_published_weights_are_taken_from_the_machine_and_never_fetched(monkeypatch, tmp_path):
+    models = pytest.importorskip("torchvision").models
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    facts = SimpleNamespace(**vars(FACTS) | {"sample_shape": (3, 32, 32)})
+
+    def build(**flags):
+        return build_model(Options(model="squeezenet1_1", init_from="pretrained", **flags), facts)
+
+    name = models.get_model_weights("squeezenet1_1").DEFAULT.url.rpartition("/")[2]
+    said = refused(f"{name} is not there, and nothing is downloaded\nfetch https://", build)
+    assert f"hub/checkpoints/{name}" in said
+    path = tmp_path / "hub/checkpoints" / name
+    path.parent.mkdir(parents=True)
+    published = models.squeezenet1_1().state_dict()
+    torch.save(published, path)
+    assert "--init-skip classifier.1." in refused("2 tensors do not fit", build)
+    features = {n.removeprefix("features."): t for n, t in published.items()}
+    assert same(build(init_skip=("classifier.",)).features, features)
+
+
+def test_a_frozen_layer_has_no_state_and_no_bit_of_its_weights_and_statistics_moves(build):
+    net = build(freeze=("0.", "1."))
+    opts = Options(optimizer="adamw", weight_decay=0.5, ema_decay=0.9)
+    state = TrainState(net, build_optimizer(net, opts), opts, 100)
+    of = {name.partition("/")[0] for name in state.tensors()["optimizer"] if not name.endswith("ema")}
+    assert of == {"4.weight", "4.bias"}
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    for _ in range(2):
+        net.train()                                                 # as the scripts do at each epoch
+        F.cross_entropy(net(torch.randn(8, 3, 8, 8)), torch.randint(4, (8,))).backward()
+        state.update(8)
+    moved = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert moved == {"4.weight", "4.bias"}
+    assert not net[1].training and net[2].training
+
+
+def test_freezing_what_is_not_there_or_all_that_is_there_is_refused(build):
+    refused("--freeze: no weight's name begins with 'conv'\nthere are 0, 1, 4", build, freeze=("0.", "conv"))
+    refused("no weight is left to train", build, freeze=("0", "1", "4"))
+
+
+def test_one_weight_alone_can_be_frozen(build):
+    net = build(freeze=("4.bias",))
+    assert [name for name, p in net.named_parameters() if not p.requires_grad] == ["4.bias"]
+    assert net.train()[4].training
