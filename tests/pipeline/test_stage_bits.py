@@ -19,6 +19,7 @@ from test_bitwise import CNN, NETS, batch_at, left_by, life, options, run, small
 
 import train_mp
 from common.models import build_model
+from common.options import Options
 from common.pipeline import backward, split
 from common.pipeline.transfer import Transfer
 from common.training import TrainState, build_optimizer
@@ -195,9 +196,8 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
 # ---- foreign weights ------------------------------------------------------------------------------
 @pytest.fixture
 def foreign(tmp_path):
-    net = build_model(Options(model=CNN["model"], seed=77),
-                      SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None,
-                                                                                   name="pictures"))
+    facts = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures")
+    net = build_model(Options(model=CNN["model"], seed=77), facts)
     weights = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
     torch.save(weights, tmp_path / "foreign.pt")
     return tmp_path / "foreign.pt", weights
