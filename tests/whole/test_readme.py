@@ -125,6 +125,12 @@ def check(words, monkeypatch):
         assert all((ROOT / text).exists() for text in words[1:] if text.startswith("tests/")), words
     elif program == "launch/store.py":
         assert len(words) == 2 and re.fullmatch(r"\S+:\w+", words[1]), words
+    elif program == "launch/notice.py":
+        rest = words[1:]
+        while rest[0].startswith("--"):
+            assert f'"{rest[0]}"' in (ROOT / program).read_text(), words
+            rest = rest[2:]
+        check(rest, monkeypatch) if rest else None
     elif program.startswith("tests/bench/"):
         text = (ROOT / program).read_text()
         assert all(f'"{flag}"' in text for flag in words[1:] if flag.startswith("--")), words

@@ -1,0 +1,206 @@
+"""launch/notice.py against a server on loopback that speaks as the clouds' metadata servers do."""
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from jobs import ROOT, children, state, until
+
+NOTICE = ROOT / "launch/notice.py"
+# Says when it can be asked to leave; leaves with 143 when it is asked.
+TRAINING = ("import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+            "print('trains', flush=True); signal.sigtimedwait([], 60) or signal.pause()")
+
+
+class Cloud(ThreadingHTTPServer):
+    """One cloud's metadata server; `notice` is what it announces, `asked` the paths it was asked for."""
+    daemon_threads = True
+
+    def __init__(self, dialect):
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.dialect, self.notice, self.asked = dialect, None, []
+        self.address = f"http://127.0.0.1:{self.server_port}"
+
+
+class Answer(BaseHTTPRequestHandler):
+    def do_GET(self):
+        code, text = self.server.dialect(self)
+        self.server.asked.append(self.path)
+        self.send_response(code)
+        self.end_headers()
+        with contextlib.suppress(OSError):
+            self.wfile.write(text.encode())
+
+    do_PUT = do_GET
+
+    def log_message(self, *_):
+        pass
+
+
+def iso(seconds):
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + seconds))
+
+
+def aws(request):
+    """As AWS documents it: a token by PUT, then 404 until there is a notice; 401 without the token."""
+    if request.path == "/latest/api/token":
+        known = request.command == "PUT" and request.headers["X-aws-ec2-metadata-token-ttl-seconds"]
+        return (200, "TOKEN==") if known else (405, "")
+    if request.headers["X-aws-ec2-metadata-token"] != "TOKEN==":
+        return 401, ""
+    if request.path != "/latest/meta-data/spot/instance-action" or not request.server.notice:
+        return 404, "<html>not found</html>"
+    return 200, json.dumps({"action": "terminate", "time": iso(request.server.notice)})
+
+
+def gcp(request):
+    if request.headers["Metadata-Flavor"] != "Google":
+        return 403, ""
+    known = request.path == "/computeMetadata/v1/instance/preempted" and request.command == "GET"
+    return (200, "TRUE" if request.server.notice else "FALSE") if known else (404, "")
+
+
+def azure(request, machine="vm_1", kind="Preempt"):
+    if request.headers["Metadata"] != "true":
+        return 400, ""
+    if request.path.startswith("/metadata/instance/compute/name?api-version="):
+        return 200, "vm_1"
+    if not request.path.startswith("/metadata/scheduledevents?api-version="):
+        return 404, ""
+    when = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + (request.server.notice or 0)))
+    events = [{"EventId": "A-1", "EventType": kind, "ResourceType": "VirtualMachine", "Resources": [machine],
+               "EventStatus": "Scheduled", "NotBefore": when}] if request.server.notice else []
+    return 200, json.dumps({"DocumentIncarnation": 1, "Events": events})
+
+
+@pytest.fixture
+def cloud():
+    """Starts a cloud that speaks a dialect."""
+    started = []
+
+    def begin(dialect):
+        started.append(Cloud(dialect))
+        threading.Thread(target=started[-1].serve_forever, args=(0.02,), daemon=True).start()
+        return started[-1]
+
+    yield begin
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def watched(tmp_path):
+    """Starts a training under notice.py and waits until it trains."""
+    started = []
+
+    def begin(*flags, **env):
+        started.append(subprocess.Popen(
+            [sys.executable, NOTICE, "--every=0.02", *flags, sys.executable, "-c", TRAINING],
+            env=os.environ | env, stdout=subprocess.PIPE, stderr=open(tmp_path / "err", "w"), text=True))
+        assert started[-1].stdout.readline() == "trains\n"
+        return started[-1]
+
+    yield begin
+    for job in started:
+        job.kill()
+        job.wait()
+        job.stdout.close()
+
+
+def said(tmp_path):
+    return (tmp_path / "err").read_text()
+
+
+@pytest.mark.parametrize("dialect, words", [
+    (aws, "notice: AWS will terminate this machine at 20"), (gcp, "notice: GCP takes this machine away"),
+    (azure, "notice: Azure: Preempt of this machine")])
+def test_a_clouds_notice_reaches_the_training_as_sigterm_and_its_exit_code_is_kept(cloud, watched, tmp_path,
+                                                                                   dialect, words):
+    here = cloud(dialect)
+    job = watched(NOTICE_ADDRESS=here.address, http_proxy="http://127.0.0.1:1")  # no proxy is asked
+    until(lambda: len(here.asked) > 6, "some looks", 20)
+    assert job.poll() is None and said(tmp_path) == ""
+    here.notice = 30
+    assert job.wait(20) == 143 and said(tmp_path).startswith(words)
+
+
+def other_machine(request):
+    return azure(request, machine="vm_2")
+
+
+def pause(request):
+    return azure(request, kind="Freeze")
+
+
+def portal(request):
+    return 200, "<html>Please log in</html>"
+
+
+def broken(request):
+    return 500, "TRUE"
+
+
+@pytest.mark.parametrize("dialect", [other_machine, pause, portal, broken])
+def test_what_is_no_notice_for_this_machine_ends_nothing(cloud, watched, dialect):
+    here = cloud(dialect)
+    here.notice = 30
+    job = watched("--address", here.address)
+    until(lambda: len(here.asked) > 12, "some looks", 20)
+    assert job.poll() is None
+
+
+@pytest.mark.parametrize("dialect", [aws, azure])
+def test_a_notice_far_ahead_is_used_up_to_the_seconds_that_saving_may_take(cloud, watched, dialect):
+    here = cloud(dialect)
+    here.notice = 900
+    job = watched("--address", here.address)
+    until(lambda: len(here.asked) > 12, "some looks", 20)
+    assert job.poll() is None
+    here.notice = 100
+    assert job.wait(20) == 143
+
+
+def test_a_file_gives_notice_without_any_cloud(watched, tmp_path):
+    job = watched("--address=http://127.0.0.1:1", f"--file={tmp_path / 'leave'}")
+    assert job.poll() is None
+    (tmp_path / "leave").touch()
+    assert job.wait(20) == 143 and f"notice: {tmp_path / 'leave'}: SIGTERM" in said(tmp_path)
+
+
+def test_a_machine_without_a_cloud_is_told_so_once_and_trains(watched, tmp_path):
+    job = watched("--address=http://127.0.0.1:1")
+    until(lambda: "no cloud answers at http://127.0.0.1:1" in said(tmp_path), "the warning", 20)
+    assert job.poll() is None and said(tmp_path).count("\n") == 1
+
+
+def test_the_watcher_is_a_child_that_ends_with_the_training_whatever_ends_it(cloud, watched):
+    slow = cloud(lambda request: time.sleep(1) or (404, ""))  # it waits for an answer when the end comes
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        job = watched("--address", slow.address)
+        watcher, = children(job.pid)
+        job.send_signal(number)
+        assert job.wait(20) == (143 if number == signal.SIGTERM else -number)
+        until(lambda pid=watcher: state(pid) in "ZX", "its end", 0.9)
+
+
+def test_a_launcher_that_runs_already_is_watched_by_its_number(cloud, tmp_path):
+    here = cloud(gcp)
+    here.notice = 30
+    with subprocess.Popen([sys.executable, "-c", TRAINING], stdout=subprocess.PIPE) as training:
+        training.stdout.readline()
+        done = subprocess.run([sys.executable, NOTICE, "--pid", str(training.pid), "--address", here.address],
+                              timeout=20, capture_output=True, text=True)
+        assert training.wait(20) == 143 and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("words", [[], ["--pid", "1", "true"], ["--pid", "999999999"], ["no-such-program"]])
+def test_a_call_that_cannot_watch_anything_is_refused(words):
+    done = subprocess.run([sys.executable, NOTICE, *words], timeout=20, capture_output=True, text=True)
+    assert done.returncode == 2 and "error:" in done.stderr
