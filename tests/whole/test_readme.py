@@ -127,10 +127,11 @@ def check(words, monkeypatch):
         assert len(words) == 2 and re.fullmatch(r"\S+:\w+", words[1]), words
     elif program == "launch/notice.py":
         rest = words[1:]
-        while rest[0].startswith("--"):
+        while rest and rest[0].startswith("--"):
             assert f'"{rest[0]}"' in (ROOT / program).read_text(), words
             rest = rest[2:]
-        check(rest, monkeypatch) if rest else None
+        if rest:
+            check(rest, monkeypatch)
     elif program.startswith("tests/bench/"):
         text = (ROOT / program).read_text()
         assert all(f'"{flag}"' in text for flag in words[1:] if flag.startswith("--")), words
