@@ -21,6 +21,7 @@ import queue
 import shutil
 import threading
 
+import common.checkpoint.blocks as blocks
 import common.checkpoint.files as files
 from common.checkpoint.fence import Fenced, is_there, rescuing
 from common.checkpoint.files import Damaged
@@ -106,17 +107,17 @@ class Writer:
 
     def _write_aside(self, aside, images, facts, parent):
         os.mkdir(aside, 0o700)
-        written = {STATE: files.write_file(aside / STATE, facts_to_json(facts))}
+        written = {STATE: blocks.write_file(aside / STATE, facts_to_json(facts))}
         for part, name in TENSORS.items():
-            written[name] = files.write_file(aside / name, images[part].bytes, self._move)
+            written[name] = blocks.write_file(aside / name, images[part].bytes, self._move)
         fields = self.marks | {"step": facts["step"], "parent": parent}
-        files.write_file(aside / MANIFEST, write_manifest(fields, written))
+        blocks.write_file(aside / MANIFEST, write_manifest(fields, written))
         files.sync_folder(aside)
 
     def _move(self):
         self.moved += 1
 
-    def _read_on(self, *piece):
+    def _read_on(self):
         self._move()
         if self.hurry:
             raise Hurried
@@ -147,7 +148,7 @@ class Writer:
         """Verifies what the disk gives back; if it is damaged, puts it aside and raises."""
         final = self.root / folder_name(step)
         try:
-            verify(step, final, from_disk=True, seen=self._read_on)
+            verify(step, final, from_disk=True, moved=self._read_on, count=blocks.threads())
         except Damaged:
             self.put_aside(final)
             raise

@@ -1,4 +1,4 @@
-"""Durable files: written aside, synced, renamed, read back. No torch, no pickle: names, bytes and JSON."""
+"""What lies under a name: folders that are synced, small files, JSON that is checked. No torch, no pickle."""
 import contextlib
 import ctypes
 import errno
@@ -9,14 +9,8 @@ import math
 import os
 import stat
 import time
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
-from itertools import cycle
 from pathlib import Path
 
-CHUNK = 1 << 22    # bytes
-CHUNKS_AHEAD = 3   # read before the first of them is hashed
-SYNC_BYTES = 1 << 28  # between two fsyncs of a long file: no stall of minutes at its end
 SMALL = 1 << 16    # bytes of our largest JSON: a longer one is not ours, and is not parsed
 # errors that prove that no file of ours has this name
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
@@ -52,31 +46,6 @@ def patient(read):
     return again
 
 
-def write_file(path, data, moved=None):
-    """Writes and syncs a new file; returns (size, SHA-256). `data` may also be an iterator of pieces.
-
-    O_EXCL and O_NOFOLLOW: it never writes into an old file or a planted link. After a failed fsync the kernel
-    counts the file's pages as clean, so the caller must drop it and write another.
-    """
-    digest, at = hashlib.sha256(), 0
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        for piece in data if hasattr(data, "__next__") else (data,):
-            view, start = memoryview(piece).cast("B"), 0
-            while start < len(view):
-                n = os.write(fd, view[start:start + CHUNK])
-                digest.update(view[start:start + n])  # of what went to the disk
-                if at // SYNC_BYTES != (at + n) // SYNC_BYTES:
-                    os.fsync(fd)
-                at, start = at + n, start + n
-                if moved:
-                    moved()
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return at, digest.hexdigest()
-
-
 def sync_folder(path):
     """Syncs the names in a folder: a rename is only on the disk after that."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -98,20 +67,6 @@ def sync_lines(run_dir, life):
                 os.close(fd)
 
 
-def replace_file(path, data):
-    """Replaces a small file: a reader finds the new content or the old one, never a mixture."""
-    aside = Path(f"{path}.{os.getpid()}.new")
-    aside.unlink(missing_ok=True)
-    try:
-        write_file(aside, data)
-        os.rename(aside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
-    sync_folder(aside.parent)
-
-
 def exchange(one, other):
     """Swap two names in one step (Linux; file systems without it raise OSError)."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
@@ -119,41 +74,6 @@ def exchange(one, other):
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
     if rename(-100, os.fsencode(one), -100, os.fsencode(other), 2):  # AT_FDCWD twice, RENAME_EXCHANGE
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one))
-
-
-def read_into(path, size, buffer=None, from_disk=False, seen=None):
-    """Reads the file into `buffer`, returns its SHA-256; refuses links, other kinds and another size first.
-
-    `from_disk` drops the kernel's cache of the file first: so it reads what a power loss would leave.
-    `seen(at, data)` is called with each piece, in order.
-    """
-    name = Path(path).name
-    with opened(path) as fd:
-        if (there := os.fstat(fd).st_size) != size:
-            raise Damaged(f"{name} is {there:,} bytes, manifest says {size:,}")
-        if from_disk and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        digest, at, hashed = hashlib.sha256(), 0, deque()
-        count = CHUNKS_AHEAD if buffer is None else 0
-        scratch = cycle([memoryview(bytearray(min(CHUNK, size))) for _ in range(count)])
-        # Reading runs ahead of hashing: both are slow, and neither holds Python's lock.
-        with ThreadPoolExecutor(1) if size > CHUNK else contextlib.nullcontext() as pool:
-            while at < size:
-                want = min(CHUNK, size - at)
-                piece = buffer[at:at + want] if buffer is not None else next(scratch)[:want]
-                piece = piece[:os.readv(fd, [piece])]
-                if not piece:
-                    raise Damaged(f"{name} ends after {at:,} of {size:,} bytes")
-                if pool is None:
-                    digest.update(piece)
-                else:
-                    hashed.append(pool.submit(digest.update, piece))
-                    if len(hashed) == CHUNKS_AHEAD:  # the next read overwrites the first of them
-                        hashed.popleft().result()
-                if seen:
-                    seen(at, piece)
-                at += len(piece)
-        return digest.hexdigest()
 
 
 def read_small(path, limit=SMALL):

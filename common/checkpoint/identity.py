@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint.files import Damaged, patient, read_small, replace_file, sealed, to_json, unseal
+from common.checkpoint.blocks import replace_file
+from common.checkpoint.files import Damaged, patient, read_small, sealed, to_json, unseal
 from common.checkpoint.manifest import checkpoints, read_manifest
 from common.errors import UserError
 from common.world import bit_differences, bit_facts

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 
+from common.checkpoint.blocks import put, threads
 from common.checkpoint.files import Damaged, parse_json
 from common.checkpoint.manifest import STATE, TENSORS, checkpoints, facts_to_json, verify
 from common.errors import UserError
@@ -24,7 +25,8 @@ def load_newest(world, choices, images, key, report):
 
     `choices` is None on ranks that do not read.
     """
-    own, facts, skipped, unread = newest(choices or [], into(images, progress(world.store)), report)
+    read = into(images, progress(world.store))
+    own, facts, skipped, unread = newest(choices or [], read, report)
     world.barrier(f"read {key}")  # a collective would not wait as long as reading takes
     layout = sum(image.layout() for image in images.values()) % 2**62
     views = [view.tolist() for view in world.all_gather(torch.tensor([own, len(skipped), layout, unread[0]]))]
@@ -46,11 +48,16 @@ def send_facts(world, facts, source):
     return parse_json(send(world, facts and facts_to_json(facts), source), STATE)
 
 
-def into(images, seen=None):
+def into(images, moved=None):
     """The `read` of `newest`: every tensor into the images of this rank."""
+    buffers = {TENSORS[part]: image for part, image in images.items()}
+
+    def place(name, start, data):
+        put(buffers[name].bytes, start, data)
+
     def read(step, folder):
-        buffers = {part: image.open(touch=False).bytes for part, image in images.items()}
-        _, facts = verify(step, folder, buffers, seen=seen)
+        needed = {part: image.open(touch=False).size for part, image in images.items()}
+        _, facts = verify(step, folder, place, needed, moved=moved, count=threads())
         for part, image in images.items():
             image.check_header(TENSORS[part])
         return facts

@@ -5,20 +5,20 @@ bounded and sealed, sizes are compared with what this run needs, hashes with wha
 state.json parsed.
 """
 import contextlib
-import hashlib
 import os
 import re
 import stat
 from functools import partial
 from pathlib import Path
 
+import common.checkpoint.blocks as blocks
+from common.checkpoint.blocks import put, read_file, root, sha, threads
 from common.checkpoint.files import (
     SMALL,
     Damaged,
     parse_json,
     patient,
     proven,
-    read_into,
     read_small,
     sealed,
     to_json,
@@ -28,7 +28,8 @@ from common.checkpoint.files import (
 TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 STATE = "state.json"
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMATS = (1, 2)  # the last one is written; the first one has no blocks
+LINE_BYTES = 120  # of the manifest, for one block
 HASH = re.compile("[0-9a-f]{64}")
 KINDS = {"format": int, "step": int, "parent": int, "life": str, "digest": str, "files": dict,
          "identity": str, "data": str, "torch": str}
@@ -50,14 +51,14 @@ def folder_name(step):
 
 
 def write_manifest(fields, files):
-    """The manifest's bytes; `files` is {name: (size, SHA-256)} of everything else in the folder."""
-    entries = {name: {"bytes": size, "sha256": sha} for name, (size, sha) in files.items()}
-    return sealed(fields | {"format": FORMAT, "digest": _digest(files), "files": entries})
+    """The manifest's bytes; `files` is {name: entry} of everything else in the folder (blocks.py)."""
+    digest = digest_of({name: files[name]["sha256"] for name in TENSORS.values()})
+    return sealed(fields | {"format": FORMATS[-1], "digest": digest, "files": files})
 
 
-def _digest(files):
-    """One SHA-256 over all tensors; the files hold them in a fixed order."""
-    return hashlib.sha256("".join(files[name][1] for name in TENSORS.values()).encode()).hexdigest()
+def digest_of(hashes):
+    """One SHA-256 over all tensors, from those of the files, which hold them in a fixed order."""
+    return sha("".join(hashes[name] for name in TENSORS.values()).encode())
 
 
 def read_manifest(step, folder):
@@ -65,9 +66,11 @@ def read_manifest(step, folder):
     with proven(folder):
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             raise Damaged("not a folder")
-    manifest = unseal(read_small(folder / MANIFEST), MANIFEST)
-    if manifest.get("format") != FORMAT:
-        raise Damaged(f"{MANIFEST} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}")
+        size = sum(path.lstat().st_size for path in folder.glob("*.safetensors"))
+    limit = SMALL + size // blocks.BLOCK_BYTES * LINE_BYTES
+    manifest = unseal(read_small(folder / MANIFEST, limit), MANIFEST)
+    if manifest.get("format") not in FORMATS:
+        raise Damaged(f"{MANIFEST} has format {str(manifest.get('format'))[:20]}, this code reads {FORMATS}")
     for name, kind in KINDS.items():
         if type(manifest.get(name)) is not kind:
             raise Damaged(f"{MANIFEST} has no {name}")
@@ -79,51 +82,72 @@ def read_manifest(step, folder):
     files = manifest["files"]
     if set(files) != {*TENSORS.values(), STATE}:
         raise Damaged(f"{MANIFEST} lists {sorted(files)[:5]}, expected {sorted([*TENSORS.values(), STATE])}")
-    for name, file in files.items():
-        if not (isinstance(file, dict) and set(file) == {"bytes", "sha256"}
-                and type(file["bytes"]) is int and file["bytes"] >= 0
-                and isinstance(file["sha256"], str) and HASH.fullmatch(file["sha256"])):
+    for name, entry in files.items():
+        if not (isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) <= {"bytes", "sha256", "blocks"}
+                and type(entry["bytes"]) is int and entry["bytes"] >= 0 and _is_hash(entry["sha256"])):
             raise Damaged(f"{MANIFEST}: no size or SHA-256 for {name}")
-    if manifest["digest"] != _digest({name: (0, file["sha256"]) for name, file in files.items()}):
+        if "blocks" in entry and not _are_blocks(entry):
+            raise Damaged(f"{MANIFEST}: the blocks of {name} are not those of its size and SHA-256")
+    if manifest["digest"] != digest_of({name: entry["sha256"] for name, entry in files.items()}):
         raise Damaged(f"{MANIFEST}: its digest is not that of its files")
     return manifest
 
 
-@patient
-def verify(step, folder, buffers=None, from_disk=False, seen=None):
-    """(manifest, facts), after reading and hashing each byte; `buffers`, {part: memory}, receive the tensors.
+def _is_hash(value):
+    return isinstance(value, str) and bool(HASH.fullmatch(value))
 
-    `seen(name, at, data)` is called with each piece of each file, in order, before it is verified.
+
+def _are_blocks(entry):
+    """Whether they follow each other from the file's beginning to its end, and make up its one hash."""
+    pairs = entry["blocks"]
+    if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+            and len(pairs) > 1):
+        return False
+    ends, hashes = zip(*pairs, strict=True)
+    known = all(type(end) is int for end in ends) and all(map(_is_hash, hashes))
+    rising = known and all(a < b for a, b in zip((0, *ends), ends, strict=False))
+    return rising and ends[-1] == entry["bytes"] and root(hashes) == entry["sha256"]
+
+
+@patient
+def verify(step, folder, use=None, needed=None, from_disk=False, moved=None, count=1):
+    """(manifest, facts), after reading and comparing each byte.
+
+    `use(name, start, data)` gets each piece, on one of `count` threads; `needed` {part: bytes} is the size of
+    each file of tensors in this run.
     Damaged: proven wrong. OSError: could not be read, even some seconds later; its content is unknown.
     """
     manifest = read_manifest(step, folder)
     files = manifest["files"]
-    for part, name in TENSORS.items():
-        if buffers is not None and len(buffers[part]) != files[name]["bytes"]:
-            raise Damaged(f"{name} is {files[name]['bytes']:,} bytes, "
-                          f"this model and optimizer need {len(buffers[part]):,}")
+    for part, size in (needed or {}).items():
+        if size != files[TENSORS[part]]["bytes"]:
+            raise Damaged(f"{TENSORS[part]} is {files[TENSORS[part]]['bytes']:,} bytes, "
+                          f"this model and optimizer need {size:,}")
     if files[STATE]["bytes"] > SMALL:
         raise Damaged(f"{STATE} is {files[STATE]['bytes']:,} bytes, more than {SMALL:,}")
-    text = memoryview(bytearray(files[STATE]["bytes"]))
-    places = {STATE: text} | {name: (buffers or {}).get(part) for part, name in TENSORS.items()}
-    for name, place in places.items():
-        told, size, stated = seen and partial(seen, name), files[name]["bytes"], files[name]["sha256"]
-        if (sha := read_into(folder / name, size, place, from_disk, told)) != stated:
-            raise Damaged(f"{name} has SHA-256 {sha[:12]}..., manifest says {stated[:12]}...")
+    text = bytearray(files[STATE]["bytes"])
+    uses = {STATE: partial(put, text)} | {name: use and partial(use, name) for name in TENSORS.values()}
+    for name, act in uses.items():
+        read_file(folder / name, files[name], act, None, from_disk, moved, count)
     # Facts of earlier versions do not name the order of their position: the data's fingerprint stands for it.
     return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(bytes(text), STATE), step)
 
 
 def describe(step, folder):
     """(whether it is whole, a line about it that ends with its digest or the damage)."""
+    hashes = {name: {} for name in TENSORS.values()}
+
+    def note(name, start, data):  # checkpoints of format 1 have no hashes of blocks
+        hashes[name][start] = sha(data)
     try:
-        manifest, _ = verify(step, folder)
+        manifest, _ = verify(step, folder, note, count=threads())
     except Damaged as reason:
         return False, f"{folder.name}  damaged: {reason}"
     except OSError as error:
         return False, f"{folder.name}  could not be read: {error}"
     size = sum(file["bytes"] for file in manifest["files"].values())
-    return True, f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
+    roots = {name: root([each for _, each in sorted(found.items())]) for name, found in hashes.items()}
+    return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(roots)}"
 
 
 @patient
@@ -135,7 +159,7 @@ def glance(step, folder):
             if os.lstat(folder / name).st_size != file["bytes"]:
                 raise Damaged(f"{name} is not {file['bytes']:,} bytes")
     text = read_small(folder / STATE)
-    if hashlib.sha256(text).hexdigest() != files[STATE]["sha256"]:
+    if sha(text) != files[STATE]["sha256"]:
         raise Damaged(f"{STATE} does not have the SHA-256 of its manifest")
     return check_facts(parse_json(text, STATE), step)
 

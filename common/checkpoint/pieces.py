@@ -1,12 +1,13 @@
 """One file of tensors: joined from the parts that ranks wrote, or cut into what a rank owns, all hashed."""
-import contextlib
 import hashlib
 import os
 import shutil
+from functools import partial
 
 import torch
 
-from common.checkpoint.files import CHUNK, Damaged, opened
+from common.checkpoint.blocks import put, read_file
+from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import folder_name, read_manifest
 from common.checkpoint.tensor_file import TensorFile
 
@@ -75,62 +76,37 @@ def _read(fd, place, at, wrong):
 
 
 class Joined:
-    """The bytes of a whole file, streamed from the parts; Damaged if a part is not as its manifest says."""
+    """The bytes of a whole file, out of the parts; Damaged if a part is not as its manifest says."""
 
     def __init__(self, whole, sources, step, file):
         self.whole, self.sources, self.step, self.file = whole, sources, step, file
 
     @property
     def bytes(self):
-        yield self.whole.header
-        with contextlib.ExitStack() as stack:
-            parts = {}
-            for name in self.whole.places:
-                for folder, names in self.sources[name]:
-                    if folder not in parts:
-                        place = folder / folder_name(self.step)
-                        fd = stack.enter_context(opened(place / self.file))
-                        stated = read_manifest(self.step, place)["files"][self.file]
-                        parts[folder] = Part(fd, place, self.file, names, stated)
-                    yield from parts[folder].tensor(name)
-            for part in parts.values():
-                part.finish()
+        whole = bytearray(self.whole.header).ljust(self.whole.size)
+        parts, at = {}, {}
+        for name, (start, *_) in self.whole.places.items():
+            start += len(self.whole.header)
+            for folder, names in self.sources[name]:
+                if folder not in parts:
+                    parts[folder] = self._part(folder / folder_name(self.step))
+                    at[folder] = len(_image(names).header)
+                size = _image(names).places[name][1]
+                whole[start:start + size] = parts[folder][at[folder]:at[folder] + size]
+                start, at[folder] = start + size, at[folder] + size
+        return whole
+
+    def _part(self, place):
+        entry = read_manifest(self.step, place)["files"][self.file]
+        found = bytearray(entry["bytes"])
+        try:
+            read_file(place / self.file, entry, partial(put, found))
+        except Damaged:
+            shutil.rmtree(place, ignore_errors=True)  # so that its rank can write this step again
+            raise
+        return found
 
 
-class Part:
-    """One rank's file, read from beginning to end: its tensors have the order of the whole file."""
-
-    def __init__(self, fd, place, file, names, stated):
-        self.fd, self.place, self.file, self.stated = fd, place, file, stated
-        self.image = TensorFile({n: torch.empty((), dtype=getattr(torch, dtype)).expand(shape)
-                            for n, (dtype, shape, _) in names.items()})
-        self.digest, self.at = hashlib.sha256(), 0
-
-    def tensor(self, name):
-        at, size, _, _ = self.image.places[name]
-        start = len(self.image.header) + at
-        for _ in self._up_to(start):  # bytes that the whole does not need are hashed too
-            pass
-        assert self.at == start, f"{name} is out of order"
-        yield from self._up_to(start + size)
-
-    def finish(self):
-        for _ in self._up_to(self.stated["bytes"]):
-            pass
-        if self.digest.hexdigest() != self.stated["sha256"]:
-            self._wrong(f"has SHA-256 {self.digest.hexdigest()[:12]}..., "
-                        f"its manifest says {self.stated['sha256'][:12]}...")
-
-    def _wrong(self, what):
-        """Deletes the part, so that its rank can write this step again, and raises Damaged."""
-        shutil.rmtree(self.place, ignore_errors=True)
-        raise Damaged(f"{self.place.parent.name}/{self.file} {what}")
-
-    def _up_to(self, end):
-        while self.at < end:
-            piece = os.read(self.fd, min(CHUNK, end - self.at))
-            if not piece:
-                self._wrong(f"ends after {self.at:,} of {end:,} bytes")
-            self.digest.update(piece)
-            self.at += len(piece)
-            yield piece
+def _image(names):
+    return TensorFile({n: torch.empty((), dtype=getattr(torch, dtype)).expand(shape)
+                       for n, (dtype, shape, _) in names.items()})

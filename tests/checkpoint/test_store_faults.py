@@ -25,15 +25,15 @@ from stores import (
     two_checkpoints,
 )
 
-from common.checkpoint import files
+from common.checkpoint import blocks, files
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import checkpoints, describe, verify
 from common.checkpoint.store import MOST_FAILURES
 from common.errors import UserError
 
 TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
-READS = ("open", "readv", "read", "fstat", "lstat", "listdir")
-CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "readv", "listdir", "unlink", "rmdir", "stat",
+READS = ("open", "preadv", "read", "fstat", "lstat", "listdir")
+CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "preadv", "listdir", "unlink", "rmdir", "stat",
          "lstat")
 
 
@@ -197,7 +197,7 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
     opts, said = options(tmp_path, save_every=2), []
     with a_life(opts, said=said) as life:
         save(life, 2)
-        monkeypatch.setattr(files, "write_file", full)
+        monkeypatch.setattr(blocks, "write_file", full)
         for number, step in enumerate((4, 6, 8), 1):
             assert not life.store.due(at_step(life.state, step - 1)) and life.store.due(at_step(life.state,
                                                                                                 step))
@@ -222,7 +222,7 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
 def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(tmp_path, monkeypatch):
     opts = options(tmp_path)
     with a_life(opts) as life:
-        monkeypatch.setattr(files, "write_file", full)
+        monkeypatch.setattr(blocks, "write_file", full)
         life.store.save(at_step(life.state, 1))
         life.store.wait()
         monkeypatch.undo()
@@ -230,7 +230,7 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
     assert steps_of(opts) == [1]
     store, state = new_store(opts), tiny_state(opts)
     store.restore(state)
-    monkeypatch.setattr(files, "write_file", full)
+    monkeypatch.setattr(blocks, "write_file", full)
     store.save(at_step(state, 2))
     with pytest.raises(UserError) as error:
         store.close()
@@ -363,17 +363,17 @@ def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, nam
 
 
 def test_a_read_that_fails_at_a_start_costs_no_checkpoint(tmp_path, monkeypatch):
-    opts, real, count, said = options(tmp_path), os.readv, [], []
+    opts, real, count, said = options(tmp_path), os.preadv, [], []
     with a_life(opts) as life:
         save(life, 1), save(life, 9)
 
-    def fails(fd, buffers):
+    def fails(fd, buffers, at):
         count.append(fd)
         if len(count) == 1:
             raise OSError(errno.EMFILE, "Too many open files")
-        return real(fd, buffers)
+        return real(fd, buffers, at)
 
-    monkeypatch.setattr(os, "readv", fails)
+    monkeypatch.setattr(os, "preadv", fails)
     with a_life(opts, said=said) as life:
         assert is_at(life.state, 9) and len(count) > 1
     assert not said and steps_of(opts) == [9, 1]
@@ -408,14 +408,14 @@ def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put
 
 
 def test_a_new_checkpoint_that_cannot_be_read_back_is_a_failed_save_and_stays(tmp_path, monkeypatch):
-    opts, real = options(tmp_path), os.readv
+    opts, real = options(tmp_path), os.preadv
     with a_life(opts) as life:
         save(life, 1), save(life, 2)
-        monkeypatch.setattr(os, "readv",
+        monkeypatch.setattr(os, "preadv",
                             lambda *args: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
         with pytest.raises(OSError, match="ESTALE"):
             save(life, 3)
-        monkeypatch.setattr(os, "readv", real)
+        monkeypatch.setattr(os, "preadv", real)
         # nothing older goes before it was read
         assert steps_of(opts) == [3, 2, 1] and life.store.committed == 2
         save(life, 4)

@@ -19,7 +19,7 @@ import common
 
 DEADLINE = 100
 STORE = ("world", "world.agreement", "checkpoint", *(f"checkpoint.{name}" for name in (
-    "files", "manifest", "lock_file", "fence", "identity", "owner", "tensor_file", "pieces", "load",
+    "files", "blocks", "manifest", "lock_file", "fence", "identity", "owner", "tensor_file", "pieces", "load",
     "commit", "store", "parts")))
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
@@ -37,13 +37,15 @@ CACHES = ("fence", "the_counter_is_seen_through_the_caches_of_both_machines")
 TWO = ("fence", "of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing")
 RESCUES = ("fence", "a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer")
 AFRESH = ("identity", "starting_afresh_killed_half_way_is_ended_by_the_next_start")
+BLOCKS = ("blocks", "every_bit_of_every_block_falls_back_when_it_flips")
+OTHER_BLOCKS = ("blocks", "a_manifest_that_tells_of_other_blocks_is_refused_even_under_a_right_seal")
 DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays")
 
 MUTANTS = {
     # what is on the disk when it is said to be
-    "a file is not synced": ("checkpoint.files",
-                             "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
-                             "        pass\n    finally:\n        os.close(fd)\n    return at", *CRASH),
+    "a file is not synced": ("checkpoint.blocks",
+                             "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return entry",
+                             "        pass\n    finally:\n        os.close(fd)\n    return entry", *CRASH),
     "no folder is synced": ("checkpoint.files", "    try:\n        os.fsync(fd)\n",
                             "    try:\n        pass\n", *CRASH),
     "the checkpoint's folder is not synced": ("checkpoint.commit", "        files.sync_folder(aside)\n", "",
@@ -55,9 +57,9 @@ MUTANTS = {
         '                files.sync_lines(self.root.parent, self.marks["life"])\n                self._name(aside, self.root / name, unsure)\n',  # noqa: E501
         "                self._write_aside(self.root / name, images, facts, parent)\n", *CRASH),
     "renamed before the manifest is there": (
-        "checkpoint.commit", "        files.write_file(aside / MANIFEST,",
+        "checkpoint.commit", "        blocks.write_file(aside / MANIFEST,",
         "        os.rename(aside, self.root / folder_name(facts['step'])); aside = self.root / folder_name(facts['step'])\n"
-        "        files.write_file(aside / MANIFEST,", *CRASH),
+        "        blocks.write_file(aside / MANIFEST,", *CRASH),
     "old ones deleted before the new one is written": (
         "checkpoint.commit", '        name, unsure = folder_name(facts["step"]), False\n',
         '        name, unsure = folder_name(facts["step"]), False\n        self.delete_old(1, set())\n',
@@ -68,31 +70,30 @@ MUTANTS = {
     "old ones deleted without reading the new one back": (
         "checkpoint.store", '            self.writer.read_back(facts["step"])\n', "            pass\n",
         "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
-    "a failed fsync is tried again": ("checkpoint.files",
-                                      "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+    "a failed fsync is tried again": ("checkpoint.blocks",
+                                      "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return entry",
                                       "        try:\n            os.fsync(fd)\n        except OSError:\n            os.fsync(fd)\n"
-                                      "    finally:\n        os.close(fd)\n    return at", *FSYNC, 1),
-    "a failed fsync is overlooked": ("checkpoint.files",
-                                     "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return at",
+                                      "    finally:\n        os.close(fd)\n    return entry", *FSYNC, 1),
+    "a failed fsync is overlooked": ("checkpoint.blocks",
+                                     "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return entry",
                                      "        try:\n            os.fsync(fd)\n        except OSError:\n            pass\n"
-                                     "    finally:\n        os.close(fd)\n    return at", *FSYNC, 2),
+                                     "    finally:\n        os.close(fd)\n    return entry", *FSYNC, 2),
     "a rename of which nobody knows is taken for committed": ("checkpoint.commit", " and not unsure:", ":",
                                                               *FSYNC, 6),
-    "a short write is taken for a whole one": ("checkpoint.files", "at, start = at + n, start + n\n", "at, start = at + n, start + CHUNK\n",  # noqa: E501
+    "a short write is taken for a whole one": ("checkpoint.blocks", "        view = view[os.write(fd, view):]\n", "        view = view[os.write(fd, view) and len(view):]\n",  # noqa: E501
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
-    "the hash is not compared": ("checkpoint.manifest", "place, from_disk, told)) != stated:",
-                                 "place, from_disk, told)) != stated and False:", *BITS),
+    "the hash is not compared": ("checkpoint.blocks", "digest.hexdigest() != stated:", "digest.hexdigest() != stated and False:", *BITS),
     "the seal is ignored": ("checkpoint.files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
     "the seal is over the values, not the bytes": ("checkpoint.files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "  # noqa: E501
                                                    "parse_json(data, name):\n", *LENGTHS),
-    "the size is not compared": ("checkpoint.files", "!= size:\n            raise", "!= size and False:\n            raise", *LENGTHS),  # noqa: E501
+    "the size is not compared": ("checkpoint.blocks", "!= entry[\"bytes\"]:\n            raise", "!= entry[\"bytes\"] and False:\n            raise", *LENGTHS),  # noqa: E501
     "the header is not compared": ("checkpoint.tensor_file", "        if found == self.header:\n", "        if True:\n", *TENSORS, "another type"),  # noqa: E501
     "links are followed": ("checkpoint.files", "proven(path):\n        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW |", "proven(path):\n        fd = os.open(path, os.O_RDONLY |", *LINKS),  # noqa: E501
     "the kinds in a manifest are not looked at": ("checkpoint.manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",  # noqa: E501
                                                   *MANIFEST, "no identity"),
     "a manifest of another step is taken": ("checkpoint.manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),  # noqa: E501
-    "the digest is not compared": ("checkpoint.manifest", '    if manifest["digest"] != _digest(', '    if False and manifest["digest"] != _digest(',  # noqa: E501
+    "the digest is not compared": ("checkpoint.manifest", '    if manifest["digest"] != digest_of(', '    if False and manifest["digest"] != digest_of(',  # noqa: E501
                                    *MANIFEST, "another digest"),
     "facts of another step are taken": ("checkpoint.manifest", '    if facts["step"] != step:\n', "    if False:\n", *FACTS, "another step"),  # noqa: E501
     "the folder's owner and mode are not looked at": ("checkpoint.owner", "        trusted(run_dir)\n", "",
@@ -110,11 +111,29 @@ MUTANTS = {
                                            "        if False:\n", *UNREAD),
     "contradicting options are let in": ("checkpoint.identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",  # noqa: E501
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
-    "parts are joined unhashed": ("checkpoint.pieces", '        if self.digest.hexdigest() != self.stated["sha256"]:\n', "        if False:\n", "parts",  # noqa: E501
+    "parts are joined unhashed": ("checkpoint.pieces", '["files"][self.file]\n', '["files"][self.file]\n        entry = {"bytes": entry["bytes"], "sha256": __import__("hashlib").sha256((place / self.file).read_bytes()).hexdigest()}\n', "parts",  # noqa: E501
                                   "a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole"),
     "what a rank takes out of a file is not compared": ("checkpoint.pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",  # noqa: E501
                                                         "what_a_rank_reads_is_what_rank_0_has_verified",
                                                         "flipped", 8),
+    "a block is skipped": ("checkpoint.blocks", "in blocks[first::count]:",
+                           "in blocks[first + first // 3::count]:", *BLOCKS),
+    "a thread's damage is not heard of": ("checkpoint.blocks", "range(count)]:\n                each.result()\n",
+                                          "range(count)]:\n                each.exception()\n", *BLOCKS),
+    "the last block is not compared": ("checkpoint.blocks", "if at + len(piece) == end and",
+                                       "if end < os.fstat(fd).st_size and", *BLOCKS),
+    "hashes in another order": ("checkpoint.blocks", "hashes.append(hashing.popleft()",
+                                "hashes.append(hashing.pop()",
+                                "blocks", "the_hashes_in_a_manifest_are_those_of_the_bytes"),
+    "blocks need not reach the end": ("checkpoint.manifest", 'rising and ends[-1] == entry["bytes"]', "rising",
+                                      *OTHER_BLOCKS, "without the last", True),
+    "blocks need not rise": ("checkpoint.manifest", "all(a < b for a, b in", "all(a < b or True for a, b in",
+                             *OTHER_BLOCKS, "an empty one more", True),
+    "the one hash need not be that of the blocks": ("checkpoint.manifest", ' and root(hashes) == entry["sha256"]',
+                                                    "", *OTHER_BLOCKS, "swapped", False),
+    "a long file whose sync fails counts": (
+        "checkpoint.blocks", "pool.submit(os.fdatasync, fd)", "pool.submit(lambda: None)",
+        "blocks", "a_long_file_whose_disk_fails_in_the_middle_is_no_checkpoint", "fdatasync"),
     # who may write
     "no lock is ever had": ("checkpoint.lock_file", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
                             "fence", "the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease"),
@@ -211,7 +230,8 @@ def run(killer, folder, mutant=None):
             if mutant:
                 module.DEADLINE = 20  # what never comes need not be waited for long
             test = getattr(module, f"test_{killer[1]}")
-            fixtures = {"tmp_path": folder, "monkeypatch": pytest.MonkeyPatch()}
+            patch, small = pytest.MonkeyPatch(), getattr(module, "make_small", print)
+            fixtures = {"tmp_path": folder, "monkeypatch": patch, "small": small(patch)}
             names = inspect.signature(test).parameters
             given = dict(zip([name for name in names if name not in fixtures], killer[2:], strict=True))
             code = 2

@@ -58,17 +58,17 @@ def test_a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_sa
     def live(world):
         store, state = store_of(world, tmp_path, [])
         store.restore(state)
-        real, flipped = pieces.Part.__init__, []
+        real, flipped = pieces.Joined._part, []
 
-        def flips(self, fd, place, file, *args):
+        def flips(self, place):
             # a disk or a cache between the commit and the join
-            if not flipped and file == "model.safetensors":
+            if not flipped and self.file == "model.safetensors":
                 flipped.append(place)
-                flip(place / file, -1 % os.path.getsize(place / file))
-            real(self, fd, place, file, *args)
-        pieces.Part.__init__ = flips
+                flip(place / self.file, -1 % os.path.getsize(place / self.file))
+            return real(self, place)
+        pieces.Joined._part = flips
         errors = saved(store, state, 1)
-        pieces.Part.__init__ = real
+        pieces.Joined._part = real
         errors += saved(store, state, 2)
         close(store)
         return errors
@@ -169,14 +169,14 @@ def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):
 
     def live(world):
         meeting.JOINING = timedelta(seconds=0.3)
-        real = manifest.read_into
+        real = manifest.read_file
 
-        def slow(path, size, buffer, from_disk, seen):
+        def slow(path, entry, use, wanted, from_disk, moved, count):
             for _ in range(12 if path.name.startswith("model") else 0):
                 time.sleep(0.1)
-                seen(0, b"")
-            return real(path, size, buffer, from_disk, seen)
-        manifest.read_into = slow
+                moved()
+            return real(path, entry, use, wanted, from_disk, moved, count)
+        manifest.read_file = slow
         with a_life(opts, world=world) as life:
             assert is_at(life.state, 1)
         if world.rank:

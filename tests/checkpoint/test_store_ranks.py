@@ -98,15 +98,15 @@ def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step
     monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
     for node, steps in ((0, (3, 9)), (1, (3, 9)), (2, (3, 4))):
         two_checkpoints(tmp_path / f"node{node}", steps=steps)
-    real = os.readv
+    real = os.preadv
 
     def begin(world, second):
-        def fails(fd, buffers):
+        def fails(fd, buffers, at):
             path = os.readlink(f"/proc/self/fd/{fd}")
             if path.endswith("node0/run/checkpoints/step-00000009/model.safetensors"):
                 raise OSError(errno.EIO, "Input/output error")
-            return real(fd, buffers)
-        os.readv = fails
+            return real(fd, buffers, at)
+        os.preadv = fails
         store, state = new_store(options(tmp_path / f"node{second if world.rank else 0}"),
                                  world), tiny_state(options(tmp_path))
         try:
