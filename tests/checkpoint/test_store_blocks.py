@@ -94,6 +94,13 @@ def test_a_manifest_that_tells_of_other_blocks_is_refused_even_under_a_right_sea
     assert load(root, images) == (1, True)
 
 
+def test_the_one_hash_of_a_file_is_that_of_its_blocks(tmp_path, small):
+    """The digest of a checkpoint is made of it."""
+    opts, root = two_checkpoints(tmp_path)
+    replant(root / "step-00000002", lambda files: files["model.safetensors"].update(sha256="0" * 64))
+    assert load(root, images_for(opts)) == (1, True)
+
+
 def test_two_blocks_that_changed_places_in_a_file_are_damage(tmp_path, small):
     opts, root = two_checkpoints(tmp_path)
     images, path = images_for(opts), model_of(root)

@@ -130,7 +130,7 @@ MUTANTS = {
     "blocks need not rise": ("checkpoint.manifest", "all(a < b for a, b in", "all(a < b or True for a, b in",
                              *OTHER_BLOCKS, "an empty one more", True),
     "the one hash need not be that of the blocks": ("checkpoint.manifest", ' and root(hashes) == entry["sha256"]',
-                                                    "", *OTHER_BLOCKS, "swapped", False),
+                                                    "", "blocks", "the_one_hash_of_a_file_is_that_of_its_blocks"),
     "a long file whose sync fails counts": (
         "checkpoint.blocks", "pool.submit(os.fdatasync, fd)", "pool.submit(lambda: None)",
         "blocks", "a_long_file_whose_disk_fails_in_the_middle_is_no_checkpoint", "fdatasync"),
