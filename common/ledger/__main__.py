@@ -1,42 +1,59 @@
 """Reports where the time and the samples of a run went.
 
-    python -m common.ledger RUN             lives, restarts, saves, rescues, goodput python -m common.ledger
-    RUN --audit     missed 0 repeated 0 lost 0 redone 0  (two of samples, two of steps)
+    python -m common.ledger RUN             lives, restarts, deaths, saves, rescues, goodput
+    python -m common.ledger RUN --json      the same for programs: wall_s, buckets, goodput, lives, deaths
+    python -m common.ledger RUN --by-host   processes, deaths, hangs and slow spells of each machine
+    python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0  (two of samples, two of steps)
 """
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from common.errors import UserError
+from common.ledger.account import summarize
 from common.ledger.audit import audit
-from common.ledger.report import report
+from common.ledger.report import by_host, report
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, nargs="+",
                         help="the folder of a run; with --audit also those of its other nodes")
-    parser.add_argument("--audit", action="store_true",
-                        help="compare the samples trained on with those an undisturbed run would have used")
-    args = parser.parse_args(argv)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="one object for programs")
+    what.add_argument("--by-host", action="store_true", help="which machine fails or is slow")
+    what.add_argument("--audit", action="store_true",
+                      help="compare the samples trained on with those an undisturbed run would have used")
+    given = parser.parse_args(argv)
     try:
-        if not args.audit:
-            if len(args.run) > 1:
-                raise UserError(f"the report reads one folder, not {len(args.run)}\nname one, or add --audit")
-            print("\n".join(report(*args.run)))
-            return 0
-        wrong = []
-        found = audit(*args.run, explain=wrong.append)
-        unproven = found.pop("unproven", [])
-        print(*(f"{name} {count}" for name, count in found.items()))
-        if unproven:
-            print(f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: "
-                  "a rank has no notes there (lost, or in the folder of another node: name it too)")
-        print("".join(f"{line}\n" for line in wrong[:5]), end="", file=sys.stderr)
-        return 1 if found["missed"] or found["repeated"] or unproven else 0
+        if given.audit:
+            return print_audit(given.run)
+        if len(given.run) > 1:
+            raise UserError(f"the report reads one folder, not {len(given.run)}\nname one, or add --audit")
+        (run,) = given.run
+        if given.json:
+            facts = summarize(run)
+            print(json.dumps({key: facts[key] for key in ("wall_s", "buckets", "goodput", "lives", "deaths")}))
+        else:
+            print("\n".join(by_host(run) if given.by_host else report(run)))
+        return 0
     except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def print_audit(runs):
+    wrong = []
+    found = audit(*runs, explain=wrong.append)
+    unproven = found.pop("unproven", [])
+    print(*(f"{name} {count}" for name, count in found.items()))
+    if unproven:
+        print(f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: "
+              "a rank has no notes there (lost, or in the folder of another node: name it too)")
+    print("".join(f"{line}\n" for line in wrong[:5]), end="", file=sys.stderr)
+    return 1 if found["missed"] or found["repeated"] or unproven else 0
 
 
 if __name__ == "__main__":

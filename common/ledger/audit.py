@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.ledger.report import lives_of, read, saved_step
+from common.ledger.lives import lives_of, read, saved_step
 
 
 def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: None) -> dict[str, Any]:

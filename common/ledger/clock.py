@@ -1,35 +1,50 @@
-"""Where the time of a life goes: the parts of its start, then the seconds in steps."""
+"""Where the time of a life goes: the parts of its start, then steps and what is between them."""
 import os
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from common.ledger.lines import Ledger
 
-ENTRY_EVERY = 10.0      # seconds between two entries in the ledger: a kill loses no more than that
+ENTRY_EVERY = 10.0      # seconds between two entries in the ledger, and
+ENTRY_SHARE = 0.01      # of a life's age, if that is less: a kill loses no more than that
+LEAST_ENTRY = 0.05
 
 
 class Clock:
-    """Starts when the process started, so that the first lap includes the imports."""
+    """Starts when the process started, so that the first lap includes the imports.
+
+    Later the time since the last call goes to one bucket of the report: data_wait, steps, evaluation or
+    save_stall, which is all that follows a step.
+    """
 
     def __init__(self, lap: str) -> None:
         self.laps: dict[str, float] = {}
         self.began = round(_process_start(), 3)
-        self.mark = self.began
+        self.mark = time.monotonic() - max(0.0, time.time() - self.began)
         self.ledger: Ledger | None = None
-        self.entered: float | None = None
+        self.first = self.opened = self.entered = 0.0  # moments: the first step, its life, the last entry
+        self.step, self.evaluating = 0, False
+        self.spent: Counter[str] = Counter()    # seconds since the last entry
+        self.whole: Counter[str] = Counter()    # and of this life
         self.profiler: Any = None
-        self.steps_s = 0.0
+        self.told: Callable | None = None
         self.lap(lap)
 
     def lap(self, name: str) -> None:
         """The time since the lap before is called `name`."""
-        now = time.time()
+        now = time.monotonic()
         self.laps[f"{name}_s"] = round(now - self.mark, 3)
         self.mark = now
 
-    def open(self, ledger: Ledger, trace: str | None = None) -> None:
-        """Time the steps from now on; call on rank 0. `trace` is a file for a profile of a few steps."""
-        self.ledger, self.mark = ledger, time.time()
+    def open(self, ledger: Ledger, trace: str | None = None, told: Callable | None = None) -> None:
+        """Time the steps from now on; call on rank 0. `trace` is a file for a profile of a few steps.
+
+        `told` is called once, after the first step.
+        """
+        self.ledger, self.mark, self.told = ledger, time.monotonic(), told
+        self.opened = self.mark
         if trace:
             from torch import profiler
             os.makedirs(os.path.dirname(trace), mode=0o700, exist_ok=True)
@@ -37,33 +52,67 @@ class Clock:
                                              on_trace_ready=lambda done: done.export_chrome_trace(trace))
             self.profiler.start()
 
+    def timed(self, batches: Iterable) -> Iterator:
+        """The same batches; the time in between counts as data_wait, and what followed a step as save_stall."""
+        source = iter(batches)
+        try:
+            while True:
+                self.add("save_stall")
+                batch = next(source, None)
+                self.add("data_wait")
+                if batch is None:
+                    break
+                yield batch
+        finally:  # also after a `break`: an evaluation may follow, in which a kill is no time of steps
+            self.add("save_stall")
+            self.evaluating = True
+            self.enter()
+
+    def add(self, bucket: str) -> None:
+        """The time since the last call goes to this bucket; before the first step it belongs to the start."""
+        now = time.monotonic()
+        if self.first:
+            self.spent[bucket] += now - self.mark
+            self.mark = now
+
     def stepped(self, step: int) -> None:
-        """A step is done; time between two steps counts towards the next one unless `pause` was called."""
+        """A step is done."""
         if self.ledger is None:
             return
-        now = time.time()
         if self.profiler:
             self.profiler.step()
-        if self.entered is None:
+        self.add("steps")
+        now, self.step, self.evaluating = time.monotonic(), step, False
+        if not self.first:
             self.ledger.event("first_step", step=step, first_step_s=round(now - self.mark, 3))
-            self.entered = now
-        else:
-            self.steps_s += now - self.mark
-        self.mark = now
-        if now - self.entered > ENTRY_EVERY:
-            self.close(step)
+            self.first = self.mark = self.entered = now
+            if self.told:
+                self.told()
+        if now - self.entered > min(ENTRY_EVERY, max(LEAST_ENTRY, ENTRY_SHARE * (now - self.opened))):
+            self.enter()
+
+    def evaluated(self) -> None:
+        self.add("evaluation")
 
     def pause(self) -> None:
-        """Restart the timer: the time since the last step, of an evaluation or a save, is not step time."""
-        self.mark = time.time()
+        """An epoch is over and saved."""
+        self.add("save_stall")
 
-    def close(self, step: int | None = None) -> None:
-        """Write down the seconds in steps; without a step, the profile ends too."""
-        if step is None and self.profiler:
+    def enter(self) -> None:
+        """Write down the seconds since the last entry."""
+        if self.ledger is not None and self.first and self.spent:
+            seconds = {f"{name}_s": round(s, 4) for name, s in self.spent.items() if s >= 0.0001}
+            self.ledger.event("steps", t=round(time.time() - (time.monotonic() - self.mark), 3), at=self.step,
+                              **({"then": "evaluation"} if self.evaluating else {}), **seconds)
+            self.whole += self.spent
+            self.spent, self.entered = Counter(), time.monotonic()
+
+    def close(self) -> None:
+        """Write down what is left; the profile ends."""
+        if self.profiler:
             self.profiler.stop()
-        if self.ledger is not None and self.steps_s:
-            self.ledger.event("steps", steps_s=round(self.steps_s, 3), **({"at": step} if step else {}))
-            self.steps_s, self.entered = 0.0, time.time()
+            self.profiler = None
+        self.enter()
 
 
 def _process_start():
