@@ -46,7 +46,7 @@ def main(opts):
         while not state.finished:  # a finished run falls through and exits 0
             order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is already trained on
             net.train()
-            for batch in batches(data.train, order, opts):
+            for batch in clock.timed(batches(data.train, order, opts)):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing

@@ -4,8 +4,7 @@
 
 It starts, watches and restarts like torchrun on one machine. Unlike torchrun it returns the workers' exit
 code: 0 done, 143 stopped on request and saved, 2 to 6 an error that a restart cannot mend. Not for several
-machines (use torchrun), and not for GPUs without --gpu: a fork of a process that has used CUDA cannot use it,
-and this agent was never tried on a GPU.
+machines (use torchrun), and not for GPUs without --gpu, for it was never tried on one.
 """
 import argparse
 import atexit
@@ -26,7 +25,6 @@ FINAL = (2, 3, 4, 5, 6)  # bad input, no whole checkpoint, saves fail, no progre
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = 143
 GRACE_SECONDS = 30.0  # from the first signal to SIGKILL for workers that do nothing, as with torchrun
-# and for workers that still work, for they save
 LONGEST_SECONDS = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -35,8 +33,7 @@ def main():
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--nproc", type=int, default=2, help="processes")
-    parser.add_argument("--max-restarts", type=int, default=1_000_000,
-                        help="a run that makes no progress stops by itself")
+    parser.add_argument("--max-restarts", type=int, default=1_000_000, help="without progress it ends anyway")
     parser.add_argument("--gpu", action="store_true", help="also where there are GPUs")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
@@ -52,7 +49,10 @@ def main():
     os.environ.setdefault("OMP_NUM_THREADS", "1" if given.nproc > 1 else str(os.cpu_count()))
     # numpy starts threads when imported, and a fork has none of them
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    check_options(given.script, given.nproc)
+    opts = check_options(given.script, given.nproc)
+    from common.errors import say
+    from common.ledger import Ledger
+    given.ledger, given.say = Ledger(opts.run_dir), say
     preload(given.script)
     if len(os.listdir("/proc/self/task")) > 1:
         print("warm: the imports have started threads, which a fork lacks; if workers hang, use torchrun",
@@ -75,7 +75,7 @@ def train(given, folder):
         if code is not None or restarts >= given.max_restarts:
             return 1 if code is None else code
         restarts += 1
-        print(f"warm: {life.cause}, restart {restarts}", file=sys.stderr, flush=True)
+        given.say(f"warm: {life.cause}, restart {restarts}", sys.stderr)  # above a bar
 
 
 def leave_on_a_signal():
@@ -95,7 +95,7 @@ def check_options(script, processes):
     for name in PLACES:
         os.environ.pop(name, None)  # of an outer job: each worker gets its own
     with open(script, encoding="utf-8") as file:
-        parse_options(ast.get_docstring(ast.parse(file.read())) or "", processes=processes)
+        return parse_options(ast.get_docstring(ast.parse(file.read())) or "", processes=processes)
 
 
 def preload(script):
@@ -113,7 +113,7 @@ def preload(script):
 
 
 class Patience:
-    """How long to wait for workers that must end: while they work, and at most LONGEST_SECONDS."""
+    """How long to wait for workers that must end: while they work (they save), at most LONGEST_SECONDS."""
 
     def __init__(self, pids, grace=GRACE_SECONDS, longest=LONGEST_SECONDS):
         self.grace, self.work = grace, work_of(pids)
@@ -197,9 +197,8 @@ class Life:
             else:
                 self.asked = True
                 self._end(got.si_signo)
-        for code in self.codes:
-            if code in FINAL:
-                return code
+        if final := [code for code in self.codes if code in FINAL]:
+            return final[0]
         if not any(self.codes):
             return 0
         if not self.asked:
@@ -217,6 +216,8 @@ class Life:
                 if code:
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
                     self.cause = self.cause or f"rank {rank} (pid {pid}) {how}"
+                    if code not in (1, STOPPED, *FINAL):
+                        self.given.ledger.death(rank, how)  # the others may stop before they miss it
                     self._end(signal.SIGTERM)  # a survivor saves, if it has not done so already
 
     def _end(self, number):

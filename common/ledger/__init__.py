@@ -1,9 +1,9 @@
 """What a run tells and writes down; a log never stops a training. No torch here."""
-from common.ledger.account import summarize
+from common.ledger.account import history, summarize
 from common.ledger.audit import audit
 from common.ledger.clock import Clock
 from common.ledger.lines import Audit, Ledger
-from common.ledger.lives import last_death, lives_of
+from common.ledger.lives import lives_of
 from common.ledger.log import Log
 
-__all__ = ["Audit", "Clock", "Ledger", "Log", "audit", "last_death", "lives_of", "summarize"]
+__all__ = ["Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of", "summarize"]

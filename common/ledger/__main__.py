@@ -3,7 +3,7 @@
     python -m common.ledger RUN             lives, restarts, deaths, saves, rescues, goodput
     python -m common.ledger RUN --json      the same for programs: wall_s, buckets, goodput, lives, deaths
     python -m common.ledger RUN --by-host   processes, deaths, hangs and slow spells of each machine
-    python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0  (two of samples, two of steps)
+    python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0 (two of samples, two of steps)
 """
 import argparse
 import json
@@ -14,6 +14,8 @@ from common.errors import UserError
 from common.ledger.account import summarize
 from common.ledger.audit import audit
 from common.ledger.report import by_host, report
+
+SHOWN = ("wall_s", "buckets", "goodput", "lives", "deaths")
 
 
 def main(argv=None):
@@ -35,7 +37,7 @@ def main(argv=None):
         (run,) = given.run
         if given.json:
             facts = summarize(run)
-            print(json.dumps({key: facts[key] for key in ("wall_s", "buckets", "goodput", "lives", "deaths")}))
+            print(json.dumps({key: facts[key] for key in SHOWN}))
         else:
             print("\n".join(by_host(run) if given.by_host else report(run)))
         return 0

@@ -1,9 +1,10 @@
-"""Gives every second of a run to one bucket, and says how many of them made the final model. No torch here."""
+"""Gives every second of a run to one bucket; goodput is the share that made the final model. No torch."""
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from common.ledger.lives import deaths_of, is_number, lives_of, own, saved_step
+from common.errors import UserError
+from common.ledger.lives import deaths_of, is_number, last_death, lives_of, own, saved_step
 
 BUCKETS = ("start", "import", "rendezvous", "load", "restore", "data_wait", "steps", "evaluation",
            "save_stall", "rescue", "detection", "down", "redone")
@@ -45,6 +46,30 @@ def summarize(run_dir: Path | str) -> dict[str, Any]:
     }
 
 
+def history(run_dir: Path | str, job: str, step: int, began: float) -> dict[str, Any]:
+    """What the ledger tells of the lives before one that resumes at `step`; call it before it is entered.
+
+    lives: how many. lost: steps that are made again. past: their seconds in steps, and all of them. death:
+    see `last_death`. saves: (step, time) of each.
+    """
+    try:
+        lives = lives_of(run_dir)
+    except (UserError, OSError):
+        return {"lives": 0, "lost": 0, "past": (0.0, 0.0), "death": None, "saves": []}
+    this = {"event": "life", "life": "", "world": 0, "step": step, "t": began, "began": began, "job": job}
+    spent = [parts for _, parts in account([*lives, [this]])]
+    wall = sum(sum(parts.values()) for parts in spent)
+    reached = [max([saved_step(events), *(event["at"] for event in own(events, "steps", "at"))])
+               for events in lives]
+    resumed = [*(events[0]["step"] for events in lives[1:]), step]
+    return {
+        "lives": len(lives), "death": last_death(lives[-1], job),
+        "lost": sum(max(0, was - at) for was, at in zip(reached, resumed, strict=True)),
+        "past": (sum(parts.get("steps", 0.0) for parts in spent), wall),
+        "saves": [(event["step"], event["t"]) for events in lives
+                  for name in ("save", "rescue") for event in own(events, name, "step", "t")]}
+
+
 def account(lives):
     """Yield (start, {bucket: seconds}) of each life, up to the start of the next one.
 
@@ -75,7 +100,7 @@ class _Pieces:
         self.end, self.seconds = start, Counter()
 
     def until(self, moment, rest, claims=()):
-        """The time up to `moment` goes to the claims {bucket: seconds}, scaled if too many; else to `rest`."""
+        """The time up to `moment`: to the claims {bucket: seconds}, scaled if too many, and the `rest`."""
         length, claims = max(0.0, moment - self.end), {k: max(0.0, v) for k, v in dict(claims).items()}
         total = sum(claims.values())
         scale = min(1.0, length / total) if total else 0.0
@@ -89,12 +114,14 @@ def _cut(pieces, events, end, kept, after):
     """Cuts one life; `after` is the bucket of what follows its last process, None if no life follows."""
     life, entries = events[0], own(events, "steps", "t")
     lefts, first = own(events, "left", "t", "stepped", "noticed"), own(events, "first_step", "t", "step")
-    pieces.until(life["t"], "start", {name: life[lap] for lap, name in LAPS.items() if is_number(life.get(lap))})
+    laps = {name: life[lap] for lap, name in LAPS.items() if is_number(life.get(lap))}
+    pieces.until(life["t"], "start", laps)
     stepped = max((event["stepped"] for event in lefts), default=0)
     noticed = min((event["noticed"] for event in lefts), default=0)
     reached, inside = first[0]["step"] if first else life["step"], False
     if first:
-        pieces.until(first[0]["t"], "start", _of_steps(_typical(entries, reached), reached - 1, reached, kept))
+        each = _typical(entries, reached)
+        pieces.until(first[0]["t"], "start", _of_steps(each, reached - 1, reached, kept))
     elif not entries:
         pieces.until(max(stepped, noticed), "start")
     for entry in entries:
@@ -122,7 +149,7 @@ def _typical(entries, first):
 
 def _of_steps(seconds, first, last, kept):
     """{bucket: seconds} of the steps after `first` up to `last`, of which the next lives keep `kept`."""
-    share = 1.0 if kept is None or kept >= last else max(0.0, (kept - first) / (last - first))
+    share = 1.0 if kept is None or kept >= last else max(0.0, (kept - first) / max(1, last - first))
     return {"steps": seconds * share, "redone": seconds * (1 - share)}
 
 

@@ -30,6 +30,7 @@ class Clock:
         self.whole: Counter[str] = Counter()    # and of this life
         self.profiler: Any = None
         self.told: Callable | None = None
+        self.past = 0.0, 0.0
         self.lap(lap)
 
     def lap(self, name: str) -> None:
@@ -38,12 +39,13 @@ class Clock:
         self.laps[f"{name}_s"] = round(now - self.mark, 3)
         self.mark = now
 
-    def open(self, ledger: Ledger, trace: str | None = None, told: Callable | None = None) -> None:
+    def open(self, ledger: Ledger, trace: str | None = None, told: Callable | None = None,
+             past: tuple[float, float] = (0.0, 0.0)) -> None:
         """Time the steps from now on; call on rank 0. `trace` is a file for a profile of a few steps.
 
-        `told` is called once, after the first step.
+        `told` is called once, after the first step. `past`: seconds in steps, and all, of earlier lives.
         """
-        self.ledger, self.mark, self.told = ledger, time.monotonic(), told
+        self.ledger, self.mark, self.told, self.past = ledger, time.monotonic(), told, past
         self.opened = self.mark
         if trace:
             from torch import profiler
@@ -53,20 +55,17 @@ class Clock:
             self.profiler.start()
 
     def timed(self, batches: Iterable) -> Iterator:
-        """The same batches; the time in between counts as data_wait, and what followed a step as save_stall."""
+        """The same batches; time between them counts as data_wait, and what follows a step as save_stall."""
         source = iter(batches)
-        try:
-            while True:
-                self.add("save_stall")
-                batch = next(source, None)
-                self.add("data_wait")
-                if batch is None:
-                    break
-                yield batch
-        finally:  # also after a `break`: an evaluation may follow, in which a kill is no time of steps
+        while True:
             self.add("save_stall")
-            self.evaluating = True
-            self.enter()
+            batch = next(source, None)
+            self.add("data_wait")
+            if batch is None:
+                break
+            yield batch
+        self.evaluating = True  # it may follow: a kill in it costs no time of steps
+        self.enter()
 
     def add(self, bucket: str) -> None:
         """The time since the last call goes to this bucket; before the first step it belongs to the start."""
@@ -97,6 +96,12 @@ class Clock:
     def pause(self) -> None:
         """An epoch is over and saved."""
         self.add("save_stall")
+
+    def shares(self) -> dict[str, float]:
+        """Goodput of the run so far, and the share of this life that was spent waiting for data."""
+        spent, life = self.whole + self.spent, max(1e-9, time.time() - self.began)
+        return {"goodput": (self.past[0] + spent["steps"]) / (self.past[1] + life),
+                "data_wait": spent["data_wait"] / life}
 
     def enter(self) -> None:
         """Write down the seconds since the last entry."""

@@ -64,6 +64,15 @@ class Lines:
                 os.close(fd)
 
 
+def replace_json(path, value):
+    """Writes a small file that a reader finds either old or new; raises OSError."""
+    aside = f"{path}.{os.getpid()}.new"
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(aside, path)
+
+
 def _plain(value):
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
@@ -80,6 +89,11 @@ class Ledger:
 
     def event(self, name: str, /, **fields: Any) -> None:
         self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
+
+    def death(self, rank: int, why: str, **fields: Any) -> None:
+        """Another process died; not noted before the run has begun."""
+        if self.lines.path.exists():
+            self.event("death", rank=rank, why=why, **fields)
 
 
 class Audit:

@@ -75,7 +75,9 @@ def _deaths(events, over):
     life, left = events[0], {event["rank"] for event in own(events, "left", "rank")}
     told = [event for event in own(events, "death", "rank")
             if event["rank"] not in left or "killed" in str(event.get("why"))]
-    causes = {event["rank"]: event for event in reversed([*told, *own(events, "error", "rank")])}
+    told = [*own(events, "error", "rank"), *told]
+    told.sort(key=lambda event: "killed" not in str(event.get("why")))  # an agent knows better than a peer
+    causes = {event["rank"]: event for event in reversed(told)}
     if over and "hosts" in life and not own(events, "done"):
         gone = {"t": events[-1].get("t"), "why": "ended without a word (killed, or its machine is gone)"}
         causes = dict.fromkeys(sorted(set(range(life["world"])) - left), gone) | causes
@@ -88,20 +90,17 @@ def _at(values, index):
     return values[index] if isinstance(values, list) and 0 <= index < len(values) else None
 
 
-def last_death(run_dir: Path | str, job: str) -> tuple[str, float] | None:
-    """Return who ended the newest life and who saved it, in words, and when its last step was made.
+def last_death(events, job):
+    """Return who ended this life and who saved it, in words, and when its last step was made.
 
-    None if nobody died, or if the next life belongs to another job. Call it before that life is entered.
+    None if nobody died, or if the next life belongs to another job.
     """
-    try:
-        events = lives_of(run_dir)[-1]
-    except (UserError, OSError):
-        return None
     deaths = _deaths(events, over=True)
     if not deaths or events[0].get("job") != job:
         return None
     first, more = deaths[0], len(deaths) - 1
-    words = f"rank {first['rank']} (pid {first['pid']}) {first['cause']}" + (f" and {more} more" if more else "")
+    words = f"rank {first['rank']} (pid {first['pid']}) {first['cause']}"
+    words += f" and {more} more" if more else ""
     if saved := own(events, "rescue", "step", "rank"):
         words += f"; step {saved[-1]['step']} saved by rank {saved[-1]['rank']}"
     stepped = [event["stepped"] for event in own(events, "left", "stepped")]

@@ -39,7 +39,7 @@ class Metrics:
 
     def write(self, line):
         """Append a line with its "step"; False if the file has that step already."""
-        kind = _kind(line)
+        kind = kind_of(line)
         if line["step"] <= self.last[kind]:
             return False
         self.last[kind] = line["step"]
@@ -60,11 +60,11 @@ class Metrics:
             return False
         if not isinstance(line, dict) or not isinstance(line.get("step"), int):
             return False
-        belongs = self.last[_kind(line)] < line["step"] <= step
+        belongs = self.last[kind_of(line)] < line["step"] <= step
         if belongs:
-            self.last[_kind(line)] = line["step"]
+            self.last[kind_of(line)] = line["step"]
         return belongs
 
 
-def _kind(line):
+def kind_of(line):
     return "val" if any(name.startswith("val_") for name in line) else "train"

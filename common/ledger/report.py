@@ -15,7 +15,8 @@ def report(run_dir):
         own = {name: value for name, value in life["seconds"].items() if name not in life["gap"]}
         yield (f"  life {life['life']}  world {life['world']}  restart {life.get('restart', '?')}  "
                f"resumed at step {life['step']}, saved up to {life['saved']}  {_spell(own)}".rstrip())
-        yield from (f"    {death_in_words(death)}" for death in facts["deaths"] if death["life"] == life["life"])
+        dead = [death for death in facts["deaths"] if death["life"] == life["life"]]
+        yield from (f"    {death_in_words(death)}" for death in dead)
     yield f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}, {_count_restarts(gaps)}"
     spent = {f"{name}_s": seconds for name, seconds in facts["buckets"].items() if seconds}
     yield f"wall {facts['wall_s']:.1f} s: {_spell(spent) or 'no times were recorded'}"
@@ -34,8 +35,9 @@ def by_host(run_dir):
             sick[kind].update(names[rank] for rank in life[kind] if 0 <= rank < len(names))
     sick["death"].update(death["host"] or "?" for death in facts["deaths"])
     for host in sorted(hosts, key=lambda name: (-sum(count[name] for count in sick.values()), name)):
-        yield (f"{host}: {hosts[host]} processes in {len(facts['lives'])} lives, deaths {sick['death'][host]}, "
-               f"hangs {sick['hang'][host]}, straggler {sick['straggler'][host]} times")
+        yield (f"{host}: {hosts[host]} processes in {len(facts['lives'])} lives, "
+               f"deaths {sick['death'][host]}, hangs {sick['hang'][host]}, "
+               f"straggler {sick['straggler'][host]} times")
     for death in facts["deaths"]:
         yield f"  {death['host'] or '?'}: {death_in_words(death)}"
 

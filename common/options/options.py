@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, fail
+from common.errors import UserError, fail, say
 from common.options.environment import check_environment, end_a_crash_loop, warn_of_late_joins, world_size
 from common.options.flags import (
     CUTS,
@@ -30,6 +30,7 @@ from common.options.flags import (
 from common.options.process import die_with_the_agent
 from common.options.rules import DATASET_FLAGS, check_places, check_together, check_world, uses
 
+SAID = "TRAINING_FIRST_LINE"  # set once it is printed
 LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 
 
@@ -101,6 +102,7 @@ class Options:
     eval_every: int = free(1, whole(0), "epochs between evaluations; 0: only at the end")
     log_every: int = free(10, whole(1), "steps between log lines")
     progress: str = free("auto", one_of("auto", "on", "off"), "a bar instead of lines; auto: on a terminal")
+    log_to: str = free("", NAME, "path/to/file.py:function, called with each row of metrics.jsonl, once")
     tensorboard: bool = free(True, SWITCH, "no curves for TensorBoard in RUN/tb")
     hang_timeout: int = free(0, whole(0), "seconds without progress; 0: automatic", scripts="ddp mp")
     check_every: int = free(500, whole(0), "steps between checks of replicas; 0: never", scripts="ddp mp")
@@ -162,6 +164,15 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
             check_world(opts, world)
         check_places(opts)
         warn_of_late_joins()
+        if argv is None:
+            _say_at_once(opts)
         return opts
     except UserError as error:
         fail(error)
+
+
+def _say_at_once(opts):
+    """The first line, before the seconds in which torch is imported; agents say it for their workers."""
+    if os.environ.get("RANK", "0") == "0" and not os.environ.get(SAID):
+        os.environ[SAID] = "1"
+        say(f"{opts.run_dir}: starting; importing torch takes some seconds")

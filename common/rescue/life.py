@@ -1,17 +1,21 @@
 """How a life begins: what a person reads first, and the refusal of a run that makes no progress."""
+import functools
 import os
+import socket
+import time
 from typing import Any
 
 import torch
 
 from common.errors import UserError
-from common.ledger import Clock, Ledger, Log, lives_of
+from common.ledger import Clock, Ledger, Log, history, lives_of
 from common.options import Options, job_id, life_is_open
 from common.sampler import permute
 from common.world import World
 
 LIVES_WITHOUT_PROGRESS = 3  # on one step
 SAMPLES_NAMED = 512         # in an error
+HOST_BYTES = 64             # of a host's name
 
 
 def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: World, data: Any, state: Any,
@@ -20,10 +24,11 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
     with world.all_or_none("opening"):
         if world.rank == 0:
             refuse_without_progress(ledger, opts, data, state)
-    pids = [int(p) for p in world.all_gather(torch.tensor([os.getpid()]))]
+    pids, hosts = _who_is_there(world)
     parameters = parameters or sum(p.numel() for p in state.net.parameters())
     doing = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
         "going on" if state.step else "starting"
+    past = history(opts.run_dir, job_id(), state.step, clock.began) if world.rank == 0 else {}
     log.start([
         f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
         world.devices_line(),
@@ -33,14 +38,29 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
         f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
         f"{doing} at step {state.step}, epoch {min(state.epoch + 1, opts.epochs)}, "
         f"position {state.position:,}" + (f", from {source}" if source else ""),
-    ])
+    ], clock, world=world.size, lives=past.get("lives", 0) + 1, lost=past.get("lost", 0))
     if world.rank == 0:
-        clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None)
+        death = past["death"]
+        clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None,
+                   death and functools.partial(_tell_of_the_restart, log, *death), past["past"])
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step,
-                     epoch=state.epoch, position=state.position, pids=pids, job=job_id(), began=clock.began,
-                     n=len(data.train), seed=opts.seed, data=data.fingerprint[:12],
+                     epoch=state.epoch, position=state.position, pids=pids, hosts=hosts, job=job_id(),
+                     began=clock.began, n=len(data.train), seed=opts.seed, data=data.fingerprint[:12],
                      global_batch_size=opts.global_batch_size, stages=world.stages, **clock.laps)
     life_is_open()
+
+
+def _who_is_there(world):
+    """The pid and the host name of each rank."""
+    name = socket.gethostname().encode()[:HOST_BYTES]
+    rows = world.all_gather(torch.tensor([os.getpid(), *name.ljust(HOST_BYTES, b"\0")]))
+    pids, hosts = zip(*((pid, bytes(name).rstrip(b"\0").decode(errors="replace"))
+                        for pid, *name in (row.tolist() for row in rows)), strict=True)
+    return list(pids), list(hosts)
+
+
+def _tell_of_the_restart(log, words, stepped):
+    log.note(f"{words}; training again after {max(0.0, time.time() - stepped):.1f} s")
 
 
 def _parts_of_a_batch(opts, world):

@@ -45,6 +45,7 @@ class Rescue:
         self.store, self.state, self.world, self.ledger, self.closing = store, state, world, ledger, closing
         self.asked: str | None = None  # the name of the signal that asks to stop
         self.noticed = 0.0  # when this process learned that its life ends early
+        self.dead: dict[str, Any] = {}  # the peer that died, for the ledger
         self.ending, self.over = threading.Lock(), threading.Event()
         self.parting = self.parted = False  # waits for all ranks at the end; has met them
         self.under_agent = "TORCHELASTIC_RUN_ID" in os.environ
@@ -87,6 +88,8 @@ class Rescue:
         self.watcher.join()  # a thread that wakes in a dying interpreter aborts it
         for end in self.pipe:
             os.close(end)
+        if error is None and self.world.rank == 0:
+            self.ledger.event("done", life=self.world.life, step=self.state.step)
         if error is None and self.store.fence:
             self.store.fence.release()  # not before all have met: a survivor needs the staging folder
 
@@ -115,9 +118,10 @@ class Rescue:
         known, asked, peer = isinstance(error, UserError), self.asked, self._peers_end(error)
         if known and error.code in (UNSAVED, BROKEN, FENCED):
             return self._sign_off()  # this state cannot be saved, or must not be
-        note = functools.partial(self.ledger.event, step=self.state.step, rank=self.world.rank)
-        if error and not peer:
-            note("error", why=_in_words(error))
+        note = functools.partial(self.ledger.event, life=self.world.life, step=self.state.step,
+                                 rank=self.world.rank)
+        if hung or error and not peer:
+            note("hang" if hung else "error", why="no progress" if hung else _in_words(error))
         text, saved, code = self._save("hang" if hung else type(error).__name__ if error else asked)
         if asked and not error:
             note("stop", why=asked)
@@ -141,6 +145,8 @@ class Rescue:
             first = True
         except OSError as error:
             first = self.world.rank == 0 and not isinstance(error, FileExistsError)
+        if first and self.dead:
+            self.ledger.death(life=self.world.life, **self.dead)
         if text and (always or first):
             say(text, stream or sys.stderr)
 
@@ -151,9 +157,11 @@ class Rescue:
         deadline = time.monotonic() + ZOMBIE_SECONDS
         while time.monotonic() < deadline:
             here = [(rank, pid) for rank, (pid, machine) in enumerate(self.places) if machine == machine_id()]
-            ends = [f"rank {rank} (pid {pid}) {how}" for rank, pid in here if (how := end_of(pid))]
+            ends = [(rank, pid, how) for rank, pid in here if (how := end_of(pid))]
             if ends:
-                return next((end for end in ends if "killed" in end), ends[0])
+                rank, pid, how = next((end for end in ends if "killed" in end[2]), ends[0])
+                self.dead = {"rank": rank, "why": how}
+                return f"rank {rank} (pid {pid}) {how}"
             time.sleep(0.002)
         return f"a peer is gone ({_in_words(error)})"
 

@@ -92,3 +92,17 @@ def nothing_is_left(run, folder):
 
 def saves_and_rescues(run):
     return len(events(run, "rescue")), len(events(run, "life"))
+
+
+def every_second_has_its_bucket(run, killed):
+    """The buckets add up, little is in none of them, and every killed rank is among the dead."""
+    from common.ledger import summarize
+    facts = summarize(run)
+    buckets, wall = facts["buckets"], facts["wall_s"]
+    assert abs(sum(buckets.values()) - wall) <= 0.01 * wall, (buckets, wall)
+    assert min(buckets.values()) >= 0 and buckets.get("other", 0) <= 0.01 * wall + 0.1, (buckets, wall)
+    dead = {death["pid"] for death in facts["deaths"]}
+    for life in facts["lives"][:-1]:
+        left = {life["pids"][event["rank"]] for event in events(run, "left") if event["life"] == life["life"]}
+        missing = set(life["pids"]) & killed - dead - left
+        assert not missing, f"no death is told of {missing}: {facts['deaths']}"

@@ -166,6 +166,8 @@ class Campaign(Strikes):
             self.tally[f"at {line['point']}"] += 1
         self.changes += checks.changes(self.run, hard)
         checks.little_is_lost(self.changes, INTERVAL)
+        checks.every_second_has_its_bucket(
+            self.run, {s["pid"] for s in self.struck + journal if s["signal"] in ("KILL", "SEGV")})
         counts = checks.samples_are_exact(self.run)
         checks.checkpoints_are_whole(self.run)
         said = "\n".join(agent.output for agent in self.cluster.agents)

@@ -1,48 +1,156 @@
 """The ledger survives what kills disks, and its report adds up."""
 import json
 import os
+import random
 import stat
 import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from common.ledger import Ledger, summarize
+from common.ledger import Clock, Ledger, summarize
 from common.ledger.__main__ import main
+from common.ledger.report import by_host, report
 
 HOUSE = Path(__file__).parents[2]
 
 
-def test_the_report_tells_lives_worlds_restart_times_saves_rescues_and_goodput(tmp_path, capsys):
-    events = [{"t": 1000, "event": "life", "life": "aa", "world": 4, "restart": 0, "step": 0, "job": "j",
-               "import_s": 3},
-              {"t": 1040, "event": "time", "steps_s": 30, "evaluate_s": 2},
-              {"t": 1041, "event": "save", "step": 40},
-              {"t": 1050, "event": "rescue", "step": 47},
-              {"t": 1050.25, "event": "left", "life": "aa", "rank": 1, "stepped": 1049, "noticed": 1049.5},
-              {"t": 1050.5, "event": "left", "life": "aa", "rank": 2, "stepped": 1048.75, "noticed": 1049.25},
-              {"t": 1060, "event": "life", "life": "bb", "world": 2, "restart": 1, "step": 47, "job": "j",
-               "began": 1052,
-               "import_s": 7, "restore_s": 0.25},
-              {"t": 1061, "event": "first_step", "step": 48, "first_step_s": 0.5},
-              {"t": 1100, "event": "time", "steps_s": 36}]
-    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    assert main([str(tmp_path)]) == 0
-    assert capsys.readouterr().out == f"""{tmp_path}: lives 2, last saved step 47
-  life aa  world 4  restart 0  resumed at step 0, saved up to 47  import 3.00 s, steps 30.00 s, \
-evaluate 2.00 s
-  restart of 12.00 s, step to step: detect 0.25 s, tear down 1.25 s, rendezvous 1.50 s, import 7.00 s, \
-restore 0.25 s, first step 1.75 s
-  life bb  world 2  restart 1  resumed at step 47, saved up to 47  steps 36.00 s
-saves 1, rescues 1, restarts 1 (median 12.00 s from step to step)
-wall 100.0 s: import 10.00 s, steps 66.00 s, evaluate 2.00 s, restore 0.25 s, first step 0.50 s, \
-detect 0.25 s, tear down 1.25 s, \
-rendezvous 1.50 s
-goodput 66.0% (time in steps / wall)
-"""
+def write(folder, *events):
+    text = "".join(json.dumps(event) + "\n" for event in events)
+    (folder / "ledger.jsonl").write_text(text)
+
+
+# Rank 0 of the first life is killed after step 48; steps 48 and 49 are lost, because a survivor saved 47.
+KILLED = (
+    {"t": 1000, "event": "life", "life": "aa", "world": 3, "restart": 0, "step": 0, "job": "j", "began": 990,
+     "import_s": 3, "join_s": 2, "load_s": 1, "restore_s": 0.5, "pids": [7, 8, 9],
+     "hosts": ["x", "y", "y"]},
+    {"t": 1002, "event": "first_step", "step": 1, "first_step_s": 2},
+    {"t": 1041, "event": "save", "step": 40, "save_s": 0.1},
+    {"t": 1050, "event": "steps", "at": 49, "steps_s": 24, "data_wait_s": 14, "evaluation_s": 9,
+     "save_stall_s": 1},
+    {"t": 1052, "event": "death", "rank": 0, "why": "was killed by SIGKILL"},
+    {"t": 1055, "event": "rescue", "step": 47, "rank": 2},
+    {"t": 1056, "event": "left", "life": "aa", "rank": 1, "stepped": 1049, "noticed": 1053},
+    {"t": 1057, "event": "left", "life": "aa", "rank": 2, "stepped": 1051, "noticed": 1052.5},
+    {"t": 1067, "event": "life", "life": "bb", "world": 2, "restart": 1, "step": 47, "job": "j",
+     "began": 1058, "import_s": 7, "restore_s": 0.25},
+    {"t": 1068, "event": "first_step", "step": 48, "first_step_s": 0.5},
+    {"t": 1090, "event": "steps", "at": 58, "steps_s": 20, "evaluation_s": 2},
+    {"t": 1091, "event": "done", "life": "bb", "step": 58})
+
+
+def test_each_second_is_in_one_bucket_also_those_of_a_life_whose_rank_0_was_killed(tmp_path):
+    write(tmp_path, *KILLED)
     facts = summarize(tmp_path)
-    assert facts["goodput"] == 0.66 and [life["world"] for life in facts["lives"]] == [4, 2]
+    assert {name: round(seconds, 6) for name, seconds in facts["buckets"].items()} == {
+        "start": 3.5 + 1.5 + 1 + 1.75, "import": 10, "rendezvous": 2, "load": 1, "restore": 0.75,
+        "data_wait": 14, "steps": 0.5 + 23 + 1 + 20, "evaluation": 11, "save_stall": 2, "rescue": 4.5,
+        "detection": 1.5, "down": 0, "redone": 2}
+    assert facts["wall_s"] == 101 and facts["goodput"] == facts["buckets"]["steps"] / 101
+
+
+def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
+    write(tmp_path, *KILLED)
+    assert main([str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert list(told) == ["wall_s", "buckets", "goodput", "lives", "deaths"]
+    (death,) = told["deaths"]
+    assert {key: death[key] for key in ("rank", "host", "pid", "cause")} == {
+        "rank": 0, "host": "x", "pid": 7, "cause": "was killed by SIGKILL"}
+    assert main([str(tmp_path), "--by-host"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("x: 1 processes in 2 lives, deaths 1") and "y: 2 processes" in lines[-2]
+
+
+@pytest.mark.parametrize("life", [
+    {"rank": 1, "event": "error", "why": "ValueError: broken jpeg 37"}, None])
+def test_who_raised_an_error_or_ended_without_a_word_is_dead(tmp_path, life):
+    events = [event for event in KILLED if event["event"] not in ("death", "done")]
+    lefts = [event for event in events if event["event"] == "left" and event["rank"] == 2]
+    events = [event for event in events if event["event"] != "left"]
+    write(tmp_path, *events[:4], *([{"t": 1051} | life] if life else []), *lefts, *events[4:])
+    causes = {death["rank"]: death["cause"] for death in summarize(tmp_path)["deaths"]}
+    assert set(causes) == {0, 1} and "without a word" in causes[0]
+    assert causes[1] == (life["why"] if life else causes[0])
+
+
+def test_a_run_that_was_done_and_is_started_again_tells_of_no_death(tmp_path):
+    again = {"t": 2000, "event": "life", "life": "cc", "world": 1, "step": 58, "job": "k", "began": 1999}
+    write(tmp_path, *KILLED[-4:], again)
+    facts = summarize(tmp_path)
+    assert facts["deaths"] == [] and facts["buckets"]["down"] == 1999 - 1091
+
+
+def random_events(draw, steady):
+    """What a run could leave that was killed, restarted and stopped, on machines whose clocks are set."""
+    t, step, events = 1000.0, 0, []
+    for number in range(draw.randint(1, 6)):
+        began, job = t + draw.random(), draw.choice("jk")
+        t = began + draw.random() * 5
+        laps = {name: draw.random() * 2 for name in ("import_s", "join_s", "load_s", "restore_s")}
+        life = {"t": t, "event": "life", "life": f"{number}", "world": 2, "step": step, "began": began,
+                "job": job, "pids": [1, 2], "hosts": ["x", "y"]} | laps
+        events.append(life if draw.random() < 0.9 else {**life, "began": None})
+        for _ in range(draw.randint(0, 5)):
+            step, t = step + draw.randint(0, 9), t + draw.random() * 9
+            name = draw.choice(["first_step", "steps", "steps", "save", "rescue", "left", "done", "death",
+                                "error"])
+            fields = {"at": step, "steps_s": draw.random() * 9, "data_wait_s": draw.random(), "why": "x",
+                      "stepped": t - draw.random(), "noticed": t - draw.random(), "rank": draw.randint(0, 2)}
+            events.append({"t": t, "event": name, "step": step, "life": life["life"],
+                           **{key: fields[key] for key in fields if draw.random() < 0.8}})
+            if not steady and draw.random() < 0.05:
+                t += draw.choice([-3600, 3600, -1, 0.5])  # a clock is set
+        step = max(0, step - draw.randint(0, 9))
+    return events
+
+
+def test_the_buckets_of_any_ledger_add_up_to_the_wall_time(tmp_path):
+    draw = random.Random(3)
+    for _ in range(400):
+        steady = draw.random() < 0.5
+        events = random_events(draw, steady)
+        lives_there = [event for event in events if event["event"] == "life"]
+        missing = draw.choice(lives_there) if draw.random() < 0.3 and len(lives_there) > 1 else None
+        lines = [json.dumps(event) for event in events if event is not missing]
+        if torn := draw.random() < 0.3 and events[-1]["event"] != "life":
+            lines[-1] = lines[-1][:draw.randint(1, 30)] if len(lines) > 1 else lines[-1]  # torn
+        (tmp_path / "ledger.jsonl").write_text("\n".join(lines))
+        facts = summarize(tmp_path)
+        assert min(facts["buckets"].values()) >= 0 and 0 <= (facts["goodput"] or 0) <= 1
+        assert abs(sum(facts["buckets"].values()) - facts["wall_s"]) < 1e-6
+        if steady and missing is None and len(lines) == len(events):
+            first, moments = events[0], [event["t"] for event in events[:-1 if torn else None]]
+            assert abs(facts["wall_s"] - (max(moments) - (first["began"] or first["t"]))) < 1e-6
+        assert "\n".join(report(tmp_path)) and "\n".join(by_host(tmp_path))
+
+
+def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
+    now = [5000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0] + 1e6)
+    clock = Clock("import")
+    clock.open(Ledger(tmp_path))
+    begun = now[0]
+    for step, _ in enumerate(clock.timed(range(40)), 1):
+        now[0] += 0.5
+        clock.stepped(step)
+        now[0] += 0.25  # a save
+    now[0] += 3
+    clock.evaluated()
+    clock.close()
+    events = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    total = Counter()
+    for event in events[1:]:
+        total.update({name: value for name, value in event.items() if name.endswith("_s")})
+    assert total == {"steps_s": 39 * 0.5, "save_stall_s": 40 * 0.25, "evaluation_s": 3}
+    assert events[0]["event"] == "first_step" and events[-1]["t"] == now[0] + 1e6
+    gaps = [b["t"] - a["t"] for a, b in zip(events, events[1:], strict=False)][:-2]
+    assert max(gaps) <= 1.5 and now[0] - begun > 30, "a kill would lose more than a step or 1 % of this life"
 
 
 def the_gap(tmp_path, *between, **second):

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import stat
 import struct
 import subprocess
@@ -276,13 +277,11 @@ def on_a_terminal(tmp_path, columns, rows=24):
 
 @pytest.mark.parametrize(("columns", "rows"), [(0, 24), (80, 0), (0, 0)])
 def test_a_terminal_that_reports_a_width_or_height_of_0_shows_the_bar_as_one_of_80(tmp_path, columns, rows):
-    pytest.importorskip("tqdm")
     last = on_a_terminal(tmp_path, columns, rows).split("\r")[-2]
     assert last.startswith("100%|██████████| epoch 1/3  step 2000/2000") and len(last.rstrip()) <= 80
 
 
 def test_a_terminal_shows_a_bar_with_notes_above_it_and_a_file_shows_lines(tmp_path, run):
-    pytest.importorskip("tqdm")
     shown = on_a_terminal(tmp_path, 120)
     last = shown.split("\r")[-2]
     assert last.startswith("100%|██████████| epoch 1/3  step 2000/2000  eta 0:00:00") and "samples/s" in last
@@ -291,18 +290,37 @@ def test_a_terminal_shows_a_bar_with_notes_above_it_and_a_file_shows_lines(tmp_p
     assert plain.count("\n") == 2002 and "|" not in plain and "\r" not in plain
 
 
+def test_a_bar_that_is_not_full_goes_away_and_shows_world_lives_and_lost_steps(tmp_path, monkeypatch, capsys):
+    with log_for(options(tmp_path, progress="on"), total_steps=9) as log:
+        log.start([], world=2, lives=3, lost=4)
+        log.step(State(1, 0, 64), {"loss": 1.0, "lr": 0.1})
+        shown = capsys.readouterr().out
+    assert shown.startswith("\r 11%|█         | epoch 1/3  step 1/9  eta ") and "lr" not in shown
+    assert shown.endswith("samples/s  world 2  lives 3  lost 4")
+    assert screen(shown + capsys.readouterr().out) == [""]
+
+
+def screen(text):
+    """The lines that a terminal shows after it was sent this text."""
+    lines, column = [[]], 0
+    for part in re.findall(r"\x1b\[K|.", text, re.DOTALL):
+        if part == "\n":
+            lines.append([])
+        elif part == "\r":
+            column = 0
+        elif part == "\x1b[K":
+            del lines[-1][column:]
+        else:
+            lines[-1][column:column + 1] = part
+            column += 1
+    return ["".join(line).rstrip() for line in lines]
+
+
 def test_a_text_the_terminal_cannot_spell_is_escaped_not_lost(run):
     program = PROGRAM.replace('"half way and more"', r'"caf\xe9 \udcff"')
     done = run("a", "off", program, stdout=subprocess.PIPE,
                env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
     assert done.returncode == 0 and b"caf\\xe9 \\udcff\n" in done.stdout and b"step 2000/2000" in done.stdout
-
-
-def test_a_missing_tqdm_costs_a_note(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    life(options(tmp_path, progress="on"), 0, 1)
-    out = capsys.readouterr().out.splitlines()
-    assert "tqdm is not installed" in out[0] and out[1].startswith("epoch 1/3  step 1")
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------

@@ -1,0 +1,117 @@
+"""Curves elsewhere: RUN/tb for TensorBoard, and a person's own function (--log-to) for any other tracker.
+
+A thread does it: importing TensorBoard takes seconds, and no step should wait for a tracker.
+"""
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+
+from common.errors import UserError, one_line
+from common.ledger.lines import replace_json
+from common.ledger.metrics import kind_of
+from common.options import call_user
+
+
+class Board:
+    """Call put() with each row of metrics.jsonl, and close() at the end."""
+
+    def __init__(self, opts, step, note):
+        self.folder, self.step, self.note = os.path.join(opts.run_dir, "tb"), step, note
+        self.queue, self.thread = queue.SimpleQueue(), None
+        self.curves = opts.tensorboard
+        self.tracker = Tracker(opts.run_dir, opts.log_to) if opts.log_to else None
+        if self.curves and os.path.islink(self.folder):
+            raise UserError(f"{self.folder} is a link; it is not followed\nremove it")
+        if self.tracker:
+            self._start()  # a row may have been written, but not told
+
+    def put(self, line, facts=()):
+        """`facts` are for TensorBoard only."""
+        if not self.curves and not self.tracker:
+            return
+        if self.thread is None:  # not earlier: a finished run with nothing to add imports nothing
+            self._start()
+        if self.thread.is_alive():
+            self.queue.put((time.time(), line, dict(facts)))
+
+    def close(self):
+        if self.thread is not None:
+            self.queue.put(None)
+            self.thread.join(10)  # a rescue has little time; metrics.jsonl has all of it
+
+    def _start(self):
+        self.thread = threading.Thread(target=self._work, daemon=True, name="tensorboard")
+        self.thread.start()
+
+    def _work(self):
+        if self.tracker:
+            self.tracker.catch_up(self.note)
+        try:
+            with contextlib.ExitStack() as closing:
+                writer = None
+                while item := self.queue.get():
+                    when, line, facts = item
+                    if self.tracker:
+                        self.tracker.tell(line, self.note)
+                    if self.curves:
+                        writer = writer or closing.enter_context(self._open())
+                        self._draw(writer, when, line, facts)
+        except ImportError:
+            self.note("tensorboard is not installed: no curves "
+                      "(pip install tensorboard, or --no-tensorboard)")
+        except Exception as error:  # a full disk, say
+            self.note(f"{self.folder} cannot be written ({error}); training continues without curves")
+
+    def _open(self):
+        from torch.utils.tensorboard import SummaryWriter
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)
+        # TensorBoard then drops the later points of earlier lives.
+        writer = SummaryWriter(self.folder, purge_step=self.step + 1)
+        for entry in os.scandir(self.folder):
+            if entry.is_file(follow_symlinks=False):
+                os.chmod(entry.path, 0o600)
+        return writer
+
+    def _draw(self, writer, when, line, facts):
+        for name, value in line.items():
+            if name not in ("step", "epoch") and isinstance(value, int | float):
+                tag = name.replace("_", "/", 1) if name.startswith("val_") else f"train/{name}"
+                writer.add_scalar(tag, value, line["step"], when)
+        for name, value in facts.items():
+            writer.add_scalar(f"run/{name}", value, line["step"], when)
+        if self.queue.empty():
+            writer.flush()  # a kill costs each curve one point at most
+
+
+class Tracker:
+    """Calls a person's function with each row of metrics.jsonl, in order and once.
+
+    RUN/log-to.json holds the last steps it was called with. A row that a killed process wrote and did not
+    tell is told by the next life.
+    """
+
+    def __init__(self, run_dir, spec):
+        self.rows, self.path = os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "log-to.json")
+        self.spec, self.told = spec, {"train": -1, "val": -1}
+        with contextlib.suppress(OSError, ValueError), open(self.path) as file:
+            self.told |= {kind: step for kind, step in json.load(file).items() if isinstance(step, int)}
+
+    def catch_up(self, note):
+        with contextlib.suppress(OSError), open(self.rows, "rb") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):
+                    self.tell(json.loads(line), note)
+
+    def tell(self, line, note):
+        if self.spec is None or line["step"] <= self.told[kind_of(line)]:
+            return
+        try:
+            call_user(self.spec, dict(line))
+            self.told[kind_of(line)] = line["step"]
+            replace_json(self.path, self.told)
+        except Exception as error:
+            note(f"--log-to {self.spec}: {one_line(error)}; it is called again in the next life")
+            self.spec = None

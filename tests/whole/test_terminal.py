@@ -1,0 +1,71 @@
+"""What a person sees: a first line at once, one bar that nothing tears, and each death in one sentence."""
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+
+from jobs import PACED, ROOT, until, wait_for
+from test_log import screen
+
+
+def test_the_first_line_comes_before_torch_is_imported(tmp_path):
+    job = subprocess.Popen([sys.executable, ROOT / "train_ddp.py", "--run-dir", tmp_path / "run"],
+                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert job.stdout.readline().startswith(f"{tmp_path}/run: starting")
+        with open(f"/proc/{job.pid}/maps") as file:
+            assert "libtorch" not in file.read()
+    finally:
+        job.kill()
+        job.communicate()
+
+
+class Terminal:
+    """Of 200 columns; `text` is all that was written to it."""
+
+    def __enter__(self):
+        self.ours, self.theirs = pty.openpty()
+        fcntl.ioctl(self.theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 200, 0, 0))
+        self.parts = []
+        self.reader = threading.Thread(target=self._read)
+        self.reader.start()
+        return self
+
+    def __exit__(self, *_):
+        os.close(self.theirs)
+        self.reader.join()
+        os.close(self.ours)
+        self.text = b"".join(self.parts).decode()
+
+    def _read(self):
+        with contextlib.suppress(OSError):  # EIO: the other end is closed
+            while part := os.read(self.ours, 1 << 16):
+                self.parts.append(part)
+
+
+def test_kills_leave_one_bar_that_is_not_torn_and_a_sentence_for_each_death(jobs, tmp_path):
+    run, pids = tmp_path / "run", []
+    with Terminal() as terminal:
+        (jobs.folder / f"output-{jobs.count + 1}").symlink_to(os.ttyname(terminal.theirs))
+        job = jobs.start(ROOT / "launch/warm.py", "--nproc", 2, ROOT / "train_ddp.py", *PACED, "--epochs=3",
+                         "--run-dir", run, TERM="xterm", PACE="0.02")
+        for life in (0, 1):
+            pids.append(wait_for(run, 6 + 8 * life, life)["pids"][life])
+            assert jobs.kill(pids[-1])
+        until(lambda: job.poll() is not None, "the end")
+    assert job.poll() == 0
+    lines = screen(terminal.text)
+    bars = [line for line in lines if "%|" in line]
+    assert len(bars) == 1, lines
+    assert re.match(r"100%\|█{10}\| epoch 3/3  step 33/33  eta 0:00:00  loss ", bars[0]), bars
+    assert re.search(r"samples/s  world 2  lives 3  lost \d$", bars[0]), bars
+    for rank, pid in enumerate(pids):
+        sentence = (rf"rank {rank} \(pid {pid}\) was killed by SIGKILL; step \d+ saved by rank {1 - rank}; "
+                    r"training again after \d+\.\d s")
+        assert sum(bool(re.fullmatch(sentence, line)) for line in lines) == 1, lines
