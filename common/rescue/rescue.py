@@ -10,7 +10,6 @@ the watchdog: no process has died, but none makes progress. All three lead to `_
 import contextlib
 import functools
 import os
-import re
 import select
 import signal
 import sys
@@ -23,7 +22,8 @@ import torch
 
 from common.errors import UserError, say
 from common.ledger import Ledger
-from common.options import end_of, machine_id
+from common.options import machine_id
+from common.rescue.death import dead_peer, in_words
 from common.rescue.watchdog import Watchdog
 from common.world import WATCHED, World
 
@@ -32,7 +32,6 @@ STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STEP_SECONDS = 10.0        # a signalled main thread may take to the end of its step; the agent kills after 30
 WATCH_EVERY_SECONDS = 1.0  # the thread looks at the watchdog
 AGENT_SECONDS = 2.0        # after a peer's death: the agent's SIGTERM tells a planned change of the world
-ZOMBIE_SECONDS = 0.05      # from a connection's end until the process behind it tells how it ended
 STOPPED = 143
 UNSAVED, BROKEN, FENCED = 4, 5, 6    # exit codes: saves fail; not to be saved; the run is another job's
 
@@ -121,7 +120,7 @@ class Rescue:
         note = functools.partial(self.ledger.event, life=self.world.life, step=self.state.step,
                                  rank=self.world.rank)
         if hung or error and not peer:
-            note("hang" if hung else "error", why="no progress" if hung else _in_words(error))
+            note("hang" if hung else "error", why="no progress" if hung else in_words(error))
         text, saved, code = self._save("hang" if hung else type(error).__name__ if error else asked)
         if asked and not error:
             note("stop", why=asked)
@@ -130,7 +129,7 @@ class Rescue:
         elif known:
             self._say_once(saved and text, saved)  # the error itself is printed at the process's end
         else:
-            cause = peer or f"rank {self.world.rank}: {'hung' if hung else _in_words(error)}"
+            cause = peer or f"rank {self.world.rank}: {'hung' if hung else in_words(error)}"
             self._say_once(f"{cause}; {text}", saved or not (peer or hung))
         if error and not peer and (known or not self.asked):
             return self._sign_off()
@@ -154,16 +153,11 @@ class Rescue:
         """None, or if the error reports another process's end: which one, and how it ended if known here."""
         if not self.world.lost_a_peer(error):
             return None
-        deadline = time.monotonic() + ZOMBIE_SECONDS
-        while time.monotonic() < deadline:
-            here = [(rank, pid) for rank, (pid, machine) in enumerate(self.places) if machine == machine_id()]
-            ends = [(rank, pid, how) for rank, pid in here if (how := end_of(pid))]
-            if ends:
-                rank, pid, how = next((end for end in ends if "killed" in end[2]), ends[0])
-                self.dead = {"rank": rank, "why": how}
-                return f"rank {rank} (pid {pid}) {how}"
-            time.sleep(0.002)
-        return f"a peer is gone ({_in_words(error)})"
+        if end := dead_peer(self.places):
+            rank, pid, how = end
+            self.dead = {"rank": rank, "why": how}
+            return f"rank {rank} (pid {pid}) {how}"
+        return f"a peer is gone ({in_words(error)})"
 
     def _await_the_agent(self):
         """Waits for a signal: leaving before it would count a planned change of the world as a failure."""
@@ -238,14 +232,3 @@ class Rescue:
 
 def _do_nothing(number, frame):
     """With any handler, Python writes the signal's number to the wakeup pipe that `_watch` reads."""
-
-
-def _in_words(error):
-    """One line that names the cause; for an error in a loading process, the last line of its traceback."""
-    lines = str(error).strip().splitlines() or [""]
-    if isinstance(error, UserError):
-        return lines[0]
-    if "Original Traceback" in str(error):
-        return lines[-1][:120]
-    first = re.sub(r"^\[\S+\] ", "", lines[0])  # gloo begins with a path
-    return f"{type(error).__name__}: {first}"[:120]
