@@ -33,7 +33,8 @@ class Log:
         self.console = Console(opts, state_step, total_steps)
         self.metrics = Metrics(opts.run_dir, state_step, self.note)
         self.board = Board(opts, state_step, self.note)
-        self.clock, self.facts = None, {}
+        self.clock: Clock | None = None
+        self.facts: dict[str, int] = {}
         for record in records:
             if record.get("step", state_step + 1) <= state_step:
                 self._keep(record)
@@ -74,10 +75,10 @@ class Log:
         if self.total:
             left = (self.total - state.step) * (now - self.began) / max(1, state.step - self.first)
             where += f"/{self.total}  eta {timedelta(seconds=round(max(0, left)))}"
-        where = [f"epoch {state.epoch + 1}/{self.opts.epochs}", where]
+        head = [f"epoch {state.epoch + 1}/{self.opts.epochs}", where]
         short = [parts[name] for name in parts if name != "lr"]
-        self.console.step(state.step, "  ".join([*where, *parts.values()]), "  ".join(
-            [*where, *short, *(f"{name} {value}" for name, value in self.facts.items())]))
+        self.console.step(state.step, "  ".join([*head, *parts.values()]), "  ".join(
+            [*head, *short, *(f"{name} {value}" for name, value in self.facts.items())]))
 
     def evaluation(self, state: Any, metrics: Mapping[str, Any]) -> None:
         """Log an evaluation, as {"val_acc", "val_loss"}."""

@@ -25,8 +25,8 @@ MOST_NAMES = 14          # that one door hands out
 # These alone say torch.distributed, and these alone read os.environ.
 COLLECTIVE = {"world/world", "world/join", "world/rendezvous", "training/prepare", "training/bitwise/sums",
               "pipeline/split", "pipeline/transfer"}
-ENVIRON = {"errors", "options/environment", "options/options", "options/process", "ledger/console", "world/world",
-           "world/join", "world/rendezvous", "world/determinism", "rescue/rescue"}
+ENVIRON = {"errors", "options/environment", "options/options", "options/process", "ledger/console",
+           "world/world", "world/join", "world/rendezvous", "world/determinism", "rescue/rescue"}
 TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common",
              "launch", "tests"}
 MADE_BY_USE = {"runs", "data", "__pycache__"}
