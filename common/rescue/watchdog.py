@@ -2,11 +2,9 @@
 
 A thread looks once a second, so a step pays nothing. The run hangs when no rank makes progress; a rank that
 waits for another's evaluation or for a slow disk does not hang. Three things can hang: the main thread
-(this thread notices); the whole process in C code that holds Python's lock (faulthandler's C thread prints
-the stacks and exits); a stopped or disconnected process (its peers notice, the agent kills it).
+(this thread notices); the whole process in C code that holds Python's lock (guard.py ends it); a stopped
+or disconnected process (its peers notice, the agent kills it).
 """
-import contextlib
-import faulthandler
 import os
 import signal
 import statistics
@@ -16,11 +14,13 @@ import time
 import traceback
 from pathlib import Path
 
+from common.rescue.guard import Guard
+
 LEAST_LIMIT_SECONDS = 60.0     # without progress: the hang limit, or
 LIMIT_STEPS = 20               # so many median steps, if that is longer
 OPENING_SECONDS = 600.0        # the limit before the first step, which may compile
 STORE_TRIES = 5                # in a row that rank 0's store may not answer
-LOCKED_LIMITS = 10             # without any Python thread, then C code exits; debuggers may stop a process
+LOCKED_LIMITS = 2              # without any Python thread: then guard.py ends this process
 LATE_SECONDS = 1.5             # between two beats: more means that this process did not run
 SILENT_SECONDS = 2.0           # without a sign of life: a process with a core to spare is faster
 STRAGGLER_RATIO = 2.0          # own work of a straggler, compared with the others' median
@@ -36,7 +36,7 @@ class Watchdog:
         self.progress, self.first_progress = state.progress, None  # at the last beat, before the first move
         self.beaten = self.moved = self.others_moved = time.monotonic()  # the latest beat and moves
         self.steps = []  # (moment, step) of the latest beats that found progress
-        self.lock, self.stopped = threading.Lock(), threading.Event()
+        self.lock, self.stopped, self.guard = threading.Lock(), threading.Event(), Guard()
         self.views, self.heard = [], {}  # what each rank wrote last, and when that changed
         self.named, self.thread = -STRAGGLER_EVERY_SECONDS, None  # the moment a straggler was named
         if world.size > 1:
@@ -60,10 +60,7 @@ class Watchdog:
         with self.lock:
             if self.stopped.is_set():
                 return None
-            # suppressed: no stderr to write the stacks to
-            with contextlib.suppress(ValueError, OSError, RuntimeError, AttributeError):
-                # set again each second: it exits if no Python thread can
-                faulthandler.dump_traceback_later(LOCKED_LIMITS * self.limit + 1, exit=True)
+            self.guard.beat(LOCKED_LIMITS * self.limit + 1)
         if self.state.progress != self.progress:
             if self.first_progress is None:
                 self.first_progress = self.progress
@@ -80,7 +77,6 @@ class Watchdog:
 
     def pause_process(self):
         """Ctrl-Z: stops this process until `fg`, which is no hang. Call on the thread that beats."""
-        faulthandler.cancel_dump_traceback_later()
         os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(0.1)  # the process stops somewhere in here
         self.moved = self.beaten = time.monotonic()
@@ -89,7 +85,7 @@ class Watchdog:
         """From now on nothing here ends this process."""
         with self.lock:
             self.stopped.set()
-            faulthandler.cancel_dump_traceback_later()
+            self.guard.stop()
         if self.thread:
             self.thread.join(patience)  # a thread that wakes in a dying interpreter aborts it
 

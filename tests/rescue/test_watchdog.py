@@ -50,7 +50,7 @@ def test_the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_fi
 
 
 def hold_a_lock_in_c(world):
-    """No Python of this process runs any more; only faulthandler's own thread is left."""
+    """No Python of this process runs any more."""
     import ctypes
     import tempfile
     with tempfile.TemporaryFile() as errors:
@@ -69,7 +69,7 @@ def hold_a_lock_in_c(world):
 
 def test_a_lock_held_in_c_ends_the_process_with_its_stacks():
     ((code, text),) = fork_ranks(1, hold_a_lock_in_c)
-    assert code == 1 and "hold_a_lock_in_c" in text
+    assert code == -signal.SIGABRT and "hold_a_lock_in_c" in text
 
 
 def one_is_stopped(world):
