@@ -319,10 +319,10 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
 
 def test_a_rescue_does_not_wait_until_the_save_before_it_was_read_back(run):
     def live(world):
-        def read_for_ever(*args, seen, **kwargs):
+        def read_for_ever(*args, moved, **kwargs):
             reading.set()
             while True:
-                seen("", 0, b"")
+                moved()
                 time.sleep(0.01)
 
         reading, common.checkpoint.commit.verify = threading.Event(), read_for_ever
