@@ -40,7 +40,7 @@ def main(opts):
                            slices=opts.virtual_ranks)
     net = prepare(build_model(opts, data), opts, world, data)
     clock.lap("load")
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name)
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine

@@ -32,7 +32,7 @@ def main(opts):
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
     net = prepare(build_model(opts, data), opts, world, data)
     clock.lap("load")
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name)
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine

@@ -41,7 +41,8 @@ def main(opts):
     net = model.net  # this rank's stages, so that the optimizer holds their weights alone
     clock.lap("load")
     # --clip-grad-norm and --amp fp16 look at all stages
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), model.norm, world.all_sum)
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), model.norm, world.all_sum,
+                       order.name)
     ledger = Ledger(opts.run_dir)
     audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)  # one a pipeline
     store = open_store(opts, world, data.fingerprint, ledger)

@@ -1,9 +1,8 @@
 """Which sample, when: the order of an epoch as a formula, and its split over ranks.
 
-A shuffled list of a billion indices takes minutes and gigabytes, and a restart must know how far down it a
-dead process was. Here `permute(position, n, seed, epoch)` computes the sample at any position directly, so
-one integer is the whole data state of a training: the number of samples of this epoch it has trained on. A
-restart at another world size continues at that integer and sees exactly the samples that are left.
+A shuffled list of a billion indices takes minutes and gigabytes. Here `permute(position, n, seed, epoch)`
+computes the sample at any position, so one integer is the whole data state of a training: the number of
+samples of this epoch it has trained on. A restart at another world size continues at that integer.
 """
 import contextlib
 import hashlib
@@ -13,6 +12,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -22,14 +22,14 @@ from common.errors import UserError
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6               # fewer are visibly not random (a test shows it); 6 look like torch.randperm
 WINDOW = 8192            # positions per call of permute: hides torch's cost per call, fits the L2 cache
+GROUPS_MIXED = 16        # at least so many groups, and about WINDOW samples, are shuffled with each other
 LARGEST = 1 << 62        # samples: both halves of a position are below 2**31, so products fit in int64
 
 
 def hash_seed(*key: Any) -> int:
     """Return 32 bits that depend on every part of the key, the same on every machine.
 
-    numpy's and torch's integers count as Python's. 32 bits, because torch's CPU generator ignores the upper
-    half of a seed.
+    numpy's and torch's integers count as Python's. torch's CPU generator ignores the upper half of a seed.
     """
     plain = tuple(operator.index(part) if hasattr(part, "__index__") else part for part in key)
     return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=4).digest(), "little")
@@ -38,8 +38,7 @@ def hash_seed(*key: Any) -> int:
 def mix(x: Tensor) -> Tensor:
     """Scramble the 32-bit numbers in an int64 tensor, in place and one to one: each bit changes all others.
 
-    The integer hash "lowbias32" with later constants (C. Wellons, T. Iron Born: hash-prospector). Both
-    constants are below 2**31, so that their product with a 32-bit number fits in int64.
+    The hash "lowbias32" (hash-prospector) with constants below 2**31: their products fit in int64.
     """
     x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK32)
     x.bitwise_xor_(x >> 15).mul_(0x735A2D97).bitwise_and_(MASK32)
@@ -67,11 +66,8 @@ def _permute_grid(x, rows, columns, keys):
     return row.mul_(columns).add_(column)
 
 
-def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: int) -> Tensor:
-    """Return the ids at these positions of the shuffled epoch: a permutation of 0..n-1 without a list.
-
-    Memory and time depend on the number of positions, never on n.
-    """
+def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: Any) -> Tensor:
+    """Return the ids at these positions of the shuffled epoch; n costs neither memory nor time."""
     if not 0 < n <= LARGEST:
         raise ValueError(f"cannot permute {n} samples: 1 to 2**62 are possible")
     if isinstance(positions, range):
@@ -94,11 +90,68 @@ def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: int
     return x
 
 
-def uniforms(ids: list[int] | Tensor, seed: int, epoch: int, count: int) -> Tensor:
-    """Return float32 [len(ids), count] in [0, 1): a pure function of (seed, epoch, id, column).
+class Order:
+    """Which sample comes at which position of an epoch: shuffled, as a dataset's groups or weights say.
 
-    Augmentation drawn from it is the same at any world size, batch size and number of workers.
+    `groups`: sizes of shards. They are shuffled, then the samples inside windows of some groups. `weights`:
+    sample i comes n * weight / sum times an epoch, or up to two times more or less: the weights lie on a line
+    that is cut into n equal parts, and each position draws a point of one part.
     """
+
+    def __init__(self, n: int, seed: int, groups: Any = None, weights: Any = None) -> None:
+        self.n, self.seed, self.epoch, self.name = n, seed, -1, ""
+        given = {"groups": groups, "weights": weights}
+        self.facts = {kind: _numbers(kind, facts, n) for kind, facts in given.items() if facts is not None}
+        if len(self.facts) > 1:
+            raise UserError("the dataset has `groups` and `weights`\ngive it one of them")
+        for kind, numbers in self.facts.items():
+            self.name = f"{kind}-{hashlib.sha256(numbers.numpy()).hexdigest()[:12]}"
+            units = (numbers / numbers.max() * 2**30).ceil().long()
+            self.line = units.cumsum(0)  # of integers: the same on every machine
+
+    def ids(self, positions: Tensor, epoch: int) -> Tensor:
+        """The samples at these positions."""
+        if "weights" in self.facts:
+            return self._weighted(permute(positions, self.n, self.seed, epoch), epoch)
+        return self._grouped(positions, epoch) if self.facts else permute(positions, self.n, self.seed, epoch)
+
+    def _grouped(self, positions, epoch):
+        if epoch != self.epoch:  # O(groups), once an epoch
+            sizes, count = self.facts["groups"].long(), len(self.facts["groups"])
+            windows = max(1, count // max(GROUPS_MIXED, -(-WINDOW * count // self.n)))
+            order = permute(range(count), count, self.seed, ("groups", epoch))
+            self.epoch, self.ends = epoch, sizes[order].cumsum(0)  # the position after each group
+            self.window_ends = self.ends[torch.arange(windows + 1) * count // windows - 1]
+            self.window_ends[0] = 0
+            self.moves = sizes.cumsum(0)[order] - self.ends  # from a position to its sample
+        x = positions.clone()
+        of_window = torch.searchsorted(self.window_ends, x, right=True)
+        for window in of_window.unique().tolist():
+            begin, end = self.window_ends[window - 1:window + 1].tolist()
+            inside = of_window == window
+            x[inside] = begin + permute(x[inside] - begin, end - begin, self.seed, ("window", epoch, window))
+        return x + self.moves[torch.searchsorted(self.ends, x, right=True)]
+
+    def _weighted(self, part, epoch):
+        line, keys = int(self.line[-1]), [hash_seed("draw", self.seed, epoch, half) for half in range(2)]
+        begin, end = (k * (line // self.n) + k * (line % self.n) // self.n for k in (part, part + 1))
+        point = begin + (mix(mix(part ^ keys[0]) ^ keys[1]) * (end - begin) >> 32)
+        return torch.searchsorted(self.line, point, right=True)
+
+
+def _numbers(kind, given, n):
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        found = torch.as_tensor(given, dtype=torch.float64).flatten().clone()
+        sizes = kind == "groups" and found.sum() == n and (found == found.round()).all()
+        fits = sizes or kind == "weights" and len(found) == n < 2**31
+        if fits and found.min() >= 0 < found.max() < 2**60:
+            return found
+    raise UserError(f"the attribute `{kind}` does not fit a dataset of {n:,} samples\n"
+                    "wanted: groups, sizes that add up to that; or weights, a number from 0 for each sample")
+
+
+def uniforms(ids: list[int] | Tensor, seed: int, epoch: int, count: int) -> Tensor:
+    """Return float32 [len(ids), count] in [0, 1): a pure function of (seed, epoch, id, column)."""
     ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
     out = torch.empty(len(ids), count)
     for column in range(count):
@@ -126,17 +179,15 @@ class ElasticSampler(Sampler):
         loader = DataLoader(dataset, batch_sampler=order, num_workers=2)
         order.set_epoch(epoch, position)  # position: samples of this epoch that all ranks have trained on
 
-    Global batches do not depend on the world; the world only cuts them into shares. No sample is padded or
-    dropped: the last global batch may be short, and a list is empty where a batch has fewer samples than
-    there are ranks. Iterating never moves `position`, because samples fetched ahead are not trained on yet:
-    the training loop counts, and passes its count to set_epoch. (torch's default collate_fn cannot make a
-    batch of an empty list; common/data has one that can.)
+    The world only cuts global batches into shares. No sample is padded or dropped: the last global batch may
+    be short, and a list is empty where a batch has fewer samples than there are ranks. Iterating never moves
+    `position`: samples fetched ahead are not trained on yet. Attributes `groups` and `weights` of the dataset
+    change the order.
     """
 
     def __init__(self, length_or_dataset: Any, global_batch_size: int, rank: int = 0, world: int = 1,
                  seed: int = 0, shuffle: bool = True, slices: int = 0) -> None:
-        sized = hasattr(length_or_dataset, "__len__")
-        self.length = len(length_or_dataset) if sized else operator.index(length_or_dataset)
+        self.length = (len if hasattr(length_or_dataset, "__len__") else operator.index)(length_or_dataset)
         self.global_batch_size, self.rank, self.world = global_batch_size, rank, world
         self.seed, self.shuffle, self.slices = seed, shuffle, slices
         if not 0 < self.length <= LARGEST:
@@ -148,6 +199,9 @@ class ElasticSampler(Sampler):
         if slices and world > slices:
             raise UserError(f"{world} processes, but each global batch has {slices} slices "
                             f"(--virtual-ranks {slices})\nstart at most {slices} processes")
+        self.order = Order(self.length, seed, getattr(length_or_dataset, "groups", None),
+                           getattr(length_or_dataset, "weights", None))
+        self.name = self.order.name
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
@@ -176,7 +230,7 @@ class ElasticSampler(Sampler):
                 mine = share(size, self.rank, self.world, self.slices)
             starts = torch.arange(start, start + count * size, size)
             positions = starts[:, None] + torch.arange(mine.start, mine.stop)
-            ids = permute(positions.flatten(), self.length, self.seed, epoch) if self.shuffle else positions
+            ids = self.order.ids(positions.flatten(), epoch) if self.shuffle else positions
             yield from ids.reshape(count, len(mine)).tolist()
             start, count = start + count * size, count * 2
 
@@ -184,21 +238,13 @@ class ElasticSampler(Sampler):
 @contextlib.contextmanager
 def seeded(*key: Any) -> Iterator[None]:
     """Inside the block, the CPU generators of torch, random and numpy are seeded by `key`; then restored."""
-    try:
-        import numpy
-        arrays: Any = numpy.random
-    except ImportError:  # torch works without numpy, and so does this
-        arrays = None
-    saved = torch.get_rng_state(), random.getstate(), arrays and arrays.get_state()
-    seed = hash_seed(*key)
+    saved, seed = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()), hash_seed(*key)
     try:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
         random.seed(seed)
-        if arrays:
-            arrays.seed(seed)
+        numpy.random.seed(seed)
         yield
     finally:
         torch.set_rng_state(saved[0])
         random.setstate(saved[1])
-        if arrays:
-            arrays.set_state(saved[2])
+        numpy.random.set_state(saved[2])

@@ -187,7 +187,8 @@ def check_facts(facts, step):
             and isinstance(facts.get("scaler"), (dict, type(None)))
             and all(isinstance(record, dict) and type(record.get("step", 0)) is int for record in records)):
         raise Damaged(f"{STATE} has no best, record and scaler")
-    if not (isinstance(order, list) and [type(part) for part in order] in ([int, int], [str])):
+    kinds = [type(part) for part in order] if isinstance(order, list) else []
+    if kinds not in ([int, int], [int, int, str], [str]):
         raise Damaged(f"{STATE} does not say in which order its position counts")  # older versions have none
     return facts
 

@@ -5,10 +5,9 @@
 import multiprocessing
 import os
 import sys
-from types import SimpleNamespace
+from pathlib import Path
 
-from common.data.pictures import complaint, imagefolder
-from common.errors import UserError
+from common.data.pictures import complaint
 
 
 def main(arguments):
@@ -17,13 +16,12 @@ def main(arguments):
     if len(folders) != 1 or len(arguments) != 2:
         print("usage: python -m common.data DIR --check", file=sys.stderr)
         return 2
-    try:
-        source = imagefolder(SimpleNamespace(data_dir=folders[0]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+    root, bad = Path(folders[0]), 0
+    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+    if not paths:
+        print(f"error: no image is below {root}, as {root}/train/CLASS/IMAGE.jpg", file=sys.stderr)
         return 2
-    paths = [path for part in (source.train, source.test) for path, _ in part.samples]
-    bad = 0
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         for text in filter(None, pool.imap(complaint, paths, chunksize=16)):
             bad += 1

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 from common.data.pictures import imagefolder
 from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.data.text import text
+from common.data.tokens import tokens
 from common.errors import UserError, did_you_mean, one_line
 from common.options import call_user
 
@@ -190,7 +191,7 @@ def count_classes(dataset):
 # ---- all of them ----
 DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10,
             "imagefolder": imagefolder, "sentiment": sentiment, "sentiment-large": sentiment_large,
-            "random": random_numbers, "text": text}
+            "random": random_numbers, "text": text, "tokens": tokens}
 
 
 def find_source(opts):
@@ -198,7 +199,7 @@ def find_source(opts):
     name, _, size = opts.dataset.partition(":")
     if ".py" in opts.dataset:
         return user_dataset(opts)
-    if name not in DATASETS or (size and name not in ("random", "text")):
+    if name not in DATASETS or (size and name not in ("random", "text", "tokens")):
         raise UserError(f"unknown dataset {opts.dataset!r}{did_you_mean(opts.dataset, DATASETS, 3)}\n"
                         f"there are {', '.join(DATASETS)}, and path/to/file.py:function")
     return DATASETS[name](opts)

@@ -99,6 +99,7 @@ class DatasetSplit:
     def __init__(self, dataset, name, source, seed, augment=None, plain=None):
         self.dataset, self.name, self.classes, self.seed = dataset, name, source.classes, seed
         self.augment, self.plain, self.shape = augment or plain, plain, None
+        self.groups, self.weights = getattr(dataset, "groups", None), getattr(dataset, "weights", None)
         x, _ = self.sample(0, 0, False)  # its shape and type are those of an empty share, too
         self.shape, self.dtype = tuple(x.shape), x.dtype
 
@@ -177,7 +178,6 @@ def as_input(x):
     return x.float() if x.is_floating_point() or x.dtype == torch.bool else x.long()
 
 
-# ---- loading ----
 def load_data(opts: Options, world: Any) -> Data:
     """The dataset that `opts.dataset` names; call on every rank, because of --download."""
     if opts.download:
@@ -201,6 +201,8 @@ def load_data(opts: Options, world: Any) -> Data:
     fingerprint = source.fingerprint or hash_splits(name, splits, source.classes, shapes[0])
     if callable(fingerprint):  # it takes long, and the ranks of a node see the same files
         fingerprint = world.once_per_node("fingerprint", fingerprint)
+    if order := ElasticSampler(splits[0], 1).name:
+        fingerprint = hashlib.sha256(f"{fingerprint} {order}".encode()).hexdigest()
     return Data(name, splits[0], splits[1], source.classes, shapes[0], source.vocab, fingerprint,
                 source.class_names)
 

@@ -14,50 +14,70 @@ MOST_PIXELS = 2**26  # of one image: a larger one is no photograph
 
 
 def imagefolder(opts):
-    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout: crops of 224x224 pixels."""
-    from torchvision import datasets, transforms
+    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout."""
+    from torchvision import datasets
     parts = []
-    for folder in (Path(opts.data_dir) / "train", Path(opts.data_dir) / "val"):
+    for folder in (Path(opts.data_dir, opts.train_folder), Path(opts.data_dir, opts.val_folder)):
         try:
             parts.append(datasets.ImageFolder(folder, loader=functools.partial(decode, folder=opts.data_dir)))
         except (OSError, RuntimeError) as error:
             raise UserError(f"dataset imagefolder: {folder}\n{one_line(error)}") from error
     if parts[0].classes != parts[1].classes:
         odd = sorted(set(parts[0].classes) ^ set(parts[1].classes))
-        raise UserError(f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
+        raise UserError(f"dataset imagefolder: {opts.train_folder} and {opts.val_folder} of {opts.data_dir} "
+                        "have different classes\n"
                         f"in one alone: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
-    whole = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
-    crop, flip = transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip()
-    augment = transforms.Compose([crop, flip, *whole])
-    plain = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), *whole])
-    return Source(*parts, classes=len(parts[0].classes), class_names=tuple(parts[0].classes), augment=augment,
-                  plain=plain, fingerprint=lambda: hash_files(parts))
+    return Source(*parts, classes=len(parts[0].classes), class_names=tuple(parts[0].classes),
+                  fingerprint=lambda: hash_files(parts), **squares(opts.image_size))
+
+
+def squares(size):
+    """The transforms of a picture, as torchvision's recipes have them: {"augment": ..., "plain": ...}."""
+    from torchvision import transforms
+    whole = [transforms.ToTensor(), in_colours,
+             transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    crop, flip = transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()
+    middle = [transforms.Resize(size * 256 // 224), transforms.CenterCrop(size)]
+    return {"augment": transforms.Compose([crop, flip, *whole]),
+            "plain": transforms.Compose([*middle, *whole])}
+
+
+def in_colours(x):
+    """Three channels of a picture that has one, as those of 16 bits have."""
+    return x if len(x) == 3 else x.expand(3, -1, -1)
 
 
 def decode(path, folder):
+    """The image in a file; a UserError names a file that holds none."""
+    try:
+        with open(path, "rb") as file:
+            return decoded(file, path)
+    except UserError as error:
+        raise UserError(f"{error}\nall such files: python -m common.data {folder} --check\n"
+                        "replace or remove it, then resume with --accept-data-change") from error
+
+
+def decoded(file, name):
+    """An open file's image in RGB; as floats from 0 to 1 if it has 16 bits, which convert() would make white.
+    """
     from PIL import Image
     try:
-        with Image.open(path) as image:
+        with Image.open(file) as image:
             if image.width * image.height > MOST_PIXELS:
-                raise UserError(f"{path} claims {image.width}x{image.height} pixels, over {MOST_PIXELS:,}\n"
-                                f"all such files: python -m common.data {folder} --check\n"
-                                "shrink or remove it, then resume with --accept-data-change")
-            if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+                raise UserError(f"{name} claims {image.width}x{image.height} pixels, over {MOST_PIXELS:,}")
+            if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
+                return image.convert("I").convert("F").point(lambda value: value * (1 / 65535) + 0)
+            if image.mode in ("I", "F"):
                 low, high = image.getextrema()
-                if low < 0 or high > 255:  # convert() would turn all values above 255 into white
-                    raise UserError(f"{path} holds values from {low:g} to {high:g}, not from 0 to 255\n"
-                                    f"all such files: python -m common.data {folder} --check\n"
-                                    "convert it, then resume with --accept-data-change; or write a "
-                                    "--dataset FILE.py:FUNCTION that returns floats")
+                if low < 0 or high > 255 or image.mode == "F" and high <= 1:  # which values are black, white?
+                    raise UserError(f"{name} holds values of 32 bits from {low:g} to {high:g}, not 0 to 255")
             return image.convert("RGB")
     except UserError:
         raise
     except Exception as error:  # PIL raises errors of many kinds for a broken file
         if getattr(error, "errno", None):
             raise  # a failing disk or network: a restart may help
-        raise UserError(f"{path} is not an image that can be read: {one_line(error)}\n"
-                        f"all such files: python -m common.data {folder} --check\n"
-                        "replace or remove it, then resume with --accept-data-change") from error
+        raise UserError(f"{name} is not an image that can be read: {one_line(error)}") from error
 
 
 def hash_files(parts):

@@ -31,13 +31,18 @@ class Windows:
         return tokens[:, :-1], tokens[:, 1:]
 
 
+def length_of(opts):
+    """LENGTH of `text:LENGTH`: how many tokens a sample has."""
+    name, _, size = opts.dataset.partition(":")
+    if size and not re.fullmatch("[1-9][0-9]{0,5}", size):
+        raise UserError(f"dataset {name}:{size}: the length of a sample is a number from 1 to 999999\n"
+                        f"for example {name}:{DEFAULT_LENGTH}")
+    return int(size or DEFAULT_LENGTH)
+
+
 def text(opts):
     """The file that --data-dir names."""
-    size = opts.dataset.partition(":")[2]
-    if size and not re.fullmatch("[1-9][0-9]{0,5}", size):
-        raise UserError(f"dataset text:{size}: the length of a sample is a number from 1 to 999999\n"
-                        f"for example text:{DEFAULT_LENGTH}")
-    length, path = int(size or DEFAULT_LENGTH), Path(opts.data_dir)
+    length, path = length_of(opts), Path(opts.data_dir)
     if not path.is_file():
         raise UserError(f"dataset text reads one file, but --data-dir {opts.data_dir} "
                         f"{'is a folder' if path.is_dir() else 'does not exist'}\n"
@@ -54,7 +59,8 @@ def text(opts):
     if (zeros := content.count(0)) > len(content) * MOST_ZEROS:
         raise UserError(f"dataset text: {path} is no text: {zeros:,} of its {len(content):,} bytes are 0, "
                         "as in numbers of 16 bits or more\n"
-                        "every byte is one token; give the text itself, not its tokens")
+                        "every byte is one token; for a file of tokens: "
+                        "--dataset tokens:LENGTH --data-dir FOLDER")
     tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     cut = len(content) - len(content) // TEST_PART
     parts = [Windows(part, length) for part in (tokens[:cut], tokens[cut:])]

@@ -1,4 +1,5 @@
 """Compares the samples each step was trained on with the order of an undisturbed run."""
+import functools
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -15,11 +16,10 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
     Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
     again. Missed: the notes exist, but lack the sample. A step that lacks samples where a rank has no notes
     (a file is gone, a life without --audit, another node's folder) is listed in "unproven", a key that exists
-    only if it is needed. What is expected follows from (n, seed, global batch size) and the step's number,
-    never from the notes.
+    only if it is needed. What is expected follows from (n, seed, global batch size), the data's groups or
+    weights and the step's number, never from the notes. Where weights say how often a sample comes, each time
+    counts.
     """
-    from common.sampler import permute  # here, because it imports torch
-
     folders = [Path(run_dir) / "audit" for run_dir in run_dirs]
     lives = lives_of(*run_dirs)
     if not any(path for folder in folders for path in folder.glob("life-*.jsonl")):
@@ -31,8 +31,9 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
     if lacks := {"n", "global_batch_size", "seed"} - set(first):
         raise UserError(f"{run_dirs[0]}: the first life lacks {sorted(lacks)}, from which the order follows")
     found: dict[str, Any] = {"missed": 0, "repeated": 0, "lost": lost, "redone": redone}
-    for step, epoch, batch, n in _planned([events[0] for events in lives], reached, explain):
-        expected = Counter(permute(batch, n, first["seed"], epoch).tolist())
+    ids_of = _orders(folders, first["seed"])
+    for step, epoch, batch, data in _planned([events[0] for events in lives], reached, explain):
+        expected = Counter(ids_of(*data, batch, epoch))
         trained = Counter(chain.get(step, ()))
         missed, repeated = (expected - trained).total(), (trained - expected).total()
         spans = next((spans for resumed, spans in reversed(makers) if resumed < step), [range(0)])
@@ -92,27 +93,48 @@ def _read_life(folders, life):
     return begun, done, spans
 
 
-def _planned(lives, steps, explain):
-    """Yield (step, epoch, positions, n) of each step of an undisturbed run; `lives` are the first events.
+def _orders(folders, seed):
+    """A function of (n, name of the order, positions, epoch) that returns ids."""
+    import torch  # here: other reports do without it
 
-    If a life found another number of samples than the life before, the epoch begins again. A run whose first
-    steps come from another folder resumes where it was told to; earlier steps are expected as if made here.
+    from common.sampler import Order
+
+    @functools.cache
+    def order(n, name):
+        files = [path for folder in folders for path in folder.glob(f"order-{name}.jsonl")] if name else []
+        facts = [{kind: record[kind] for kind in ("groups", "weights") if kind in record}
+                 for path in files for record in read(path)]
+        if name and not facts:
+            raise UserError(f"{folders[0]} has no order-{name}.jsonl, from which the order follows\n"
+                            "name the run folders of all machines")
+        return Order(n, seed, **(facts[0] if name else {}))
+
+    return lambda n, name, at, epoch: order(n, name).ids(torch.arange(at.start, at.stop), epoch).tolist()
+
+
+def _planned(lives, steps, explain):
+    """Yield (step, epoch, positions, data) of each step of an undisturbed run; `lives` are the first events.
+
+    `data` is (number of samples, name of their order). If a life found others than the life before, the epoch
+    begins again. A run whose first steps come from another folder resumes where it was told to; earlier steps
+    are expected as if made here.
     """
     first, changes = lives[0], {}
+    data = first["n"], first.get("order", "")
     for life in lives:
-        changes = {step: n for step, n in changes.items() if step <= life["step"]}  # later steps were undone
-        last = [first["n"], *changes.values()][-1]
-        if life.get("n", last) != last:
+        changes = {step: new for step, new in changes.items() if step <= life["step"]}  # others were undone
+        last = [data, *changes.values()][-1]
+        if (new := (life.get("n", last[0]), life.get("order", last[1]))) != last:
             changes.pop(life["step"], None)
-            changes[life["step"]] = life["n"]
-    n, batch, epoch, position = first["n"], first["global_batch_size"], 0, 0
+            changes[life["step"]] = new
+    batch, epoch, position = first["global_batch_size"], 0, 0
     for step in range(steps):
         if step == first["step"] > 0:
             epoch, position = first["epoch"], first["position"]
-        if position >= n:
+        if position >= data[0]:
             epoch, position = epoch + 1, 0
         if step in changes:
-            n, position = changes[step], 0
-            explain(f"after step {step}: epoch {epoch + 1} began again, with {n:,} samples")
-        yield step + 1, epoch, range(position, min(position + batch, n)), n
+            data, position = changes[step], 0
+            explain(f"after step {step}: epoch {epoch + 1} began again, with {data[0]:,} samples")
+        yield step + 1, epoch, range(position, min(position + batch, data[0])), data
         position += batch

@@ -95,6 +95,14 @@ class Ledger:
         if self.lines.path.exists():
             self.event("death", rank=rank, why=why, **fields)
 
+    def order(self, name: str, facts: dict[str, Any]) -> None:
+        """Notes once from what the order of samples follows, besides the seed: the audit needs it."""
+        path = self.lines.path.parent / "audit" / f"order-{name}.jsonl"
+        if name and not path.exists():
+            lines = Lines(path)
+            lines.append({"event": "order", **facts})
+            lines.close()
+
 
 class Audit:
     """What one rank trained on in one life: begin() before gradients are exchanged, done() after the update.

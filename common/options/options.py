@@ -53,9 +53,13 @@ class Options:
 
     model: str = fixed("net", NAME, "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, "
                        "or path/to/file.py:function", "model, data")
-    dataset: str = fixed("digits", NAME, f"{', '.join(DATASET_FLAGS)}, random:100x5, text:128, or "
-                         "path/to/file.py:function")
+    dataset: str = fixed("digits", NAME, f"{', '.join(DATASET_FLAGS)}, random:100x5, text:128, tokens:128, "
+                         "or path/to/file.py:function")
     data_dir: str = free("data", PATH, "where the dataset's files are")
+    train_folder: str = free("train", NAME, "folder of images, or shards, of DATA_DIR to train on")
+    val_folder: str = free("val", NAME, "the same, to evaluate on")
+    image_size: int = fixed(224, whole(8, 8192), "images become squares of so many pixels a side")
+    vocab_size: int = free(0, whole(0, 2**32), "different tokens of train.bin; 0: as its meta.json says")
     download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
     workers: int = free(None, whole(0, 256), "loading processes per rank for files (default: up to 4)")
     accept_data_change: bool = free(False, SWITCH, "resume although the data has changed; with another "

@@ -6,10 +6,12 @@ from common.errors import UserError, did_you_mean
 from common.options.flags import flag_of
 
 FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
+FOLDERS = ("data_dir", "workers", "train_folder", "val_folder", "image_size", *IMAGES)
 DATASET_FLAGS = {  # the flags that can take effect with this dataset, of those that depend on it
     "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
-    "imagefolder": ("data_dir", "workers", *IMAGES), "sentiment": (), "sentiment-large": (),
-    "random": ("mixup",), "text": ("data_dir",)}
+    "imagefolder": FOLDERS, "sentiment": (), "sentiment-large": (), "random": ("mixup",),
+    "text": ("data_dir",), "tokens": ("data_dir", "vocab_size")}
+SIZED = ("random", "text", "tokens")  # their names may end in :SIZE
 
 NOT_WITH_VIRTUAL_RANKS = {  # and why
     "--micro-batch-size": "a slice is one forward, so its size is already fixed",
@@ -20,15 +22,15 @@ NOT_WITH_VIRTUAL_RANKS = {  # and why
 def uses(dataset):
     """The flags of DATASET_FLAGS that can take effect with this dataset, or with a user's own function."""
     if ".py" in dataset:
-        return ("data_dir", "workers", *IMAGES)
+        return FOLDERS
     name, _, size = dataset.partition(":")
-    return DATASET_FLAGS.get(name if name in ("random", "text") else dataset, ())
+    return DATASET_FLAGS.get(name if name in SIZED else dataset, ())
 
 
 def check_together(opts):
     """Flags that contradict each other or cannot take effect together."""
     name, known, defaults = opts.dataset, uses(opts.dataset), type(opts)(dataset=opts.dataset)
-    idle = [f for f in FILES + IMAGES + ("workers",)
+    idle = [f for f in dict.fromkeys(FILES + FOLDERS + ("vocab_size",))
             if f not in known and getattr(opts, f) != getattr(defaults, f)]
     other = next((flag for flag in NOT_WITH_VIRTUAL_RANKS if getattr(opts, flag[2:].replace("-", "_"))), "")
     kinds = {device.partition(":")[0] for device in opts.devices}
@@ -100,6 +102,21 @@ def _refuse(*rules):
             raise UserError(message)
 
 
+def check_data(opts):
+    """The parts of a dataset that has two in its folder."""
+    kind, names = opts.dataset.partition(":")[0], (opts.train_folder, opts.val_folder)
+    for flag, name in zip(("--train-folder", "--val-folder"), names, strict=True):
+        folder = Path(opts.data_dir, name)
+        if kind == "imagefolder" and not folder.is_dir():
+            there = sorted(path.name for path in Path(opts.data_dir).glob("*") if path.is_dir())[:5]
+            raise UserError(f"dataset imagefolder: {folder} is not there\n"
+                            f"--data-dir must have {names[0]}/CLASS/IMAGE and {names[1]}/CLASS/IMAGE\n"
+                            f"or give {flag} NAME; its folders are {', '.join(there) or 'none'}")
+        if kind == "tokens" and not Path(opts.data_dir, f"{name}.bin").is_file():
+            raise UserError(f"dataset tokens: {folder}.bin is not there\n"
+                            "--data-dir must have train.bin and val.bin, as nanoGPT writes them")
+
+
 def check_places(opts):
     """The files and folders that flags name; checked without torch, before the processes meet."""
     run, own_folder = opts.run_dir, "\ngive the run a folder of its own"
@@ -115,10 +132,7 @@ def check_places(opts):
             raise UserError(f"--run-dir: {str(run)!r} is the root of the file system{own_folder}")
         if whole_path == Path(opts.data_dir).resolve():
             raise UserError(f"--run-dir: {str(run)!r} is also the data folder{own_folder}")
-        for folder in (Path(opts.data_dir, "train"), Path(opts.data_dir, "val")):
-            if opts.dataset == "imagefolder" and not folder.is_dir():
-                raise UserError(f"dataset imagefolder: {folder} is not there\n"
-                                "--data-dir must have train/CLASS/IMAGE and val/CLASS/IMAGE")
+        check_data(opts)
         there = next(place for place in (run, *run.parents) if os.path.lexists(place))
         if not there.is_dir():
             raise UserError(f"--run-dir: {str(there)!r} is not a folder{own_folder}")

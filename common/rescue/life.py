@@ -10,7 +10,7 @@ import torch
 from common.errors import UserError
 from common.ledger import Clock, Ledger, Log, history, lives_of
 from common.options import Options, job_id, life_is_open
-from common.sampler import permute
+from common.sampler import ElasticSampler
 from common.world import World
 
 LIVES_WITHOUT_PROGRESS = 3  # on one step
@@ -21,6 +21,7 @@ HOST_BYTES = 64             # of a host's name
 def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: World, data: Any, state: Any,
               source: Any, parameters: int = 0) -> None:
     """Prints what this life is, in at most six lines, and enters it in the ledger; call on every rank."""
+    order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed).order
     with world.all_or_none("opening"):
         if world.rank == 0:
             refuse_without_progress(ledger, opts, data, state)
@@ -46,7 +47,10 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step,
                      epoch=state.epoch, position=state.position, pids=pids, hosts=hosts, job=job_id(),
                      began=clock.began, n=len(data.train), seed=opts.seed, data=data.fingerprint[:12],
-                     global_batch_size=opts.global_batch_size, stages=world.stages, **clock.laps)
+                     global_batch_size=opts.global_batch_size, stages=world.stages, order=order.name,
+                     **clock.laps)
+        if opts.audit:
+            ledger.order(order.name, order.facts)
     life_is_open()
 
 
@@ -94,8 +98,9 @@ def refuse_without_progress(ledger, opts, data, state):
         return
     ledger.event("refused", step=state.step)
     errors = (event["why"] for events in reversed(failed) for event in events if event["event"] == "error")
-    batch = range(state.position, min(state.position + opts.global_batch_size, len(data.train)))
-    ids = permute(batch, len(data.train), opts.seed, state.epoch).tolist()
+    order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed)
+    order.set_epoch(state.epoch, state.position)
+    ids = next(iter(order))
     samples = ", ".join(map(str, ids[:SAMPLES_NAMED])) + (", ..." if len(ids) > SAMPLES_NAMED else "")
     first = next(errors, "killed, no error was noted")
     raise UserError(f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"

@@ -21,10 +21,12 @@ class TrainState:
     """Net, optimizer, averages and counters; `lock` is held while a step changes them."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
-                 norm: Callable = torch.nn.utils.get_total_norm, all_sum: Callable | None = None):
+                 norm: Callable = torch.nn.utils.get_total_norm, all_sum: Callable | None = None,
+                 order: str = ""):
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
-        self.order = [samples, opts.seed]  # `position` counts in this order of the samples
+        # `position` counts in this order of the samples
+        self.order = [samples, opts.seed, order] if order else [samples, opts.seed]
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.step = self.epoch = self.position = 0  # position: samples of this epoch trained on so far
         self.best = {"val_acc": -1.0, "step": 0}
@@ -223,7 +225,7 @@ class TrainState:
             buffer.copy_(self.buffers[name])
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
         if (order := facts.get("order", self.order)) != self.order:
-            self.position = self.samples if len(order) == 2 and self.position >= order[0] else 0
+            self.position = self.samples if len(order) > 1 and self.position >= order[0] else 0
         self.best, self.record, self.evaluated = facts["best"], facts["record"], facts.get("judged", {})
         if self.scaler and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])

@@ -15,6 +15,7 @@ from common.data import batches, load_data
 from common.data.datasets import DATASETS
 from common.errors import UserError
 from common.models import build_model
+from common.options import Options
 from common.sampler import ElasticSampler
 
 ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, all_or_none=nullcontext,
@@ -23,8 +24,8 @@ REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parents[3] / "shared" / "
 
 
 def options(dataset, data_dir="nowhere", **changed):
-    facts = dict(data_dir=str(data_dir), download=False, seed=0, workers=0, augment="auto", device="cpu")
-    return SimpleNamespace(dataset=dataset, **{**facts, **changed})
+    facts = dict(dataset=dataset, data_dir=str(data_dir), workers=0, device="cpu")
+    return SimpleNamespace(**{**vars(Options()), **facts, **changed})
 
 
 def load(dataset, data_dir="nowhere", **changed):

@@ -5,6 +5,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from ranks import fork_ranks
@@ -110,24 +111,51 @@ def test_all_broken_images_of_a_folder_are_found_at_once(tmp_path, capsys):
     *said, last = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in said] == [f"{root}/{name}" for name in broken]
     assert last == "9 of 12 images can be read"
-    assert main([str(tmp_path / "none"), "--check"]) == 2 and "none/train" in capsys.readouterr().err
+    assert main([str(tmp_path / "none"), "--check"]) == 2 and "none" in capsys.readouterr().err
     assert main([str(root)]) == 2 and "usage" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode, suffix", [("I;16", "png"), ("I;16", "tif"), ("I", "tif"), ("F", "tif")])
-def test_a_picture_of_more_than_8_bits_is_refused_and_not_made_white(tmp_path, mode, suffix):
+@pytest.mark.parametrize("suffix, order", [("png", "<"), ("tif", "<"), ("tif", ">")])
+def test_a_picture_of_16_bits_keeps_all_of_them_and_does_not_become_white(tmp_path, suffix, order):
     pytest.importorskip("torchvision")
     from PIL import Image
     write_images(tmp_path)
-    deep = Image.new(mode, (250, 240), 3)
-    deep.save(tmp_path / f"train/cat/5.{suffix}")
-    load("imagefolder", tmp_path).train.fetch([3])  # in such a file, but all values are those of 8 bits
-    deep.putpixel((7, 7), 4095)
-    deep.save(tmp_path / f"train/cat/5.{suffix}")
+    grey = numpy.linspace(0, 65535, 240).astype(f"{order}u2").repeat(240).reshape(240, 240)
+    Image.fromarray(grey).save(tmp_path / f"val/cat/5.{suffix}")
+    x, = load("imagefolder", tmp_path, image_size=64).test.fetch([3])[0]
+    std, mean = torch.tensor([0.229, 0.224, 0.225]), torch.tensor([0.485, 0.456, 0.406])
+    x = x * std.view(3, 1, 1) + mean.view(3, 1, 1)
+    assert x.shape == (3, 64, 64) and torch.allclose(x[0], x[2], atol=1e-6)
+    assert x[0, 0, 0] < 0.1 and x[0, -1, -1] > 0.9 and (x[0, 1:, 5] > x[0, :-1, 5]).all()
+    assert len(x[0, :, 5].unique()) == 64 and (x[0, :, 5].diff() - 1 / 73).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("mode, value, said", [("I", 4095, "from 3 to 4095"), ("F", 4095, "from 3 to 4095"),
+                                               ("F", 0.5, "from 0 to 0.5")])
+def test_a_picture_of_32_bits_whose_black_and_white_are_not_known_is_refused(tmp_path, mode, value, said):
+    pytest.importorskip("torchvision")
+    from PIL import Image
+    write_images(tmp_path)
+    deep = Image.new(mode, (250, 240), 3 if value > 1 else 0)
+    deep.putpixel((7, 7), 200)
+    deep.save(tmp_path / "train/cat/5.tif")
+    load("imagefolder", tmp_path).train.fetch([3])                  # in such a file, but of 8 bits
+    deep.putpixel((7, 7), value)
+    deep.save(tmp_path / "train/cat/5.tif")
     data = load("imagefolder", tmp_path)
-    with pytest.raises(UserError, match="holds values from 3 to 4095") as caught:
+    with pytest.raises(UserError, match=f"holds values of 32 bits {said}") as caught:
         data.train.fetch([3])
     assert caught.value.code == 2 and len(str(caught.value).splitlines()) == 3
+
+
+def test_images_have_the_size_that_is_asked_for_and_folders_the_names(tmp_path):
+    pytest.importorskip("torchvision")
+    write_images(tmp_path)
+    (tmp_path / "train").rename(tmp_path / "learn"), (tmp_path / "val").rename(tmp_path / "exam")
+    data = load("imagefolder", tmp_path, image_size=32, train_folder="learn", val_folder="exam")
+    assert data.sample_shape == (3, 32, 32) and (len(data.train), len(data.test)) == (6, 6)
+    for split in (data.train, data.test):
+        assert split.fetch([0, 5], 1, True)[0].shape == (2, 3, 32, 32)
 
 
 def test_folders_that_are_no_dataset_are_refused(tmp_path):

@@ -82,6 +82,10 @@ def refused(capsys, *argv, script=None):
     (["--run-dir", "x/../pictures/", "--dataset", "imagefolder", "--data-dir", "pictures"], "data folder"),
     (["--dataset", "imagefolder"], "data/train is not there"),
     (["--dataset", "imagefolder", "--data-dir", "pictures"], "pictures/train is not there"),
+    (["--dataset", "imagefolder", "--data-dir", "pictures", "--train-folder", "a"], "pictures/a is not"),
+    (["--dataset", "digits", "--image-size", "64"], "--image-size cannot take effect"),
+    (["--dataset", "text", "--vocab-size", "64"], "--vocab-size cannot take effect"),
+    (["--dataset", "tokens:64", "--data-dir", "pictures"], "pictures/train.bin is not there"),
     (["--run-dir", "a" * 300], "cannot be used"),
     (["--resume", "nowhere"], "--resume: 'nowhere' is no folder"),
     (["--init-from", "nowhere.pt"], "--init-from"),
@@ -184,7 +188,7 @@ FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "do
         "progress", "tensorboard",
         "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
         "balance",
-        "recompute", "shard"}
+        "recompute", "shard", "train_folder", "val_folder", "vocab_size"}
 
 
 def another(value):
