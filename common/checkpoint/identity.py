@@ -12,6 +12,7 @@ from common.checkpoint.blocks import replace_file
 from common.checkpoint.files import Damaged, patient, read_small, sealed, to_json, unseal
 from common.checkpoint.manifest import checkpoints, read_manifest
 from common.errors import UserError
+from common.options import Options
 from common.world import bit_differences, bit_facts
 
 KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")
@@ -44,7 +45,7 @@ def contradictions(saved, opts):
         f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(fields)]
 
 
-def versions(opts, fingerprint):
+def versions(opts: Options, fingerprint: str) -> dict[str, str]:
     """{name: value} of all that must be the same on all ranks of one life."""
     house = next(folder for folder in Path(__file__).parents if folder.name == "common")
     code = hashlib.sha256()
@@ -144,7 +145,7 @@ def refuse_an_idle_resume(run_dir, resume):
             "leave it out to resume there; to go back to that step, give a --run-dir of its own as well")
 
 
-def trusted(folder):
+def trusted(folder: Path) -> None:
     """UserError if other users may write into the folder: it could hold anything. (ssh's rule for its keys.)
 
     The process's own group may: on Debian and Ubuntu (umask 002) each user has a group of his own.

@@ -102,7 +102,8 @@ def check(words, monkeypatch):
         return
     if program == "python":
         program, words = words[1], words[1:]
-    if program in ("torchrun", "launch/torchrun.py"):
+    if program in ("torchrun", "launch/torchrun.py", "launch/doctor.py"):
+        words += ["train_ddp.py"] if len(words) == 1 else []
         agent = get_args_parser().parse_args(words[1:])
         if agent.training_script.startswith("tests/bench/"):
             return check(["python", agent.training_script, *agent.training_script_args], monkeypatch)
