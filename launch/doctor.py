@@ -74,9 +74,10 @@ def job_of(arguments):
     each, endpoint = flag("nproc_per_node") or "1", flag("rdzv_endpoint")
     if not endpoint and flag("master_addr"):
         endpoint = f"{flag('master_addr')}:{flag('master_port') or 29500}"
-    sys.argv = script
+    kind = Path(script[0]).stem.removeprefix("train_")
+    known = int(each) if each.isdecimal() and high in ("", "1") else 0
     try:
-        opts = parse_options("", processes=int(each) if each.isdecimal() and high in ("", "1") else 0)
+        opts = parse_options("", script[1:], kind if kind in ("ddp", "dp", "mp") else None, known)
         low, high = int(low), int(high or low)
     except (SystemExit, ValueError) as error:
         print(f"mend  flags: {error if isinstance(error, ValueError) else 'see the error above'}")
@@ -91,7 +92,8 @@ def job_of(arguments):
 def run_folder(job):
     """It is ours alone, takes files, renames them, and writes at a known speed."""
     if job.opts.run_dir.is_dir():
-        importlib.import_module("common.checkpoint").trusted(job.opts.run_dir)
+        from common.checkpoint import trusted
+        trusted(job.opts.run_dir)
     block, done, began = os.urandom(1 << 22), 0, time.monotonic()
     with open(job.folder / "new", "wb", buffering=0) as file:
         while done < PROBE_BYTES and time.monotonic() - began < PROBE_SECONDS:

@@ -25,7 +25,6 @@ Usage = collections.namedtuple("Usage", "total used free")
 def doctor(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "launch")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", sys.argv)  # which doctor sets
     return importlib.import_module("doctor")
 
 
