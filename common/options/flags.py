@@ -5,6 +5,7 @@ import re
 from dataclasses import field
 
 from common.errors import UserError, did_you_mean, say, speaks_for_node
+from common.options.optimizers import keywords
 
 SWITCH = None      # the kind of a flag without a value
 
@@ -59,12 +60,13 @@ def real(low=0.0, below=math.inf, above=False):
     return _kind("X", convert)
 
 
-def one_of(*names):
+def one_of(*names, or_function=False):
+    """One of these names, or `path/to/file.py:function`."""
     def convert(text):
-        if text not in names:
+        if text not in names and not (or_function and ".py:" in text):
             raise ValueError(f"is none of {', '.join(names)}{did_you_mean(text, names)}")
         return text
-    return _kind("{" + ",".join(names) + "}", convert)
+    return _kind("{" + ",".join([*names, *["FILE.py:f"] * or_function]) + "}", convert)
 
 
 def _plain(text):
@@ -80,6 +82,18 @@ def _devices(text):
     return tuple(text.split(","))
 
 
+def _betas(text):
+    values = tuple(real(below=1)(part) for part in text.split(","))
+    if len(values) != 2:
+        raise ValueError("is not two numbers like 0.9,0.95")
+    return values
+
+
+def _arguments(text):
+    keywords(text)
+    return text
+
+
 def _balance(text):
     if not re.fullmatch(r"parameters|time|[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
         near = did_you_mean(text, ("parameters", "time"))
@@ -90,6 +104,8 @@ def _balance(text):
 NAME, PATH = _kind("NAME", _plain), _kind("PATH", _plain)
 NAMES = _kind("NAME,NAME", lambda text: tuple(map(_plain, text.split(","))))
 DEVICES, CUTS = _kind("D,D", _devices), _kind("HOW", _balance)
+BETAS, ARGUMENTS = _kind("X,Y", _betas), _kind("A=V,A=V", _arguments)
+OPTIMIZER = _kind("NAME", lambda text: _plain(text if ".py" in text else text.lower()))
 
 
 # ---- the parser -----------------------------------------------------------------------------------

@@ -14,10 +14,13 @@ from typing import Any
 from common.errors import UserError, fail, say
 from common.options.environment import check_environment, end_a_crash_loop, warn_of_late_joins, world_size
 from common.options.flags import (
+    ARGUMENTS,
+    BETAS,
     CUTS,
     DEVICES,
     NAME,
     NAMES,
+    OPTIMIZER,
     PATH,
     SWITCH,
     Parser,
@@ -27,11 +30,11 @@ from common.options.flags import (
     real,
     whole,
 )
+from common.options.optimizers import call_of, default_lr, keywords
 from common.options.process import die_with_the_agent
 from common.options.rules import DATASET_FLAGS, check_places, check_together, check_world, uses
 
 SAID = "TRAINING_FIRST_LINE"  # set once it is printed
-LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,19 @@ class Options:
                                scripts="ddp mp", why="nn.DataParallel cuts by the number of devices, "
                                "and adds up in their order")
     micro_batch_size: int = fixed(0, whole(0), "at most so many samples per forward; 0: a rank's whole share")
-    optimizer: str = fixed("adam", one_of(*LR), "update rule")
-    lr: float = fixed(None, real(above=True), "learning rate (default: 0.05 for sgd, 0.001 for adam, adamw)")
-    momentum: float = fixed(None, real(below=1), "for sgd (default: 0.9)")
+    optimizer: str = fixed("adam", OPTIMIZER, "a name of torch.optim, or path/to/file.py:function of (net, "
+                           "opts) that returns an optimizer; a group's `scale` multiplies its rate")
+    optimizer_args: str = fixed("", ARGUMENTS, "more of its arguments, as eps=1e-6,amsgrad=True")
+    lr: float = fixed(None, real(above=True), "learning rate (default: that of torch.optim; 0.05 for sgd, "
+                      "0.001 for a function)")
+    momentum: float = fixed(None, real(below=1), "(default for sgd: 0.9)")
+    nesterov: bool = fixed(False, SWITCH, "Nesterov's momentum")
+    betas: tuple = fixed(None, BETAS, "decay of the averages of adam and its relatives")
     weight_decay: float = fixed(0.0, real(), "pull of the weights towards zero")
-    lr_schedule: str = fixed("constant", one_of("constant", "step", "cosine"), "how lr falls over the epochs")
+    no_decay_1d: bool = fixed(False, SWITCH, "no pull on weights of one dimension: biases and norms")
+    lr_schedule: str = fixed("constant", one_of("constant", "step", "cosine", or_function=True),
+                             "how lr falls; a function of (step, steps in all, opts) returns a factor")
+    min_lr: float = fixed(0.0, real(), "it falls no further than that")
     warmup_epochs: float = fixed(0.0, real(), "lr rises linearly for so long")
     label_smoothing: float = fixed(0.0, real(below=1), "share of the target spread over all classes")
     mixup: float = fixed(0.0, real(), "mix pairs of samples: Beta(X, X); 0: off")
@@ -118,12 +129,18 @@ class Options:
     def __post_init__(self):
         cores = (os.cpu_count() or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         name = re.sub(r"[^\w.-]+", "-", f"{Path(self.model).name}-{Path(self.dataset).name}")
-        left_open = {"run_dir": Path("runs", name), "lr": LR[self.optimizer],
-                     "momentum": 0.9 if self.optimizer == "sgd" else None,
+        sgd = self.optimizer == "sgd" and "momentum" not in keywords(self.optimizer_args)
+        left_open = {"run_dir": Path("runs", name), "lr": default_lr(self.optimizer),
+                     "momentum": 0.9 if sgd else None,
                      "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0}
         for name, value in left_open.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+
+    @property
+    def torch_optimizer(self) -> tuple[str, dict[str, Any]]:
+        """(class of torch.optim, its arguments); ("", {}) for a user's function."""
+        return call_of(self) if ".py" not in self.optimizer else ("", {})
 
     def identity(self) -> dict[str, Any]:
         """All fixed flags, as JSON gives them back; the same on every restart of a run."""

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from common.errors import UserError, did_you_mean
 from common.options.flags import flag_of
+from common.options.optimizers import FLAGS, LR, REFUSED, keywords, known, takes
 
 FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
 FOLDERS = ("data_dir", "workers", "train_folder", "val_folder", "image_size", *IMAGES)
@@ -44,9 +45,6 @@ def check_together(opts):
          f"--dataset: {name!r} is no dataset{did_you_mean(name, DATASET_FLAGS)}\n"
          f"there are {', '.join(DATASET_FLAGS)}, and path/to/file.py:function"),
         (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --dataset {name}\nleave it out"),
-        (opts.momentum is not None and opts.optimizer != "sgd",
-         f"--momentum cannot take effect with --optimizer {opts.optimizer}\n"
-         "leave it out, or use --optimizer sgd"),
         (opts.init_skip and not opts.init_from,
          "--init-skip cannot take effect without --init-from\nname the file of weights with --init-from"),
         (opts.init_from and checkpoint,
@@ -71,6 +69,44 @@ def check_together(opts):
         (opts.script == "mp" and len(opts.devices) == 1,
          f"--devices {','.join(opts.devices)}: a model is split over two devices or more\n"
          "for example --devices cpu,cpu"))
+    check_optimizer(opts)
+
+
+def check_optimizer(opts):
+    """Flags of the update rule, each of which the chosen one must take."""
+    name, args, given = opts.optimizer, keywords(opts.optimizer_args), [f for f in FLAGS if getattr(opts, f)]
+    own, schedule = ".py" in name, opts.lr_schedule
+    arguments = {} if own or name not in known() else takes(name)
+    idle = [f for f in given if f not in arguments and not own]
+    unknown, both = [a for a in args if a not in arguments], [a for a in args if a in given]
+    _refuse(
+        (not own and name not in known(),
+         f"--optimizer: {name!r} is none of {', '.join(known())}{did_you_mean(name, known())}\n"
+         "or write a function: path/to/file.py:function"),
+        (name in REFUSED, f"--optimizer {name} cannot train here: {REFUSED.get(name)}\nchoose another"),
+        (own and (args or opts.no_decay_1d),
+         f"--{'optimizer-args' if args else 'no-decay-1d'} cannot take effect with a function\n"
+         "let the function do it"),
+        (unknown, f"--optimizer-args: {name} takes no {', '.join(unknown)}\nit takes {', '.join(arguments)}"),
+        (both, f"--optimizer-args: {', '.join(both)} has a flag of its own\n"
+         f"use {' '.join(map(flag_of, both))} alone"),
+        (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --optimizer {name}\n"
+         f"leave it out; {name} takes {', '.join(arguments)}"),
+        (args.get("dampening"),
+         "--optimizer-args: dampening would also damp the first step, which torch does not\nleave it out"),
+        (opts.shard and name not in LR,
+         f"--shard works with {', '.join(LR)}; {name} may need a whole weight at once\nchoose one of them"),
+        (opts.no_decay_1d and not (opts.weight_decay or args.get("weight_decay")),
+         "--no-decay-1d cannot take effect without --weight-decay\nleave it out"),
+        (name == "rprop" and (schedule != "constant" or opts.warmup_epochs),
+         "--lr-schedule and --warmup-epochs cannot take effect with --optimizer rprop: it looks at lr once\n"
+         "leave them out"),
+        (".py" in schedule and (opts.warmup_epochs or opts.min_lr),
+         "--warmup-epochs and --min-lr cannot take effect with a function as --lr-schedule\n"
+         "let the function do it"),
+        (opts.min_lr and schedule == "constant",
+         "--min-lr cannot take effect with --lr-schedule constant\nuse step or cosine"),
+        (opts.min_lr >= opts.lr, f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it"))
 
 
 def check_world(opts, world):

@@ -11,10 +11,11 @@ from typing import Any
 from common.errors import UserError, one_line
 
 
-def call_user(spec: str, *facts: Any) -> Any:
+def call_user(spec: str, *facts: Any, first: bool = False) -> Any:
     """Calls the function in `path/to/file.py:function` with the last of `facts`, as many as it requires.
 
     Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
+    With `first` it gets the first of them.
     """
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
@@ -32,7 +33,8 @@ def call_user(spec: str, *facts: Any) -> Any:
         if len(required) > len(facts):
             raise UserError(f"{spec} takes {len(required)} arguments, but gets {len(facts)}\n"
                             "give the others a default")
-        return function(*facts[len(facts) - len(required):])
+        count = len(required)
+        return function(*(facts[:count] if first else facts[len(facts) - count:]))
 
 
 def load_file(path):

@@ -1,50 +1,108 @@
-"""Optimizers and the learning rate.
-
-To add an optimizer: a line in OPTIMIZERS, and its default rate in LR of common/options/options.py.
-"""
+"""The optimizer, the state it begins with, and the learning rate."""
+import inspect
 import math
+from collections import UserDict, defaultdict
 
 import torch
 from torch import nn
 
-from common.options import Options
-
-OPTIMIZERS = {  # all are fused, and bit_facts in world/determinism.py says so: tests compare the two
-    "sgd": lambda groups, opts: torch.optim.SGD(
-        groups, opts.lr, momentum=opts.momentum or 0.0, weight_decay=opts.weight_decay,
-        # torch has no fused SGD of sharded weights
-        fused=not any(hasattr(p, "to_local") for p in groups[0]["params"])),
-    "adam": lambda groups, opts: torch.optim.Adam(
-        groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
-    "adamw": lambda groups, opts: torch.optim.AdamW(
-        groups, opts.lr, weight_decay=opts.weight_decay, fused=True),
-}
+from common.errors import UserError, one_line
+from common.options import Options, call_user
 
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
-    """The optimizer with its state allocated: a checkpoint has the same names at step 0 and at step 1000."""
-    parameters = [p for p in net.parameters() if p.requires_grad]
-    optimizer = OPTIMIZERS[opts.optimizer]([{"params": parameters}], opts)  # a frozen stage has none
+    """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
+    weights = [p for p in net.parameters() if p.requires_grad]
+    if ".py" in opts.optimizer:
+        return checked(call_user(opts.optimizer, net, opts, first=True), weights, net, opts)
+    name, arguments = opts.torch_optimizer
+    if name == "SGD" and any(hasattr(p, "to_local") for p in weights):
+        arguments["fused"] = False  # torch has no fused SGD of sharded weights
+    groups: list[dict] = [{"params": weights}]  # a frozen stage has none
+    if opts.no_decay_1d:
+        groups = [{"params": [p for p in weights if p.dim() > 1]},
+                  {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0}]
+    try:
+        return getattr(torch.optim, name)(groups, **arguments)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--optimizer {opts.optimizer}: {one_line(error)}\n"
+                        "change --optimizer-args, or write a function: path/to/file.py:function") from error
+
+
+def checked(optimizer, weights, net, opts):
+    """What a user's function returned, if it is an optimizer that trains what trains, at the rate of --lr."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(f"--optimizer {opts.optimizer} returned {type(optimizer).__name__}\n"
+                        "wanted: a torch.optim.Optimizer")
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if odd := [name for name, p in net.named_parameters() if p.requires_grad != (p in held)]:
+        raise UserError(f"--optimizer {opts.optimizer}: {odd[0]} trains, but is in no group, or the reverse\n"
+                        "put all that trains into groups, and freeze the rest with --freeze")
+    usual = inspect.signature(type(optimizer)).parameters.get("lr")
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # allocates; at rate 0 and gradient 0 no weight moves
-    optimizer.zero_grad(set_to_none=True)
-    for values in optimizer.state.values():
-        for value in values.values():
-            if torch.is_tensor(value):
-                value.zero_()
+        if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
+            raise UserError(f"--optimizer {opts.optimizer}: its lr={group['lr']} cannot take effect, "
+                            f"--lr is {opts.lr}\ngive --lr, and a group with another rate a `scale`")
     return optimizer
+
+
+class Recorder(UserDict):
+    """A weight's state; `first` has each entry as it was when it was made."""
+
+    def __init__(self, given):
+        self.first = {}
+        super().__init__(given)
+
+    def __setitem__(self, name, value):
+        if name not in self.first:
+            self.first[name] = value.clone() if torch.is_tensor(value) else value
+        super().__setitem__(name, value)
+
+
+@torch.no_grad()
+def make_state(optimizer):
+    """Gives each weight the state that the optimizer makes in its first step, as it is before that step.
+
+    So a checkpoint has the same names at step 0 and at step 1000. A copy of each weight makes that step, one
+    at a time, without a gradient; and without weight decay, with which the momentum of SGD would begin.
+    """
+    groups, made = optimizer.param_groups, optimizer.state
+    for group in groups:
+        for weight in group["params"]:
+            twin = weight.detach().clone()
+            twin.grad = torch.zeros_like(twin)
+            alone = group | {"params": [twin]} | ({"weight_decay": 0.0} if "weight_decay" in group else {})
+            before, state = dict(alone), Recorder(made[weight])
+            optimizer.param_groups, optimizer.state = [alone], defaultdict(dict, {twin: state})
+            optimizer.step()
+            for name, value in [*alone.items(), *state.items()]:
+                if not torch.is_tensor(value) and value != before.get(name, state.first.get(name)):
+                    kind = f"{type(optimizer).__name__} keeps {name} as a plain {type(value).__name__}"
+                    raise UserError(f"{kind}, which no checkpoint would hold\n"
+                                    "keep a tensor instead, in the state of each weight")
+            made[weight] = state.first
+    optimizer.param_groups, optimizer.state = groups, made
 
 
 def learning_rate(step, opts, steps_per_epoch):
     """A pure function of the step, so nothing is stored and nothing is lost with a node."""
     warmup, total = opts.warmup_epochs * steps_per_epoch, max(1, opts.epochs * steps_per_epoch)
+    if ".py" in opts.lr_schedule:
+        return opts.lr * factor(step, total, opts)
     if step < warmup:
         return opts.lr * (step + 1) / (warmup + 1)
     if opts.lr_schedule == "cosine":
-        return opts.lr * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / max(1, total - warmup))))
+        done = min(1.0, (step - warmup) / max(1, total - warmup))
+        return opts.min_lr + (opts.lr - opts.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
     if opts.lr_schedule == "step":  # a tenth after each third of the run
-        return opts.lr * 0.1 ** min(2, 3 * step // total)
+        return max(opts.min_lr, opts.lr * 0.1 ** min(2, 3 * step // total))
     return opts.lr
+
+
+def factor(step, total, opts):
+    """What a user's schedule says of a step; it must follow from its arguments alone."""
+    found = call_user(opts.lr_schedule, step, total, opts, first=True)
+    if not isinstance(found, (int, float)) or not 0 <= found < math.inf:
+        raise UserError(f"--lr-schedule {opts.lr_schedule} returned {found!r} for step {step}\n"
+                        "wanted: a factor of --lr, a number from 0")
+    return float(found)

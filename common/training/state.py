@@ -14,7 +14,7 @@ from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.training.optimizer import learning_rate
+from common.training.optimizer import learning_rate, make_state
 
 
 class TrainState:
@@ -45,6 +45,8 @@ class TrainState:
         self.own_weights: dict[str, torch.Tensor] = {}  # the net's own, while it holds the averaged ones
         # Forward changes buffers within a step; a checkpoint takes these, of the last step.
         self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
+        self._set_rate()
+        make_state(optimizer)
 
     @property
     def planned(self) -> int:
@@ -55,6 +57,10 @@ class TrainState:
     @property
     def lr(self) -> float:
         return learning_rate(self.planned, self.opts, self.steps_per_epoch)
+
+    def _set_rate(self):
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.lr * group.get("scale", 1.0)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -91,8 +97,7 @@ class TrainState:
         """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
         if not self.ready:
             self.finish_gradient(size)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.lr
+        self._set_rate()
         with self.changing():
             if self.half_updated:
                 raise self.verdict or RuntimeError("no step follows: the rescue has made this one already")

@@ -37,7 +37,8 @@ def bit_facts(opts: Options, world: World) -> dict[str, Any]:
         return {}
     kernels = [f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ]
     build = f"{hash_seed(torch.__config__.show()):08x}"
-    found = {"threads": torch.get_num_threads(), "device": world.device.type, "optimizer": "fused",
+    found = {"threads": torch.get_num_threads(), "device": world.device.type,
+             "optimizer": "fused" if opts.torch_optimizer[1].get("fused") else "torch's choice",
              "torch": f"{torch.__version__} {torch.version.git_version} {build}",
              "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), _processor(), *kernels])}
     if world.device.type == "cuda":

@@ -1,31 +1,331 @@
-"""Optimizers: what one needs to be complete, so that adding one is two lines."""
+"""Optimizers: every one of torch.optim takes the steps of torch's own loop, in any world.
+
+torch's own lists of optimizers, with their settings, and of modules, with their inputs, say what there is.
+"""
+import contextlib
+import json
+import sys
+import unittest
+from dataclasses import replace
+from types import ModuleType
+
 import pytest
+import torch
+from jobs import weights
+from ranks import fork_ranks
+from stores import world_of_one
+from test_bitwise import batch_at
 from torch import nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves, tree_map
 
-from common.options import Options
-from common.options.options import LR
+from common.checkpoint import CheckpointStore
+from common.errors import UserError
+from common.options import parse_options
+from common.options.optimizers import REFUSED, known
 from common.pipeline.stages import _copies
-from common.training import build_optimizer
-from common.training.optimizer import OPTIMIZERS
+from common.training import TrainState, backward, build_optimizer, distribute
+from common.training.optimizer import learning_rate
+from common.world import determinism as pinned
+
+SETTINGS = 5             # of one module, taken evenly from torch's list of them
+CANNOT = {               # what torch lists and we refuse, and why
+    "LBFGS": "needs the loss several times in one step", "SparseAdam": "needs sparse gradients",
+    "dampening": "damps all steps but the first, so its momentum has no first value"}
+WITHOUT = {              # modules that torch lists and no net of the project can hold
+    "Lazy": "has no weights before its first forward: build_model refuses it",
+    "LinearCrossEntropyLoss": "is a loss, which wants the targets: a task holds it"}
 
 
-def test_every_optimizer_has_a_default_learning_rate():
-    assert set(OPTIMIZERS) == set(LR), (
-        f"{set(OPTIMIZERS) ^ set(LR)}: an optimizer is a line in OPTIMIZERS (common/training/optimizer.py) "
-        "and its default rate a line in LR (common/options/options.py)")
+def torchs_lists(world):
+    """([(optimizer, settings)], [(module, inputs)]); in a process of its own, as importing sets switches."""
+    with contextlib.suppress(ImportError):
+        import expecttest  # noqa: F401
+    if "expecttest" not in sys.modules:  # torch's lists use nothing of it but the name
+        sys.modules["expecttest"] = ModuleType("expecttest")
+        sys.modules["expecttest"].TestCase = unittest.TestCase
+    from torch.testing._internal.common_modules import module_db
+    from torch.testing._internal.common_optimizers import optim_db
+    optimizers = [(info.optim_cls.__name__, each.kwargs) for info in optim_db
+                  for each in info.optim_inputs_func(device="cpu")]
+    modules = []
+    torch.manual_seed(0)
+    for info in module_db:
+        found = info.module_inputs_func(info, "cpu", torch.float32, requires_grad=False, training=True)
+        for each in found[::-(-len(found) // SETTINGS)]:
+            module = info.module_cls(*each.constructor_input.args, **each.constructor_input.kwargs)
+            if any(p.requires_grad for p in module.parameters()):
+                inputs = each.forward_input
+                modules.append((type(module).__name__, module, inputs.args, inputs.kwargs))
+    return optimizers, modules
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_is_fused_as_options_json_says_of_it(name):
-    optimizer = build_optimizer(nn.Linear(3, 2), Options(optimizer=name))
-    assert optimizer.param_groups[0]["fused"], (
-        f"--virtual-ranks records the optimizer as \"fused\" (bit_facts in common/world/determinism.py): say "
-        f"there what {name} is")
+@pytest.fixture(scope="module")
+def lists():
+    return fork_ranks(1, torchs_lists)[0]
+
+
+def full(name, settings):
+    """The settings, with those that have other defaults here."""
+    own = {"lr": 0.01} | ({} if name in ("Rprop", "LBFGS", "SparseAdam") else {"weight_decay": 0.0})
+    own |= {"momentum": 0.0} if name == "SGD" else {}
+    own |= {"fused": True} if name in ("SGD", "Adam", "AdamW") else {}
+    return own | settings | {"lr": float(settings.get("lr", 0.01))}
+
+
+def flags_of(name, settings):
+    """What a person writes for torch.optim's NAME(..., **settings)."""
+    given = full(name, settings)
+    rest = {key: value for key, value in given.items() if key not in ("lr", "weight_decay", "fused")}
+    flags = [f"--optimizer={name}", f"--lr={given['lr']}"]
+    flags += [f"--weight-decay={settings.get('weight_decay', 0.0)}"]
+    return flags + [f"--optimizer-args={','.join(f'{k}={v!r}' for k, v in rest.items())}"] * bool(rest)
+
+
+def able(optimizers):
+    return [(name, settings) for name, settings in optimizers if not CANNOT.keys() & {name, *settings}]
+
+
+def net_for(name):
+    torch.manual_seed(0)
+    bias = name != "Muon"  # which takes matrices alone
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 6, bias), nn.Tanh(), nn.Linear(6, 4, bias))
+
+
+def train(step, net):
+    torch.manual_seed(step)
+    x, y = torch.randn(8, 1, 12, 12), torch.randint(4, (8,))
+    F.cross_entropy(net(x), y).backward()
+
+
+def made(name, settings, *more):
+    opts = parse_options("", [*flags_of(name, settings), *more], "ddp")
+    net = net_for(name)
+    return TrainState(net, build_optimizer(net, opts), opts, 1000)
+
+
+def captured(state):
+    return {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in state.tensors().items()}
+
+
+def same(one, other):
+    return all(torch.equal(tensor, other[part][name]) for part in one for name, tensor in one[part].items())
+
+
+def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_checkpoint(lists):
+    wrong = []
+    for name, settings in able(lists[0]):
+        state, net = made(name, settings), net_for(name)
+        plain = getattr(torch.optim, name)(net.parameters(), **full(name, settings))
+        before = captured(state)
+        for step in range(4):
+            resumed = made(name, settings)
+            resumed.load(captured(state), state.facts())
+            for one in (state, resumed):
+                train(step, one.net)
+                one.update(8)
+            train(step, net)
+            plain.step()
+            plain.zero_grad()
+            equal = all(map(torch.equal, net.parameters(), state.net.parameters()))
+            if not equal or not same(captured(state), captured(resumed)):
+                wrong.append((name, settings, step))
+        if same(captured(state), before):
+            wrong.append((name, settings, "does not train"))
+    assert not wrong
+
+
+def test_what_torch_lists_and_we_refuse_is_listed_with_its_reason(lists, capsys):
+    refused = set()
+    for name, settings in lists[0]:
+        if (name, settings) not in able(lists[0]):
+            with pytest.raises(SystemExit) as end:
+                made(name, settings)
+            said = capsys.readouterr().err
+            assert end.value.code == 2 and said.count("\n") <= 3
+            refused.add("dampening" if "dampening" in settings else name)
+            assert REFUSED.get(name.lower(), "damp") in said
+    assert refused == set(CANNOT)
+    assert {name.lower() for name, _ in lists[0]} == set(known()), "its list lacks one"
+
+
+class Zoo(nn.Module):
+    """All modules beside each other: their inputs are those of torch's list, moved by the samples."""
+
+    def __init__(self, cases):
+        super().__init__()
+        self.modules_, self.inputs = nn.ModuleList(case[1] for case in cases), [case[2:] for case in cases]
+        self.head, self.scale = nn.Linear(144, 4), nn.Parameter(torch.full((len(cases), 4), 0.1))
+
+    def forward(self, x):
+        def moved(t):
+            return t + x.mean() if torch.is_tensor(t) and t.is_floating_point() else t
+
+        found = []
+        for module, inputs in zip(self.modules_, self.inputs, strict=True):
+            args, kwargs = tree_map(moved, inputs)
+            found.append(sum(out.nan_to_num().tanh().mean() for out in tree_leaves(module(*args, **kwargs))))
+        return self.head(x.flatten(1)) + torch.stack(found) @ self.scale
+
+
+def lives(world, folder, cases, steps):
+    """Each case goes on from what is on the disk to these steps, and is saved; {case: digest}."""
+    digests = {}
+    for number, (net, flags) in enumerate(cases):
+        opts = parse_options("", [*flags, f"--run-dir={folder}/{number}", "--virtual-ranks=4"], "ddp")
+        pinned.pin(opts)
+        torch.manual_seed(0)
+        state = TrainState(net, build_optimizer(net, opts), opts, 1000)
+        store = CheckpointStore(opts, world, "f" * 64, report=lambda text: None)
+        store.restore(state)
+        model = distribute(net, opts, world)
+        while state.step < steps:
+            net.train()
+            backward(model, batch_at(world, state.step, 4), state, world)
+            state.update(24)
+        store.save(state)
+        store.close()
+        if store.fence:
+            store.fence.release()
+            manifest = folder / f"{number}/checkpoints/step-{steps:08d}/manifest.json"
+            digests[number] = json.loads(manifest.read_text())["digest"]
+        world.barrier(f"{number}") if world.size > 1 else None
+    return digests
+
+
+def through_lives_and_worlds(folder, cases):
+    """The cases that end in another digest than an unbroken run of one process, as numbers."""
+    unbroken, = fork_ranks(1, lives, folder / "unbroken", cases, 4)
+    fork_ranks(2, lives, folder / "broken", cases, 2)
+    broken, = fork_ranks(1, lives, folder / "broken", cases, 4)
+    assert unbroken.keys() == broken.keys() == set(range(len(cases)))
+    return [number for number, digest in unbroken.items() if digest != broken[number]]
+
+
+def test_every_optimizer_goes_through_a_kill_to_another_world_with_one_digest(lists, tmp_path):
+    fullest = {name: settings for name, settings in sorted(able(lists[0]), key=lambda case: len(case[1]))}
+    cases = [(net_for(name), flags_of(name, settings)) for name, settings in fullest.items()]
+    assert len(cases) >= 13
+    assert [cases[number][1] for number in through_lives_and_worlds(tmp_path, cases)] == []
+
+
+def test_every_module_that_trains_goes_through_a_kill_to_another_world_with_one_digest(lists, tmp_path):
+    names = {name for name, *_ in lists[1]}
+    assert all(any(part in name for name in names) for part in WITHOUT), "they train now? then test them"
+    chosen = [case for case in lists[1] if not any(part in case[0] for part in WITHOUT)]
+    assert len({name for name, *_ in chosen}) > 25
+    zoo = Zoo(chosen)
+    wrong = through_lives_and_worlds(tmp_path, [(zoo, ["--optimizer=adamw", "--ema-decay=0.9"])])
+    one, other = (weights(tmp_path / name / "0") for name in ("unbroken", "broken"))
+    assert not wrong, kinds(chosen, [name for name, t in one.items() if not torch.equal(t, other[name])])
+    moved = [name for name, p in zoo.named_parameters() if not torch.equal(p, one[name])]
+    assert kinds(chosen, moved) == {name for name, *_ in chosen}
+
+
+def kinds(chosen, names):
+    return {chosen[int(name.split(".")[1])][0] for name in names if name.startswith("modules_.")}
+
+
+# ---- a user's own optimizer and schedule, and the flags ------------------------------------------
+OWN = """
+import torch
+
+def scaled(net, opts):
+    groups = [{"params": net[1].parameters()}, {"params": net[3].parameters(), "scale": 0.1}]
+    return torch.optim.NAdam(groups, weight_decay=opts.weight_decay)
+
+def half(net):
+    return torch.optim.SGD(net[1].parameters(), lr=1e-3)
+
+def faster(net, opts):
+    groups = [{"params": net[1].parameters(), "lr": 0.5}, {"params": net[3].parameters()}]
+    return torch.optim.SGD(groups, lr=opts.lr)
+
+def nothing(net, opts):
+    return 3
+
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["turn"] = group.get("turn", 0) + 1
+        return super().step(closure)
+
+def counting(net, opts):
+    return Counting(net.parameters(), lr=opts.lr)
+
+def falls(step, total, opts):
+    return min(1, (step + 1) / 4) * (1 - step / total)
+
+def wrong(step, total):
+    return -1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+
+    def build(*flags):
+        opts = parse_options("", list(flags), "ddp")
+        net = net_for("")
+        return TrainState(net, build_optimizer(net, opts), opts, 640)
+    return build
+
+
+def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
+    state = own("--optimizer=own.py:scaled", "--lr-schedule=own.py:falls", "--lr=0.5", "--weight-decay=0.3")
+    rates = []
+    for step in range(3):
+        train(step, state.net)
+        state.update(64)
+        rates.append([group["lr"] for group in state.optimizer.param_groups])
+    factors = [min(1, (step + 1) / 4) * (1 - step / 30) for step in range(3)]   # 10 steps an epoch, 3 epochs
+    assert rates == [[0.5 * f, 0.5 * f * 0.1] for f in factors]
+    assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.3, 0.3]
+    moments = {values["mu_product"].item() for values in state.optimizer.state.values()}
+    assert len(moments) == 1 and 0 < moments.pop() < 0.9
+
+
+@pytest.mark.parametrize("flag, words", [
+    ("--optimizer=own.py:half", "3.weight trains, but is in no group"),
+    ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
+    ("--optimizer=own.py:nothing", "returned int"), ("--optimizer=own.py:what", "has no function what"),
+    ("--optimizer=own.py:counting", "Counting keeps turn as a plain int"),
+    ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
+    ("--optimizer=muon", "Muon only supports 2D"), ("--optimizer-args=eps=-1", "Invalid epsilon")])
+def test_a_users_optimizer_or_schedule_that_cannot_be_right_is_refused(own, flag, words):
+    with pytest.raises(UserError) as caught:
+        own(flag)
+    assert words in str(caught.value) and str(caught.value).count("\n") <= 2 and caught.value.code == 2
+
+
+def test_flags_of_the_update_rule_reach_it(own):
+    settings = own("--optimizer=AdamW", "--betas=0.8,0.95").optimizer.defaults
+    assert settings["betas"] == (0.8, 0.95) and settings["fused"]
+    assert own("--optimizer=sgd", "--nesterov").optimizer.defaults["nesterov"]
+    assert own("--optimizer=rmsprop", "--momentum=0.5").optimizer.defaults["momentum"] == 0.5
+    assert own("--optimizer=sgd", "--optimizer-args=momentum=0.5").optimizer.defaults["momentum"] == 0.5
+    assert own("--optimizer=adadelta").opts.lr == 1.0, "torch.optim's own default"
+    groups = own("--weight-decay=0.1", "--no-decay-1d").optimizer.param_groups
+    assert [(group["weight_decay"], [p.dim() for p in group["params"]]) for group in groups] == [
+        (0.1, [2, 2]), (0.0, [1, 1])]
+
+
+def test_a_schedule_ends_at_the_lowest_rate_asked_for():
+    for schedule, last in (("cosine", 0.1), ("step", 0.25)):
+        opts = parse_options("", ["--lr=1", f"--lr-schedule={schedule}", f"--min-lr={last}"], "ddp")
+        rates = [learning_rate(step, opts, 10) for step in range(31)]
+        assert rates[0] == 1.0 and rates == sorted(rates, reverse=True)
+        assert rates[30] == pytest.approx(last) and min(rates) == rates[30]
 
 
 @pytest.mark.parametrize("name, momentum, copies",
                          [("sgd", 0.0, 2), ("sgd", 0.9, 3), ("adam", None, 4), ("adamw", None, 4)])
-def test_the_copies_of_a_weight_that_a_stage_needs_are_counted_in_the_optimizers_state(name, momentum,
+def test_the_copies_of_a_weight_that_a_stage_needs_are_counted_in_the_optimizers_state(own, name, momentum,
                                                                                        copies):
-    extra = {} if momentum is None else {"momentum": momentum}
-    assert _copies(build_optimizer(nn.Linear(3, 2), Options(optimizer=name, **extra))) == copies
+    extra = [] if momentum is None else [f"--momentum={momentum}"]
+    state = own(f"--optimizer={name}", *extra)
+    assert _copies(state.optimizer) == copies
+    assert state.optimizer.param_groups[0]["fused"], "--virtual-ranks records it as fused (determinism.py)"
+    assert pinned.bit_facts(replace(state.opts, virtual_ranks=2), world_of_one())["optimizer"] == "fused"
