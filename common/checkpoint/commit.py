@@ -23,7 +23,7 @@ import threading
 
 import common.checkpoint.blocks as blocks
 import common.checkpoint.files as files
-from common.checkpoint.fence import Fenced, is_there, rescuing
+from common.checkpoint.fence import Fenced, exists, rescuing
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import (
     MANIFEST,
@@ -32,6 +32,7 @@ from common.checkpoint.manifest import (
     checkpoints,
     facts_to_json,
     folder_name,
+    is_there,
     read_manifest,
     verify,
     write_manifest,
@@ -82,20 +83,29 @@ class Writer:
 
     def ensure_staging(self, step):
         """Fenced if another life has moved the staging folder away; makes it again if a person deleted it."""
-        if not is_there(self.staging):
+        if not exists(self.staging):
             if self.renew is None:
                 raise Fenced(f"{self.staging.parent.parent} was taken over by another life: "
                              f"step {step} of this one is not saved")
             self.renew()
 
+    def is_saved(self, state):
+        """Whether the newest whole step is on the disk; False also while a step is being made."""
+        if not state.lock.acquire(blocking=False):
+            return False
+        try:
+            return not state.half_updated and is_there(self.root, state.facts())
+        finally:
+            state.lock.release()
+
     @contextlib.contextmanager
-    def rescuing(self, step):
+    def rescuing(self, step, needless=None):
         """fence.rescuing, once a process: the first of two threads to close it would unlock it for both."""
         with self.door:
             if not self.inside:
                 self.ensure_staging(step)
                 self.announced = contextlib.ExitStack()
-                self.announced.enter_context(rescuing(self.staging, lambda: self.moved))
+                self.announced.enter_context(rescuing(self.staging, lambda: self.moved, needless))
             self.inside += 1
         try:
             yield

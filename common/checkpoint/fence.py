@@ -10,6 +10,7 @@ never usable after its owner has lost the run. No decision depends on another ma
 A claim makes its staging before it looks for that of others, and looks at the name last. So of two that claim
 at once, the later one sweeps the earlier one, or the earlier one sees the later one.
 """
+import atexit
 import contextlib
 import math
 import os
@@ -29,8 +30,11 @@ LEASE = 90.0             # the same, another job on another machine: networks sh
 SAME_JOB_WAIT = 60.0     # an earlier life of our own job may still be saving; then the newest takes the run
 ORPHAN_WAIT = 10.0       # and so may one whose agent has just died
 RESCUE_WAIT = 10.0       # without a move: a rescue under way is given up
-RESCUE_STALL = 60.0      # and so it is without a byte written
+HUNG_SECONDS = 600.0     # and so it is, like any save, without a byte written
 RESCUE = "rescue.lock"   # file in a staging folder: held while a survivor saves
+NODE = "node."           # file in a staging folder: held by a rank of each other node while it lives
+NODE_STILL = 3.0         # without a move: that node is gone
+NODE_WAIT = 30.0         # a survivor may take to the end of its step, until it announces its rescue
 
 
 class Fenced(UserError):
@@ -56,6 +60,10 @@ class Fence:
         except FileExistsError:
             return False
         return True
+
+    def attend(self, rank):
+        """For a node that shares the owner's folder: the next life waits until its rank has left."""
+        atexit.register(Held(self.staging / f"{NODE}{rank}", this_process()).close)
 
     def claim(self, report=print):
         """Takes the run, or raises UserError with the owner's name."""
@@ -119,10 +127,12 @@ class Fence:
         return again and record.get("job") == self.me["job"]
 
     def _sweep(self):
-        """Deletes what earlier lives left half done; first waits for a rescue: it saves the last steps."""
+        """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
         for name in os.listdir(self.root):
             if name.startswith((".life-", ".gone-")) and name != self.staging.name:
                 with contextlib.suppress(OSError):
+                    for node in (self.root / name).glob(f"{NODE}*"):
+                        _wait_for_rescue(node, still=NODE_STILL, most=NODE_WAIT)
                     _wait_for_rescue(self.root / name / RESCUE)
                 _move_away(self.root / name)
         for name in os.listdir(self.path.parent):
@@ -163,10 +173,13 @@ class Fence:
 
 
 @contextlib.contextmanager
-def rescuing(staging, moved=None):
-    """Inside, only this process of its node saves. A new owner waits while it lives and `moved()` grows."""
-    fd, mine = _wait_for_rescue(staging / RESCUE, os.O_CREAT)
-    if mine:  # another thread of ours is in here: closing `fd` would drop its lock
+def rescuing(staging, moved=None, needless=None):
+    """Inside, only this process of its node saves. A new owner waits while it lives and `moved()` grows.
+
+    Where `needless()` says that there is nothing to save, now or after a wait, it takes no lock.
+    """
+    fd, mine = _wait_for_rescue(staging / RESCUE, os.O_CREAT, needless)
+    if mine:  # or another thread of ours is in here: closing `fd` would drop its lock
         yield
         return
     aside = staging / f"{RESCUE}.{uuid.uuid4().hex[:12]}"
@@ -181,21 +194,23 @@ def rescuing(staging, moved=None):
         held.close()
 
 
-def _wait_for_rescue(path, flags=0):
-    """(the lock, or None where the rescue under way is given up; whether this very process holds it)."""
-    beats, moves = Still(), Still()
+def _wait_for_rescue(path, flags=0, needless=None, still=None, most=math.inf):
+    """(the lock, or None if the rescue under way is given up; whether this process holds or needs none)."""
+    beats, moves, began, pause = Still(), Still(), time.monotonic(), 0.02
     while True:
+        if needless and needless():
+            return None, True
         fd, owner = look(path, flags)
         if fd is not None and not flags and not is_mine(owner):
             os.close(fd)
-        stalled = "moved" in owner and moves(owner["moved"]) > RESCUE_STALL
-        still = stalled or beats(owner.get("beat")) > RESCUE_WAIT
-        if fd is not None or still or holder_status(owner) in ("lost", "stopped"):
+        over = time.monotonic() - began > most or "moved" in owner and moves(owner["moved"]) > HUNG_SECONDS
+        over = over or beats(owner.get("beat")) > (still or RESCUE_WAIT)
+        if fd is not None or over or holder_status(owner) in ("lost", "stopped"):
             return fd, fd is not None and is_mine(owner)
-        time.sleep(0.05)
+        time.sleep(pause := min(1.2 * pause, 0.5))  # a thousand ranks may wait for one lock
 
 
-def is_there(staging):
+def exists(staging):
     """Whether the folder exists. A look may see what this machine remembers; mkdir asks the file server."""
     with contextlib.suppress(FileExistsError, FileNotFoundError):
         os.mkdir(staging, 0o700)

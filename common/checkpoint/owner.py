@@ -28,7 +28,7 @@ def _own(fence, opts, world, fingerprint, report):
     try:
         _make(run_dir / "checkpoints")
         if world.rank and not fence.elect():
-            return None
+            return fence.attend(world.rank)
         trusted(run_dir)
         trusted(run_dir / "checkpoints")
         fence.claim(report)

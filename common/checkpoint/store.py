@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from common.checkpoint.commit import Background, Hurried, Writer
+from common.checkpoint.fence import HUNG_SECONDS
 from common.checkpoint.files import Damaged, room
 from common.checkpoint.identity import marks, versions
 from common.checkpoint.load import choices_at, load_newest, take
@@ -19,7 +20,6 @@ from common.options import Options
 from common.world import World, fingerprint_of, odd_ranks, same_everywhere
 
 MOST_FAILURES = 3     # saves that fail in a row: then the run stops with exit code 4
-HUNG_SECONDS = 600.0  # a save that writes no byte for so long hangs
 
 
 class CheckpointStore:

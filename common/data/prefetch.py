@@ -32,7 +32,7 @@ def from_workers(split, order, count, augment, pin):
                         worker_init_fn=functools.partial(shelter, shared) if linux else None,
                         multiprocessing_context="fork" if linux else None)
     previous = signal.getsignal(signal.SIGCHLD)
-    shares = begin(loader, shared) if linux else iter(loader)
+    shares = begin(loader, shared, previous) if linux else iter(loader)
     # DataLoader's handler for dead workers would raise at any line of training, even within an update.
     # Without it a dead worker is noticed when its share is needed, within five seconds.
     signal.signal(signal.SIGCHLD, previous)
@@ -52,7 +52,7 @@ def from_workers(split, order, count, augment, pin):
         del shares  # now: as part of a traceback it would wait five seconds for each worker
 
 
-def begin(loader, shared):
+def begin(loader, shared, on_death):
     """An iterator whose workers have all begun.
 
     Before Python 3.12 a forked process may wait for ever for a lock of the interpreter that another thread
@@ -61,7 +61,8 @@ def begin(loader, shared):
     for _ in range(FORK_ATTEMPTS):
         shared[1:] = bytes(len(shared) - 1)
         shares, deadline = iter(loader), time.monotonic() + BEGIN_SECONDS
-        while 0 in shared[1:] and time.monotonic() < deadline:
+        signal.signal(signal.SIGCHLD, on_death)
+        while 0 in shared[1:] and time.monotonic() < deadline and all(w.is_alive() for w in shares._workers):
             time.sleep(0.002)
         late = [worker for worker, begun in zip(shares._workers, shared[1:], strict=True) if not begun]
         if not late:

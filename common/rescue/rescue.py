@@ -173,7 +173,7 @@ class Rescue:
             return there  # all have met since; the staging folder may be gone
         try:
             # announced before anything that waits: from here on a new life waits for this one
-            with self.store.writer.rescuing(state.step):
+            with self.store.writer.rescuing(state.step, lambda: self.store.writer.is_saved(state)):
                 if not state.lock.acquire(timeout=STEP_SECONDS):
                     return f"step {state.step + 1} hangs half way, the newest checkpoint stands", False, 1
                 try:

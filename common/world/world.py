@@ -23,6 +23,8 @@ WATCHED = timedelta(days=1)       # a collective's time-out while the watchdog e
 GLOO_LOST = re.compile(r"(\[\S*gloo\S*\] )?(Read error|Write error|Connection (closed|reset) by peer|"
                        r"Connection refused|Broken pipe|Timed out waiting|Application timeout|"
                        r"Gloo connectFullMesh failed)")
+# Part of a message of NCCL about this process's own GPU or mistake.
+NCCL_OWN = re.compile(r"nccl(UnhandledCudaError|Invalid(Argument|Usage))|unhandled cuda error")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,9 @@ class World:
         """Whether gloo, NCCL or the store reports with this error that another process died or is silent."""
         if self.size == 1 or not isinstance(error, RuntimeError):
             return False
-        return isinstance(error, dist.DistError) or bool(GLOO_LOST.match(str(error)))
+        if isinstance(error, dist.DistError):
+            return not NCCL_OWN.search(str(error))
+        return bool(GLOO_LOST.match(str(error)))
 
     def new_store_client(self) -> Any:
         """A second connection to this life's store, for a thread that must not wait for the main one."""

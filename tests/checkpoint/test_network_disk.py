@@ -157,11 +157,12 @@ def test_never_do_two_machines_commit_in_turn(tmp_path, locks):
         assert done.read_text() == "2" and steps_of(options(fs.server)) == [4, 2, 1]
 
 
-def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp_path):
+def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp_path, monkeypatch):
     """Nobody could move a counter meanwhile, and nobody could look."""
     with served(tmp_path, machines=2) as fs:
         mine, theirs = (options(mount, keep=9) for mount in fs.mounts)
         saved = tmp_path / "saved"
+        monkeypatch.setattr(fence, "LEASE", 1.5)
 
         def live(life):
             until((tmp_path / "go").exists, "the server is back")

@@ -12,8 +12,10 @@ import sys
 import threading
 import time
 import uuid
+from types import SimpleNamespace
 
 import pytest
+from ranks import fork_ranks
 from stores import a_life, at_step, child, end, is_at, new_store, options, save, steps_of, tiny_state
 
 from common.checkpoint import fence, files, owner
@@ -439,7 +441,7 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
     staging, here, go = tmp_path / ".life-a", tmp_path / "here", tmp_path / "go"
     staging.mkdir()
     monkeypatch.setattr(fence, "RESCUE_WAIT", 1.5)
-    monkeypatch.setattr(fence, "RESCUE_STALL", 3.0)
+    monkeypatch.setattr(fence, "HUNG_SECONDS", 3.0)
 
     def rescue(moved):
         with fence.rescuing(staging, moved):
@@ -568,3 +570,80 @@ def test_time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_st
         now[0] += seconds
         assert still(7) == expected
     assert still(8) == 0
+
+
+def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
+    """Another node, one step ahead, is still in a long forward when the next life has begun already."""
+    opts, here, lock = options(tmp_path), tmp_path / "here", tmp_path / "run" / "lock"
+
+    def live(world):
+        store, state = new_store(opts, world), tiny_state(opts)
+        store.restore(state)
+        if world.rank == 0:
+            save(SimpleNamespace(store=store, state=state), 10)
+        world.barrier("begun")
+        if world.rank == 0:
+            world.store.get("ready")
+            here.touch()
+            os._exit(1)
+        world.store.set("ready", "1")
+        until(lambda: f'"{world.life}"' not in lock.read_text(), "the next life has claimed the run")
+        time.sleep(1)                                               # the rest of its step
+        store.rescue(at_step(state, 11))
+        os._exit(0)
+
+    with child(lambda: fork_ranks(2, live, node_size=1, may_die=[0, 1])):
+        until(here.exists, "the owner dies")
+        with a_life(opts) as life:
+            assert is_at(life.state, 11)
+
+
+@pytest.mark.parametrize("gone", ["it stands still", "it never leaves"])
+def test_a_node_that_does_not_leave_is_not_waited_for_long(tmp_path, monkeypatch, gone):
+    staging, here = tmp_path / ".life-a", tmp_path / "here"
+    staging.mkdir()
+    monkeypatch.setattr(fence, "NODE_STILL", 1.0)
+    monkeypatch.setattr(fence, "NODE_WAIT", 2.0)
+    monkeypatch.setattr(held, "BEAT_SECONDS", 1000 if gone == "it stands still" else 0.1)
+    mine = fence.Fence(tmp_path / "run", "b")
+    mine.root, mine.staging = tmp_path, tmp_path / ".life-b"
+    (tmp_path / "run").mkdir()
+
+    def attend():
+        theirs = fence.Fence(tmp_path / "run", "a")
+        theirs.staging = staging
+        theirs.attend(1)
+        here.touch()
+        signal.pause()
+
+    with child(attend):
+        until(here.exists, "the node trains")
+        began = time.monotonic()
+        mine._sweep()
+        assert (0.9 if gone == "it stands still" else 1.9) < time.monotonic() - began < 5
+        assert not staging.exists()
+
+
+def test_of_many_that_stop_at_once_only_one_takes_the_lock(tmp_path):
+    """A thousand ranks that take one lock in turn over a network come to their end too late."""
+    opts = options(tmp_path)
+
+    def stop(world):
+        took, real = [], fence.Held
+
+        def held_by(path, *args):
+            if path.name == fence.RESCUE:
+                took.append(path)
+            return real(path, *args)
+        fence.Held = held_by
+        store, state = new_store(opts, world), tiny_state(opts)
+        store.restore(state)
+        write = store.writer._write_aside
+        store.writer._write_aside = lambda *args: (time.sleep(0.5), write(*args))
+        at_step(state, 3)
+        world.barrier("step")
+        with store.writer.rescuing(3, lambda: store.writer.is_saved(state)):
+            store.rescue(state)
+        return len(took)
+
+    assert sum(fork_ranks(6, stop)) == 1 and steps_of(opts) == [3]

@@ -125,6 +125,23 @@ def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(how, code):
         time.sleep(0.01)
 
 
+def test_a_loading_process_that_dies_before_it_begins_is_replaced_at_once(monkeypatch, tmp_path):
+    once = tmp_path / "once"
+
+    def dies_once(shared, number):
+        if number == 1 and not once.exists():
+            once.touch()
+            os._exit(1)
+        real(shared, number)
+
+    real = workers.shelter
+    monkeypatch.setattr(workers, "shelter", dies_once)
+    split, began = DatasetSplit(Noisy(12), "noisy", SimpleNamespace(classes=3), seed=0), time.monotonic()
+    shares = batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2))
+    assert [ids for batch in shares for ids in batch.ids] == list(range(12)) and once.exists()
+    assert time.monotonic() - began < workers.BEGIN_SECONDS / 2
+
+
 def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkeypatch, tmp_path):
     once = tmp_path / "once"
 

@@ -173,7 +173,7 @@ def test_a_process_that_was_stopped_for_more_than_ten_limits_goes_on(run, whom):
     """SIGSTOP, as debuggers and Slurm's suspend send it: no hang, and nothing was due meanwhile."""
     def live(world):
         state, store, ledger = a_run(world, run)
-        object.__setattr__(state.opts, "hang_timeout", 0.3)
+        object.__setattr__(state.opts, "hang_timeout", 0.2)
 
         def move_until(condition):
             deadline = time.monotonic() + 20
@@ -185,7 +185,7 @@ def test_a_process_that_was_stopped_for_more_than_ten_limits_goes_on(run, whom):
             step(state)
             move_until(lambda: started(rescue.watchdog.guard.process.pid))
             if (waker := os.fork()) == 0:
-                time.sleep(4.8)
+                time.sleep(3.3)
                 (os.killpg if whom == "its whole group" else os.kill)(os.getppid(), signal.SIGCONT)
                 os._exit(0)
             os.setpgid(waker, waker)

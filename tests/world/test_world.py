@@ -360,6 +360,8 @@ OWN = [
                  "last):\n"
                  "  File \"socket.py\", line 1\nRuntimeError: Connection reset by peer"),
     RuntimeError("DataLoader timed out after 30 seconds"),
+    dist.DistBackendError("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with ...)"),
+    dist.DistBackendError("ncclInvalidUsage: This usually reflects invalid usage of NCCL library."),
     RuntimeError(f"[enforce fail at {GLOO}/pair.cc:467] op.preamble.length <= op.nbytes. 8 vs 4"),
     ConnectionResetError(104, "Connection reset by peer"),  # of a dataset on the network
     UserError("the store of samples is gone"), None,
