@@ -14,9 +14,10 @@ import zlib
 from pathlib import Path
 
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from common.data.pictures import imagefolder
+from common.data.shards import tar
 from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.data.text import text
 from common.data.tokens import tokens
@@ -133,6 +134,10 @@ def user_dataset(opts):
     found, name = call_user(opts.dataset, opts), opts.dataset
     found = found if isinstance(found, (tuple, list)) else (found,)
     kinds = "".join("t" if isinstance(part, torch.Tensor) else "d" for part in found)
+    if any(isinstance(part, IterableDataset) for part in found):
+        raise UserError(f"dataset {name} is an iterable: a restart could not find its place in it again\n"
+                        "give it an index, __len__ and __getitem__(i); an attribute `groups`, the sizes of "
+                        "shards or row groups, keeps neighbours together\nfor tar shards: --dataset tar")
     if kinds == "tttt":
         parts = [(found[0], found[1]), (found[2], found[3])]
     elif kinds == "dd" and all(isinstance(part, TensorDataset) and len(part.tensors) == 2 for part in found):
@@ -191,7 +196,7 @@ def count_classes(dataset):
 # ---- all of them ----
 DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10,
             "imagefolder": imagefolder, "sentiment": sentiment, "sentiment-large": sentiment_large,
-            "random": random_numbers, "text": text, "tokens": tokens}
+            "random": random_numbers, "text": text, "tokens": tokens, "tar": tar}
 
 
 def find_source(opts):

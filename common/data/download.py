@@ -11,14 +11,19 @@ CLASSES = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR1
 
 
 def download(opts, world):
-    """Fetch the dataset unless it exists and is whole; call on every rank: one per node fetches, all wait."""
-    if opts.dataset not in CLASSES:
+    """Fetch the dataset unless it exists and is whole; call on every rank: one per node fetches, all wait.
+
+    Shards are indexed instead, unless they are.
+    """
+    if opts.dataset not in CLASSES and opts.dataset != "tar":
         raise UserError(f"dataset {opts.dataset} has nothing to download\n"
                         f"leave --download out, it is for {', '.join(CLASSES)}")
     with world.all_or_none("download"):
         try:
             if world.local_rank == 0:
-                fetch(opts)
+                (find_source if opts.dataset == "tar" else fetch)(opts)
+        except UserError:
+            raise
         except Exception as error:  # of any kind: the other ranks wait
             raise UserError(f"dataset {opts.dataset} cannot be downloaded to {opts.data_dir}\n"
                             f"{one_line(error)}") from error

@@ -180,7 +180,7 @@ def as_input(x):
 
 def load_data(opts: Options, world: Any) -> Data:
     """The dataset that `opts.dataset` names; call on every rank, because of --download."""
-    if opts.download:
+    if opts.download or opts.dataset == "tar":
         download(opts, world)
     source, name = find_source(opts), opts.dataset
     splits: list[Any] = []

@@ -10,7 +10,7 @@ FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
 FOLDERS = ("data_dir", "workers", "train_folder", "val_folder", "image_size", *IMAGES)
 DATASET_FLAGS = {  # the flags that can take effect with this dataset, of those that depend on it
     "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
-    "imagefolder": FOLDERS, "sentiment": (), "sentiment-large": (), "random": ("mixup",),
+    "imagefolder": FOLDERS, "tar": FOLDERS, "sentiment": (), "sentiment-large": (), "random": ("mixup",),
     "text": ("data_dir",), "tokens": ("data_dir", "vocab_size")}
 SIZED = ("random", "text", "tokens")  # their names may end in :SIZE
 
@@ -148,6 +148,9 @@ def check_data(opts):
             raise UserError(f"dataset imagefolder: {folder} is not there\n"
                             f"--data-dir must have {names[0]}/CLASS/IMAGE and {names[1]}/CLASS/IMAGE\n"
                             f"or give {flag} NAME; its folders are {', '.join(there) or 'none'}")
+        if kind == "tar" and not [*folder.glob("*.tar"), *folder.parent.glob(f"{name}*.tar")]:
+            raise UserError(f"dataset tar: neither {folder}/*.tar nor {folder}*.tar is there\n"
+                            f"--data-dir names the folder of the shards, {flag} how they begin")
         if kind == "tokens" and not Path(opts.data_dir, f"{name}.bin").is_file():
             raise UserError(f"dataset tokens: {folder}.bin is not there\n"
                             "--data-dir must have train.bin and val.bin, as nanoGPT writes them")

@@ -232,12 +232,17 @@ def test_a_users_bytes_are_scaled_to_one(tmp_path):
     torch.testing.assert_close(data.train.fetch([0])[0], torch.tensor([[0, 0.2, 1]]))
 
 
+ITERABLE = "class It(IterableDataset):\n def __iter__(self): return iter([(torch.ones(2), 0)])\n"
+
+
 @pytest.mark.parametrize("text, said", [
     ("def make(): return 5", "returned (int)"), ("def make(): return Squares(3)", "returned (Squares)"),
     ("def make(): return Squares(3), Squares(0)", "test set is empty"),
     ("def make(): return Squares(0), Squares(3)", "training set is empty"),
     ("def make(): del Squares.classes; return Squares(3), Squares(3)", "attribute `classes`"),
     ("def make(): return iter([1]), iter([2])", "list_iterator"),
+    (ITERABLE + " def __len__(self): return 9\ndef make(): return It(), It()", "`groups`"),
+    (ITERABLE + "def make(): return It(), Squares(3)", "__getitem__(i)"),
     ("def make(): raise KeyError('where')", "line 8: KeyError"),
 ])
 def test_what_is_no_dataset_is_refused(tmp_path, text, said):

@@ -107,6 +107,7 @@ def refused(capsys, *argv, script=None):
     (["--dataset", "imagefolder", "--data-dir", "pictures", "--train-folder", "a"], "pictures/a is not"),
     (["--dataset", "digits", "--image-size", "64"], "--image-size cannot take effect"),
     (["--dataset", "text", "--vocab-size", "64"], "--vocab-size cannot take effect"),
+    (["--dataset", "tar", "--data-dir", "pictures"], "pictures/train*.tar is there"),
     (["--dataset", "tokens:64", "--data-dir", "pictures"], "pictures/train.bin is not there"),
     (["--run-dir", "a" * 300], "cannot be used"),
     (["--resume", "nowhere"], "--resume: 'nowhere' is no folder"),

@@ -5,6 +5,7 @@ Whole scripts run in forked ranks, as in test_bitwise.py.
 import pytest
 from jobs import audit, lives
 from test_bitwise import run, through_kills
+from test_shards import write_shards
 from test_tokens import write
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
@@ -36,6 +37,14 @@ def tokens(folder):
     return {"model": "gpt:1x2x16", "dataset": "tokens:16", "data_dir": str(folder / "data"), "epochs": 2}
 
 
+def tar(folder):
+    write_shards(folder / "data", count=5, size=30)
+    (folder / "net.py").write_text("from torch import nn\ndef small(data):\n return nn.Sequential("
+                                   "nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, data.classes))\n")
+    return {"model": f"{folder}/net.py:small", "dataset": "tar", "data_dir": str(folder / "data"),
+            "epochs": 2, "image_size": 16, "workers": 1}
+
+
 def own(name):
     def flags(folder):
         (folder / "mine.py").write_text(OWN)
@@ -43,7 +52,8 @@ def own(name):
     return flags
 
 
-@pytest.mark.parametrize("make", [tokens, own("groups"), own("weights")], ids=["tokens", "groups", "weights"])
+@pytest.mark.parametrize("make", [tokens, tar, own("groups"), own("weights")],
+                         ids=["tokens", "tar", "groups", "weights"])
 def test_a_kill_and_another_world_leave_no_trace(tmp_path, make):
     given = make(tmp_path) | {"virtual_ranks": 4, "global_batch_size": 20, "audit": True}
     unbroken = run(tmp_path / "unbroken", 1, given)
