@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TextIO
 
+TERMINATION_LOG = "/dev/termination-log"  # written only where Kubernetes made it
+
 
 class UserError(Exception):
     """A mistake a person can mend: fact, values, way out, in three lines at most; `code` is the exit code."""
@@ -81,10 +83,17 @@ def speaks_for_node(environ: Mapping[str, str] = os.environ) -> bool:
     return local_rank == 0 or not (0 <= rank < size and 0 <= local_rank < local_size)
 
 
+def note_reason(text: str) -> None:
+    """Why this process ends, for Kubernetes, which shows it in the pod's status."""
+    with contextlib.suppress(OSError), open(os.open(TERMINATION_LOG, os.O_WRONLY | os.O_TRUNC), "w") as file:
+        file.write(text[:4000] + "\n")
+
+
 def fail(message: str | UserError, code: int = 2, everyone: bool = False) -> NoReturn:
     """Print at most three lines on stderr, once per machine (or from everyone), and exit with `code`."""
     if everyone or speaks_for_node():
         say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
+        note_reason(str(message))
         if code != 1:  # 1: a restart may cure it
             dismiss_agent()
     sys.exit(code)

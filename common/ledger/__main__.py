@@ -3,17 +3,20 @@
     python -m common.ledger RUN             lives, restarts, deaths, saves, rescues, goodput
     python -m common.ledger RUN --json      the same for programs: wall_s, buckets, goodput, lives, deaths
     python -m common.ledger RUN --by-host   processes, deaths, hangs and slow spells of each machine
+    python -m common.ledger RUN --status    how it is now; --stale S: exit code 1 if S seconds old or older
     python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0 (two of samples, two of steps)
 """
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from common.errors import UserError
 from common.ledger.account import summarize
 from common.ledger.audit import audit
 from common.ledger.report import by_host, report
+from common.ledger.status import prometheus, read_status
 
 SHOWN = ("wall_s", "buckets", "goodput", "lives", "deaths")
 
@@ -26,24 +29,37 @@ def main(argv=None):
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="one object for programs")
     what.add_argument("--by-host", action="store_true", help="which machine fails or is slow")
+    what.add_argument("--status", action="store_true", help="RUN/status.json")
     what.add_argument("--audit", action="store_true",
                       help="compare the samples trained on with those an undisturbed run would have used")
+    parser.add_argument("--prometheus", action="store_true", help="--status for node-exporter's text files")
+    parser.add_argument("--stale", type=float, metavar="S", help="--status as a liveness probe")
     given = parser.parse_args(argv)
+    if (given.prometheus or given.stale is not None) and not given.status:
+        parser.error("--prometheus and --stale belong to --status")
     try:
         if given.audit:
             return print_audit(given.run)
         if len(given.run) > 1:
             raise UserError(f"the report reads one folder, not {len(given.run)}\nname one, or add --audit")
         (run,) = given.run
+        if given.status:
+            return print_status(run, given)
         if given.json:
             facts = summarize(run)
             print(json.dumps({key: facts[key] for key in SHOWN}))
         else:
             print("\n".join(by_host(run) if given.by_host else report(run)))
         return 0
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def print_status(run, given):
+    status = read_status(run)
+    print("\n".join(prometheus(status, run)) if given.prometheus else json.dumps(status, indent=1))
+    return int(given.stale is not None and time.time() - status["t"] >= given.stale)
 
 
 def print_audit(runs):

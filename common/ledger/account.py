@@ -10,8 +10,7 @@ BUCKETS = ("start", "import", "rendezvous", "load", "restore", "data_wait", "ste
            "save_stall", "rescue", "detection", "down", "redone")
 LAPS = {"import_s": "import", "join_s": "rendezvous", "load_s": "load", "restore_s": "restore"}
 SPENT = {f"{name}_s": name for name in ("data_wait", "steps", "evaluation", "save_stall")}
-# the parts of a gap that no event records
-BETWEEN = ("detect_s", "tear_down_s", "rendezvous_s", "away_s", "down_s")
+ENDING, STARTING = ("detection", "rescue", "down"), ("start", "import", "rendezvous", "load", "restore")
 
 
 def summarize(run_dir: Path | str) -> dict[str, Any]:
@@ -21,29 +20,26 @@ def summarize(run_dir: Path | str) -> dict[str, Any]:
     """
     lives = lives_of(run_dir)
     everything = [event for events in lives for event in events]
-    seconds = _seconds(everything)
-    gaps = [{}, *(gap(before, after) for before, after in zip(lives, lives[1:], strict=False))]
-    for parts in gaps:
-        seconds |= {name: seconds.get(name, 0) + value for name, value in parts.items() if name in BETWEEN}
     accounts = list(account(lives))
     buckets = {name: sum(parts.get(name, 0.0) for _, parts in accounts) for name in BUCKETS}
     if other := sum(parts.get("other", 0.0) for _, parts in accounts):
         buckets["other"] = other  # of an older version, or of a clock that was set
-    wall = sum(buckets.values())
+    wall, told = sum(buckets.values()), []
+    for number, (events, (start, spent)) in enumerate(zip(lives, accounts, strict=True)):
+        before = accounts[number - 1][1] if number else {}
+        told.append({
+            **events[0], "saved": saved_step(events), "seconds": _seconds(events), "start": start,
+            "buckets": spent,
+            "gap": {name: parts[name] for names, parts in ((ENDING, before), (STARTING, spent))
+                    for name in names if number and parts.get(name)},  # since the life before
+            "again": bool(number) and events[0].get("job") == lives[number - 1][0].get("job"),
+            **{kind: [event["rank"] for event in own(events, kind, "rank")]
+               for kind in ("hang", "straggler")}})
     return {
-        "lives": [{**events[0], "saved": saved_step(events), "seconds": _seconds(events), "gap": parts,
-                   "start": start, "buckets": spent,
-                   **{kind: [event["rank"] for event in own(events, kind, "rank")]
-                      for kind in ("hang", "straggler")}}
-                  for events, parts, (start, spent) in zip(lives, gaps, accounts, strict=True)],
-        "deaths": deaths_of(lives),
-        "step": max(saved_step(events) for events in lives),
-        "events": dict(Counter(event["event"] for event in everything)),
-        "seconds": seconds,
-        "buckets": buckets,
-        "wall_s": wall,
-        "goodput": buckets["steps"] / wall if wall > 0 and "steps_s" in seconds else None,
-    }
+        "lives": told, "deaths": deaths_of(lives), "step": max(saved_step(events) for events in lives),
+        "events": dict(Counter(event["event"] for event in everything)), "seconds": _seconds(everything),
+        "buckets": buckets, "wall_s": wall,
+        "goodput": buckets["steps"] / wall if wall > 0 and buckets["steps"] else None}
 
 
 def history(run_dir: Path | str, job: str, step: int, began: float) -> dict[str, Any]:
@@ -76,21 +72,17 @@ def account(lives):
     A life is cut at moments that follow each other, so no second is lost or counted twice, whatever is in
     the ledger. A moment that lies before the one before it (a clock was set) makes a piece of no length.
     """
-    end = None
+    pieces = None
     for number, events in enumerate(lives):
         life, later = events[0], [other[0] for other in lives[number + 1:]]
-        began = life["began"] if is_number(life.get("began")) else life["t"]
-        pieces = _Pieces(began if end is None else end)
-        if later:
-            end = later[0]["began"] if is_number(later[0].get("began")) else later[0]["t"]
-        else:
-            end = max(event["t"] for event in events if is_number(event.get("t")))
+        pieces = _Pieces(pieces.end if pieces else _began(life))
         start, kept = pieces.end, min((other["step"] for other in later), default=None)
-        same_job = bool(later) and later[0].get("job") == life.get("job")
-        after = {(True, True): "start", (True, False): "down"}.get((bool(later), same_job))
-        _cut(pieces, events, end, kept, after)
-        end = pieces.end
+        _cut(pieces, events, kept, later[0] if later else None)
         yield start, dict(pieces.seconds)
+
+
+def _began(life):
+    return life["began"] if is_number(life.get("began")) else life["t"]
 
 
 class _Pieces:
@@ -110,8 +102,8 @@ class _Pieces:
         self.end = max(self.end, moment)
 
 
-def _cut(pieces, events, end, kept, after):
-    """Cuts one life; `after` is the bucket of what follows its last process, None if no life follows."""
+def _cut(pieces, events, kept, following):
+    """Cuts one life; what follows its last process is `down`, or the start of a life of the same job."""
     life, entries = events[0], own(events, "steps", "t")
     lefts, first = own(events, "left", "t", "stepped", "noticed"), own(events, "first_step", "t", "step")
     laps = {name: life[lap] for lap, name in LAPS.items() if is_number(life.get(lap))}
@@ -134,10 +126,11 @@ def _cut(pieces, events, end, kept, after):
         pieces.until(noticed, "evaluation" if inside else "detection")
         pieces.until(max(event["t"] for event in lefts), "rescue")
     pieces.until(max((event["t"] for event in own(events, "done", "t")), default=0), "save_stall")
-    if after:
-        pieces.until(end, after if lefts else "down")
-    else:
+    if following is None:
+        end = max(event["t"] for event in events if is_number(event.get("t")))
         pieces.until(end, "rescue" if lefts else "evaluation" if inside else "steps" if entries else "start")
+    elif not lefts or following.get("job") != life.get("job"):
+        pieces.until(_began(following), "down")
 
 
 def _typical(entries, first):
@@ -151,34 +144,6 @@ def _of_steps(seconds, first, last, kept):
     """{bucket: seconds} of the steps after `first` up to `last`, of which the next lives keep `kept`."""
     share = 1.0 if kept is None or kept >= last else max(0.0, (kept - first) / max(1, last - first))
     return {"steps": seconds * share, "redone": seconds * (1 - share)}
-
-
-def gap(before, after):
-    """Return {part: seconds} of the time between two lives; the parts add up to the whole.
-
-    `detect` begins with the last whole step, because the moment of a death is not known, and ends when the
-    first survivor notices. `tear_down` ends when the last survivor has saved and left, `rendezvous` when the
-    agent has started the next process. If no process survived, these three are one part, `away`. The time
-    before a start by hand is `down`: that start is no restart.
-    """
-    match after[0]:
-        case {"job": str(job), "began": int() | float() as began}:
-            pass
-        case _:
-            return {}
-    last = max(event["t"] for event in before if is_number(event.get("t")))
-    if before[0].get("job") != job:
-        return {"down_s": began - last}
-    lefts = [event for event in before if event["event"] == "left" and event.get("life") == before[0]["life"]
-             and all(is_number(event.get(name)) for name in ("t", "stepped", "noticed"))]
-    parts = {"away_s": began - last}
-    if lefts:
-        stepped, gone = (max(event[name] for event in lefts) for name in ("stepped", "t"))
-        noticed = max(stepped, min(event["noticed"] for event in lefts))
-        parts = {"detect_s": noticed - stepped, "tear_down_s": gone - noticed, "rendezvous_s": began - gone}
-    laps = _seconds(after[:1])
-    first = [event["t"] for event in after if event["event"] == "first_step" and is_number(event.get("t"))]
-    return parts | laps | ({"first_step_s": first[0] - began - sum(laps.values())} if first else {})
 
 
 def _seconds(events):

@@ -10,8 +10,8 @@ import threading
 import time
 
 from common.errors import UserError, one_line
-from common.ledger.lines import replace_json
 from common.ledger.metrics import kind_of
+from common.ledger.status import replace_json
 from common.options import call_user
 
 

@@ -92,6 +92,7 @@ class Clock:
 
     def evaluated(self) -> None:
         self.add("evaluation")
+        self.evaluating = False
 
     def pause(self) -> None:
         """An epoch is over and saved."""
@@ -106,7 +107,7 @@ class Clock:
     def enter(self) -> None:
         """Write down the seconds since the last entry."""
         if self.ledger is not None and self.first and self.spent:
-            seconds = {f"{name}_s": round(s, 4) for name, s in self.spent.items() if s >= 0.0001}
+            seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
             self.ledger.event("steps", t=round(time.time() - (time.monotonic() - self.mark), 3), at=self.step,
                               **({"then": "evaluation"} if self.evaluating else {}), **seconds)
             self.whole += self.spent

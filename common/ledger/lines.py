@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import say
+from common.ledger.status import Status
 
 
 class Lines:
@@ -64,15 +65,6 @@ class Lines:
                 os.close(fd)
 
 
-def replace_json(path, value):
-    """Writes a small file that a reader finds either old or new; raises OSError."""
-    aside = f"{path}.{os.getpid()}.new"
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        json.dump(value, file)
-    os.replace(aside, path)
-
-
 def _plain(value):
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
@@ -85,9 +77,12 @@ class Ledger:
     """
 
     def __init__(self, run_dir: Path | str) -> None:
-        self.lines = Lines(Path(run_dir) / "ledger.jsonl")
+        self.status = Status(run_dir)
+        self.lines, self.saved = Lines(Path(run_dir) / "ledger.jsonl"), (0, time.time())
 
     def event(self, name: str, /, **fields: Any) -> None:
+        if name in ("save", "rescue"):
+            self.saved = fields["step"], time.time()
         self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
 
     def death(self, rank: int, why: str, **fields: Any) -> None:

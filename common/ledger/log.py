@@ -34,6 +34,7 @@ class Log:
         self.metrics = Metrics(opts.run_dir, state_step, self.note)
         self.board = Board(opts, state_step, self.note)
         self.clock: Clock | None = None
+        self.rate = 0.0  # samples a second
         self.facts: dict[str, int] = {}
         for record in records:
             if record.get("step", state_step + 1) <= state_step:
@@ -72,13 +73,17 @@ class Log:
         if rate:
             parts["rate"] = f"{rate:,.0f} samples/s"
         where = f"step {state.step}"
+        self.rate = rate
         if self.total:
-            left = (self.total - state.step) * (now - self.began) / max(1, state.step - self.first)
-            where += f"/{self.total}  eta {timedelta(seconds=round(max(0, left)))}"
+            where += f"/{self.total}  eta {timedelta(seconds=round(self.eta(state.step)))}"
         head = [f"epoch {state.epoch + 1}/{self.opts.epochs}", where]
         short = [parts[name] for name in parts if name != "lr"]
         self.console.step(state.step, "  ".join([*head, *parts.values()]), "  ".join(
             [*head, *short, *(f"{name} {value}" for name, value in self.facts.items())]))
+
+    def eta(self, step: int) -> float:
+        """Seconds until the last step, at the pace of this life."""
+        return max(0.0, (self.total - step) * (time.monotonic() - self.began) / max(1, step - self.first))
 
     def evaluation(self, state: Any, metrics: Mapping[str, Any]) -> None:
         """Log an evaluation, as {"val_acc", "val_loss"}."""

@@ -8,18 +8,21 @@ from common.ledger.account import summarize
 def report(run_dir):
     """Yield the lines of the goodput report."""
     facts = summarize(run_dir)
-    events, goodput, gaps = facts["events"], facts["goodput"], [life["gap"] for life in facts["lives"]]
+    events, goodput = facts["events"], facts["goodput"]
     yield f"{run_dir}: lives {events['life']}, last saved step {facts['step']}"
     for life in facts["lives"]:
-        yield from _gap_in_words(life["gap"])
-        own = {name: value for name, value in life["seconds"].items() if name not in life["gap"]}
+        if life["gap"]:
+            how = "restart" if life["again"] else "started again after"
+            yield f"  {how} {sum(life['gap'].values()):.2f} s: {_spell(life['gap'])}"
+        own = {name: value for name, value in life["buckets"].items() if name not in life["gap"]}
         yield (f"  life {life['life']}  world {life['world']}  restart {life.get('restart', '?')}  "
                f"resumed at step {life['step']}, saved up to {life['saved']}  {_spell(own)}".rstrip())
         dead = [death for death in facts["deaths"] if death["life"] == life["life"]]
         yield from (f"    {death_in_words(death)}" for death in dead)
-    yield f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}, {_count_restarts(gaps)}"
-    spent = {f"{name}_s": seconds for name, seconds in facts["buckets"].items() if seconds}
-    yield f"wall {facts['wall_s']:.1f} s: {_spell(spent) or 'no times were recorded'}"
+    whole = [sum(life["gap"].values()) for life in facts["lives"] if life["again"]]
+    yield (f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}, restarts {len(whole)}"
+           + (f" (median {median(whole):.2f} s)" if whole else ""))
+    yield f"wall {facts['wall_s']:.1f} s: {_spell(facts['buckets']) or 'no times were recorded'}"
     goodput = "unknown" if goodput is None else f"{goodput:.1%}"
     yield f"goodput {goodput} (time in steps that are in the final model / wall)"
 
@@ -47,20 +50,5 @@ def death_in_words(death):
     return f"rank {death['rank']} (pid {death['pid'] or '?'}{where}) {death['cause']}"
 
 
-def _gap_in_words(parts):
-    if "down_s" in parts:
-        return [f"  down {parts['down_s']:.2f} s, then started again"]
-    if not parts:
-        return []
-    end = "step to step" if "first_step_s" in parts else "no step was made"
-    return [f"  restart of {sum(parts.values()):.2f} s, {end}: {_spell(parts)}"]
-
-
-def _count_restarts(gaps):
-    whole = [sum(parts.values()) for parts in gaps if "first_step_s" in parts]
-    number = sum(bool(parts) and "down_s" not in parts for parts in gaps)
-    return f"restarts {number}" + (f" (median {median(whole):.2f} s from step to step)" if whole else "")
-
-
 def _spell(seconds):
-    return ", ".join(f"{name[:-2].replace('_', ' ')} {value:.2f} s" for name, value in seconds.items())
+    return ", ".join(f"{name.replace('_', ' ')} {value:.2f} s" for name, value in seconds.items() if value)

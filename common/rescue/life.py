@@ -51,7 +51,20 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
                      **clock.laps)
         if opts.audit:
             ledger.order(order.name, order.facts)
+        ledger.saved = past["saves"][-1] if past["saves"] else ledger.saved
+        ledger.status.start(functools.partial(_look, log, ledger, clock, state, {
+            "world": world.size, "hosts": sorted(set(hosts)), "life": world.life, "restarts": past["lives"]}))
     life_is_open()
+
+
+def _look(log, ledger, clock, state, facts):
+    """The fields of status.json; see `Status`."""
+    step, when = ledger.saved
+    now = "evaluating" if clock.evaluating else "training" if clock.first else "starting"
+    return facts | {
+        "state": now, "step": state.step, "total": state.total_steps, "epoch": state.epoch,
+        "eta_s": round(log.eta(state.step), 1), "last_save_step": step, "samples_per_s": round(log.rate, 1),
+        "last_save_age_s": round(time.time() - when, 1), "goodput": round(clock.shares()["goodput"], 4)}
 
 
 def _who_is_there(world):

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError, say
+from common.errors import UserError, note_reason, say
 from common.ledger import Ledger
 from common.options import machine_id
 from common.rescue.death import dead_peer, in_words
@@ -89,6 +89,7 @@ class Rescue:
             os.close(end)
         if error is None and self.world.rank == 0:
             self.ledger.event("done", life=self.world.life, step=self.state.step)
+            self.ledger.status.end("done", f"complete at step {self.state.step}", 0)
         if error is None and self.store.fence:
             self.store.fence.release()  # not before all have met: a survivor needs the staging folder
 
@@ -116,6 +117,8 @@ class Rescue:
         self.watchdog.stop(0)  # a slow disk is no hang; and rank 0's store may be dead
         known, asked, peer = isinstance(error, UserError), self.asked, self._peers_end(error)
         if known and error.code in (UNSAVED, BROKEN, FENCED):
+            if error.code != FENCED:
+                self._conclude(in_words(error), error.code)
             return self._sign_off()  # this state cannot be saved, or must not be
         note = functools.partial(self.ledger.event, life=self.world.life, step=self.state.step,
                                  rank=self.world.rank)
@@ -125,17 +128,26 @@ class Rescue:
         if asked and not error:
             note("stop", why=asked)
         if asked and (not error or peer and "killed" not in peer):  # peers that stop faster are lost too
-            self._say_once(f"stopped on {asked}: {text}", saved, sys.stdout)
+            first = self._say_once(reason := f"stopped on {asked}: {text}", saved, sys.stdout)
         elif known:
-            self._say_once(saved and text, saved)  # the error itself is printed at the process's end
+            first = self._say_once(saved and text, saved)  # the error itself is printed at the process's end
+            reason = f"{in_words(error)}; {text}"
         else:
             cause = peer or f"rank {self.world.rank}: {'hung' if hung else in_words(error)}"
-            self._say_once(f"{cause}; {text}", saved or not (peer or hung))
-        if error and not peer and (known or not self.asked):
+            first = self._say_once(reason := f"{cause}; {text}", saved or not (peer or hung))
+        raised = error and not peer and (known or not self.asked)
+        if first or self.world.rank == 0:
+            own = getattr(error, "code", 1) if raised else 1
+            self._conclude(reason, own if raised or not asked and code != BROKEN else code)
+        if raised:
             return self._sign_off()
         if peer and self.under_agent:
             self._await_the_agent()
         self._go(code if self.asked or code == BROKEN else 1)
+
+    def _conclude(self, reason, code):
+        self.ledger.status.end("stopping" if code == STOPPED else "failed", reason, code)
+        note_reason(reason)
 
     def _say_once(self, text, always, stream=None):
         """One line per fault and node, however many ranks survive it; with `always` on this rank too."""
@@ -148,6 +160,7 @@ class Rescue:
             self.ledger.death(life=self.world.life, **self.dead)
         if text and (always or first):
             say(text, stream or sys.stderr)
+        return first
 
     def _peers_end(self, error):
         """None, or if the error reports another process's end: which one, and how it ended if known here."""

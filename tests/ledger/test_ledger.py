@@ -155,37 +155,33 @@ def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
 
 def the_gap(tmp_path, *between, **second):
     """What the ledger tells of the time between two lives of one job, aa and bb."""
-    events = [{"t": 100, "event": "life", "life": "aa", "world": 2, "step": 0, "job": "j", "began": 98},
-              *between,
-              {"t": 124, "event": "life", "life": "bb", "world": 2, "step": 9, "job": "j", "began": 120,
-               "import_s": 2.5} | second]
-    (tmp_path / "ledger.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    life = {"event": "life", "world": 2, "job": "j"}
+    write(tmp_path, life | {"t": 100, "life": "aa", "step": 0, "began": 98}, *between,
+          life | {"t": 124, "life": "bb", "step": 9, "began": 120, "import_s": 2.5} | second)
     return summarize(tmp_path)["lives"][1]["gap"]
 
 
-def test_where_nobody_survived_the_time_since_the_last_entry_is_away(tmp_path):
-    assert the_gap(tmp_path, {"t": 110, "event": "steps", "steps_s": 9, "at": 8}) == {"away_s": 10,
-                                                                                      "import_s": 2.5}
+REST = {"start": 1.5, "import": 2.5}
 
 
-def test_what_a_person_started_is_no_restart_and_the_time_before_it_was_down(tmp_path, capsys):
+def test_where_nobody_survived_the_time_since_the_last_entry_is_down(tmp_path):
+    assert the_gap(tmp_path, {"t": 110, "event": "steps", "steps_s": 9, "at": 8}) == {"down": 10} | REST
+
+
+def test_the_time_before_what_a_person_started_was_down(tmp_path, capsys):
     left = {"t": 110, "event": "left", "life": "aa", "rank": 0, "stepped": 109, "noticed": 109}
-    assert the_gap(tmp_path, left, job="another") == {"down_s": 10}
+    assert the_gap(tmp_path, left, job="another")["down"] == 10
     assert main([str(tmp_path)]) == 0
-    assert "down 10.00 s, then started again\n" in (out := capsys.readouterr().out) and "restarts 0\n" in out
+    assert "started again after" in (out := capsys.readouterr().out) and "restarts 0\n" in out
 
 
 def test_only_what_the_life_before_said_of_itself_counts(tmp_path):
-    """A process that was stopped and wakes up two lives later; and words that no process of ours would write.
-    """
-    own, rest = {"t": 112, "event": "left", "life": "aa", "stepped": 110.5,
-                 "noticed": 110.25}, {"rendezvous_s": 8, "import_s": 2.5}
+    """A process that was stopped and wakes up two lives later; and words that no process would write."""
+    first = {"t": 101, "event": "first_step", "step": 1}
+    own = {"t": 112, "event": "left", "life": "aa", "stepped": 110.5, "noticed": 110.25}
     others = [own | {"life": "00", "t": 119}, own | {"stepped": "x"}, {"event": "left", "life": "aa"}]
-    assert the_gap(tmp_path, *others, own) == {"detect_s": 0, "tear_down_s": 1.5} | rest
-
-
-def test_a_ledger_of_an_older_version_tells_no_gaps(tmp_path):
-    assert the_gap(tmp_path, job=None) == {} and the_gap(tmp_path, began=None) == {}
+    gap = the_gap(tmp_path, first, *others, own)
+    assert gap == {"rescue": 1.5, "start": 9.5, "import": 2.5}
 
 
 def test_a_run_without_times_still_has_a_report(tmp_path, capsys):

@@ -1,0 +1,79 @@
+"""RUN/status.json: how the run is now, for a probe, a dashboard or a person; a reader finds it old or new."""
+import contextlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+from common.errors import UserError
+
+WRITE_EVERY_SECONDS, LOOK_EVERY_SECONDS = 10.0, 0.5
+QUICK = ("t", "step", "eta_s", "last_save_age_s", "samples_per_s", "goodput")  # no reason to write now
+FIELDS = ("state", "step", "total", "epoch", "eta_s", "world", "hosts", "life", "restarts", "last_save_step",
+          "last_save_age_s", "samples_per_s", "goodput", "reason", "exit_code", "t")
+
+
+class Status:
+    """A thread writes what `look()` returns, on rank 0; tell() and end() may be called on any rank."""
+
+    def __init__(self, run_dir):
+        self.path = Path(run_dir) / "status.json"
+        self.lock, self.over, self.look = threading.RLock(), threading.Event(), dict
+
+    def start(self, look):
+        self.look = look
+        self._write(dict.fromkeys(FIELDS) | {"state": "starting"} | look())
+        threading.Thread(target=self._work, daemon=True, name="status").start()
+
+    def end(self, state, reason, code):
+        """The last word of this process: nothing here writes after it."""
+        self.over.set()
+        with self.lock:
+            known = {}
+            with contextlib.suppress(OSError, ValueError, UserError):
+                known = read_status(self.path.parent)
+            self._write(known | self.look() | {"state": state, "reason": reason, "exit_code": code})
+
+    def _work(self):
+        shown, written = None, 0.0
+        while not self.over.wait(LOOK_EVERY_SECONDS):
+            facts = dict.fromkeys(FIELDS) | self.look()
+            slow = {name: facts[name] for name in facts if name not in QUICK}
+            if slow != shown or time.monotonic() - written > WRITE_EVERY_SECONDS:
+                shown, written = slow, time.monotonic()
+                with self.lock:
+                    if not self.over.is_set():
+                        self._write(facts)
+
+    def _write(self, facts):
+        with contextlib.suppress(OSError):  # a full disk costs a status, never a step
+            replace_json(self.path, facts | {"t": round(time.time(), 3)})
+
+
+def read_status(run_dir):
+    path = Path(run_dir) / "status.json"
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UserError(f"{path} does not exist\nthe run has not begun, or is of an older version") from None
+
+
+def prometheus(status, run_dir):
+    """Yield lines in the format of node-exporter's text files; the name of the run is a label."""
+    run = json.dumps(os.path.basename(os.path.abspath(run_dir)))
+    for name, value in status.items():
+        if isinstance(value, int | float):
+            yield f"# TYPE training_{name} gauge"
+            yield f"training_{name}{{run={run}}} {value}"
+    yield "# TYPE training_state gauge"
+    yield f"training_state{{run={run},state={json.dumps(status.get('state'))}}} 1"
+
+
+def replace_json(path, value):
+    """Writes a small file that a reader finds either old or new; raises OSError."""
+    aside = f"{path}.{os.getpid()}.new"
+    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with open(fd, "w", encoding="utf-8") as file:
+        json.dump(value, file)
+    os.replace(aside, path)
