@@ -107,7 +107,7 @@ class Clock:
     def enter(self) -> None:
         """Write down the seconds since the last entry."""
         if self.ledger is not None and self.first and self.spent:
-            seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
+            seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items() if s}
             self.ledger.event("steps", t=round(time.time() - (time.monotonic() - self.mark), 3), at=self.step,
                               **({"then": "evaluation"} if self.evaluating else {}), **seconds)
             self.whole += self.spent

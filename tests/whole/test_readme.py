@@ -22,8 +22,8 @@ README, COMMON, LAUNCH = [(ROOT / name / "README.md").read_text(encoding="utf-8"
                           for name in ("", "common", "launch")]
 # flags of their own
 LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/warm.py": {"--nproc", "--max-restarts"}}
-MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "model.", "optimizer.", "state.json",
-        "manifest.json", "tb/",
+MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "status.json", "model.", "optimizer.",
+        "state.json", "manifest.json", "tb/",
         "audit/")  # by a reader or by a run
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
