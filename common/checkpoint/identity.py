@@ -54,7 +54,15 @@ def versions(opts: Options, fingerprint: str) -> dict[str, str]:
         code.update(path.relative_to(house.parent).as_posix().encode() + path.read_bytes())
     return {"python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__,
             "code": code.hexdigest()[:12], "data": fingerprint[:12],
-            "options": identity_of(opts, fingerprint)[:12]}
+            "options": identity_of(opts, fingerprint)[:12], "your files": " ".join(own_code(opts).values())}
+
+
+def own_code(opts):
+    """{flag: hash of the file} for each flag that names a function of a user's own."""
+    files = {name: Path(value.rpartition(":")[0]) for name, value in opts.identity().items()
+             if isinstance(value, str) and ".py:" in value}
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for name, path in files.items()
+            if path.is_file()}
 
 
 def check_identity(run_dir, opts, world, fingerprint, report):
@@ -64,7 +72,7 @@ def check_identity(run_dir, opts, world, fingerprint, report):
     """
     path, root = run_dir / "options.json", run_dir / "checkpoints"
     ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint,
-            "torch": torch.__version__, "pinned": bit_facts(opts, world)}
+            "torch": torch.__version__, "pinned": bit_facts(opts, world), "own_code": own_code(opts)}
     old, saved = _read_options(path, report), dict(_manifests(root))
     first = old or next(iter(saved.values()), ours)
     wrong, was, now = contradictions(first, opts), first["data"][:12], fingerprint[:12]
@@ -91,8 +99,12 @@ def check_identity(run_dir, opts, world, fingerprint, report):
     if first["torch"] != torch.__version__:
         report(f"{run_dir} was begun with torch {first['torch']}, this is {torch.__version__}: "
                "the bits may differ from here on")
-    if not old or data:
-        replace_file(path, sealed((old or ours) | {"data": fingerprint}))
+    code = first.get("own_code", {})  # older ones have none
+    if changed := [name for name, now in ours["own_code"].items() if code.get(name, now) != now]:
+        files = ", ".join(dict.fromkeys(opts.identity()[name].rpartition(":")[0] for name in changed))
+        report(f"{files}: changed since this run was started last; it goes on with the new code")
+    if not old or data or code != ours["own_code"]:
+        replace_file(path, sealed((old or ours) | {"data": fingerprint, "own_code": ours["own_code"]}))
 
 
 def _read_options(path, report):

@@ -148,11 +148,18 @@ class Options:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
 
     def compare(self, old: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-        """[(field, old, new)] where these options contradict `old`; a field missing there had its default."""
+        """[(field, old, new)] where these options contradict `old`; a field missing there had its default.
+
+        Of a file, its name counts and not the way to it.
+        """
+        def plain(value):
+            return value.rpartition("/")[2] if isinstance(value, str) else value
+
         lacking = [f for f in fields(self) if f.metadata.get("fixed") and f.name not in old]
         defaults: dict[str, Any] = {f.name: f.default for f in lacking}
         was = replace(self, **defaults).identity() | old
-        return [(name, was[name], new) for name, new in self.identity().items() if was[name] != new]
+        return [(name, was[name], new) for name, new in self.identity().items()
+                if plain(was[name]) != plain(new)]
 
     def to_json(self) -> dict[str, Any]:
         """Every field, as json.dumps can write it."""

@@ -60,6 +60,33 @@ def test_another_torch_is_said_and_not_refused(tmp_path):
     assert f"was begun with torch 1.13, this is {torch.__version__}" in said[0]
 
 
+def test_the_way_to_a_users_file_does_not_count_and_new_code_in_it_is_said_once(tmp_path, monkeypatch):
+    own = tmp_path / "sub/own.py"
+    own.parent.mkdir()
+    own.write_text("one = 1")
+
+    def begin(spelled):
+        said = []
+        with a_life(options(tmp_path, model=f"{spelled}:net"), said=said) as life:
+            save(life, 2)
+        return said
+
+    monkeypatch.chdir(tmp_path)
+    assert begin("sub/own.py") == [] == begin(own)
+    monkeypatch.chdir(own.parent)
+    assert begin("own.py") == [] == begin("./own.py")
+    own.write_text("one = 2")
+    assert begin(own) == [f"{own}: changed since this run was started last; it goes on with the new code"]
+    assert begin(own) == []
+    (own.parent / "other.py").write_text("one = 2")
+    refused(options(tmp_path, model="other.py:net"), "--model was '.*own.py:net', now 'other.py:net'")
+    path = tmp_path / "run/options.json"
+    before = json.loads(path.read_text())
+    del before["seal"], before["own_code"]
+    path.write_bytes(sealed(before))  # a run of an earlier version
+    assert begin("own.py") == [] and "own_code" in json.loads(path.read_text())
+
+
 def test_no_flipped_bit_of_the_options_passes_for_another_value(tmp_path):
     """The checkpoints know whose run it is; options.json is written anew."""
     opts, _ = two_checkpoints(tmp_path)
