@@ -1,35 +1,66 @@
-"""Lists and verifies the checkpoints of a run.
+"""Lists and verifies the checkpoints of a run, names the best one, exports weights.
 
-    python -m common.checkpoint RUN             # every checkpoint, verified
-    python -m common.checkpoint RUN --digest    # one SHA-256 over all tensors of the newest whole one
+    python -m common.checkpoint RUN                                # every checkpoint, verified
+    python -m common.checkpoint RUN --digest                       # one SHA-256 over the newest
+    python -m common.checkpoint RUN --best                         # the folder with the best evaluation
+    python -m common.checkpoint RUN --best --export w.safetensors  # its weights, averaged with --ema-decay
+
+RUN may also be the folder of one checkpoint. Without --best the newest one is exported.
 """
+import argparse
 import sys
 from pathlib import Path
 
-from common.checkpoint.manifest import checkpoints, describe
+from common.checkpoint.export import export
+from common.checkpoint.files import parse_json, read_small
+from common.checkpoint.manifest import STATE, checkpoints, describe
+from common.errors import UserError
 
 
 def main(arguments):
-    """Lists and verifies; exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
-    paths = [a for a in arguments if not a.startswith("-")]
-    if len(paths) != 1 or set(arguments) - set(paths) - {"--digest"}:
-        print("usage: python -m common.checkpoint RUN [--digest]", file=sys.stderr)
-        return 2
-    root = Path(paths[0]) / "checkpoints"
-    if not root.is_dir():
-        print(f"error: {paths[0]} is no run folder: it has no checkpoints/", file=sys.stderr)
-        return 2
-    found = 0
-    for step, folder in checkpoints(root):
-        whole, line = describe(step, folder)
-        found += whole
-        if whole or "--digest" not in arguments:
+    """Exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
+    parser = argparse.ArgumentParser("python -m common.checkpoint", allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN")
+    parser.add_argument("--digest", action="store_true")
+    parser.add_argument("--best", action="store_true")
+    parser.add_argument("--export", metavar="FILE")
+    try:
+        asked = parser.parse_args(arguments)
+        one = [choice for choice in checkpoints(asked.run.parent) if choice[1].name == asked.run.name]
+        if not one and not (asked.run / "checkpoints").is_dir():
+            raise UserError(f"{asked.run} is no run folder: it has no checkpoints/")
+        show(asked, one or checkpoints(asked.run / "checkpoints"))
+        return 0
+    except SystemExit as end:
+        return end.code
+    except (UserError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return getattr(error, "code", 2)
+
+
+def show(asked, found):
+    whole, act = [], asked.best or asked.export
+    for step, folder in found:
+        good, line = describe(step, folder)
+        if not act and (good or not asked.digest):
             print(line)
-        if whole and "--digest" in arguments:
+        whole += [(step, folder)] * good
+        if good and (act or asked.digest):
             break
-    if not found:
-        print(f"error: no whole checkpoint in {root}", file=sys.stderr)
-    return 0 if found else 3
+    if not whole:
+        raise UserError(f"no whole checkpoint in {asked.run}", code=3)
+    chosen = best(whole[0][1], found) if asked.best else whole[0]
+    if act:
+        print(export(*chosen, asked.export) if asked.export else chosen[1])
+
+
+def best(newest, found):
+    """(step, folder) of the checkpoint with the best evaluation so far."""
+    step = parse_json(read_small(newest / STATE), STATE)["best"]["step"]
+    chosen = next((choice for choice in found if choice[0] == step), None)
+    if chosen is None or not describe(*chosen)[0]:
+        raise UserError(f"no whole checkpoint of the best evaluation, which was at step {step}", code=3)
+    return chosen
 
 
 if __name__ == "__main__":

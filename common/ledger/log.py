@@ -98,6 +98,9 @@ class Log:
         self._keep({"step": state.step} | values)
         self.note("  ".join([f"step {state.step}", *(f"{name} {value:.4f}" for name, value in values.items()
                                                      if isinstance(value, float)), *lists]))
+        if state.impatient:
+            self.note(f"stopped: no better evaluation since step {state.best['step']} "
+                      f"(--patience {self.opts.patience})")
         # the time of an evaluation does not count as time of steps
         self.previous = (time.monotonic(), state.step, state.epoch, state.position)
 

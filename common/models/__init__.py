@@ -1,4 +1,5 @@
 """The registry of nets."""
 from common.models.nets import build_model
+from common.models.weights import tied_names
 
-__all__ = ["build_model"]
+__all__ = ["build_model", "tied_names"]

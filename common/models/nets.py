@@ -13,7 +13,7 @@ from torch import nn
 
 from common.errors import UserError, did_you_mean, one_line
 from common.models.gpt import build_gpt
-from common.models.weights import freeze, load_weights
+from common.models.weights import freeze, load_weights, tied_names
 from common.options import Options, call_user
 from common.sampler import seeded
 
@@ -83,6 +83,7 @@ def build_model(opts: Options, data: Any) -> nn.Module:
         raise UserError(f"model {name}: {lazy} has no size yet (a lazy layer)\n"
                         "give the layer all sizes, or run the net once on zeros before you return it")
     net = net.cpu()
+    setattr(net, "tied", tied_names(net))  # noqa: B010  (of the whole net, before a part of it is taken)
     if opts.init_from:
         load_weights(net, opts)
     if opts.freeze:

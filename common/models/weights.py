@@ -100,6 +100,14 @@ def freeze(net, prefixes):
         raise UserError(f"--freeze {','.join(prefixes)}: no weight is left to train\nname fewer")
 
 
+def tied_names(net: torch.nn.Module) -> dict[str, str]:
+    """{name: first name} of weights with several names; of the whole net, also where a part of it is left."""
+    if isinstance(found := getattr(net, "tied", None), dict):
+        return found
+    named, first = list(net.named_parameters(remove_duplicate=False)), {}
+    return {name: first[p] for name, p in named if first.setdefault(p, name) != name}
+
+
 def check_prefixes(flag, prefixes, names):
     """UserError for a prefix with which no name begins."""
     for prefix in prefixes:

@@ -52,6 +52,7 @@ class Options:
     seed: int = fixed(0, whole(0, 2**63 - 1), "every random number follows from it")
     epochs: int = free(3, whole(1), "how often each sample is seen; may be raised to go further")
     max_steps: int = free(0, whole(0), "stop after so many steps in all; 0: no limit")
+    patience: int = free(0, whole(0), "stop after so many evaluations without a better one; 0: never")
     eval_only: bool = free(False, SWITCH, "evaluate the checkpoint and leave")
 
     model: str = fixed("net", NAME, "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, "

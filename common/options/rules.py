@@ -52,6 +52,8 @@ def check_together(opts):
         (opts.eval_only and opts.resume == "none" and not opts.init_from,
          "--eval-only with --resume none: there is nothing to evaluate\n"
          "leave out --resume none, or give --init-from"),
+        (opts.patience and not opts.eval_every,
+         "--patience cannot take effect with --eval-every 0: it counts evaluations\n" + one),
         (opts.virtual_ranks > opts.global_batch_size,
          f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size {opts.global_batch_size} into "
          "slices without samples\n"

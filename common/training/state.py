@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
+from common.models import tied_names
 from common.options import Options
 from common.training.optimizer import learning_rate, make_state
 
@@ -41,6 +42,7 @@ class TrainState:
         self.norm, self.all_sum = norm, all_sum  # over all ranks, where each has a part of the net
         self.ready = 0  # size of the batch whose gradient is ready, clipped; 0 if none
         self.names = {p: name for name, p in net.named_parameters()}
+        self.tied = tied_names(net)  # for --export
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
         self.own_weights: dict[str, torch.Tensor] = {}  # the net's own, while it holds the averaged ones
         # Forward changes buffers within a step; a checkpoint takes these, of the last step.
@@ -160,8 +162,15 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        return (self.opts.eval_only or self.epoch >= self.opts.epochs
+        return (self.opts.eval_only or self.epoch >= self.opts.epochs or self.impatient
                 or self.step >= self.total_steps and not self.epoch_over)
+
+    @property
+    def impatient(self) -> bool:
+        """--patience: the evaluation of this step is one of so many that are no better than the best."""
+        between = max(1, self.opts.eval_every) * self.steps_per_epoch
+        worse = (self.step - self.best["step"]) // between
+        return 0 < self.opts.patience <= worse and self.evaluated.get("step") == self.step
 
     @property
     def epoch_over(self) -> bool:
@@ -214,6 +223,7 @@ class TrainState:
     def facts(self) -> dict[str, Any]:
         """The counters and records, ready for JSON."""
         return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order,
+                "tied": self.tied,
                 "best": self.best, "record": self.record, "judged": self.evaluated,
                 "scaler": self.scaler.state_dict() if self.scaler else None}
 

@@ -153,3 +153,19 @@ def test_a_loss_that_is_no_number_is_said_and_never_saved():
 
 def test_signals_are_left_alone_by_importing_the_project():
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restart_knows_it():
+    state = make(samples=16, global_batch_size=8, epochs=9, patience=2, eval_every=1)
+    for epoch, accuracy in enumerate([0.5, 0.7, 0.6, 0.7]):
+        assert not state.finished
+        train(state, 2)
+        assert state.evaluation_due and not state.finished
+        state.record_evaluation({"val_acc": accuracy, "val_loss": 1.0})
+        assert state.finished == (epoch == 3)
+        state.end_epoch()
+    assert state.best["step"] == 4 and state.finished and not state.evaluation_missing
+    for patience, ended in ((2, True), (3, False), (0, False)):
+        again = make(samples=16, global_batch_size=8, epochs=9, patience=patience)
+        again.load({part: dict(tensors) for part, tensors in state.tensors().items()}, state.facts())
+        assert again.finished == ended

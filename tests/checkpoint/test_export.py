@@ -1,0 +1,93 @@
+"""What a finished run is good for: its best checkpoint by name, its weights as a file that anybody reads."""
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from stores import a_life, at_step, expected, options, save, tiny_net
+from torch import nn
+
+from common.checkpoint.__main__ import main
+from common.checkpoint.manifest import STATE
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm, self.head = nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.words.weight
+        self.brief = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+
+
+def trained(folder, net=None, steps=(1, 2), best=1, **flags):
+    opts = options(folder, **flags)
+    with a_life(opts, net) as life:
+        for step in steps:
+            at_step(life.state, step)
+            if step == best:
+                life.state.best = dict.fromkeys(life.state.best, 0.5) | {"step": best}
+            save(life, step)
+    return opts.run_dir
+
+
+def test_the_best_checkpoint_is_printed_as_a_path(tmp_path, capsys):
+    run = trained(tmp_path, steps=(1, 2, 3, 4), best=2)
+    assert main([str(run), "--best"]) == 0
+    assert capsys.readouterr().out == f"{run}/checkpoints/step-00000002\n"
+    assert main([str(run / "checkpoints/step-00000002")]) == 0
+    assert capsys.readouterr().out.startswith("step-00000002  whole")
+
+
+def test_without_an_evaluation_there_is_no_best(tmp_path, capsys):
+    assert main([str(trained(tmp_path, best=None)), "--best"]) == 3
+    assert "no whole checkpoint of the best evaluation" in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys):
+    run, file = trained(tmp_path), tmp_path / "w.safetensors"
+    model = run / "checkpoints/step-00000001/model.safetensors"
+    model.write_bytes(model.read_bytes()[:-1] + b"!")
+    assert main([str(run), "--best", "--export", str(file)]) == 3 and not file.exists()
+    assert main([str(run / "checkpoints/step-00000001"), "--export", str(file)]) == 3 and not file.exists()
+    assert main([str(run), "--export", str(file)]) == 0 and "of step 2" in capsys.readouterr().out
+
+
+def test_what_is_exported_loads_strictly_into_the_bare_net(tmp_path, capsys):
+    run, file = trained(tmp_path), tmp_path / "w.safetensors"
+    for flags, step in (([], 2), (["--best"], 1)):
+        assert main([str(run), *flags, "--export", str(file)]) == 0
+        net = tiny_net()
+        net.load_state_dict(load_file(file))
+        for name, tensor in net.state_dict().items():
+            assert torch.equal(tensor, expected(tensor, step)), name
+    assert [path.name for path in tmp_path.iterdir() if "safetensors" in path.name] == [file.name]
+
+
+def test_averages_take_the_place_of_the_weights_and_tied_ones_are_there_once(tmp_path, capsys):
+    opts = options(tmp_path, ema_decay=0.5)
+    with a_life(opts, Tied()) as life:
+        at_step(life.state, 1)
+        for tensor in life.state.ema.values():
+            tensor.fill_(7.0)
+        life.store.save(life.state)
+    file = tmp_path / "w.safetensors"
+    assert main([str(opts.run_dir), "--export", str(file)]) == 0
+    assert "averaged, head.weight is words.weight" in capsys.readouterr().out
+    found = load_file(file)
+    assert "head.weight" not in found and found["norm.running_var"].tolist() == [1.0, 2.0, 3.0]
+    net, other = Tied(), Tied()
+    assert load_model(net, file) == (set(), [])  # it looks for tied weights
+    assert other.load_state_dict(found, strict=False).missing_keys == ["head.weight"]
+    for one in (net, other):
+        assert all((p == 7).all() for p in one.parameters()) and one.head.weight is one.words.weight
+
+
+def test_averages_of_an_earlier_version_that_names_no_tied_weights_are_not_exported_half(tmp_path, capsys):
+    run = trained(tmp_path, ema_decay=0.5, steps=(1,))
+    folder = run / "checkpoints/step-00000001"
+    facts = json.loads((folder / STATE).read_text())
+    del facts["tied"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("common.checkpoint.export.read_small", lambda path: json.dumps(facts).encode())
+        assert main([str(run), "--export", str(tmp_path / "w.safetensors")]) == 2
+    assert "does not say which weights are tied" in capsys.readouterr().err
