@@ -139,6 +139,8 @@ def check(words, monkeypatch):
     elif program == "sbatch":
         at = words.index("launch/slurm.sbatch")
         check_training(["train_ddp.py", *words[at + 1:]], monkeypatch)
+    elif program in ("docker", "kubectl"):
+        assert (ROOT / words[words.index("-f") + 1]).is_file(), words
     elif program == "pip":
         assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file()
     else:
