@@ -4,6 +4,7 @@
     python -m common.ledger RUN --json      the same for programs: wall_s, buckets, goodput, lives, deaths
     python -m common.ledger RUN --by-host   processes, deaths, hangs and slow spells of each machine
     python -m common.ledger RUN --status    how it is now; --stale S: exit code 1 if S seconds old or older
+    python -m common.ledger RUN --html      a page of curves, lives and times; --compare RUN2 adds another
     python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0 (two of samples, two of steps)
 """
 import argparse
@@ -15,6 +16,7 @@ from pathlib import Path
 from common.errors import UserError
 from common.ledger.account import summarize
 from common.ledger.audit import audit
+from common.ledger.page import page
 from common.ledger.report import by_host, report
 from common.ledger.status import prometheus, read_status
 
@@ -29,11 +31,13 @@ def main(argv=None):
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="one object for programs")
     what.add_argument("--by-host", action="store_true", help="which machine fails or is slow")
+    what.add_argument("--html", nargs="?", const="", metavar="FILE", help="default: RUN/report.html")
     what.add_argument("--status", action="store_true", help="RUN/status.json")
     what.add_argument("--audit", action="store_true",
                       help="compare the samples trained on with those an undisturbed run would have used")
     parser.add_argument("--prometheus", action="store_true", help="--status for node-exporter's text files")
     parser.add_argument("--stale", type=float, metavar="S", help="--status as a liveness probe")
+    parser.add_argument("--compare", type=Path, metavar="RUN2", help="a page of both runs")
     given = parser.parse_args(argv)
     if (given.prometheus or given.stale is not None) and not given.status:
         parser.error("--prometheus and --stale belong to --status")
@@ -45,6 +49,8 @@ def main(argv=None):
         (run,) = given.run
         if given.status:
             return print_status(run, given)
+        if given.html is not None or given.compare:
+            return write_page(run, given)
         if given.json:
             facts = summarize(run)
             print(json.dumps({key: facts[key] for key in SHOWN}))
@@ -60,6 +66,15 @@ def print_status(run, given):
     status = read_status(run)
     print("\n".join(prometheus(status, run)) if given.prometheus else json.dumps(status, indent=1))
     return int(given.stale is not None and time.time() - status["t"] >= given.stale)
+
+
+def write_page(run, given):
+    text = page(*filter(None, (run, given.compare)))
+    path = Path(given.html or run / "report.html")
+    path.write_text(text, encoding="utf-8")
+    path.chmod(0o600)
+    print(f"{path}: {len(text) / 1000:,.0f} kB")
+    return 0
 
 
 def print_audit(runs):

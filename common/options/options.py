@@ -166,6 +166,11 @@ class Options:
         """Every field, as json.dumps can write it."""
         return asdict(self) | {"run_dir": str(self.run_dir), "devices": list(self.devices)}
 
+    def given(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as json.dumps can write them."""
+        plain = type(self)(script=self.script).to_json()
+        return {name: value for name, value in self.to_json().items() if value != plain[name]}
+
 
 def parse_options(doc: str | None, argv: list[str] | None = None, script: str | None = None,
                   processes: int | None = None) -> Options:

@@ -48,7 +48,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
                      epoch=state.epoch, position=state.position, pids=pids, hosts=hosts, job=job_id(),
                      began=clock.began, n=len(data.train), seed=opts.seed, data=data.fingerprint[:12],
                      global_batch_size=opts.global_batch_size, stages=world.stages, order=order.name,
-                     **clock.laps)
+                     options=opts.given(), **clock.laps)
         if opts.audit:
             ledger.order(order.name, order.facts)
         ledger.saved = past["saves"][-1] if past["saves"] else ledger.saved
