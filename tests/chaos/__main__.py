@@ -3,8 +3,13 @@
 python -m tests.chaos --events 200 --seed 1            # all kinds
 python -m tests.chaos --events 20 --seed 1 --short     # one of each kind that matters most
 python -m tests.chaos --plain 20                       # plain torchrun, no variable set, so many kills
+python -m tests.chaos --events 40 --state 400          # MB of state
+python -m tests.chaos --events 40 --disk slow          # a slow file system; two: two mounts as two machines
+python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
+python -m tests.chaos --events 40 --script mp          # train_mp.py, two stages, one or more pipelines
 """
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -16,9 +21,14 @@ from pathlib import Path
 
 from tests.chaos import points_names
 from tests.chaos.director import Campaign
+from tests.chaos.events import TARGETS
 from tests.chaos.plain import plain_kills
 
 from jobs import Jobs  # isort: skip  (found once tests.chaos is)
+from netfs import served  # isort: skip
+
+DISKS = {"slow": {"latency": 0.002, "bandwidth": 50e6},
+         "two": {"machines": 2, "late": 3.0, "latency": 0.0005}}
 
 
 def main(argv=None):
@@ -31,13 +41,19 @@ def main(argv=None):
                         help="share of submissions whose processes are executed, not forked")
     parser.add_argument("--plain", type=int, default=0, metavar="KILLS",
                         help="only this: kills in a row under plain torchrun")
-    parser.add_argument("--folder", type=Path, help="where to train (default: a temporary folder)")
+    parser.add_argument("--folder", "--root", type=Path, help="where to train (default: a temporary folder)")
+    parser.add_argument("--disk", choices=sorted(DISKS), help="a file system of tests/tools/netfs.py")
+    parser.add_argument("--state", type=int, default=0, metavar="MB", help="weights beside those that train")
+    parser.add_argument("--script", choices=("ddp", "mp"), default="ddp")
+    parser.add_argument("--only", nargs="*", default=(), choices=sorted(TARGETS), metavar="TARGET",
+                        help=f"of {', '.join(TARGETS)}")
     parser.add_argument("--quiet", action="store_true")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = (given.folder or Path(temporary)).resolve()
         os.environ["TMPDIR"] = str(folder)  # killed agents leave their log folders behind
-        with Jobs(folder) as jobs:
+        disk = served(folder / "disk", **DISKS[given.disk]) if given.disk else contextlib.nullcontext()
+        with disk as mounted, Jobs(folder) as jobs:
             if given.plain:
                 print(json.dumps(plain_kills(jobs, folder / "run", given.plain)))
                 return 0
@@ -45,7 +61,8 @@ def main(argv=None):
             campaign = Campaign(jobs, random.Random(given.seed), given.events, given.short,
                                 0.0 if given.short else given.cold,
                                 say=(lambda text: None) if given.quiet
-                                else lambda text: print(text, flush=True))
+                                else lambda text: print(text, flush=True), script=given.script,
+                                disk=mounted, state=given.state, only=given.only)
             try:
                 campaign.go()
             finally:
@@ -85,7 +102,7 @@ def assert_that_it_struck(campaign):
     landed = sum(bool(event["landed"]) for event in campaign.log)
     assert landed >= 0.6 * len(campaign.log), f"only {landed} of {len(campaign.log)} events landed"
     saves = [name for name in campaign.tally if name.removeprefix("at ") in points_names()["save"]]
-    assert saves, "nothing was struck inside a save"
+    assert saves or campaign.only, "nothing was struck inside a save"
     dead = sum(campaign.tally[f"loader {name}"] for name in ("KILL", "SEGV"))
     assert campaign.missed or dead < 8, f"{dead} loading processes died, and no rank has missed one"
 

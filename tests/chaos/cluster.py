@@ -20,11 +20,14 @@ CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,join_
 class Cluster:
     """One submission of the job: from its first agent to the last one's end."""
 
-    def __init__(self, jobs, rng, flags, env, cold=False, kind=None, size=None):
+    def __init__(self, jobs, rng, flags, views, env, cold=False, kind=None, size=None):
+        """`views`: the run folder as each machine sees it; the agents take one in turn."""
         self.jobs, self.rng, self.flags, self.cold = jobs, rng, flags, cold
         self.kind = kind or rng.choices(["plain", "store", "file"], [6, 3, 2])[0]
         self.agents, self.store, self.signalled, self.cut = [], None, [], False
-        self.id, self.env = uuid.uuid4().hex, dict(env)
+        self.id, self.env, self.views = uuid.uuid4().hex, dict(env), views
+        self.first = rng.randrange(len(views)) if len(views) > 1 else 0
+        self.multiple = 2 if env.get("CHAOS_SCRIPT") == "mp" else 1     # a process for each stage
         if self.kind == "plain":
             self.add(size or rng.randint(1, 4))
             return
@@ -40,12 +43,16 @@ class Cluster:
 
     def add(self, processes):
         """One more node, of so many processes."""
+        processes += processes % self.multiple
         flags = [f"--nproc_per_node={processes}", "--max_restarts=1000000"]
         if self.kind != "plain":
             flags += [f"--nnodes=1:{NODES}", "--rdzv_backend=c10d", f"--rdzv_id={self.id}",
                       f"--rdzv_endpoint={self.endpoint}",
                       f"--rdzv_conf={self.conf}", "--local_addr=127.0.0.1"]
-        agent = self.jobs.start("torchrun", *flags, WORKER, *self.flags, cold=self.cold, **self.env)
+        machine = (self.first + len(self.agents)) % len(self.views)
+        training = [f"--run-dir={self.views[machine]}", *self.flags[1:]]
+        agent = self.jobs.start("torchrun", *flags, WORKER, *training, cold=self.cold,
+                                **self.env, CHAOS_MACHINE=str(machine))
         agent.processes = processes
         self.agents.append(agent)
         return agent

@@ -1,5 +1,6 @@
 """Launches, waits for the training to go on, and checks; the run folder's own records say what was lost."""
 import collections
+import functools
 import time
 
 from jobs import PACED, TESTS, lives, reached, until
@@ -8,8 +9,8 @@ from tests.chaos import EPOCH, HANG, RECOVERY, checks, events, points_names
 from tests.chaos.cluster import Cluster
 from tests.chaos.strikes import Strikes
 
-INTERVAL = 7                                                        # steps between saves: often within one
-COMMON = [f"--save-every={INTERVAL}", "--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}",
+INTERVAL, LARGE_INTERVAL = 7, 40                # steps between saves: often within one; of a large state
+COMMON = ["--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}",
           "--check-every=25", "--audit",
           "--no-tensorboard", "--log-every=1", "--global-batch-size=32"]
 FLAVOURS = {  # name: (flags, whether any world gives the same bits)
@@ -17,12 +18,20 @@ FLAVOURS = {  # name: (flags, whether any world gives the same bits)
     "plain": ([PACED[0], f"--dataset={TESTS}/paced.py:files", "--workers=2", "--lr=0.01"], False),
     "bitwise": ([f"--model={TESTS}/paced.py:dropping", PACED[1], "--virtual-ranks=8", "--ema-decay=0.9",
                  "--optimizer=adamw"], True)}
+STAGES = {"stages": ([f"--model={TESTS}/paced.py:deep", PACED[1], "--micro-batch-size=8", "--stages=2",
+                      "--lr=0.01"], False)}
 
 
 class Campaign(Strikes):
-    def __init__(self, jobs, rng, count, short=False, cold=0.0, epochs=20, say=print, **env):
-        self.jobs, self.rng, self.cold, self.epochs, self.say, self.env = jobs, rng, cold, epochs, say, env
-        self.todo = events.schedule(rng, count, points_names(), short)
+    def __init__(self, jobs, rng, count, short=False, cold=0.0, epochs=20, say=print, script="ddp", disk=None,
+                 state=0, only=(), **env):
+        """`disk`: of netfs.served, each mount a machine; `state`: MB; `only`: the targets of events."""
+        self.jobs, self.rng, self.cold, self.epochs, self.say = jobs, rng, cold, epochs, say
+        self.script, self.disk, self.only = script, disk, only
+        self.env = env | {"CHAOS_SCRIPT": script, "STATE_MB": str(state)}
+        self.flavours = STAGES if script == "mp" else FLAVOURS
+        self.interval = LARGE_INTERVAL if state > 50 else INTERVAL
+        self.todo = events.schedule(rng, count, points_names(), short, only)
         self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
         self.kinds = ["plain", "store"] if short else []  # of the first clusters; then as the dice fall
         self.tally, self.log, self.changes, self.notes = collections.Counter(), [], [], []
@@ -33,17 +42,22 @@ class Campaign(Strikes):
     # ---- runs -------------------------------------------------------------------------------------
     def go(self):
         while self.todo:
-            self.train(list(FLAVOURS)[len(self.notes) % len(FLAVOURS)])
+            loading = self.only and set(self.only) <= {"loader", "stall"}  # one flavour has such processes
+            flavours = ["plain"] if loading else list(self.flavours)
+            self.train(flavours[len(self.notes) % len(flavours)])
             self.number += 1
 
     def flags(self, run, flavour):
-        return [f"--run-dir={run}", f"--epochs={self.epochs}", *COMMON, *FLAVOURS[flavour][0]]
+        return [f"--run-dir={run}", f"--epochs={self.epochs}", f"--save-every={self.interval}", *COMMON,
+                *self.flavours[flavour][0]]
 
     def reference(self, flavour):
         """The same run, undisturbed; once."""
         if flavour not in self.references:
             run = self.jobs.folder / f"reference-{flavour}-{self.number}"
-            job = self.jobs.python("train_ddp.py", *self.flags(run, flavour), PACE="0")
+            script, env = f"train_{self.script}.py", {"PACE": "0", "STATE_MB": self.env["STATE_MB"]}
+            start = functools.partial(self.jobs.torchrun, 2) if self.script == "mp" else self.jobs.python
+            job = start(script, *self.flags(run, flavour), **env)
             assert job.wait() == 0, job.output
             self.references[flavour] = run
         return self.references[flavour]
@@ -52,6 +66,10 @@ class Campaign(Strikes):
         """One training from its first step to its last, struck all along."""
         self.folder = self.jobs.folder / f"run-{self.number}"
         self.run, self.armed, self.journal = (self.folder / name for name in ("run", "armed", "journal"))
+        self.views = [self.run]
+        if self.disk:  # we look at what the server has
+            places = (self.disk.server, *self.disk.mounts)
+            self.run, *self.views = (path / f"run-{self.number}" for path in places)
         self.armed.mkdir(parents=True)
         self.now, self.struck = self.flags(self.run, flavour), []
         reference = self.reference(flavour)
@@ -99,8 +117,9 @@ class Campaign(Strikes):
     def launch(self):
         kind = self.kinds.pop(0) if self.kinds else None
         env = {"CHAOS_ARMED": str(self.armed), "CHAOS_JOURNAL": str(self.journal), "PACE": self.pace}
-        self.cluster = Cluster(self.jobs, self.rng, self.now, env | self.env, self.rng.random() < self.cold,
-                               kind, self.size)
+        cold = self.rng.random() < self.cold
+        self.cluster = Cluster(self.jobs, self.rng, self.now, self.views, env | self.env, cold, kind,
+                               self.size)
         self.tally[f"cluster {self.cluster.kind}{' cold' if self.cluster.cold else ''}"] += 1
 
     def relaunch(self):
@@ -165,16 +184,16 @@ class Campaign(Strikes):
         for line in journal:
             self.tally[f"at {line['point']}"] += 1
         self.changes += checks.changes(self.run, hard)
-        checks.little_is_lost(self.changes, INTERVAL)
+        checks.little_is_lost(self.changes, self.interval)
         checks.every_second_has_its_bucket(
             self.run, {s["pid"] for s in self.struck + journal if s["signal"] in ("KILL", "SEGV")})
         counts = checks.samples_are_exact(self.run)
         checks.checkpoints_are_whole(self.run)
         said = "\n".join(agent.output for agent in self.cluster.agents)
         assert "trying the one before" not in said, f"a kill has left a damaged checkpoint\n{said[-3000:]}"
-        checks.every_step_is_logged_once(self.run, self.steps)
-        worst = checks.weights_equal(self.run, reference, FLAVOURS[flavour][1])
-        checks.nothing_is_left(self.run, self.folder)
+        checks.every_step_is_logged_once(self.run, self.steps, but_the_last=self.script == "mp")
+        worst = checks.weights_equal(self.run, reference, self.flavours[flavour][1])
+        checks.nothing_is_left(self.run, self.run.parent if not self.disk else self.run)
         rescues, count = checks.saves_and_rescues(self.run)
         self.notes.append({"flavour": flavour, "lives": count, "rescues": rescues, "difference": worst,
                            **counts})

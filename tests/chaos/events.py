@@ -30,9 +30,10 @@ def choose(rng, weights):
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def draw(rng, points, rare=True):
+def draw(rng, points, rare=True, only=()):
     """One event. `rare`: also those of RARE."""
-    target = choose(rng, {t: w for t, w in TARGETS.items() if rare or t not in RARE})
+    chosen = [target for target in only or TARGETS if rare or target not in RARE]
+    target = choose(rng, {target: TARGETS[target] for target in chosen})
     name = choose(rng, SIGNALS.get(target, {"KILL": 1}))
     at = ""
     if target == "point":
@@ -44,9 +45,9 @@ def draw(rng, points, rare=True):
     return Event(target, name, at, rng.randint(0, 9))
 
 
-def schedule(rng, count, points, short=False):
+def schedule(rng, count, points, short=False, only=()):
     """`count` events in random order; a short one holds one of each kind that matters most."""
     events = [event._replace(steps=rng.randint(0, 9)) for event in SHORT[:count]] if short else []
-    events += [draw(rng, points, rare=not short) for _ in range(count - len(events))]
+    events += [draw(rng, points, not short, only) for _ in range(count - len(events))]
     rng.shuffle(events)
     return events

@@ -1,4 +1,5 @@
-"""train_ddp.py with points to be struck at; what torchrun starts in the campaign."""
+"""A training script with points to be struck at; what torchrun starts in the campaign."""
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -11,8 +12,11 @@ if __name__ == "__main__":
     if "CHAOS_BUG" in os.environ:
         from bugs import BUGS
         BUGS[os.environ["CHAOS_BUG"]]()
-    from common.options import parse_options
-    options = parse_options("the campaign's worker", script="ddp")
-    import train_ddp
-    points.plant(train_ddp)
-    train_ddp.main(options)
+    from common.options import parse_options, process
+    if int(os.environ.get("CHAOS_MACHINE", "0")):  # another machine than this one
+        process._this_boot = lambda: f"machine {os.environ['CHAOS_MACHINE']}"
+    script = os.environ.get("CHAOS_SCRIPT", "ddp")
+    options = parse_options("the campaign's worker", script=script)
+    train = importlib.import_module(f"train_{script}")
+    points.plant(train)
+    train.main(options)
