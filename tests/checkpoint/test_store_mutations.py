@@ -20,7 +20,7 @@ import common
 DEADLINE = 100
 STORE = ("world", "world.agreement", "checkpoint", *(f"checkpoint.{name}" for name in (
     "files", "blocks", "manifest", "lock_file", "fence", "identity", "owner", "tensor_file", "pieces", "load",
-    "commit", "store", "parts")))
+    "commit", "store", "parts")), *("rescue", "rescue.rescue", "rescue.watchdog"))
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
 LENGTHS = ("damage", "every_length_of_every_file_but_the_right_one_falls_back")
@@ -39,6 +39,7 @@ RESCUES = ("fence", "a_rescue_is_waited_for_while_it_lives_and_moves_and_no_long
 AFRESH = ("identity", "starting_afresh_killed_half_way_is_ended_by_the_next_start")
 BLOCKS = ("blocks", "every_bit_of_every_block_falls_back_when_it_flips")
 OTHER_BLOCKS = ("blocks", "a_manifest_that_tells_of_other_blocks_is_refused_even_under_a_right_seal")
+SLOW_DISK = ("test_rescue", "a_disk_that_takes_three_times_the_hang_limit_costs_nothing", "write")
 DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays")
 
 MUTANTS = {
@@ -164,6 +165,27 @@ MUTANTS = {
                                "a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter"),
     "the job is noted before the old run is set aside": ("checkpoint.fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),  # noqa: E501
     "half of what is set aside is forgotten": ("checkpoint.identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),  # noqa: E501
+    "time in which nobody could look counts": ("checkpoint.lock_file", "min(now - self.looked, LOOK_SECONDS)", "now - self.looked",
+                                               "fence", "time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still"),
+    "every node claims the folder": ("checkpoint.owner", "        if world.rank and not fence.elect():\n", "        if False:\n",
+                                     "ranks", "a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes"),
+    "a node is not heard of": ("checkpoint.owner", "            return fence.attend(world.rank)\n", "            return None\n",
+                               "fence", "a_survivor_that_has_not_begun_its_rescue_is_waited_for"),
+    "all that stop take the lock": ("checkpoint.fence", "        if needless and needless():\n", "        if False:\n",
+                                    "fence", "of_many_that_stop_at_once_only_one_takes_the_lock"),
+    # how a life ends
+    "143 whatever became of the save": ("rescue.rescue", 'getattr(failure, "code", UNSAVED)', "STOPPED",
+                                        "test_rescue", "143_is_left_with_only_when_the_state_was_saved", "a full disk", 4),
+    "the watchdog goes on while a process saves": ("rescue.rescue", "        self.watchdog.stop(0)  # a slow", "        pass  # a slow",
+                                                   *SLOW_DISK, 1, "hangs", [1], [1]),
+    "a bad sample costs the steps since the last save": ("rescue.rescue", "error.code in (UNSAVED, BROKEN, FENCED)", "error.code in (2, UNSAVED, BROKEN, FENCED)",
+                                                         "test_rescue", "what_a_person_must_mend_costs_no_step_unless_the_state_cannot_or_must_not_be_saved", 2, [1]),
+    "the moves of others do not count": ("rescue.watchdog", "                self.others_moved = time.monotonic()\n", "                pass\n",
+                                         *SLOW_DISK, 2, "ends", ["done"] * 2, [1]),
+    "time that a process was stopped counts": ("rescue.watchdog", "max(0.0, now - self.beaten - LATE_SECONDS)", "0.0",
+                                               "test_watchdog", "seconds_in_which_this_process_stood_still_are_no_hang"),
+    "the first step has no more time than others": ("rescue.watchdog", "            return OPENING_SECONDS\n", "            return LEAST_LIMIT_SECONDS\n",
+                                                    "test_watchdog", "the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_first_step"),
     # what is saved
     "a failed save counts as saved": ("checkpoint.store", "            self.saved = None  # so that",
                                       "            pass  # so that", "faults",
@@ -188,7 +210,7 @@ MUTANTS = {
     "the sum over weights has holes": ("world.agreement", "% 2**64\n", "% 2**62\n", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),
 }
-KILLERS = sorted({mutant[3:] for mutant in MUTANTS.values()}, key=str)
+KILLERS = list({str(mutant[3:]): mutant[3:] for mutant in MUTANTS.values()}.values())
 
 
 class Mutating(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoader):
@@ -217,7 +239,7 @@ def run(killer, folder, mutant=None):
             os.setpgid(0, 0)
             signal.alarm(DEADLINE)
             for name in [*(f"common.{name}" for name in STORE), "stores",
-                         *(n for n in sys.modules if n.startswith("test_store"))]:
+                         *(n for n in sys.modules if n.startswith(("test_store", "test_rescue", "test_watchdog")))]:
                 parent, _, leaf = name.rpartition(".")
                 # a package keeps its modules as attributes too
                 vars(sys.modules.get(parent, sys)).pop(leaf, None)
@@ -225,15 +247,17 @@ def run(killer, folder, mutant=None):
             if mutant:
                 sys.meta_path.insert(0, Mutating(*mutant[:3]))
                 importlib.import_module(f"common.{mutant[0]}")
-            module = importlib.import_module("_".join(filter(None, ("test_store", killer[0]))))
+            own = killer[0].startswith("test_")
+            module = importlib.import_module(killer[0] if own else "_".join(filter(None, ("test_store", killer[0]))))
             module.THOROUGH = 11
             if mutant:
                 module.DEADLINE = 20  # what never comes need not be waited for long
             test = getattr(module, f"test_{killer[1]}")
             patch, small = pytest.MonkeyPatch(), getattr(module, "make_small", print)
-            fixtures = {"tmp_path": folder, "monkeypatch": patch, "small": small(patch)}
+            fixtures = {"tmp_path": folder, "run": folder / "run", "monkeypatch": patch, "small": small(patch)}
             names = inspect.signature(test).parameters
-            given = dict(zip([name for name in names if name not in fixtures], killer[2:], strict=True))
+            values = [getattr(module, value, value) if type(value) is str else value for value in killer[2:]]
+            given = dict(zip([name for name in names if name not in fixtures], values, strict=True))
             code = 2
             test(**{name: value for name, value in fixtures.items() if name in names}, **given)
             code = 0

@@ -49,6 +49,18 @@ def test_the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_fi
         found.stop()
 
 
+def test_seconds_in_which_this_process_stood_still_are_no_hang(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    found = Watchdog(state_at(3), alone(), 5, print)
+    try:
+        for seconds, hangs in ((1, False), (600, False), (1, False), (1, False), (1, True)):
+            now[0] += seconds
+            assert bool(found.beat()) is hangs
+    finally:
+        found.stop()
+
+
 def hold_a_lock_in_c(world):
     """No Python of this process runs any more."""
     import ctypes
