@@ -345,7 +345,8 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
             assert is_at(life.state, 5)
 
 
-def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch):
+@pytest.mark.parametrize("disk", ["fast", "three times as slow as every limit"])
+def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch, disk):
     """The agent was killed, its worker has heard of it and saves: the next job must not rob it of that."""
     opts, here = options(tmp_path), tmp_path / "here"
     fates, real = [], fence.holder_status
@@ -354,9 +355,22 @@ def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch):
         fates.append(real(owner))
         return "orphan" if fates[-1] == "alive" else fates[-1]
 
+    def rescue(life):
+        if disk == "fast":
+            time.sleep(1.0)
+        else:
+            write = life.store.writer._write_aside
+            life.store.writer._write_aside = lambda *args: (time.sleep(2.4), write(*args))
+            life.store.save(at_step(life.state, 4))
+        life.store.rescue(at_step(life.state, 5))
+        os._exit(0)
+
     monkeypatch.setattr(fence, "holder_status", orphan)
-    with lives(opts, here,
-               lambda life: (time.sleep(1.0), life.store.rescue(at_step(life.state, 5)), os._exit(0))):
+    if disk != "fast":
+        monkeypatch.setattr(held, "BEAT_SECONDS", 0.1)
+        for name in ("FREE_LOCK_WAIT", "STALE_AFTER", "LEASE", "SAME_JOB_WAIT", "ORPHAN_WAIT", "RESCUE_WAIT"):
+            monkeypatch.setattr(fence, name, 0.8)
+    with lives(opts, here, rescue):
         until(here.exists, "it trains")
         with a_life(opts) as life:
             assert is_at(life.state, 5) and "alive" in fates
