@@ -13,6 +13,7 @@ from test_datasets import ALONE, load, options, refusal, write_mnist
 
 from common.data import batches, load_data
 from common.data.__main__ import main
+from common.data.pictures import normalized
 from common.errors import UserError
 from common.sampler import ElasticSampler
 
@@ -146,6 +147,16 @@ def test_a_picture_of_32_bits_whose_black_and_white_are_not_known_is_refused(tmp
     with pytest.raises(UserError, match=f"holds values of 32 bits {said}") as caught:
         data.train.fetch([3])
     assert caught.value.code == 2 and len(str(caught.value).splitlines()) == 3
+
+
+def test_an_image_becomes_the_very_numbers_of_torchvisions_transforms(tmp_path):
+    transforms = pytest.importorskip("torchvision").transforms
+    from PIL import Image
+    pixels = torch.randint(0, 256, (50, 60, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    mean, std = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    theirs = transforms.Compose([transforms.ToTensor(), transforms.Normalize(mean, std)])
+    image = Image.fromarray(pixels.numpy())
+    assert torch.equal(normalized(image), theirs(image)) and normalized(image).is_contiguous()
 
 
 def test_images_have_the_size_that_is_asked_for_and_folders_the_names(tmp_path):
