@@ -45,7 +45,7 @@ def squares(size):
 
 
 def normalized(image):
-    """The numbers of torchvision's ToTensor and Normalize, in fewer passes; one channel of floats as three."""
+    """What torchvision's ToTensor and Normalize make of it, in fewer passes; of floats one channel is three."""
     x = torch.from_numpy(np.array(image))
     if deep := x.dim() == 2:
         x = x.unsqueeze(2).expand(-1, -1, 3)
