@@ -45,7 +45,7 @@ def squares(size):
 
 
 def normalized(image):
-    """What torchvision's ToTensor and Normalize make of it, in fewer passes; of floats one channel is three."""
+    """The numbers of torchvision's ToTensor and Normalize, in fewer passes; floats get three channels."""
     x = torch.from_numpy(np.array(image))
     if deep := x.dim() == 2:
         x = x.unsqueeze(2).expand(-1, -1, 3)

@@ -150,8 +150,10 @@ def check(words, monkeypatch):
 @pytest.mark.parametrize("where, words", documented(),
                          ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
 def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, tmp_path):
-    for part in ("train", "val"):  # a folder of images is looked for before torch is imported
+    for part in ("train", "val"):  # data is looked for before torch is imported
         (tmp_path / "data" / part).mkdir(parents=True)
+        (tmp_path / "data" / f"{part}.bin").touch()
+        (tmp_path / "data" / f"{part}-0000.tar").touch()
     monkeypatch.chdir(tmp_path)
     check(words, monkeypatch)
 
