@@ -25,7 +25,7 @@ from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, distribute, evaluate, prepare
+from common.training import TrainState, backward, build_optimizer, distribute, evaluate, find_task, prepare
 from common.world import join, leave
 
 
@@ -38,9 +38,10 @@ def main(opts):
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed,
                            slices=opts.virtual_ranks)
-    net = prepare(build_model(opts, data), opts, world, data)
+    task = find_task(opts)  # what is minimised and shown
+    net = prepare(build_model(opts, data), opts, world, data, task)
     clock.lap("load")
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name)
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name, task=task)
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
@@ -61,7 +62,7 @@ def main(opts):
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
-                    log.step(state, state.note(totals, batch.size))
+                    log.step(state, state.note(totals))
                 if opts.check_every and state.step % opts.check_every == 0:
                     store.agree(state)
                 if store.due(state):

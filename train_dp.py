@@ -19,7 +19,7 @@ from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, evaluate, prepare, replicate, show_scatter
+from common.training import TrainState, backward, build_optimizer, evaluate, find_task, prepare, replicate
 from common.world import join, leave
 
 
@@ -30,16 +30,15 @@ def main(opts):
     clock.lap("join")
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
-    net = prepare(build_model(opts, data), opts, world, data)
+    task = find_task(opts)  # what is minimised and shown
+    net = prepare(build_model(opts, data), opts, world, data, task)
     clock.lap("load")
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name)
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name, task=task)
     ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = replicate(net, opts, world)
-    if opts.show_scatter:
-        show_scatter(model, net)
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
@@ -53,7 +52,7 @@ def main(opts):
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
-                    log.step(state, state.note(totals, batch.size) | world.memory())
+                    log.step(state, state.note(totals) | world.memory())
                 if store.due(state):
                     store.save(state)  # copies; a thread writes
                 store.check()

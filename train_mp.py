@@ -24,7 +24,7 @@ from common.models import build_model
 from common.pipeline import backward, split
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
-from common.training import TrainState, build_optimizer, evaluate
+from common.training import TrainState, build_optimizer, evaluate, find_task
 from common.world import join, leave
 
 
@@ -37,12 +37,13 @@ def main(opts):
     data = load_data(opts, world)
     order = ElasticSampler(data.train, opts.global_batch_size, world.replica, world.replicas, opts.seed,
                            slices=opts.virtual_ranks)
-    model = split(build_model(opts, data), opts, world, data)
+    task = find_task(opts)  # what is minimised and shown
+    model = split(build_model(opts, data), opts, world, data, task)
     net = model.net  # this rank's stages, so that the optimizer holds their weights alone
     clock.lap("load")
     # --clip-grad-norm and --amp fp16 look at all stages
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), model.norm, world.all_sum,
-                       order.name)
+    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train),
+                       model.norm, world.all_sum, order.name, task)
     ledger = Ledger(opts.run_dir)
     audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)  # one a pipeline
     store = open_store(opts, world, data.fingerprint, ledger)
@@ -66,10 +67,10 @@ def main(opts):
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
-                    log.step(state, state.note(totals[:2], batch.size) | world.memory())
+                    log.step(state, state.note(totals[:-1]) | world.memory())
                 if opts.check_every and state.step % opts.check_every == 0:
                     store.agree(state)
-                if store.due(state, totals[2]):
+                if store.due(state, totals[-1]):
                     store.save(state)  # copies; a thread writes
                 store.check()
                 if rescue.asked:

@@ -94,7 +94,7 @@ def leave_before_there_are_workers(folder):
 def main(arguments, folder):
     """Runs torchrun with these arguments and our settings; returns its exit code. `folder` is temporary."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from common.options import flag_in
+    from common.options.environment import flag_in
     scripts = [i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")]
     at = scripts[0] if scripts else len(arguments)
     if at < len(arguments) and Path(arguments[at]).is_file():
@@ -134,7 +134,7 @@ def address_towards(endpoint):
 
 def count(arguments):
     """How many processes torchrun will start; 0 if only torchrun knows (several machines, one per GPU)."""
-    from common.options import flag_in
+    from common.options.environment import flag_in
     each, nodes = (flag_in(arguments, name, os.environ) for name in ("nproc_per_node", "nnodes"))
     return int(each or 1) if nodes in (None, "1", "1:1") and (each or "1").isdecimal() else 0
 
@@ -178,7 +178,7 @@ def code_of_a_stop():
 
 def not_met(error, arguments, seconds):
     """Why the machines did not find each other, in three lines."""
-    from common.options import flag_in
+    from common.options.environment import flag_in
     place, name = (flag_in(arguments, flag, os.environ) for flag in ("rdzv_endpoint", "rdzv_id"))
     match type(error).__name__:
         case "RendezvousClosedError":

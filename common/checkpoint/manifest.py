@@ -183,7 +183,7 @@ def check_facts(facts, step):
         raise Damaged(f"{STATE} is of step {facts['step']}, the folder says {step}")
     records = (facts.get("record"), facts.get("judged", {}))  # older versions have no "judged"
     if not (isinstance(best, dict) and type(best.get("step")) is int
-            and type(best.get("val_acc")) in (int, float)
+            and all(type(value) in (int, float, type(None)) for value in best.values())
             and isinstance(facts.get("scaler"), (dict, type(None)))
             and all(isinstance(record, dict) and type(record.get("step", 0)) is int for record in records)):
         raise Damaged(f"{STATE} has no best, record and scaler")

@@ -129,9 +129,9 @@ def unpickle_cifar(opts, train):
 def user_dataset(opts):
     """What a user's function returns: (x, y, x_test, y_test) tensors, or (train, test) map-style Datasets.
 
-    A Dataset has an attribute `classes` (a number, or the names) or `targets` (the labels).
+    The number of classes is a Dataset's attribute `classes` (a number, or the names), or it has `targets`.
     """
-    found, name = call_user(opts.dataset, opts), opts.dataset
+    found, name, labels = call_user(opts.dataset, opts), opts.dataset, opts.task == "classify"
     found = found if isinstance(found, (tuple, list)) else (found,)
     kinds = "".join("t" if isinstance(part, torch.Tensor) else "d" for part in found)
     if any(isinstance(part, IterableDataset) for part in found):
@@ -146,14 +146,14 @@ def user_dataset(opts):
         try:
             known = [fact for part in found for fact in [count_classes(part)] if fact]
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\n"
-                            "wanted: a whole number for each sample, 0 or more") from error
-        if not known:
-            raise UserError(f"dataset {name} does not tell its number of classes\n"
-                            "give its training set an attribute `classes`: a number, or the names")
+            if labels:
+                raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\n"
+                                "wanted: a whole number for each sample, 0 or more") from error
+            known = []
         names = getattr(found[0], "classes", None)
         vocab = getattr(found[0], "vocab", None)
-        return Source(*found, classes=max(known), vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
+        return Source(*found, classes=max(known, default=None),
+                      vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
                       class_names=tuple(map(str, names)) if isinstance(names, (list, tuple)) else None,
                       fingerprint=getattr(found[0], "fingerprint", None))
     else:
@@ -163,13 +163,15 @@ def user_dataset(opts):
                         "or (x, y, x_test, y_test), four tensors")
     parts = [(x.detach().cpu(), y.detach().cpu()) for x, y in parts]
     for x, y in parts:
-        lost = x.is_complex() or y.is_complex() or y.is_floating_point()
-        if not x.numel() or not y.numel() or x.dim() < 2 or y.dim() != 1 or lost:
+        lost = x.is_complex() or y.is_complex() or y.is_floating_point() or y.dim() != 1
+        if not x.numel() or not y.numel() or labels and (x.dim() < 2 or lost):
             raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)}, "
                             f"{x.dtype} and {y.dtype}\n"
-                            "wanted: at least one sample, of one dimension or more, with a whole number")
+                            "wanted: at least one sample, of one dimension or more, with a whole number\n"
+                            "for other targets write a task: --task path/to/file.py:function")
     words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x, _ in parts)
-    return Source(*parts, classes=max(int(y.max()) for _, y in parts) + 1,
+    classed = all(y.dim() == 1 and not y.is_floating_point() for _, y in parts)
+    return Source(*parts, classes=max(int(y.max()) for _, y in parts) + 1 if classed else None,
                   vocab=max(int(x.max()) for x, _ in parts) + 1 if words else None)
 
 

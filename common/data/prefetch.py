@@ -1,24 +1,29 @@
 """Loading processes that fetch samples ahead of training: they ignore signals and pass on every error."""
 import atexit
+import copy
 import ctypes
 import functools
+import itertools
 import mmap
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable, MutableMapping
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from common.errors import UserError
+from common.sampler import share
 
 BEGIN_SECONDS = 10.0    # that a forked process has to reach our first line
 FORK_ATTEMPTS = 5
 
 
-def from_workers(split, order, count, augment, pin):
-    """Yield (x, y, ids) of every share that is left of `order`, fetched by `count` processes.
+def from_workers(shares, cuts, count, pin):
+    """Yield each share of `cuts`, as `shares` loads it in one of `count` processes.
 
     Call it in the main thread: the workers are killed when the thread that started them ends.
     """
@@ -26,18 +31,18 @@ def from_workers(split, order, count, augment, pin):
     shared = mmap.mmap(-1, 1 + count)  # one byte each: is the rank leaving? has worker 0, 1, ... begun?
     leave = functools.partial(shared.__setitem__, 0, 1)
     atexit.register(leave)  # registered last, it runs first: before multiprocessing joins its processes
-    loader = DataLoader(Shares(split, order.epoch, augment), batch_sampler=order, num_workers=count,
+    loader = DataLoader(shares, batch_sampler=cuts, num_workers=count,
                         collate_fn=as_it_is, pin_memory=pin,
                         generator=torch.Generator(),  # the default one belongs to training
                         worker_init_fn=functools.partial(shelter, shared) if linux else None,
                         multiprocessing_context="fork" if linux else None)
     previous = signal.getsignal(signal.SIGCHLD)
-    shares = begin(loader, shared, previous) if linux else iter(loader)
+    found = begin(loader, shared, previous) if linux else iter(loader)
     # DataLoader's handler for dead workers would raise at any line of training, even within an update.
     # Without it a dead worker is noticed when its share is needed, within five seconds.
     signal.signal(signal.SIGCHLD, previous)
     try:
-        for share in shares:
+        for share in found:
             if isinstance(share, UserError):
                 raise share
             yield share
@@ -49,7 +54,7 @@ def from_workers(split, order, count, augment, pin):
     finally:
         leave()  # the workers may end: the traceback of an error inside DataLoader would keep them alive
         atexit.unregister(leave)
-        del shares  # now: as part of a traceback it would wait five seconds for each worker
+        del found  # now: as part of a traceback it would wait five seconds for each worker
 
 
 def begin(loader, shared, on_death):
@@ -76,24 +81,78 @@ def begin(loader, shared, on_death):
                        f"{FORK_ATTEMPTS} times in a row")
 
 
-class Shares(Dataset):
-    """A split as a worker sees it: a whole share at a time."""
+def forward_sizes(n: int, rank: int, world: int, opts: Any) -> list[int]:
+    """How many samples each forward of this rank gets of a global batch of n samples.
 
-    def __init__(self, split, epoch, augment):
-        self.split, self.epoch, self.augment = split, epoch, augment
+    With --sync-bn and --shard ranks wait for each other inside a forward: all make as many, if need be of
+    no sample. With --virtual-ranks each slice is one forward.
+    """
+    if opts.virtual_ranks:
+        return [len(share(n, v, opts.virtual_ranks)) for v in share(opts.virtual_ranks, rank, world)]
+    mine, most = len(share(n, rank, world)), -(-n // world)
+    size = opts.micro_batch_size or max(1, most)
+    if opts.sync_bn and world > 1:
+        count = -(-most // size)
+        return [mine // count + (k < mine % count) for k in range(count)]
+    return [max(0, min(size, mine - at)) for at in range(0, most if opts.shard else mine, size)]
+
+
+class Cuts:
+    """Every share that is left of `order`, as the lists of ids of its forwards."""
+
+    def __init__(self, order, opts):
+        self.order, self.opts = order, opts
+
+    def __iter__(self):
+        order = self.order
+        for ids, size in zip(order, order.batch_sizes(), strict=True):
+            sizes = forward_sizes(size, order.rank, order.world, self.opts)
+            ends = list(itertools.accumulate(sizes))
+            yield [ids[end - n:end] for n, end in zip(sizes, ends, strict=True)]
+
+
+class Shares(Dataset):
+    """A split as shares: ([(number of samples, what `fetch` made of them) for each forward], ids)."""
+
+    def __init__(self, split, epoch, augment, hollow):
+        self.split, self.epoch, self.augment, self.hollow = split, epoch, augment, hollow
 
     def __len__(self):
         return len(self.split)
 
-    def __getitems__(self, ids):
+    def load(self, cut):
+        parts = [(len(ids), self.split.fetch(ids, self.epoch, self.augment) if ids else self.nothing())
+                 for ids in cut]
+        return parts, [id for ids in cut for id in ids]
+
+    def nothing(self):
+        """The input of a forward without samples, where ranks wait for each other in it; else None."""
+        return map_tensors(lambda t: t[:0], self.split.fetch([0])) if self.hollow else None
+
+    def __getitems__(self, cut):
         try:
-            x, y = self.split.fetch(ids, self.epoch, self.augment)
+            parts, ids = self.load(cut)
         except UserError as error:
             return error  # if raised here, it would arrive inside a traceback
-        if get_worker_info() and ids:
+        if get_worker_info():
             # DataLoader does this in a thread that drops errors: with a full /dev/shm it would wait for ever
-            x.share_memory_(), y.share_memory_()
-        return x, y, ids
+            parts = map_tensors(lambda t: t.share_memory_() if t.numel() else t, parts)
+        return parts, ids
+
+
+def map_tensors(change: Callable, tree: Any) -> Any:
+    """The same tree of dicts, lists and tuples, with each tensor changed; what else it holds stays."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, MutableMapping):
+        same = copy.copy(tree)  # of the same type, as default_collate makes it
+        for key, value in tree.items():
+            same[key] = map_tensors(change, value)
+        return same
+    if isinstance(tree, (list, tuple)):
+        branches = [map_tensors(change, branch) for branch in tree]
+        return type(tree)(*branches) if hasattr(tree, "_fields") else type(tree)(branches)
+    return tree
 
 
 def as_it_is(share):

@@ -19,7 +19,7 @@ class Source:
 
     train: Any
     test: Any
-    classes: int
+    classes: int | None
     vocab: int | None = None
     class_names: tuple | None = None
     mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel

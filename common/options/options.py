@@ -59,6 +59,8 @@ class Options:
                        "or path/to/file.py:function", "model, data")
     dataset: str = fixed("digits", NAME, f"{', '.join(DATASET_FLAGS)}, random:100x5, text:128, tokens:128, "
                          "or path/to/file.py:function")
+    task: str = fixed("classify", NAME, "what is minimised and shown: classify, tokens, or "
+                      "path/to/file.py:function")
     data_dir: str = free("data", PATH, "where the dataset's files are")
     train_folder: str = free("train", NAME, "folder of images, or shards, of DATA_DIR to train on")
     val_folder: str = free("val", NAME, "the same, to evaluate on")
@@ -116,6 +118,8 @@ class Options:
     save_seconds: int = free(300, whole(0), "seconds between checkpoints; 0: off")
     keep: int = free(3, whole(2), "checkpoints to keep")
     eval_every: int = free(1, whole(0), "epochs between evaluations; 0: only at the end")
+    best: str = free("", NAME, "which evaluation is kept: acc, -loss, ...; - if a lower one is better "
+                     "(default: acc, or the lowest loss)")
     log_every: int = free(10, whole(1), "steps between log lines")
     progress: str = free("auto", one_of("auto", "on", "off"), "a bar instead of lines; auto: on a terminal")
     log_to: str = free("", NAME, "path/to/file.py:function, called with each row of metrics.jsonl, once")

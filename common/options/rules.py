@@ -14,6 +14,7 @@ DATASET_FLAGS = {  # the flags that can take effect with this dataset, of those 
     "text": ("data_dir",), "tokens": ("data_dir", "vocab_size")}
 SIZED = ("random", "text", "tokens")  # their names may end in :SIZE
 
+TASKS = ("classify", "tokens")
 NOT_WITH_VIRTUAL_RANKS = {  # and why
     "--micro-batch-size": "a slice is one forward, so its size is already fixed",
     "--sync-bn": "statistics over all ranks would depend on their number",
@@ -36,7 +37,13 @@ def check_together(opts):
     other = next((flag for flag in NOT_WITH_VIRTUAL_RANKS if getattr(opts, flag[2:].replace("-", "_"))), "")
     kinds = {device.partition(":")[0] for device in opts.devices}
     checkpoint, one = opts.resume not in ("auto", "none"), "leave out one of them"
+    smooth = opts.label_smoothing and "--label-smoothing" if ".py" in opts.task else ""
+    shaped = smooth or opts.task != "classify" and (opts.mixup and "--mixup" or opts.cutmix and "--cutmix")
     _refuse(
+        (".py" not in opts.task and opts.task not in TASKS,
+         f"--task: {opts.task!r} is no task{did_you_mean(opts.task, TASKS)}\n"
+         f"there are {', '.join(TASKS)}, and path/to/file.py:function"),
+        (shaped, f"{shaped} cannot take effect with --task {opts.task}\nleave it out"),
         (opts.shard and opts.virtual_ranks,
          "--shard cannot take effect with --virtual-ranks: its sums depend on the replicas' number\n" + one),
         (opts.script == "mp" and opts.virtual_ranks and opts.schedule != "1f1b",

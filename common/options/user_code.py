@@ -11,23 +11,29 @@ from typing import Any
 from common.errors import UserError, one_line
 
 
-def call_user(spec: str, *facts: Any, first: bool = False) -> Any:
-    """Calls the function in `path/to/file.py:function` with the last of `facts`, as many as it requires.
-
-    Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
-    With `first` it gets the first of them.
-    """
+def find_user(spec: str, *default: Any) -> Any:
+    """The function that `path/to/file.py:function` names; `default`, if one is given and there is none."""
     path, _, name = spec.rpartition(":")
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(f"{spec!r} names no function\nwrite path/to/file.py:function")
     if not Path(path).is_file():
         raise UserError(f"{path} is not there\ngive the path of the file that has {name}")
     module = load_file(path)
-    function = getattr(module, name, None)
-    if not callable(function):
-        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise UserError(f"{path} has no function {name}\nit has {', '.join(own[:12]) or 'none'}")
-    with blamed_on(path):
+    function = getattr(module, name, *(default or [None]))
+    if callable(function) or default:
+        return function
+    own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    raise UserError(f"{path} has no function {name}\nit has {', '.join(own[:12]) or 'none'}")
+
+
+def call_user(spec: str, *facts: Any, first: bool = False) -> Any:
+    """Calls the function in `path/to/file.py:function` with the last of `facts`, as many as it requires.
+
+    Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
+    With `first` it gets the first of them.
+    """
+    function = find_user(spec)
+    with blamed_on(spec.rpartition(":")[0]):
         required = [p for p in inspect.signature(function).parameters.values()
                     if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(required) > len(facts):

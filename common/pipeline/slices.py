@@ -3,15 +3,13 @@
 A tensor keeps its strides and the random generator its state from stage to stage (transfer.py), because both
 affect the bits. Each stage sums its slices along a tree of its own, over the ranks that hold the stage.
 """
-import itertools
 import time
 
 import torch
 
 from common.pipeline.stages import orders
 from common.pipeline.transfer import NO_NOTE
-from common.sampler import share
-from common.training import loss, own_copy, seed
+from common.training import placed, seed
 
 
 def backward_slices(model, batch, state):
@@ -19,18 +17,16 @@ def backward_slices(model, batch, state):
     tree, stage, transfer = model.tree, model.stages[0], model.transfer
     first, last, out, at = stage.index == 0, stage.index == model.parts - 1, None, tree.slices.start
     tree.begin(state)
-    sizes = [len(share(batch.size, v, tree.count)) for v in tree.slices]
-    slices = zip(tree.slices, sizes, itertools.accumulate(sizes), strict=True)  # (slice, samples, end)
+    slices = ((v, n, part) for v, (n, part) in zip(tree.slices, batch.parts, strict=True))
     flights, in_flight = [each for each in slices if each[1]], {}  # slices without samples do not travel
     for ahead, k in orders("1f1b", len(flights), model.parts - stage.index):
-        v, n, end = flights[k]
+        v, n, part = flights[k]
         if ahead:
             note = len(stage.generator.get_state())
             came = transfer.exchange(
                 out, None if first else model.edge(stage.index - 1, n, stage.index - 1, note))
             began = time.monotonic()
-            samples = batch.x[end - n:end], batch.y[end - n:end]
-            in_flight[k] = _forward(model, v, *samples, came, batch.size, state)
+            in_flight[k] = _forward(model, v, n, part, came, batch.size, state)
             out = None if last else (in_flight[k][1], stage.index + 1, stage.generator.get_state())
         else:
             came = transfer.exchange(out, None if last else model.edge(stage.index, n, stage.index + 1))
@@ -38,7 +34,7 @@ def backward_slices(model, batch, state):
             x, y, totals, moves = in_flight.pop(k)
             _add_nothing(tree, range(at, v))
             with tree.leaf(v):
-                tree.measure(*totals, moves)
+                tree.measure(totals, moves)
                 if y.requires_grad:
                     stage.backward(y, came and came[0])
             at, out = v + 1, None
@@ -48,24 +44,24 @@ def backward_slices(model, batch, state):
     transfer.exchange(out)
     _add_nothing(tree, range(at, tree.slices.stop))
     transfer.drain()
-    return tree.finish()
+    return tree.finish(batch, state)
 
 
-def _forward(model, v, x, y, came, size, state):
-    """(input, output or loss, (summed loss, hits), changes of buffers) of a slice in this rank's stage."""
-    opts, stage, tree = model.opts, model.stages[0], model.tree
+def _forward(model, v, n, part, came, size, state):
+    """(input, output or loss, totals, changes of buffers) of a slice in this rank's stage."""
+    opts, stage, tree, task = model.opts, model.stages[0], model.tree, state.task
     seed(model.world, opts.seed, "step", state.step, v)
-    x, y = (own_copy(t, model.world) for t in (x, y))
-    n, (x, targets) = len(x), loss.inputs_and_targets(x, y, state)
+    part = placed(part, model.world.device, opts, own=True)
+    x = came[0].requires_grad_(came[0].is_floating_point()) if came else task.input_of(part, state)
     if came:
-        x = came[0].requires_grad_(came[0].is_floating_point())
         stage.generator.set_state(came[1].clone())  # set_state ignores where a view begins in its memory
     if v > tree.slices.start:
         tree.buffers.renew()
-    out, totals = stage(x), (torch.zeros((), device=stage.device),) * 2
+    out, totals = stage(x), task.zeros(stage.device, tree.kind)
     if stage.index == model.parts - 1:
-        summed = loss.summed_loss(out, targets, opts)
-        totals, out = (summed.detach(), loss.correct(out, y)), summed / size
+        found = task.answered(out, part, state)
+        task.add(totals, found)
+        out = found[task.names[0]][0] / size
         out = state.scaler.scale(out) if state.scaler else out
     return x, out, totals, tree.moves(v, n / size)
 

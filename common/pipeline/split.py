@@ -20,11 +20,11 @@ from torch.distributed.fsdp import fully_shard
 from common.data import Batch
 from common.errors import UserError
 from common.options import Options
-from common.pipeline.cut import count, cut, measure, pieces, refuse_ties
+from common.pipeline.cut import HOST, count, cut, measure, pieces, refuse_ties
 from common.pipeline.slices import backward_slices
 from common.pipeline.stages import Pipeline, orders
 from common.pipeline.transfer import NO_NOTE, Transfer
-from common.training import TrainState, distribute, fit, loss
+from common.training import TrainState, distribute, find_task, fit, loss
 from common.training import backward as plain_backward
 from common.world import World, send
 
@@ -33,15 +33,18 @@ SCHEDULES = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
 LOOPS = 2                    # stages per rank or device with --schedule interleaved
 
 
-def split(net: nn.Module, opts: Options, world: World, data: Any) -> Pipeline:
+def split(net: nn.Module, opts: Options, world: World, data: Any, task: Any = None) -> Pipeline:
     """The pipeline of a net: measured, cut as --balance says, each stage in its place; call on every rank."""
     if world.stages == 1 and len(world.devices) == 1 and opts.stages == 0:
         raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
                         "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
                         "on one device use train_ddp.py")
-    net = fit(net, opts, world, data)
+    task = task or find_task(opts)
+    net = fit(net, opts, world, data, task)
+    task.try_out(net, data, opts, HOST)
     found, places = pieces(net), world.devices if world.stages == 1 else range(world.stages)
-    samples = data.train.fetch([0, len(data.train) - 1])[0]
+    two = data.train.fetch([0, len(data.train) - 1])
+    samples = task.input_of(two, SimpleNamespace(net=net, opts=opts, step=0))
     cast = partial(loss.autocast, opts, world.device)
     measures = measure(net, found, samples, world.device, cast)
     if world.size > 1:  # the times of rank 0 decide for all

@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from common.data import forward_sizes
 from common.pipeline.cut import belongs, count, place, prune
 from common.sampler import hash_seed
-from common.training import average_buffers, loss
+from common.training import average_buffers, loss, placed
 
 BUCKET_BYTES = 25 << 20      # of gradients summed at once
 
@@ -84,43 +85,41 @@ class Pipeline(nn.Module):
         self.order = [i for i, p in enumerate(weights) if id(p) in own]  # their places in the whole net
 
     def backward(self, batch, state):
-        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [loss, hits]."""
-        world, n = self.world, len(batch.x)
+        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's totals."""
+        world, n, task = self.world, sum(n for n, _ in batch.parts), state.task
         began = time.monotonic()
-        totals = torch.zeros(2, dtype=torch.float64, device=self.stages[-1].device)
+        totals = task.zeros(self.stages[-1].device)
         for stage in self.stages:
             stage.begin(state.step)
-        most = -(-batch.size // world.replicas) if self.even else n  # if even, the largest share of a replica
-        size = self.opts.micro_batch_size or max(1, most)
-        parts = [self._part(batch.x[at:at + size], batch.y[at:at + size], min(size, most - at), state)
-                 for at in range(0, most, size)]
+        sizes = [n for n, _ in batch.parts]
+        if self.even:  # all replicas run forwards as large as those of the largest share
+            sizes = forward_sizes(batch.size, world.replicas - 1, world.replicas, self.opts)
 
         def graded(out, k):
-            _, y, targets = parts[int(k)]
-            out = out[:len(y)]
-            y, targets = y.to(out.device), [(w, t.to(out.device)) for w, t in targets]
-            found = loss.summed_loss(out, targets, self.opts)
-            totals[0] += found.detach()
-            totals[1] += loss.correct(out, y)
-            found = found / batch.size
-            return state.scaler.scale(found) if state.scaler else found
+            n, part = batch.parts[int(k)]
+            found = task.answered(out[:n], placed(part, out.device, self.opts), state)
+            task.add(totals, found)
+            loss = found[task.names[0]][0] / batch.size
+            return state.scaler.scale(loss) if state.scaler else loss
 
-        if parts:
-            self.run([x for x, _, _ in parts], graded)
+        if sizes:
+            inputs = [self._padded(task.input_of(placed(part, self.stages[0].device, self.opts), state), size)
+                      for (_, part), size in zip(batch.parts, sizes, strict=True)]
+            self.run(inputs, graded)
         state.own_seconds += time.monotonic() - began
         if world.replicas > 1:
             self._sum_gradients()
             if state.buffers:
                 average_buffers(state, world, n / batch.size)
-        return totals.to(world.device)
+        totals = totals.to(world.device)
+        state.count(totals[1], batch.size, world.all_sum)
+        return totals
 
-    def _part(self, x, y, size, state):
-        x, targets = loss.mix(x, y, state)
-        if len(x) < size:  # pads with samples that the loss ignores
-            x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])])
-        if self.opts.channels_last and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
-        return x, y, targets
+    def _padded(self, x, size):
+        """With samples that the loss ignores, in front of stages that all replicas run together."""
+        x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])]) if len(x) < size else x
+        channels_last = self.opts.channels_last and x.dim() == 4
+        return x.contiguous(memory_format=torch.channels_last) if channels_last else x
 
     @torch.no_grad()
     def _sum_gradients(self):

@@ -1,25 +1,28 @@
 """Forward and backward: a global batch becomes one gradient.
 
-The gradient is the exact mean over the samples, at any number of ranks and micro batches.
+The gradient is the exact mean over the samples, or over what else the task counts, at any number of ranks and
+micro batches: sums are divided by the size of the global batch before the backward, so that uneven shares
+count as they should, and `state.update` corrects for a count that is another one.
 """
 import contextlib
 import time
+from typing import Any
 
 import torch
 import torch._dynamo  # noqa: F401  (takes a second, for which other ranks would wait later)
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from common.data import Batch
-from common.sampler import hash_seed, share
+from common.data import Batch, map_tensors
+from common.options import Options
+from common.sampler import hash_seed
 from common.training.bitwise.buffers import average_buffers
-from common.training.loss import autocast, correct, inputs_and_targets, summed_loss
-from common.training.prepare import rounds
 from common.training.state import TrainState
 from common.world import World
 
 
 def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) -> Tensor:
-    """Leaves the mean gradient of the global batch in `.grad`; returns this rank's [summed loss, hits].
+    """Leaves the mean gradient of the global batch in `.grad`; returns the totals of this rank's forwards.
 
     Call it on every rank for every global batch, with an empty share too: it synchronises exactly once.
     """
@@ -27,28 +30,22 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     if opts.virtual_ranks:
         return backward_slices(model, batch, state, world)
     seed(world, opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
-    totals = torch.zeros(2, dtype=torch.float64, device=world.device)
-    x, y = batch.x.to(world.device, non_blocking=True), batch.y.to(world.device, non_blocking=True)
-    size = opts.micro_batch_size or max(1, len(x))
-    parts = list(zip(x.split(size), y.split(size), strict=True))
-    if opts.sync_bn and batch.size % world.size:  # its layers wait for all ranks: all need as many forwards
-        count = rounds(batch.size, opts, world)
-        parts = list(zip(x.tensor_split(count), y.tensor_split(count), strict=True))
+    totals, samples = state.task.zeros(world.device), 0
     began = time.monotonic()
-    for i, part in enumerate(parts):
+    parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
+    for i, (n, part) in enumerate(parts):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
-            loss, right = forward(model, *part, state, world)
+            loss = forward(model, placed(part, world.device, opts), state, totals)
             if last:
                 state.own_seconds += time.monotonic() - began  # the last backward waits for other ranks
-            # Divided by the size of the whole batch, so that uneven shares give the exact mean.
             # DDP divides by the number of ranks: the factor world.size undoes that.
             scaled = loss * (world.size / batch.size)
             (state.scaler.scale(scaled) if state.scaler else scaled).backward()
-        totals[0] += loss.detach()
-        totals[1] += right
+        samples += n
     if world.size > 1 and state.buffers:
-        average_buffers(state, world, len(batch.x) / batch.size)
+        average_buffers(state, world, samples / batch.size)
+    state.count(totals[1], batch.size, world.all_sum)
     return totals
 
 
@@ -57,10 +54,9 @@ def backward_slices(model, batch, state, world):
 
     Each slice is computed as if it were alone; the number of ranks only decides which rank computes it.
     """
-    tree, at, began = model.tree, 0, time.monotonic()
+    tree, began = model.tree, time.monotonic()
     tree.begin(state)
-    for v in tree.slices:
-        n = len(share(batch.size, v, tree.count))  # in a short last batch it may be 0
+    for v, (n, part) in zip(tree.slices, batch.parts, strict=True):  # in a short last batch n may be 0
         seed(world, state.opts.seed, "step", state.step, v)
         if v == tree.slices[-1]:
             state.own_seconds += time.monotonic() - began  # the exchange that follows waits for other ranks
@@ -68,13 +64,12 @@ def backward_slices(model, batch, state, world):
             tree.buffers.restore()
         with tree.leaf(v):
             if n:
-                x, y = (own_copy(t[at:at + n], world) for t in (batch.x, batch.y))
-                loss, right = forward(model.net, x, y, state, world)
-                tree.measure(loss, right, tree.moves(v, n / batch.size))
+                totals = state.task.zeros(world.device, tree.kind)
+                loss = forward(model.net, placed(part, world.device, state.opts, own=True), state, totals)
+                tree.measure(totals, tree.moves(v, n / batch.size))
                 scaled = loss / batch.size
                 (state.scaler.scale(scaled) if state.scaler else scaled).backward()
-        at += n
-    return tree.finish()
+    return tree.finish(batch, state)
 
 
 def seed(world: World, *key: object) -> None:
@@ -84,15 +79,30 @@ def seed(world: World, *key: object) -> None:
         torch.cuda.manual_seed_all(hash_seed(*key))
 
 
-def own_copy(x: Tensor, world: World) -> Tensor:
-    """A copy on the device with its own memory: the order of vector code may depend on the alignment."""
-    return torch.empty(x.shape, dtype=x.dtype, device=world.device).copy_(x, non_blocking=True)
+def placed(part: Any, device: torch.device, opts: Options, own: bool = False) -> Any:
+    """What collate made, on the device and in the memory layout of --channels-last.
+
+    With `own` each tensor has memory of its own: the order of vector code may depend on the alignment.
+    """
+    def move(x):
+        if own:
+            x = torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
+        x = x.to(device, non_blocking=True)
+        return x.contiguous(memory_format=torch.channels_last) if opts.channels_last and x.dim() == 4 else x
+
+    return map_tensors(move, part)
 
 
-def forward(model, x, y, state, world):
-    """The summed loss of some samples, and how many of them are answered right."""
-    x, targets = inputs_and_targets(x, y, state)
-    with autocast(state.opts, world.device):
-        out = model(x)
-    right = correct(out, y) if len(y) else torch.zeros((), device=x.device)
-    return summed_loss(out, targets, state.opts), right
+def forward(model, part, state, totals):
+    """The summed loss of some samples, or of none; adds all that the task returns to `totals`.
+
+    A task may call the net as it likes, so DDP wraps all of it: it must know when a forward begins and ends.
+    """
+    def run(net):
+        if part is None:
+            return sum(p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad)
+        found = state.task(net, part, state)
+        state.task.add(totals, found)
+        return found[state.task.names[0]][0]
+
+    return model(run) if isinstance(model, DistributedDataParallel) else run(model)

@@ -6,53 +6,73 @@ import torch
 from torch import nn
 
 from common.sampler import share
-from common.training.loss import autocast, exact_losses
+from common.training.backward import placed
+from common.training.loss import SHOWN_SAMPLES
 from common.training.state import TrainState
+from common.training.task import StandIn
 from common.world import World
 
 BLOCK = 256                 # samples per forward: the same blocks at every world size
 BLOCK_TOKENS = 4096         # tokens per forward, if these are fewer samples
-SHOWN_SAMPLES = 16          # up to so many samples, the predictions are returned too
-LOSS_UNITS = 2.0 ** 24      # losses are summed as integers of 1 / LOSS_UNITS: their order changes nothing
+BLOCK_LOGITS = 1 << 24      # outputs per forward, if these are fewer samples: 64 MiB
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> dict[str, Any]:
-    """{"val_loss", "val_acc"}, with --ema-decay of the averaged weights; call on every rank.
+    """{"val_loss": ..., "val_acc": ...}, with --ema-decay of the averaged weights; call on every rank.
 
     For at most SHOWN_SAMPLES samples also {"predictions", "labels"}.
     """
     state.net.eval()
-    size = min(BLOCK, max(1, BLOCK_TOKENS // split.tokens))
-    blocks = -(-len(split) // size)
-    sums = torch.zeros(4, dtype=torch.int64)  # loss, right answers, samples, samples without a finite loss
-    predictions, labels = [], []
+    size, task = block_size(split, state.opts), state.task
+    blocks, pairs = -(-len(split) // size), 2 * len(task.names)
+    rows = torch.zeros(blocks, pairs, dtype=torch.float64)  # of each block: added up in one order, at the end
+    bins = task.zeros(rows.device)[pairs:]
+    predictions: dict[str, Any] = {}
     with averaged_weights(state):
         mine: list[int | None] = list(share(blocks, world.replica, world.replicas))
         if getattr(model, "even", False):  # all replicas run as many blocks: the last may not count
             mine += [None] * (-(-blocks // world.replicas) - len(mine))
         for block in mine:
             state.progress += 1
-            counts, block = block is not None, block or 0
-            ids = range(block * size, min((block + 1) * size, len(split)))
-            x, y = split.fetch(list(ids), 0, False)
-            x, y = x.to(world.device), y.to(world.device)
-            with autocast(state.opts, world.device):
-                out = model(x)
-            if out is None or not counts:  # None: this rank does not hold the last stage
+            ids = range((block or 0) * size, min(((block or 0) + 1) * size, len(split)))
+            part = placed(split.fetch(list(ids), 0, False), world.device, state.opts)
+            found = judge(model, part, state)
+            if found is None or block is None:
                 continue
-            losses = exact_losses(out, y)
-            finite = losses.isfinite()
-            found = out.argmax(-1)
-            sums += torch.stack([(losses[finite] * LOSS_UNITS).round().long().sum(), (found == y).sum(),
-                                 torch.tensor(len(y), device=y.device), (~finite).sum()]).cpu()
-            if len(split) <= SHOWN_SAMPLES and y.dim() == 1:
-                predictions, labels = found.tolist(), y.tolist()
-    world.all_sum(sums)
-    loss, hits, samples, broken = sums.tolist()
-    metrics = {"val_loss": float("nan") if broken else loss / LOSS_UNITS / samples,
-               "val_acc": hits / (samples * split.tokens)}
-    return metrics | ({"predictions": predictions, "labels": labels} if predictions else {})
+            totals = task.add(task.zeros(world.device), found).cpu()
+            rows[block], bins = totals[:pairs], bins + totals[pairs:]
+            if len(split) <= SHOWN_SAMPLES:
+                predictions = task.predictions
+    world.all_sum(rows), world.all_sum(bins)
+    sums = torch.tensor([sum(column) for column in rows.T.tolist()], dtype=torch.float64)
+    metrics = task.metrics(torch.cat([sums, bins]))
+    return {f"val_{name}": value for name, value in metrics.items()} | predictions
+
+
+def block_size(split, opts):
+    """Samples per forward; of a user's own task no more than a forward of the training has."""
+    logits, most = split.tokens * (getattr(split, "classes", 0) or 1), BLOCK
+    if ".py" in opts.task:
+        most = min(BLOCK, opts.micro_batch_size or -(-opts.global_batch_size // (opts.virtual_ranks or 1)))
+    return max(1, min(most, BLOCK_TOKENS // split.tokens, BLOCK_LOGITS // logits))
+
+
+def judge(model, part, state):
+    """What the task returns of a block; None on a rank that does not hold the last stage."""
+    class Elsewhere(BaseException):
+        """Ends the task early, past every `except Exception` of it."""
+
+    def answer(x):
+        if (out := model(x)) is None:
+            raise Elsewhere
+        return out
+
+    try:
+        net = StandIn(state.net, answer) if hasattr(model, "stages") else model
+        return state.task(net, part, state)
+    except Elsewhere:
+        return None
 
 
 @contextlib.contextmanager

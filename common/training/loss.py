@@ -1,22 +1,70 @@
 """From samples to a loss: inputs, targets, and the distance of the outputs from the targets."""
 import contextlib
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from common.errors import UserError
 from common.options import Options
 from common.sampler import hash_seed
-from common.training.state import TrainState
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DOUBLES = 1 << 22        # logits that an evaluation turns into double precision at once: 32 MiB
+SHOWN_SAMPLES = 16       # up to so many samples, an evaluation tells the predictions, too
+IGNORED = -100           # a target that does not count, as torch's cross entropy has it
 
 
-def inputs_and_targets(x: Tensor, y: Tensor, state: TrainState) -> tuple[Tensor, list]:
-    """(inputs, [(weight, targets)]) of some samples, in the memory layout of --channels-last and mixed."""
-    if state.opts.channels_last and x.dim() == 4:
-        x = x.contiguous(memory_format=torch.channels_last)
-    return mix(x, y, state)
+def classify(net, batch, state):
+    """The built-in task `classify`: the mean over samples, and over the tokens of a sample."""
+    x, y = pair(batch, "classify")
+    if not state.net.training:
+        loss, right = judged(net, x, y, state)
+        return {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": (right, y.numel())}
+    x, targets = mix(x, y, state)
+    out = outputs(net, x, y, state)
+    return {"loss": (summed_loss(out, targets, state.opts), len(y)), "acc": (hits(out, y, state), y.numel())}
+
+
+def tokens(net, batch, state):
+    """The built-in task `tokens`: the mean over all targets that are not IGNORED."""
+    x, y = pair(batch, "tokens")
+    count = (y != IGNORED).sum()
+    if not state.net.training:
+        loss, right = judged(net, x, y, state)
+        return {"loss": (loss, count), "acc": (right, count)}
+    out = outputs(net, x, y, state)
+    out = out.float() if state.opts.amp != "off" else out
+    loss = criterion(out, y, reduction="sum", label_smoothing=state.opts.label_smoothing)
+    return {"loss": (loss, count), "acc": (hits(out, y, state), count)}
+
+
+def pair(batch: Any, task: str) -> tuple[Any, Tensor]:
+    """(inputs, targets): of a pair, or of a dict, whose targets are its "labels"."""
+    if isinstance(batch, Mapping) and "labels" in batch:
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[1], Tensor):
+        return batch[0], batch[1]
+    raise UserError(f"--task {task}: a batch is {describe(batch)}\n"
+                    'wanted: (inputs, targets), or a dict with "labels"\n'
+                    "for any other sample write your own: --task path/to/file.py:function")
+
+
+def describe(batch):
+    if isinstance(batch, Mapping):
+        return f"a dict of {', '.join(map(str, batch))}"
+    if isinstance(batch, (tuple, list)):
+        return f"({', '.join(type(part).__name__ for part in batch)})"
+    return type(batch).__name__
+
+
+def outputs(net, x, y, state):
+    """The net's output for inputs of any shape; of a Hugging Face net its logits."""
+    with autocast(state.opts, y.device):
+        out = net(**x) if isinstance(x, Mapping) else net(*x) if isinstance(x, (tuple, list)) else net(x)
+    return getattr(out, "logits", out)
 
 
 def criterion(out, y, **how):
@@ -26,27 +74,34 @@ def criterion(out, y, **how):
 
 def summed_loss(out: Tensor, targets: list, opts: Options) -> Tensor:
     """The training loss of each sample, added up; of a sample with many tokens, the mean over them."""
-    out, tokens = out.float() if opts.amp != "off" else out, targets[0][1].shape[1:].numel()
+    out, many = out.float() if opts.amp != "off" else out, targets[0][1].shape[1:].numel()
     return sum(weight * criterion(out, y, reduction="sum", label_smoothing=opts.label_smoothing)
-               for weight, y in targets) / tokens
+               for weight, y in targets) / many
 
 
-def exact_losses(out, y):
-    """The loss of each sample in an evaluation: in double precision, without label smoothing."""
-    return criterion(out.double(), y, reduction="none").view(len(y), -1).mean(1)
+def judged(net, x, y, state):
+    """(summed loss, right answers) of an evaluation: in double precision, without label smoothing."""
+    out = outputs(net, x, y, state)
+    rows = max(1, DOUBLES // max(1, out.shape[-1]))
+    pieces = zip(out.flatten(0, -2).split(rows), y.flatten().split(rows), strict=True)
+    loss = sum(criterion(piece.double(), targets, reduction="sum") for piece, targets in pieces)
+    found, few = out.argmax(-1), y.dim() == 1 and len(y) <= SHOWN_SAMPLES
+    state.task.predictions = {"predictions": found.tolist(), "labels": y.tolist()} if few else {}
+    return loss, (found == y).sum()
 
 
-def correct(out: Tensor, y: Tensor) -> Tensor:
-    """How many samples are answered right; a sample with many tokens counts as the share that is right."""
-    found = (out.detach().argmax(-1) == y).sum()
-    return found if y.dim() == 1 else found / y.shape[1]
+def hits(out: Tensor, y: Tensor, state: Any) -> Tensor | int:
+    """How many targets are answered right; in steps that are logged, as it takes long with many classes."""
+    if (state.step + 1) % state.opts.log_every or not len(y):
+        return 0
+    return (out.detach().argmax(-1) == y).sum()
 
 
 def autocast(opts: Options, device: torch.device) -> contextlib.AbstractContextManager:
     return torch.autocast(device.type, AMP[opts.amp]) if opts.amp != "off" else contextlib.nullcontext()
 
 
-def mix(x: Tensor, y: Tensor, state: TrainState) -> tuple[Tensor, list]:
+def mix(x: Tensor, y: Tensor, state: Any) -> tuple[Tensor, list]:
     """Mixup or cutmix with the neighbour in the micro batch; (seed, step) alone decide the strength."""
     opts = state.opts
     if not (opts.mixup or opts.cutmix) or len(x) < 2:

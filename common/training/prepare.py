@@ -4,6 +4,7 @@ The second half refuses a BatchNorm that some step would give a single sample, b
 """
 import inspect
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,21 +12,25 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from common.data import forward_sizes, map_tensors
 from common.errors import UserError
 from common.options import Options
-from common.sampler import share
 from common.training.bitwise.sums import Tree
 from common.training.loss import autocast
+from common.training.task import Task, find_task
 from common.world import World, require_same_bits
 
 
-def prepare(net: nn.Module, opts: Options, world: World, data: Any) -> nn.Module:
+def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task | None = None) -> nn.Module:
     """The net on its device, with the layers and the memory layout of the options; names do not change."""
-    return fit(net, opts, world, data).to(world.device)
+    task = task or find_task(opts)
+    net = fit(net, opts, world, data, task).to(world.device)
+    task.try_out(net, data, opts, world.device)
+    return net
 
 
-def fit(net: nn.Module, opts: Options, world: World, data: Any) -> nn.Module:
-    """`prepare` without the move to the device."""
+def fit(net: nn.Module, opts: Options, world: World, data: Any, task: Task) -> nn.Module:
+    """`prepare` without the device and without a first look at what the task returns."""
     if world.device.type != "cuda" and (opts.sync_bn or opts.amp == "fp16"):
         flag = "sync-bn" if opts.sync_bn else "amp fp16"
         raise UserError(f"--{flag} works on GPUs only, this process has {world.device}\n"
@@ -35,7 +40,7 @@ def fit(net: nn.Module, opts: Options, world: World, data: Any) -> nn.Module:
                         f"{len(world.devices)} devices in each forward, which breaks compiled code\n"
                         "leave it out, or use train_ddp.py, or one device")
     torch.autograd.set_detect_anomaly(opts.debug)
-    refuse_single(net, opts, world, data)
+    refuse_single(net, opts, world, data, task)
     if opts.sync_bn and world.size > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if opts.channels_last:
@@ -53,17 +58,20 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     # `backward` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
     known = inspect.signature(DistributedDataParallel).parameters
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
-    return DistributedDataParallel(Replica(net, opts.sync_bn), gradient_as_bucket_view=True, **{off: False})
+    return DistributedDataParallel(Replica(net), gradient_as_bucket_view=True, **{off: False})
 
 
 def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
     """For train_dp.py: one process, which scatters the batch over its devices."""
     if len(world.devices) == 1:
-        return torch.compile(net) if opts.compile else net
-    net = Casting(net, opts, world.device)
-    if world.device.type == "cuda":
-        return DataParallel(net, device_ids=[d.index for d in world.devices])
-    return CpuReplicas(net, len(world.devices))
+        model = torch.compile(net) if opts.compile else net
+    elif world.device.type == "cuda":
+        model = DataParallel(Casting(net, opts, world.device), device_ids=[d.index for d in world.devices])
+    else:
+        model = CpuReplicas(Casting(net, opts, world.device), len(world.devices))
+    if opts.show_scatter:
+        show_scatter(model, net)
+    return model
 
 
 class Casting(nn.Module):
@@ -73,26 +81,20 @@ class Casting(nn.Module):
         super().__init__()
         self.net, self.opts, self.device = net, opts, device
 
-    def forward(self, x):
+    def forward(self, *args, **kwargs):
         with autocast(self.opts, self.device):
-            return self.net(x)
+            return self.net(*args, **kwargs)
 
 
 class Replica(nn.Module):
-    """The net; an empty share of a short last batch gives zero gradients, so that the rank still takes part.
+    """The net; or, given a function of the net, what this returns: DDP then wraps a whole task."""
 
-    With --sync-bn even an empty share runs the net, because its layers wait for every rank.
-    """
-
-    def __init__(self, net, synced=False):
+    def __init__(self, net):
         super().__init__()
-        self.net, self.synced = net, synced
+        self.net = net
 
-    def forward(self, x):
-        if len(x) or self.synced:
-            return self.net(x)
-        nothing = sum(p.flatten()[:0].sum() for p in self.net.parameters() if p.requires_grad)
-        return nothing + x.new_zeros(0, 1)
+    def forward(self, *args, **kwargs):
+        return args[0](self.net) if args and callable(args[0]) else self.net(*args, **kwargs)
 
 
 class Sliced(nn.Module):
@@ -103,8 +105,8 @@ class Sliced(nn.Module):
         require_same_bits(opts, world)
         self.net, self.tree = net, Tree(net, world, opts.virtual_ranks)
 
-    def forward(self, x):
-        return self.net(x)
+    def forward(self, *args, **kwargs):
+        return self.net(*args, **kwargs)
 
 
 class CpuReplicas(nn.Module):
@@ -114,17 +116,27 @@ class CpuReplicas(nn.Module):
         super().__init__()
         self.module, self.count = net, count
 
-    def forward(self, x):
-        first, *rest = x.chunk(self.count)  # the sizes that nn.DataParallel sends to GPUs
-        outputs = [self.module(first)]  # as there, the first replica is the net itself
-        for chunk in rest:
+    def forward(self, *args, **kwargs):
+        chunks: list = []
+        map_tensors(lambda x: chunks.append(x.chunk(self.count)), (args, kwargs))  # as on GPUs
+        inputs = []
+        for i in range(len(chunks[0])):
+            each = iter(chunks)
+            inputs.append(map_tensors(lambda _, i=i, each=each: next(each)[i], (args, kwargs)))
+        (args, kwargs), *rest = inputs
+        outputs = [self.module(*args, **kwargs)]  # as there, the first replica is the net itself
+        for args, kwargs in rest:
             tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
             copies = {name: tensor.clone() for name, tensor in tensors}
-            outputs.append(torch.func.functional_call(self.module, copies, (chunk,)))
-        return torch.cat(outputs)
+            outputs.append(torch.func.functional_call(self.module, copies, args, kwargs))
+        leaves: list[list] = [[] for _ in outputs]
+        for found, output in zip(leaves, outputs, strict=True):
+            map_tensors(found.append, output)
+        whole = iter([torch.cat(found) for found in zip(*leaves, strict=True)])
+        return map_tensors(lambda _: next(whole), outputs[0])
 
 
-def show_scatter(model: nn.Module, net: nn.Module) -> None:
+def show_scatter(model, net):
     """Prints the sizes inside each replica, and outside of the whole batch, as PyTorch's tutorial does."""
     def sizes(x, output):
         return f"input size {tuple(x.shape)} output size {tuple(output.shape)}"
@@ -139,12 +151,12 @@ def show_scatter(model: nn.Module, net: nn.Module) -> None:
 SINGLE_REFUSED = "more than 1 value per channel"     # from torch's ValueError
 
 
-def refuse_single(net, opts, world, data):
+def refuse_single(net, opts, world, data, task):
     """UserError if a step would run a forward of one sample, and the net (whole, on the CPU) refuses one."""
     n, size = len(data.train), opts.global_batch_size
     tail = n % size if not opts.max_steps or opts.max_steps > n // size else 0
     wrong = next((batch for batch in (min(n, size), tail) if 1 in forwards(batch, opts, world)), None)
-    if wrong is None or opts.eval_only or takes_one(net, data):
+    if wrong is None or opts.eval_only or takes_one(net, data, task, opts):
         return
     which = f"a global batch of {wrong}"
     if wrong == tail:
@@ -162,42 +174,32 @@ def refuse_single(net, opts, world, data):
 def forwards(batch, opts, world):
     """The sizes of forwards when a global batch is split over ranks and micro batches.
 
-    With --sync-bn the size counts all ranks together.
+    With --sync-bn the size counts all ranks together; with --shard every rank pads its share to the largest.
     """
-    parts = opts.virtual_ranks or world.replicas
-    if opts.sync_bn and parts > 1 and batch:
-        count, shares = rounds(batch, opts, world), [len(share(batch, rank, parts)) for rank in range(parts)]
-        return {sum(n // count + (k < n % count) for n in shares) for k in range(count)}
-    # with --shard every rank pads its share to the largest
-    sizes = {-(-batch // parts)} | ({batch // parts} if not opts.shard else set())
-    if not opts.virtual_ranks:
-        sizes = pieces(sizes, lambda part: opts.micro_batch_size or part)
-        if opts.script == "dp":
-            sizes = pieces(sizes, lambda micro: -(-micro // len(world.devices)))
+    each = [forward_sizes(batch, rank, world.replicas, opts) for rank in range(world.replicas)]
+    if opts.sync_bn:
+        return {sum(together) for together in zip(*each, strict=True)}
+    sizes = set(each[-1]) if opts.shard else {size for sizes in each for size in sizes}
+    if opts.script == "dp":
+        most = {size: -(-size // len(world.devices)) for size in sizes if size}
+        sizes = {piece for size in most for piece in (most[size], size % most[size]) if piece}
     return sizes
 
 
-def rounds(batch, opts, world):
-    """The number of forwards for the largest share of a global batch."""
-    most = -(-batch // world.replicas)
-    return -(-most // (opts.micro_batch_size or most))
-
-
-def pieces(sizes, most):
-    """The sizes that occur when each of `sizes` is split into pieces of at most `most(size)` samples."""
-    return {piece for size in sizes if size for piece in (min(size, most(size)), size % most(size)) if piece}
-
-
-def takes_one(net, data):
+def takes_one(net, data, task, opts):
     """Whether the net can train on one sample; tried without values, on torch's meta device."""
     if not any(isinstance(m, _BatchNorm) for m in net.modules()):
         return True
-    was, x = net.training, data.train.fetch([0])[0]
+    was, batch = net.training, map_tensors(lambda t: t.to("meta"), data.train.fetch([0]))
     tensors = itertools.chain(net.named_parameters(), net.named_buffers())
     hollow = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+
+    def call(*args, **kwargs):
+        return torch.func.functional_call(net, hollow, args, kwargs)
+
     try:
         with torch.no_grad():
-            torch.func.functional_call(net.train(), hollow, (x.to("meta"),))
+            task.function(call, batch, SimpleNamespace(net=net.train(), opts=opts, step=0))
     except ValueError as error:
         return SINGLE_REFUSED not in str(error)
     except Exception:

@@ -15,7 +15,9 @@ from torch import nn
 from common.errors import UserError
 from common.models import tied_names
 from common.options import Options
+from common.training.gradient import finish_gradient
 from common.training.optimizer import learning_rate, make_state
+from common.training.task import Task, best_of, find_task
 
 
 class TrainState:
@@ -23,14 +25,16 @@ class TrainState:
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
                  norm: Callable = torch.nn.utils.get_total_norm, all_sum: Callable | None = None,
-                 order: str = ""):
+                 order: str = "", task: Task | None = None):
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
         # `position` counts in this order of the samples
         self.order = [samples, opts.seed, order] if order else [samples, opts.seed]
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.step = self.epoch = self.position = 0  # position: samples of this epoch trained on so far
-        self.best = {"val_acc": -1.0, "step": 0}
+        self.task = task or find_task(opts)
+        name, self.sign = best_of(opts, self.task)  # of the metric whose best evaluation is kept
+        self.best: dict[str, Any] = {f"val_{name}": None, "step": 0}
         self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
         self.stepped = time.time()  # for the ledger: when the last step ended
         # in the checkpoint, because rank 0 may die before it logs them: the last logged step and evaluation
@@ -40,6 +44,7 @@ class TrainState:
         self.images: dict[str, Any] = {}  # the store's buffers: a save may still be copying into them
         self.verdict: UserError | None = None  # why this state may never be saved
         self.norm, self.all_sum = norm, all_sum  # over all ranks, where each has a part of the net
+        self.divisor: torch.Tensor | None = None  # of the gradient, if the task counts something else
         self.ready = 0  # size of the batch whose gradient is ready, clipped; 0 if none
         self.names = {p: name for name, p in net.named_parameters()}
         self.tied = tied_names(net)  # for --export
@@ -72,25 +77,21 @@ class TrainState:
                 image.wait()
             yield
 
+    def count(self, own: torch.Tensor, size: int, add: Callable) -> None:
+        """The gradient was divided by `size`: notes by what else, if the task counts something other.
+
+        `add` sums each rank's count over the ranks; call this on all of them.
+        """
+        if not self.task.ahead:
+            total = add(own.clone())
+            self.divisor = torch.where(total == 0, 1.0, total / size)
+
     def finish_gradient(self, size: int) -> None:
-        """Overflow check and clipping: the last part of a step that needs other ranks.
+        """Overflow check, division and clipping: the last part of a step that needs other ranks.
 
         It needs them when each rank holds a part of the net.
         """
-        if self.scaler and (self.opts.clip_grad_norm or self.all_sum):
-            none = torch.zeros((), device=next(iter(self.names)).device)
-            self.scaler.scale(none)  # initialises the scaler on ranks without a loss
-            self.scaler.unscale_(self.optimizer)
-            if self.all_sum:  # if one rank skips the step, all skip it
-                found = self.scaler._found_inf_per_device(self.optimizer)
-                own = sum((overflow.to(none.device) for overflow in found.values()), none)
-                overflows = self.all_sum(own).clamp_(max=1.0)
-                for other in found.values():  # the optimizer adds them up, and accepts only 0 or 1
-                    other.zero_()
-                found[none.device] = overflows
-        if self.opts.clip_grad_norm:
-            norm = self.norm([p.grad for p in self.names if p.grad is not None])
-            torch.nn.utils.clip_grads_with_norm_(self.names, self.opts.clip_grad_norm, norm)
+        finish_gradient(self)
         if self.net_is_on_gpu():
             torch.cuda.synchronize()  # otherwise the update would wait behind a collective that may hang
         self.ready = size
@@ -117,15 +118,15 @@ class TrainState:
             self.position += size
             self.progress += 1
             self.stepped = time.time()
-            self.ready, self.half_updated = 0, False
+            self.ready, self.half_updated, self.divisor = 0, False, None
+            self.optimizer.grad_scale = None
         self.optimizer.zero_grad(set_to_none=True)
 
-    def note(self, totals: torch.Tensor, size: int) -> dict[str, Any]:
-        """The record of the last step, from [summed loss, hits] of its batch; raises if it is not finite."""
-        loss, hits = totals.tolist()
-        self.record = {"step": self.step, "epoch": self.epoch, "loss": loss / size, "acc": hits / size,
+    def note(self, totals: torch.Tensor) -> dict[str, Any]:
+        """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
+        self.record = {"step": self.step, "epoch": self.epoch, **self.task.metrics(totals),
                        "lr": learning_rate(self.planned - 1, self.opts, self.steps_per_epoch)}
-        if not math.isfinite(loss):
+        if not math.isfinite(loss := totals[0].item()):
             self.condemn(f"step {self.step}: the loss is {loss} (every rank saw the same)")
         return self.record
 
@@ -143,9 +144,12 @@ class TrainState:
     def record_evaluation(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Keeps this evaluation, and the best one; returns `metrics`."""
         with self.lock:
-            self.evaluated = {"step": self.step} | {name: metrics[name] for name in ("val_loss", "val_acc")}
-            if metrics["val_acc"] > self.best["val_acc"]:
-                self.best = {"val_acc": metrics["val_acc"], "step": self.step}
+            numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+            self.evaluated = {"step": self.step} | numbers
+            name = next(iter(self.best))
+            old, new = self.best[name], numbers.get(name, math.nan)
+            if old is None or (new - old) * self.sign > 0:
+                self.best = {name: new, "step": self.step}
         return metrics
 
     def end_epoch(self) -> None:
@@ -241,6 +245,8 @@ class TrainState:
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
         if (order := facts.get("order", self.order)) != self.order:
             self.position = self.samples if len(order) > 1 and self.position >= order[0] else 0
-        self.best, self.record, self.evaluated = facts["best"], facts["record"], facts.get("judged", {})
+        self.record, self.evaluated = facts["record"], facts.get("judged", {})
+        if self.best.keys() == facts["best"].keys():  # --best may name another metric from now on
+            self.best = facts["best"]
         if self.scaler and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])

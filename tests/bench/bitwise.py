@@ -20,11 +20,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
 
 import torch
 from ranks import fork_ranks
+from samples import share_of
 from torch import nn
 
-from common.data import Batch
 from common.options import Options
-from common.sampler import share
 from common.training import TrainState, backward, build_optimizer, distribute
 from common.world.determinism import pin
 from common.world.join import keep_memory
@@ -72,21 +71,20 @@ def measure(world, name, slices, rounds):
     size, modes = samples * slices, {}
     x = torch.randn(size, *build()[1], generator=torch.Generator().manual_seed(0))
     y = torch.arange(size) % 10
-    mine = share(size, world.rank, world.size, slices)
-    batch = Batch(x[mine.start:mine.stop], y[mine.start:mine.stop], list(mine), size)
     for mode, extra in (("plain", {"micro_batch_size": samples}), ("bitwise", {"virtual_ranks": slices})):
         opts = Options(global_batch_size=size, optimizer="sgd", lr=1e-3, device="cpu", **extra)
+        batch = share_of(x, y, opts, world.rank, world.size)
         torch.manual_seed(0)
         net = build()[0]
         state = TrainState(net, build_optimizer(net, opts), opts, 10**6)
-        modes[mode] = distribute(net, opts, world), state
+        modes[mode] = distribute(net, opts, world), state, batch
     pin(modes["bitwise"][1].opts)  # for both: it costs both the same
     keep_memory()
     times = []
     for round in range(rounds + 2):
         turn = {}
         for mode in sorted(modes, reverse=bool(round % 2)):  # neither is always the first
-            model, state = modes[mode]
+            model, state, batch = modes[mode]
             world.all_sum(torch.zeros(1))  # together
             began, cpu = time.perf_counter(), time.process_time()
             for _ in range(steps):

@@ -18,12 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
 
 import torch
 import torch.distributed as dist
+from samples import share_of
 
-from common.data import Batch
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
@@ -40,7 +41,7 @@ def way(world, data, opts):
     net = model.net if world.size > 1 else net
     state = TrainState(net, build_optimizer(net, opts), opts, 1 << 20)
     x, y = data.train.fetch(range(opts.global_batch_size))
-    batch = Batch(x, y, [], len(x))
+    batch = share_of(x, y, opts)
 
     def step():
         run(model, batch, state, world)

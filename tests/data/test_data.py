@@ -7,18 +7,18 @@ import torch
 from torch.utils.data import Dataset
 
 from common.data import batches, load_data
-from common.data.loading import DatasetSplit, TensorSplit, crop_flip, flip
+from common.data.prefetch import Shares
+from common.data.splits import DatasetSplit, TensorSplit, crop_flip, flip
 from common.data.synthetic import Source
 from common.errors import UserError
+from common.options import Options
 from common.sampler import ElasticSampler
 
 ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1)
 
 
 def options(**changed):
-    facts = dict(dataset="digits", data_dir="nowhere", download=False, seed=0, workers=0, augment="auto",
-                 device="cpu")
-    return SimpleNamespace(**{**facts, **changed})
+    return Options(**{"data_dir": "nowhere", "workers": 0, "device": "cpu"} | changed)
 
 
 class Noisy(Dataset):
@@ -57,10 +57,10 @@ def epoch_of(split, world, opts, size=7, position=0, epoch=1):
     assert len({len(found) for found in ranks}) == 1
     whole = []
     for shares in zip(*ranks, strict=True):
-        assert all(len(share.x) == len(share.y) == len(share.ids) for share in shares)
+        assert all(sum(n for n, _ in share.parts) == len(share.ids) for share in shares)
         assert {share.size for share in shares} == {sum(len(share.ids) for share in shares)}
-        x, y, ids, _ = zip(*shares, strict=True)
-        whole.append((torch.cat(x), torch.cat(y), sum(ids, [])))
+        x, y = zip(*(part for share in shares for n, part in share.parts if len(part[0]) == n), strict=True)
+        whole.append((torch.cat(x), torch.cat(y), sum((share.ids for share in shares), [])))
     return whole
 
 
@@ -91,7 +91,7 @@ def test_a_batch_larger_than_the_dataset_is_one_partial_batch(workers):
 
 @pytest.mark.parametrize("split", [pictures(3), noisy(3)])
 def test_an_empty_share_has_the_shape_and_type_of_a_full_one(split):
-    full, empty = split.fetch([0, 2], 0, True), split.fetch([], 0, True)
+    full, empty = split.fetch([0, 2], 0, True), Shares(split, 0, True, hollow=True).nothing()
     for some, none in zip(full, empty, strict=True):
         assert len(none) == 0 and none.shape[1:] == some.shape[1:] and none.dtype == some.dtype
 

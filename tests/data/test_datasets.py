@@ -24,8 +24,7 @@ REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parents[3] / "shared" / "
 
 
 def options(dataset, data_dir="nowhere", **changed):
-    facts = dict(dataset=dataset, data_dir=str(data_dir), workers=0, device="cpu")
-    return SimpleNamespace(**{**vars(Options()), **facts, **changed})
+    return Options(dataset=dataset, data_dir=str(data_dir), **{"workers": 0, "device": "cpu"} | changed)
 
 
 def load(dataset, data_dir="nowhere", **changed):

@@ -15,6 +15,8 @@ from common.data import batches, load_data
 from common.data.__main__ import main
 from common.data.pictures import normalized
 from common.errors import UserError
+from common.models import build_model
+from common.options import Options
 from common.sampler import ElasticSampler
 
 # ---- a folder of images ----
@@ -250,7 +252,6 @@ ITERABLE = "class It(IterableDataset):\n def __iter__(self): return iter([(torch
     ("def make(): return 5", "returned (int)"), ("def make(): return Squares(3)", "returned (Squares)"),
     ("def make(): return Squares(3), Squares(0)", "test set is empty"),
     ("def make(): return Squares(0), Squares(3)", "training set is empty"),
-    ("def make(): del Squares.classes; return Squares(3), Squares(3)", "attribute `classes`"),
     ("def make(): return iter([1]), iter([2])", "list_iterator"),
     (ITERABLE + " def __len__(self): return 9\ndef make(): return It(), It()", "`groups`"),
     (ITERABLE + "def make(): return It(), Squares(3)", "__getitem__(i)"),
@@ -291,11 +292,19 @@ def test_what_would_be_cut_off_or_counted_though_it_is_padding_is_refused_at_the
     assert said in refusal(mine(tmp_path, text + "\n"))
 
 
-@pytest.mark.parametrize("cut, said", [("in_memory, tokens, shape", "no `in_memory`, `tokens`, `shape`"),
-                                       ("fingerprint", "no `fingerprint`")])
-def test_a_fetch_of_ones_own_without_the_attributes_it_needs_is_refused(tmp_path, cut, said):
-    text = FETCH.format(dtype="int64", odd=-1) + "".join(f"del Fetch.{name}\n" for name in cut.split(", "))
-    assert said in refusal(mine(tmp_path, text))
+def test_a_fetch_of_ones_own_needs_a_fingerprint_and_no_other_attribute(tmp_path):
+    text = FETCH.format(dtype="int64", odd=-1) + "del Fetch.in_memory, Fetch.tokens, Fetch.shape\n"
+    data = load(mine(tmp_path, text))
+    assert (data.sample_shape, data.train.tokens, data.train.in_memory) == ((4,), 4, True)
+    (folder := tmp_path / "b").mkdir()
+    assert "no `fingerprint`" in refusal(mine(folder, text + "del Fetch.fingerprint\n"))
+
+
+def test_only_a_model_that_needs_the_number_of_classes_asks_for_it(tmp_path):
+    data = load(mine(tmp_path, "del Squares.classes\ndef make(): return random_split(Squares(9), [6, 3])\n"))
+    assert data.known_classes is None and len(data.train.fetch([0, 1])[1]) == 2
+    with pytest.raises(UserError, match="attribute `classes`"):
+        build_model(Options(model="mlp"), data)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -15,7 +15,7 @@ from test_rescue import a_run
 
 from common.data import batches
 from common.data import prefetch as workers
-from common.data.loading import DatasetSplit
+from common.data.splits import DatasetSplit
 from common.errors import UserError
 from common.rescue import Rescue
 from common.sampler import ElasticSampler

@@ -9,8 +9,9 @@ import pytest
 import torch
 from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weights
 from ranks import fork_ranks
+from samples import share_of
 
-from common.data import Batch, batches
+from common.data import batches
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
@@ -184,7 +185,7 @@ def test_recomputation_draws_what_the_forward_drew_whatever_the_timing_of_the_th
         x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
         model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)))
         drawing.masks.clear()  # those of the measurement
-        backward(model, Batch(x, y, [], 32), TrainState(net, build_optimizer(net, opts), opts, 32), world)
+        backward(model, share_of(x, y, opts), TrainState(net, build_optimizer(net, opts), opts, 32), world)
         model.pool.shutdown()  # no thread may end while a later test forks
         assert [len(masks) for masks in drawing.masks.values()] == [2] * 16
         assert all(torch.equal(*masks) for masks in drawing.masks.values())
@@ -261,7 +262,7 @@ def whole_weights(world):
         piece.register_full_backward_pre_hook(look)
     model.stages[0].register_forward_hook(look)
     for _ in range(2):
-        backward(model, Batch(data.train.x[:4], data.train.y[:4], [], 8), state, world)
+        backward(model, share_of(data.train.x[:8], data.train.y[:8], opts, world.rank, 2), state, world)
         state.update(8)
     return found, len(pieces)
 

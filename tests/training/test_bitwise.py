@@ -17,15 +17,14 @@ import torch
 from bitwise import bytes_sent
 from jobs import audit, lives, wait_for
 from ranks import fork_ranks
+from samples import share_of
 
 import train_ddp
 import train_mp
 from common.checkpoint.files import sealed
-from common.data import Batch
 from common.errors import UserError
 from common.models import build_model
 from common.options import Options
-from common.sampler import share
 from common.training import TrainState, backward, build_optimizer, distribute
 from common.world import determinism as pinned
 
@@ -249,8 +248,7 @@ def small(world, virtual_ranks, scaler=None):
 def batch_at(world, step, slices, size=24):
     draws = torch.Generator().manual_seed(step)
     x, y = torch.randn(size, 1, 12, 12, generator=draws), torch.randint(4, (size,), generator=draws)
-    mine = share(size, world.rank, world.size, slices)
-    return Batch(x[mine.start:mine.stop], y[mine.start:mine.stop], list(mine), size)
+    return share_of(x, y, Options(virtual_ranks=slices), world.rank, world.size)
 
 
 def test_a_grad_scaler_skips_the_same_steps_at_any_world():
@@ -312,11 +310,12 @@ def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are
             return isend(tensor, *args, **kwargs)
 
         torch.distributed.isend = counting
+        model.tree.begin(state)
         for bucket in model.tree.buckets:
             bucket.direct = True
         backward(model, batch_at(world, 0, slices), state, world)
-        # and loss and hits
-        values = sum(t.numel() for t in [*state.net.parameters(), *state.net.buffers()]) + 2
+        # and loss and hits, with a count each
+        values = sum(t.numel() for t in [*state.net.parameters(), *state.net.buffers()]) + 4
         return count[0], bytes_sent(model.tree), values * 4
 
     for world, slices in ((2, 2), (2, 8), (4, 8), (3, 8)):
@@ -333,6 +332,7 @@ def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are
 def test_a_tree_over_collectives_and_one_over_messages_give_the_same_bits():
     def gradient(world, direct):
         model, state = small(world, 8)
+        model.tree.begin(state)
         for bucket in model.tree.buckets:
             bucket.direct = direct
         backward(model, batch_at(world, 0, 8), state, world)

@@ -9,7 +9,7 @@ from test_rescue import a_run, step
 from torch import nn
 
 from common.checkpoint.manifest import checkpoints
-from common.data.loading import TensorSplit
+from common.data.splits import TensorSplit
 from common.data.synthetic import Source
 from common.options import Options
 from common.training import TrainState, build_optimizer, evaluate

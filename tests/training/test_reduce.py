@@ -5,13 +5,12 @@ import pytest
 import torch
 from fakes import SyncedNorm, ThreadedReplicas
 from ranks import fork_ranks
+from samples import share_of
 from torch import nn
 
-from common.data import Batch
 from common.errors import UserError
 from common.options import Options
-from common.sampler import share
-from common.training import TrainState, backward, build_optimizer, distribute, prepare, replicate
+from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare, replicate
 from common.training.backward import forward
 from common.training.loss import mix
 from common.training.prepare import CpuReplicas
@@ -28,18 +27,18 @@ def small_net(norm=False):
     return nn.Sequential(*layers).double()
 
 
-def batch_of(size, rank=0, world=1):
+def batch_of(size, rank=0, world=1, opts=None):
     """The share of one rank of one and the same global batch."""
     torch.manual_seed(size)
     x, y = torch.randn(size, 6, dtype=torch.float64), torch.randint(0, 3, (size,))
-    mine = share(size, rank, world)
-    return Batch(x[mine.start:mine.stop], y[mine.start:mine.stop], list(mine), size)
+    return share_of(x, y, opts or Options(), rank, world)
 
 
 def gradient_of(world, size, flags):
-    state = make_state(small_net(), **flags)
+    state = make_state(small_net(), log_every=1, **flags)
     model = distribute(state.net, state.opts, world)
-    totals = world.all_sum(backward(model, batch_of(size, world.rank, world.size), state, world))
+    batch = batch_of(size, world.rank, world.size, state.opts)
+    totals = world.all_sum(backward(model, batch, state, world))
     return [p.grad.clone().tolist() for p in state.net.parameters()], totals.tolist()
 
 
@@ -48,7 +47,8 @@ def full_batch_gradient(size, smoothing=0.0):
     out = net(batch.x)
     loss = nn.functional.cross_entropy(out, batch.y, label_smoothing=smoothing)
     loss.backward()
-    return [p.grad for p in net.parameters()], [loss.item() * size, (out.argmax(1) == batch.y).sum().item()]
+    right = (out.argmax(1) == batch.y).sum().item()
+    return [p.grad for p in net.parameters()], [loss.item() * size, size, right, size]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
@@ -74,8 +74,7 @@ def step_with_batch_norm(world):
     model = distribute(state.net, state.opts, world)
     for size in (9, 8, 2):  # the last one leaves ranks without a sample
         batch = batch_of(size, world.rank, world.size)
-        backward(model, batch, state, world) if len(batch.x) != 1 else backward(model.eval(), batch, state,
-                                                                                world)
+        backward(model.eval() if len(batch.ids) == 1 else model, batch, state, world)
         state.update(size)
     return {n: b.tolist() for n, b in state.net.named_buffers()}, {n: b.tolist() for n,
                                                                    b in state.buffers.items()}
@@ -107,8 +106,8 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     net[0].register_forward_hook(lambda _, inputs, output: seen.append((len(output), output.dtype)))
     state = SimpleNamespace(net=net, opts=opts, step=0)
     world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
-    batch = batch_of(7)
-    forward(replicate(net, opts, world), batch.x.float(), batch.y, state, world)
+    state.task, batch = find_task(opts), batch_of(7)
+    forward(replicate(net, opts, world), (batch.x.float(), batch.y), state, state.task.zeros(world.device))
     assert sorted(seen, key=str) == [(3, torch.float16), (4, torch.float16)]
 
 
@@ -126,7 +125,8 @@ def synced(world, size, micro):
         net[2] = SyncedNorm(8).double()
     state = make_state(net, sync_bn=True, micro_batch_size=micro)
     net[2].register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
-    backward(distribute(net, state.opts, world), batch_of(size, world.rank, world.size), state, world)
+    batch = batch_of(size, world.rank, world.size, state.opts)
+    backward(distribute(net, state.opts, world), batch, state, world)
     return [p.grad for p in net.parameters()], seen
 
 

@@ -17,11 +17,16 @@ from common.data import load_data
 from common.models import build_model
 from common.options import Options
 from common.sampler import share
+from common.training import find_task
 from common.training.prepare import forwards, takes_one
 
 # of 107 samples
 FLAT = {"model": f"{NETS}:flat", "dataset": f"{NETS}:pictures", "virtual_ranks": 0, "epochs": 1}
 TWO = ("cpu", "cpu")
+
+
+def takes(net, data):
+    return takes_one(net, data, find_task(Options()), Options())
 
 
 def test_the_sizes_of_forwards_are_those_of_shares_cut_into_micro_batches_and_scattered():
@@ -76,12 +81,12 @@ def test_what_takes_one_sample_or_never_meets_one_is_trained(tmp_path):
 
 
 def test_trying_a_net_without_values_changes_nothing_of_it():
-    for given, takes in ((CNN, True), (GPT, True), (RESNET, False), (FLAT, False)):
+    for given, wanted in ((CNN, True), (GPT, True), (RESNET, False), (FLAT, False)):
         opts = Options(device="cpu", **{name: given[name] for name in ("model", "dataset")})
         data = load_data(opts, None)
         net = build_model(opts, data).eval()
         before, drawn = {n: t.clone() for n, t in net.state_dict().items()}, torch.get_rng_state()
-        assert takes_one(net, data) == takes
+        assert takes(net, data) == wanted
         assert not net.training and torch.equal(torch.get_rng_state(), drawn)
         assert all(torch.equal(t, before[n]) and t.device.type == "cpu" for n, t in net.state_dict().items())
 
@@ -95,5 +100,6 @@ def test_a_net_that_cannot_be_tried_is_believed():
         def forward(self, x):
             return self.norm(x) if x.sum().item() > 0 else x
 
-    data = SimpleNamespace(train=SimpleNamespace(fetch=lambda ids: (torch.ones(1, 4), None)))
-    assert takes_one(Looks(), data) and not takes_one(nn.BatchNorm1d(4), data)
+    sample = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
+    data = SimpleNamespace(train=SimpleNamespace(fetch=lambda ids: sample))
+    assert takes(Looks(), data) and not takes(nn.BatchNorm1d(4), data)

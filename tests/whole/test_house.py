@@ -23,7 +23,7 @@ MOST_LINES = 250
 MOST_NAMES = 14          # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
-COLLECTIVE = {"world/world", "world/join", "world/rendezvous", "training/prepare", "training/bitwise/sums",
+COLLECTIVE = {"world/world", "world/join", "world/rendezvous", "training/prepare", "training/bitwise/buckets",
               "pipeline/split", "pipeline/transfer"}
 ENVIRON = {"errors", "options/environment", "options/options", "options/process", "ledger/console",
            "world/world", "world/join", "world/rendezvous", "world/determinism", "rescue/rescue"}

@@ -15,10 +15,11 @@ class Buffers:
     because that slice always has samples.
     """
 
-    def __init__(self, net, device):
+    def __init__(self, net, device, exact=False):
         self.device, buffers = device, list(net.buffers())
         self.kinds, self.numel = [b.is_floating_point() for b in buffers], sum(b.numel() for b in buffers)
-        self.dtype = torch.float64 if any(b.dtype == torch.float64 for b in buffers) else torch.float32
+        exact = exact or any(b.dtype == torch.float64 for b in buffers)
+        self.dtype = torch.float64 if exact else torch.float32
         # Places instead of tensors, because a module may replace a tensor; found once, as it takes time.
         places = {id(b): [] for b in buffers}
         for module in net.modules():

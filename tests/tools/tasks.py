@@ -1,0 +1,216 @@
+"""Jobs that are no classification: for each a net, a dataset and a task, as a user would write them.
+
+    train_ddp.py --task tests/tools/tasks.py:padded --model tests/tools/tasks.py:padded_net --dataset tests/tools/tasks.py:padded_data
+"""  # noqa: E501
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+
+class Drawn(Dataset):
+    """Sample i is a function of i."""
+
+    def __init__(self, n, make, **attributes):
+        self.n, self.make, self.fingerprint = n, make, f"{make.__name__} {n}"
+        vars(self).update(attributes)
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return self.make(torch.Generator().manual_seed(i))
+
+
+def both(make, n=74, **attributes):
+    return Drawn(n, make, **attributes), Drawn(21, make, **attributes)
+
+
+# ---- regression: float targets ----
+def regression(net, batch):
+    x, y = batch
+    out = net(x).squeeze(1)
+    return {"loss": (F.mse_loss(out, y, reduction="sum"), len(y)), "mae": ((out - y).abs().sum(), len(y))}
+
+
+def regression_data():
+    def make(draw):
+        x = torch.randn(6, generator=draw)
+        return x, x.sum().item() + 5  # a Python float
+    return both(make)
+
+
+def regression_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+# ---- segmentation: a class for each pixel, 255 does not count; a confusion matrix becomes a mean IoU ----
+def segmentation(net, batch):
+    x, y = batch
+    out, real = net(x), y != 255
+    pairs = 3 * y[real] + out.argmax(1)[real]
+    return {"loss": (F.cross_entropy(out, y, ignore_index=255, reduction="sum"), real.sum()),
+            "confusion": pairs.bincount(minlength=9).view(3, 3)}
+
+
+def finish(metrics):
+    if "confusion" in metrics:
+        seen = metrics["confusion"].double()
+        both_say, either = seen.diag(), seen.sum(0) + seen.sum(1) - seen.diag()
+        metrics["iou"] = (both_say / either.clamp(min=1)).mean()
+    return metrics
+
+
+def segmentation_data():
+    def make(draw):
+        x = torch.rand(3, 6, 6, generator=draw)
+        y = x.argmax(0)
+        y[torch.rand(6, 6, generator=draw) < 0.3] = 255
+        return x, y
+    return both(make)
+
+
+def segmentation_net():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
+
+
+# ---- multi-label: each sample has several of the labels, or none ----
+def multilabel(net, batch):
+    x, y = batch
+    out = net(x)
+    return {"loss": (F.binary_cross_entropy_with_logits(out, y, reduction="sum"), y.numel()),
+            "acc": (((out > 0) == (y > 0)).sum(), y.numel())}
+
+
+def multilabel_data():
+    def make(draw):
+        x = torch.randn(6, generator=draw)
+        return x, (x[:4] > 0).float()
+    return both(make)
+
+
+def multilabel_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+# ---- autoencoder: samples are one tensor, without a target ----
+def autoencoder(net, batch):
+    return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
+
+
+def autoencoder_data():
+    def make(draw):
+        return torch.rand(6, generator=draw)
+    return both(make)
+
+
+def autoencoder_net():
+    return nn.Sequential(nn.Linear(6, 3), nn.Tanh(), nn.Linear(3, 6))
+
+
+# ---- dicts of unequal lengths, padded to the longest of a forward, with a mask; -100 does not count ----
+class Words(Drawn):
+    def collate(self, samples):
+        longest = max(len(sample["words"]) for sample in samples)
+        words, labels = torch.zeros(len(samples), longest, dtype=torch.int64), torch.full((len(samples), longest), -100)
+        for row, sample in enumerate(samples):
+            words[row, :len(sample["words"])], labels[row, :len(sample["words"])] = sample["words"], sample["labels"]
+        return {"x": {"words": words, "mask": words != 0}, "y": labels}
+
+
+class Tagger(nn.Module):
+    """Each word's tag from the word and the mean of its sentence."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Embedding(20, 6), nn.Dropout(0.1), nn.Linear(12, 3)
+
+    def forward(self, words, mask):
+        x = self.drop(self.embed(words))
+        mean = (x * mask[..., None]).sum(1, keepdim=True) / mask.sum(1)[:, None, None]
+        return self.head(torch.cat([x, mean.expand_as(x)], dim=2))
+
+
+def padded(net, batch):
+    out, y = net(**batch["x"]), batch["y"]
+    real = y != -100
+    return {"loss": (F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum"), real.sum()),
+            "acc": ((out.argmax(2) == y).logical_and(real).sum(), real.sum())}
+
+
+def padded_data():
+    def make(draw):
+        words = torch.randint(1, 20, (int(torch.randint(2, 12, (), generator=draw)),), generator=draw)
+        labels = words % 3
+        labels[torch.rand(len(words), generator=draw) < 0.4] = -100  # some samples have no target at all
+        return {"words": words, "labels": labels}
+    return Words(74, make), Words(21, make)
+
+
+def padded_net():
+    return Tagger()
+
+
+# ---- distillation: a frozen teacher inside the net; several terms ----
+class Pupil(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.pupil = nn.Linear(6, 4)
+        self.teacher = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)).requires_grad_(False)
+
+    def forward(self, x):
+        return self.pupil(x)
+
+
+def distillation(net, batch):
+    x, y = batch
+    out = net.pupil(x)  # parts of the net may be called, too
+    with torch.no_grad():
+        wanted = net.teacher(x).log_softmax(1)
+    soft = F.kl_div(out.log_softmax(1), wanted, log_target=True, reduction="sum")
+    hard = F.cross_entropy(out, y, reduction="sum")
+    return {"loss": (0.5 * soft + 0.5 * hard, len(y)), "soft": (soft, len(y)), "hard": (hard, len(y))}
+
+
+def distillation_data():
+    def make(draw):
+        x = torch.randn(6, generator=draw)
+        return x, int(x[:4].argmax())
+    return both(make)
+
+
+def distillation_net():
+    return Pupil()
+
+
+# ---- two views of a sample, in two calls of the net ----
+def views(net, batch):
+    a, b = batch
+    first, second = net(a), net(b)
+    return {"loss": (-F.cosine_similarity(first, second.detach()).sum()
+                     - F.cosine_similarity(second, first.detach()).sum(), len(a))}
+
+
+def views_data():
+    def make(draw):
+        x = torch.randn(6, generator=draw)
+        return x + 0.1 * torch.randn(6), x + 0.1 * torch.randn(6)  # augmented: seeded by (seed, epoch, id)
+    return both(make)
+
+
+def views_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+
+
+# ---- class weights: the mean over weights, as torch's cross entropy has it ----
+def weighted(net, batch):
+    x, y = batch
+    weight = torch.tensor([0.3, 1.7, 2.9, 0.1], dtype=x.dtype)
+    out = net(x)
+    return {"loss": (F.cross_entropy(out, y, weight, reduction="sum"), weight[y].sum())}
+
+
+weighted_data, weighted_net = distillation_data, multilabel_net
+
+NAMES = ("regression", "segmentation", "multilabel", "autoencoder", "padded", "distillation", "views", "weighted")
+IN_STAGES = ("regression", "segmentation", "multilabel", "autoencoder", "weighted")  # one call, one tensor
