@@ -33,8 +33,8 @@ class TrainState:
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.step = self.epoch = self.position = 0  # position: samples of this epoch trained on so far
         self.task = task or find_task(opts)
-        name, self.sign = best_of(opts, self.task)  # of the metric whose best evaluation is kept
-        self.best: dict[str, Any] = {f"val_{name}": None, "step": 0}
+        self.judge, self.sign = best_of(opts, self.task)  # the metric whose best evaluation is kept
+        self.best: dict[str, Any] = {self.judge: None, "step": 0}
         self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
         self.stepped = time.time()  # for the ledger: when the last step ended
         # in the checkpoint, because rank 0 may die before it logs them: the last logged step and evaluation
@@ -119,7 +119,7 @@ class TrainState:
             self.progress += 1
             self.stepped = time.time()
             self.ready, self.half_updated, self.divisor = 0, False, None
-            self.optimizer.grad_scale = None
+            vars(self.optimizer).pop("grad_scale", None)
         self.optimizer.zero_grad(set_to_none=True)
 
     def note(self, totals: torch.Tensor) -> dict[str, Any]:
@@ -146,10 +146,9 @@ class TrainState:
         with self.lock:
             numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
             self.evaluated = {"step": self.step} | numbers
-            name = next(iter(self.best))
-            old, new = self.best[name], numbers.get(name, math.nan)
-            if old is None or (new - old) * self.sign > 0:
-                self.best = {name: new, "step": self.step}
+            old, new = self.best[self.judge], numbers.get(self.judge, math.nan)
+            if math.isfinite(new) and (old is None or (new - old) * self.sign > 0):
+                self.best = {self.judge: new, "step": self.step}
         return metrics
 
     def end_epoch(self) -> None:

@@ -170,7 +170,7 @@ def best_of(opts: Options, task: Task) -> tuple[str, int]:
     if name not in task.shown:
         raise UserError(f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, task.shown)}\n"
                         f"it has {', '.join(task.shown)}; -NAME if lower is better")
-    return name, -1 if opts.best.startswith("-") or not opts.best and name == task.names[0] else 1
+    return f"val_{name}", -1 if opts.best.startswith("-") or not opts.best and name == task.names[0] else 1
 
 
 class StandIn:

@@ -180,7 +180,7 @@ def record(tmp_path, monkeypatch):
             for step in (*STEPS, STEPS[-1], STEPS[-1] + 1):
                 at_step(life.state, step)
                 if step == STEPS[-1]:
-                    life.state.best = {"val_acc": life.state.best["val_acc"] + 1, "step": step}
+                    life.state.best = {"val_acc": (life.state.best["val_acc"] or 0) + 1, "step": step}
                 recorder.begin(life.state.facts())
                 if step > STEPS[-1]:
                     assert life.store.rescue(life.state)

@@ -26,9 +26,8 @@ def world(*devices):
 
 
 def data(*shape):
-    x = torch.rand(2, *shape)
-    return SimpleNamespace(train=type("T", (),
-                                      dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
+    two = torch.rand(2, *shape), torch.zeros(2, dtype=torch.int64)
+    return SimpleNamespace(train=type("T", (), dict(fetch=lambda self, ids: two, __len__=lambda self: 2))())
 
 
 @pytest.mark.parametrize(("weights", "count", "placement"), [

@@ -39,10 +39,10 @@ def newest(folder):
 
 def pictures():
     """As much of a dataset as it takes to build a net of the tests and to cut it."""
-    x = torch.randn(2, 1, 12, 12)
+    x, y = torch.randn(2, 1, 12, 12), torch.zeros(2, dtype=torch.int64)
     return SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures",
                            train=type("T", (),
-                                      dict(fetch=lambda self, ids: (x, None), __len__=lambda self: 2))())
+                                      dict(fetch=lambda self, ids: (x, y), __len__=lambda self: 2))())
 
 
 # ---- any number of stages and of replicas ---------------------------------------------------------

@@ -111,10 +111,8 @@ def autoencoder_net():
 # ---- dicts of unequal lengths, padded to the longest of a forward, with a mask; -100 does not count ----
 class Words(Drawn):
     def collate(self, samples):
-        longest = max(len(sample["words"]) for sample in samples)
-        words, labels = torch.zeros(len(samples), longest, dtype=torch.int64), torch.full((len(samples), longest), -100)
-        for row, sample in enumerate(samples):
-            words[row, :len(sample["words"])], labels[row, :len(sample["words"])] = sample["words"], sample["labels"]
+        words, labels = (nn.utils.rnn.pad_sequence([sample[key] for sample in samples], True, padding)
+                         for key, padding in (("words", 0), ("labels", -100)))
         return {"x": {"words": words, "mask": words != 0}, "y": labels}
 
 
@@ -212,5 +210,5 @@ def weighted(net, batch):
 
 weighted_data, weighted_net = distillation_data, multilabel_net
 
-NAMES = ("regression", "segmentation", "multilabel", "autoencoder", "padded", "distillation", "views", "weighted")
 IN_STAGES = ("regression", "segmentation", "multilabel", "autoencoder", "weighted")  # one call, one tensor
+NAMES = (*IN_STAGES, "padded", "distillation", "views")

@@ -1,6 +1,5 @@
-"""Tasks of people's own: exact means, the same bits at any world, and what cannot be is refused at the start."""
+"""Tasks of one's own: exact means, the same bits at any world; what cannot be is refused at the start."""
 from functools import partial
-from pathlib import Path
 
 import pytest
 import tasks
@@ -9,7 +8,6 @@ from jobs import TESTS
 from ranks import fork_ranks
 
 from common.data import batches, load_data
-from common.errors import UserError
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward as staged
@@ -34,7 +32,8 @@ ALONE = World(0, 1, 0, 1, 0, (CPU,), "life", 0)
 def options(name, **more):
     names = {"task": name, "model": f"{name}_net", "dataset": f"{name}_data"}
     spelled = {kind: f"{TESTS}/tasks.py:{value}" for kind, value in names.items()}
-    return Options(**spelled | {"workers": 0, "device": "cpu", "log_every": 1, "global_batch_size": 11} | more)
+    few = {"workers": 0, "device": "cpu", "log_every": 1, "global_batch_size": 11}
+    return Options(**spelled | few | more)
 
 
 class Life:
@@ -42,7 +41,8 @@ class Life:
 
     def __init__(self, opts, world=ALONE, double=False, devices=1):
         self.opts, self.data, self.task = opts, load_data(opts, world), find_task(opts)
-        self.world = world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(opts.stages or 1)
+        world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(opts.stages or 1)
+        self.world = world
         net = build_model(opts, self.data)
         if double:
             net, fetch = net.double(), type(self.data.train).fetch
@@ -55,9 +55,10 @@ class Life:
             self.run, net = backward, prepare(net, opts, world, self.data, self.task)
             self.model = (replicate if opts.script == "dp" else distribute)(net, opts, world)
         norm = (self.model.norm, world.all_sum) if opts.script == "mp" else ()
-        self.state = TrainState(net, build_optimizer(net, opts), opts, len(self.data.train), *norm, task=self.task)
-        self.order = ElasticSampler(len(self.data.train), opts.global_batch_size, world.replica, world.replicas,
-                                    opts.seed, slices=opts.virtual_ranks)
+        n = len(self.data.train)
+        self.state = TrainState(net, build_optimizer(net, opts), opts, n, *norm, task=self.task)
+        self.order = ElasticSampler(n, opts.global_batch_size, world.replica, world.replicas, opts.seed,
+                                    slices=opts.virtual_ranks)
 
     def step(self, batch):
         totals = self.world.all_sum(self.run(self.model, batch, self.state, self.world))
