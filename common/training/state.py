@@ -78,10 +78,7 @@ class TrainState:
             yield
 
     def count(self, own: torch.Tensor, size: int, add: Callable) -> None:
-        """The gradient was divided by `size`: notes by what else, if the task counts something other.
-
-        `add` sums each rank's count over the ranks; call this on all of them.
-        """
+        """Notes what the gradient is still to be divided by; `add` sums over ranks: call it on all of them."""
         if not self.task.ahead:
             total = add(own.clone())
             self.divisor = torch.where(total == 0, 1.0, total / size)
