@@ -78,7 +78,7 @@ class TrainState:
             yield
 
     def count(self, own: torch.Tensor, size: int, add: Callable) -> None:
-        """Notes what the gradient is still to be divided by; `add` sums over ranks: call it on all of them."""
+        """Notes what the gradient is still to be divided by; call it on all ranks, over which `add` sums."""
         if not self.task.ahead:
             total = add(own.clone())
             self.divisor = torch.where(total == 0, 1.0, total / size)
