@@ -66,7 +66,7 @@ def load_data(opts: Options, world: Any) -> Data:
         if not len(samples[1] if isinstance(samples, tuple) else samples):
             raise UserError(f"dataset {name}: the {part} set is empty\nat least one sample is needed")
         if isinstance(samples, tuple):
-            x, y = checked(name, part, source, *samples, labels)
+            x, y = checked(name, part, source, labels, *samples)
             splits.append(TensorSplit(x, y, source, opts.seed, AUGMENTATIONS[augment]))
         elif hasattr(samples, "fetch"):
             splits.append(FetchSplit(samples, name, source.classes, labels))
@@ -84,7 +84,7 @@ def load_data(opts: Options, world: Any) -> Data:
                 source.class_names)
 
 
-def checked(name, part, source, x, y, labels):
+def checked(name, part, source, labels, x, y):
     if (y.shape if labels else y.shape[:1]) != x.shape[:1]:
         raise UserError(f"dataset {name}: {len(x)} {part} samples, labels {tuple(y.shape)}\n"
                         "wanted: one label for each sample")

@@ -117,7 +117,7 @@ class CpuReplicas(nn.Module):
         self.module, self.count = net, count
 
     def forward(self, *args, **kwargs):
-        chunks: list = []
+        chunks = []
         map_tensors(lambda x: chunks.append(x.chunk(self.count)), (args, kwargs))  # as on GPUs
         inputs = []
         for i in range(len(chunks[0])):
@@ -129,7 +129,7 @@ class CpuReplicas(nn.Module):
             tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
             copies = {name: tensor.clone() for name, tensor in tensors}
             outputs.append(torch.func.functional_call(self.module, copies, args, kwargs))
-        leaves: list[list] = [[] for _ in outputs]
+        leaves = [[] for _ in outputs]
         for found, output in zip(leaves, outputs, strict=True):
             map_tensors(found.append, output)
         whole = iter([torch.cat(found) for found in zip(*leaves, strict=True)])

@@ -152,7 +152,7 @@ def find_task(opts: Options) -> Task:
     function = find_user(opts.task)
 
     def users(net, batch, state):
-        seen: list[Tensor] = []
+        seen = []
         map_tensors(seen.append, batch)
         with autocast(opts, seen[0].device) if seen else contextlib.nullcontext():
             return function(net, batch)
