@@ -1,5 +1,7 @@
 """How a life begins: what a person reads first, and the refusal of a run that makes no progress."""
+import contextlib
 import functools
+import itertools
 import os
 import socket
 import time
@@ -15,7 +17,9 @@ from common.world import World
 
 LIVES_WITHOUT_PROGRESS = 3  # on one step
 SAMPLES_NAMED = 512         # in an error
+LONGEST_PAUSE_SECONDS = 60  # before a life that begins where the three before it began
 HOST_BYTES = 64             # of a host's name
+ENDED_WELL = {"stop", "refused", "done"}  # events
 
 
 def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: World, data: Any, state: Any,
@@ -25,6 +29,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
     with world.all_or_none("opening"):
         if world.rank == 0:
             refuse_without_progress(ledger, opts, data, state)
+            _pause(opts, state)
     pids, hosts = _who_is_there(world)
     parameters = parameters or sum(p.numel() for p in state.net.parameters())
     doing = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
@@ -87,6 +92,24 @@ def _parts_of_a_batch(opts, world):
                 f"{-(-opts.virtual_ranks // world.replicas)} or less a {whom}")
     share = -(-opts.global_batch_size // world.replicas)
     return f"{world.replicas} x {share} or less, {min(opts.micro_batch_size or share, share)} a forward"
+
+
+def _pause(opts, state):
+    """Waits if the last lives began here too: they made steps, and died before these were saved."""
+    with contextlib.suppress(UserError):  # this life is the first
+        end = time.monotonic() + (0 if state.finished else pause_seconds(lives_of(opts.run_dir), state.step))
+        while time.monotonic() < end:
+            state.progress += 1  # this is no hang
+            time.sleep(0.1)
+
+
+def pause_seconds(lives, step):
+    """1, 2, 4 and so on, if three, four, five lives in a row began at this step and nobody stopped them."""
+    begun = list(itertools.takewhile(
+        lambda events: events[0]["step"] == step and not {event["event"] for event in events} & ENDED_WELL,
+        reversed(lives)))
+    over = len(begun) - LIVES_WITHOUT_PROGRESS
+    return min(2 ** over, LONGEST_PAUSE_SECONDS) if over >= 0 else 0
 
 
 def refuse_without_progress(ledger, opts, data, state):

@@ -1,0 +1,16 @@
+"""What lives before it mean for the one that begins."""
+from common.rescue.life import pause_seconds
+
+
+def lives(*steps, **events):
+    """Lives that began at these steps; `k=event` adds an event to the k-th."""
+    return [[{"event": "life", "step": step}, {"event": events.get(f"_{k}", "first_step"), "step": step + 2}]
+            for k, step in enumerate(steps)]
+
+
+def test_lives_that_begin_at_one_step_again_and_again_pause_longer_each_time():
+    """Each makes a step or two and is killed before a save: no error, no survivor, and no end otherwise."""
+    assert [pause_seconds(lives(*[7] * count), 7) for count in range(7)] == [0, 0, 0, 1, 2, 4, 8]
+    assert pause_seconds(lives(*[7] * 99), 7) == 60
+    assert pause_seconds(lives(7, 7, 7), 9) == pause_seconds(lives(7, 7, 5, 7, 7), 7) == 0
+    assert pause_seconds(lives(7, 7, 7, 7, _2="stop"), 7) == 0
