@@ -1,0 +1,62 @@
+"""Weights of another task, frozen layers, a user's optimizer and schedule, patience: kills leave no trace."""
+import json
+
+import torch
+from jobs import audit
+from ranks import fork_ranks
+from safetensors.torch import load_file, save_file
+from test_bitwise import NETS, life, options, run, through_kills
+
+import train_ddp
+import train_mp
+from common.checkpoint.__main__ import main
+
+OWN = """
+import torch
+from torch import nn
+
+def net(data):
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(400, 8),
+                         nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, data.classes))
+
+def optimizer(net, opts):
+    groups = [{"params": net[4].parameters()}, {"params": net[7].parameters(), "scale": 2.0}]
+    return torch.optim.NAdam(groups, weight_decay=opts.weight_decay)
+
+def schedule(step, total, opts):  # from step 10 on nothing moves, and no evaluation can be better
+    return (step < 10) * (1 - step / total)
+"""
+CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+
+
+class Facts:
+    classes = 9  # of the net whose weights are taken
+
+
+def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_digest(tmp_path, capsys):
+    own, file = tmp_path / "own.py", tmp_path / "foreign.safetensors"
+    own.write_text(OWN)
+    exec(OWN, made := {})
+    foreign = made["net"](Facts).state_dict()
+    save_file(foreign, file)
+    given = {"model": f"{own}:net", "dataset": f"{NETS}:pictures", "global_batch_size": 24,
+             "virtual_ranks": 4, "optimizer": f"{own}:optimizer", "lr_schedule": f"{own}:schedule", "lr": 0.02,
+             "weight_decay": 0.1, "init_from": str(file), "init_skip": ("7.",), "freeze": ("0.", "1."),
+             "patience": 2, "audit": True}
+    killed = tmp_path / "killed"
+    wrong = options(killed, given | {"init_skip": ()})  # 9 classes do not fit 4
+    assert fork_ranks(1, life, train_ddp, wrong, may_die=[0]) == [2]
+    assert not killed.exists(), "a start that failed binds nothing"
+    unbroken = run(tmp_path / "unbroken", 1, given)
+    assert through_kills(killed, given, [(2, 1, 3, "within"), (3, 0, 8, "after")], 2) == unbroken
+    assert audit(killed) == CLEAN
+    last = json.loads(max((killed / "checkpoints").glob("step-*/state.json")).read_text())
+    assert last["step"] - last["best"]["step"] == 2 * 5 and last["step"] < 6 * 5, "two evaluations, none better"
+    assert fork_ranks(1, life, train_ddp, options(killed, given)) == [None], "a restart finds nothing to do"
+    assert run(tmp_path / "stages", 3, given | {"script": "mp", "stages": 3}, train_mp) == unbroken
+
+    assert main([str(killed), "--best", "--export", str(tmp_path / "w.safetensors")]) == 0
+    net, found = made["net"](type("Data", (), {"classes": 4})), load_file(tmp_path / "w.safetensors")
+    net.load_state_dict(found)
+    same = {name for name, tensor in found.items() if torch.equal(tensor, foreign[name])}
+    assert same == {name for name in found if name.startswith(("0.", "1."))}, "what is frozen and no more"
