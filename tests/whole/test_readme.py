@@ -6,8 +6,10 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -144,12 +146,13 @@ def check(words, monkeypatch):
     elif program == "pip":
         assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file()
     else:
-        assert program in ("tensorboard",), f"no test knows this command: {shlex.join(words)}"
+        assert program in ("tensorboard", "rm"), f"no test knows this command: {shlex.join(words)}"
 
 
 @pytest.mark.parametrize("where, words", documented(),
                          ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
 def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, tmp_path):
+    (tmp_path / "runs/wide").mkdir(parents=True)
     for part in ("train", "val"):  # data is looked for before torch is imported
         (tmp_path / "data" / part).mkdir(parents=True)
         (tmp_path / "data" / f"{part}.bin").touch()
@@ -293,6 +296,32 @@ def test_the_readmes_own_model_and_dataset_train(tmp_path):
     run, = (tmp_path / "runs").iterdir()
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["val_acc"] > 0.8
+
+
+def test_the_commands_that_use_a_result_do_what_is_said_of_them(jobs, monkeypatch, capsys):
+    monkeypatch.chdir(jobs.folder)
+    own, = fenced(section(README, "Your own model, your own data"), "python")
+    other = "\n\ndef other():\n    x, y, *test = bright()\n    return x, y, *[part[:100] for part in test]\n"
+    Path("my_own.py").write_text(own + other)
+    text = section(README, "Using the result")
+    for words in commands(fenced(text, "sh")[0]):
+        if words[1] == "train_ddp.py":
+            job = jobs.python("train_ddp.py", *words[2:], "--epochs=2", "--no-tensorboard")
+            assert job.wait() == 0, job.output
+        elif words[:2] == ["python", "-m"]:
+            assert import_module(f"{words[2]}.__main__").main(words[3:]) in (0, None)
+        else:
+            assert subprocess.run(words).returncode == 0
+    assert Path("runs/wide").is_dir() and not Path("runs/other").exists()
+    assert re.match(r"runs/wide/checkpoints/step-\d+\nwide.safetensors: ", capsys.readouterr().out)
+    names = {"SimpleNamespace": SimpleNamespace, "safetensors": pytest.importorskip("safetensors.torch")}
+    names["safetensors"] = SimpleNamespace(torch=names["safetensors"])
+    exec(own + fenced(text, "python")[0], names)
+    x, y = names["bright"]()[2:]
+    told = [json.loads(line) for line in open("runs/wide/metrics.jsonl")]
+    best = max(line["val_acc"] for line in told if "val_acc" in line)
+    assert (names["net"](x).argmax(1) == y).double().mean().item() == pytest.approx(best)
+    assert torch.equal(names["program"].module()(x[:1]), names["net"](x[:1]))
 
 
 def shape(line):
