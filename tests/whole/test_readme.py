@@ -319,7 +319,7 @@ def test_the_commands_that_use_a_result_do_what_is_said_of_them(jobs, monkeypatc
 
 
 def in_a_notebook(world, code):
-    """(as accurate as the best evaluation that was logged, exported the same): torch.export starts threads."""
+    """(as accurate as the best evaluation that was logged, exported the same): its threads fork badly."""
     names = {"SimpleNamespace": SimpleNamespace, "safetensors": __import__("safetensors.torch")}
     exec(code, names)
     x, y = names["bright"]()[2:]
