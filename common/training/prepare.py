@@ -66,7 +66,7 @@ def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
     if len(world.devices) == 1:
         model = torch.compile(net) if opts.compile else net
     elif world.device.type == "cuda":
-        model = DataParallel(Casting(net, opts, world.device), device_ids=[d.index for d in world.devices])
+        model = Replicas(Casting(net, opts, world.device), device_ids=[d.index for d in world.devices])
     else:
         model = CpuReplicas(Casting(net, opts, world.device), len(world.devices))
     if opts.show_scatter:
@@ -109,8 +109,20 @@ class Sliced(nn.Module):
         return self.net(*args, **kwargs)
 
 
+class Replicas(DataParallel):
+    """nn.DataParallel; a task may also ask for the net's own parts, as it may under train_ddp.py."""
+
+    def __getattr__(self, name):
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            return getattr(nn.Module.__getattr__(self, "module").net, name)
+
+
 class CpuReplicas(nn.Module):
     """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices": the path without a GPU."""
+
+    __getattr__ = Replicas.__getattr__
 
     def __init__(self, net, count):
         super().__init__()

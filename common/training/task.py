@@ -98,7 +98,8 @@ class Task:
             return
         batch = map_tensors(lambda t: t.to(device), data.train.fetch([0]))
         buffers, was = {name: buffer.clone() for name, buffer in net.named_buffers()}, net.training
-        seen = StandIn(net.eval(), net) if opts.script == "mp" else net
+        net.eval()
+        seen = StandIn(net, net) if opts.script == "mp" else net
         with torch.no_grad(), seeded(opts.seed, "task"), autocast(opts, device):
             found = call_user(self.spec, seen, batch)
             for name, buffer in net.named_buffers():

@@ -4,12 +4,16 @@ from functools import partial
 import pytest
 import tasks
 import torch
-from jobs import TESTS
+from jobs import TESTS, audit
 from ranks import fork_ranks
+from samples import share_of
+from test_bitwise import run, through_kills
 
 from common.data import batches, load_data
+from common.errors import UserError
 from common.models import build_model
 from common.options import Options
+from common.options.rules import check_together
 from common.pipeline import backward as staged
 from common.pipeline import split
 from common.sampler import ElasticSampler
@@ -116,8 +120,153 @@ def full_batch(name, size):
 @pytest.mark.parametrize("name", tasks.NAMES)
 def test_every_job_has_the_mean_of_the_full_batch_at_any_world_and_micro_batch(name):
     wanted, loss = full_batch(name, 11)
-    for world, micro in ((1, 0), (1, 3), (2, 2), (3, 0), (5, 1)):
+    for world, micro in ((1, 3), (2, 2), (5, 1)):
         for weights, record in fork_ranks(world, partial(one_step, micro_batch_size=micro), name, 11):
             assert record["loss"] == pytest.approx(loss, rel=1e-12), (world, micro)
             for key, tensor in wanted.items():
                 torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-12)
+
+
+# ---- the same bits, and no trace of kills -----------------------------------------------------------
+def epoch(world, name, **more):
+    life = Life(options(name, **more), world)
+    records = life.epoch()
+    return [{name: tensor.tolist() for name, tensor in life.weights().items()}, records, life.evaluation()]
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_a_kill_and_another_world_leave_no_trace_in_the_bits_of_any_job(tmp_path, name):
+    given = {key: value for key, value in vars(options(name)).items() if key in ("task", "model", "dataset")}
+    given |= {"virtual_ranks": 4, "global_batch_size": 11, "audit": True, "epochs": 1, "workers": 0}
+    unbroken = run(tmp_path / "unbroken", 1, given)
+    assert through_kills(tmp_path / "killed", given, [(2, 1, 4, "within")], 3) == unbroken
+    for folder in ("unbroken", "killed"):
+        assert audit(tmp_path / folder) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+    lines, others = ((tmp_path / folder / "metrics.jsonl").read_text().splitlines()
+                     for folder in ("unbroken", "killed"))
+    assert lines[-1] == others[-1] and "val_loss" in lines[-1]  # the evaluation, to the last bit
+
+
+def test_workers_collate_what_the_rank_would_and_padding_does_not_follow_the_world():
+    (alone, *_), = fork_ranks(1, partial(epoch, virtual_ranks=4), "padded")
+    for found, *_ in fork_ranks(2, partial(epoch, virtual_ranks=4, workers=2), "padded"):
+        assert found == alone
+
+
+# ---- stages and replicas ------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", tasks.IN_STAGES)
+def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name):
+    wanted, loss = full_batch(name, 11)
+    kinds = [(2, {"stages": 2}, 1), (4, {"stages": 2, "micro_batch_size": 2}, 1), (1, {}, 2)]
+    for world, more, devices in kinds:
+        def step(world, more=more, devices=devices):
+            life = Life(sgd(name, script="mp", **more), world, True, devices)
+            loss = life.epoch(1)[0]["loss"]
+            found = loss, life.weights(), life.evaluation()
+            if devices > 1:
+                life.model.pool.shutdown()
+            return found
+        (own, _, metrics), = fork_ranks(1, one_way, name)
+        for ours, weights, judged in fork_ranks(world, step):
+            assert ours == pytest.approx(loss, rel=1e-12)
+            assert judged == pytest.approx(metrics, rel=1e-6)
+            for key, tensor in weights.items():
+                torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-12)
+
+
+def one_way(world, name, script="ddp", devices=1):
+    life = Life(sgd(name, script=script), world, True, devices)
+    return life.epoch(1)[0]["loss"], life.weights(), life.evaluation()
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.NAMES if name != "padded"])  # its dropout differs
+def test_replicas_in_one_process_take_and_give_trees(name):
+    (loss, weights, metrics), = fork_ranks(1, one_way, name)
+    (found, moved, judged), = fork_ranks(1, one_way, name, "dp", 2)
+    assert found == pytest.approx(loss, rel=1e-12) and judged == pytest.approx(metrics, rel=1e-12)
+    for key, tensor in weights.items():
+        torch.testing.assert_close(moved[key], tensor, rtol=0, atol=1e-12)
+
+
+# ---- what is refused, before the first step -----------------------------------------------------------
+def refused(tmp_path, body, **more):
+    path = tmp_path / "own.py"
+    path.write_text(f"def loss(net, batch):\n x, y = batch\n out = net(x)\n {body}\n")
+    opts = options("regression", **more | {"task": f"{path}:loss"})
+    with pytest.raises(UserError) as caught:
+        check_together(opts)
+        Life(opts, devices=1 + (opts.script == "mp"))
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("body, more, said", [
+    ("return out.mean()", {}, "returned Tensor"),
+    ("return {'loss': out.mean()}", {}, "{'loss': Tensor}"),
+    ("return {'val_loss': (out.sum(), 1)}", {}, "val_"),
+    ("return {'loss': (out.sum(), len(y), 3)}", {}, "(sum, count)"),
+    ("return {'step': (out.sum(), len(y))}", {}, "step"),
+    ("return {'loss': (out.summ(), len(y))}", {}, "own.py, line 4: AttributeError"),
+    ("return {'loss': (out.sum(), len(y))}", {"best": "f1"}, "the task has no 'f1'"),
+    ("return {'loss': (out.sum(), len(y))}", {"mixup": 0.2}, "--mixup cannot take effect with --task"),
+    ("return {'loss': (out.sum(), len(y))}", {"label_smoothing": 0.2}, "--label-smoothing cannot"),
+    ("return {'loss': ((out + net(x)).sum(), 1)}", {"script": "mp"}, "calls the net 2 times"),
+    ("return {'loss': (net[0](x).sum(), 1)}", {"script": "mp"}, "TypeError"),
+    ("return {'loss': (net.head(out).sum(), 1)}", {"script": "mp"}, "asks for net.head"),
+])
+def test_a_task_that_cannot_work_is_refused_before_the_first_step(tmp_path, body, more, said):
+    assert said in refused(tmp_path, body, **more)
+
+
+def test_a_task_without_a_file_or_a_name_is_refused(tmp_path):
+    with pytest.raises(UserError, match="did you mean tokens"):
+        check_together(Options(task="token"))
+    with pytest.raises(UserError, match="is not there"):
+        find_task(Options(task=f"{tmp_path}/none.py:loss"))
+
+
+def test_other_names_in_a_later_step_end_the_run(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def loss(net, batch):\n out = net(batch[0]).sum()\n"
+        " return {'loss': (out, 1)} | ({'more': (out, 1)} if net.training else {})\n")
+    life = Life(options("regression", task=f"{tmp_path}/own.py:loss"))
+    with pytest.raises(UserError, match="returned loss, more; on its first sample it was loss"):
+        life.epoch(1)
+
+
+# ---- what is shown and kept -----------------------------------------------------------------------------
+def test_finish_makes_numbers_of_whole_numbers_and_best_may_be_any_of_them():
+    life = Life(options("segmentation", best="iou"))
+    record = life.epoch(3)[-1]
+    metrics = life.evaluation()
+    assert list(record) == ["step", "epoch", "loss", "iou", "lr"] and 0 < metrics["val_iou"] < 1
+    life.state.record_evaluation(metrics)
+    life.state.record_evaluation(metrics | {"val_iou": metrics["val_iou"] / 2})
+    assert life.state.best == {"val_iou": metrics["val_iou"], "step": 3}
+    for best, wanted in (("-mae", 1.0), ("mae", 3.0), ("", 1.0)):
+        state = Life(options("regression", best=best)).state
+        for value in (2.0, 3.0, 1.0):
+            state.record_evaluation({"val_loss": value, "val_mae": value})
+        assert [value for name, value in state.best.items() if name != "step"] == [wanted]
+
+
+def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
+    life = Life(sgd("segmentation", global_batch_size=2))
+    before = life.weights()
+    x, _ = life.data.train.fetch([0, 1])
+    record = life.step(share_of(x, torch.full((2, 6, 6), 255), life.opts))
+    assert "loss" not in record and "iou" not in record and life.state.step == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in life.weights().items())
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "adagrad", "rmsprop"])
+@pytest.mark.parametrize("clip", [0.0, 0.05])
+def test_the_division_is_the_same_inside_a_fused_optimizer_and_with_clipping(optimizer, clip):
+    def weights(double):
+        more = {"optimizer": optimizer, "lr": 0.01, "clip_grad_norm": clip}
+        life = Life(options("weighted", **more), double=double)
+        life.epoch(3)
+        return life.weights()
+
+    for one, two in zip(weights(False).values(), weights(True).values(), strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=1e-4, atol=1e-5)
