@@ -61,6 +61,32 @@ def test_seconds_in_which_this_process_stood_still_are_no_hang(monkeypatch):
         found.stop()
 
 
+class Client:
+    """A store's client that counts questions."""
+
+    def __init__(self, told):
+        self.told, self.asked = told, 0
+
+    def check(self, names):
+        self.asked += 1
+        return set(names) <= self.told.keys()
+
+    def multi_get(self, names):
+        self.asked += 1
+        return [self.told[name] for name in names]
+
+
+def test_the_places_of_a_thousand_ranks_are_two_questions_to_the_store():
+    found = Watchdog(state_at(3), alone(), 5, print)
+    found.world = SimpleNamespace(rank=0, size=1024)
+    client = Client({f"pulse/{rank}": b"3 1 0.0 file.py:1 7" for rank in range(1024)})
+    try:
+        found._read_all(client)
+        assert client.asked == 2 and len(found.views) == 1024
+    finally:
+        found.stop()
+
+
 def hold_a_lock_in_c(world):
     """No Python of this process runs any more."""
     import ctypes
