@@ -33,7 +33,7 @@ def main(arguments):
         return 0
     except SystemExit as end:
         return end.code
-    except (UserError, OSError) as error:
+    except (UserError, OSError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
         return getattr(error, "code", 2)
 

@@ -33,7 +33,7 @@ class Facts:
     classes = 9  # of the net whose weights are taken
 
 
-def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_digest(tmp_path, capsys):
+def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_digest(tmp_path, capfd):
     own, file = tmp_path / "own.py", tmp_path / "foreign.safetensors"
     own.write_text(OWN)
     exec(OWN, made := {})
@@ -48,7 +48,10 @@ def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_diges
     wrong = options(killed, given | {"init_skip": ()})  # 9 classes do not fit 4
     assert fork_ranks(1, life, train_ddp, wrong, may_die=[0]) == [2]
     assert not killed.exists(), "a start that failed binds nothing"
+    assert "2 tensors do not fit this model" in capfd.readouterr().err
     unbroken = run(tmp_path / "unbroken", 1, given)
+    said = capfd.readouterr().out
+    assert "7.weight, 7.bias begin afresh" in said and "stopped: no better evaluation since step" in said
     assert through_kills(killed, given, [(2, 1, 3, "within"), (3, 0, 8, "after")], 2) == unbroken
     assert audit(killed) == CLEAN
     last = json.loads(max((killed / "checkpoints").glob("step-*/state.json")).read_text())
@@ -56,8 +59,11 @@ def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_diges
     assert fork_ranks(1, life, train_ddp, options(killed, given)) == [None], "a restart finds nothing to do"
     assert run(tmp_path / "stages", 3, given | {"script": "mp", "stages": 3}, train_mp) == unbroken
 
-    assert main([str(killed), "--best", "--export", str(tmp_path / "w.safetensors")]) == 0
-    net, found = made["net"](type("Data", (), {"classes": 4})), load_file(tmp_path / "w.safetensors")
+    files = [tmp_path / "w.safetensors", tmp_path / "stages.safetensors"]
+    for folder, path in zip((killed, tmp_path / "stages"), files, strict=True):
+        assert main([str(folder), "--best", "--export", str(path)]) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    net, found = made["net"](type("Data", (), {"classes": 4})), load_file(files[0])
     net.load_state_dict(found)
     same = {name for name, tensor in found.items() if torch.equal(tensor, foreign[name])}
     assert same == {name for name in found if name.startswith(("0.", "1."))}, "what is frozen and no more"
