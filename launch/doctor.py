@@ -28,7 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 
 from network import address, gets_lock, machines, name, port  # noqa: E402
 
-from common.errors import UserError, one_line  # noqa: E402
+from common.errors import UserError, one_line, say  # noqa: E402
 from common.options import flag_in, parse_options  # noqa: E402
 
 PROBE_BYTES, PROBE_SECONDS = 64 << 20, 2
@@ -52,7 +52,7 @@ def main(arguments):
                 told, begin = check(job), "ok  "
             except Exception as error:
                 told, begin, bad = words_of(error), "mend", bad + 1
-            print(f"{begin}  {check.__name__.replace('_', ' ')}: {told}", flush=True)
+            say(f"{begin}  {check.__name__.replace('_', ' ')}: {told}")
     return 1 if bad else 0
 
 

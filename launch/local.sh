@@ -4,6 +4,7 @@
 #     launch/local.sh                             a process per GPU, or two without one
 #     launch/local.sh --nproc 4 --epochs 10       four processes; other flags: train_ddp.py --help
 #     NPROC=4 launch/local.sh                     the same number, from the environment
+#     launch/local.sh --check --epochs 10         only looks whether it could run (launch/doctor.py)
 #
 # Makes .venv and installs requirements.txt first, unless an environment that has it all is active.
 set -euo pipefail
@@ -11,12 +12,14 @@ root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 source "$root/launch/setup.sh"
 
 nproc=${NPROC:-}
+check=''
 flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --nproc) [ $# -gt 1 ] || fail "--nproc needs a number" "for example --nproc 2"
                  nproc=$2; shift ;;
         --nproc=*) nproc=${1#*=} ;;
+        --check) check=yes ;;
         *) flags+=("$1") ;;
     esac
     shift
@@ -36,4 +39,5 @@ agent=(launch/warm.py --nproc "$nproc")            # restarts in tenths of a sec
 if [ "$gpus" -gt 0 ] || [ -e /dev/nvidia0 ] || [ "$(uname -s)" != Linux ]; then
     agent=(launch/torchrun.py --nproc_per_node="$nproc")
 fi
+[ -z "$check" ] || agent=(launch/doctor.py --nproc_per_node="$nproc")
 exec "$PYTHON" "$root/${agent[0]}" "${agent[@]:1}" "$root/train_ddp.py" ${flags[@]+"${flags[@]}"}

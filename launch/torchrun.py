@@ -6,7 +6,8 @@
 
 It refuses a wrong flag of the training before it starts a process, and returns the training's exit code,
 where torchrun itself turns every code into 1. A signal before there are processes ends it at once, with 143.
-Machines that cannot meet end with 1, for another try may succeed.
+Machines that cannot meet end with 1, for another try may succeed. `--check` as the first word only looks
+whether the training could run (launch/doctor.py).
 """
 import contextlib
 import logging
@@ -95,6 +96,9 @@ def main(arguments, folder):
     """Runs torchrun with these arguments and our settings; returns its exit code. `folder` is temporary."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from common.options.environment import flag_in
+    if arguments[:1] == ["--check"]:
+        from doctor import main as look
+        return look(arguments[1:])
     scripts = [i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")]
     at = scripts[0] if scripts else len(arguments)
     if at < len(arguments) and Path(arguments[at]).is_file():

@@ -55,6 +55,17 @@ def test_a_healthy_machine_gets_a_line_for_each_check_and_nothing_is_left(tmp_pa
     assert not list(tmp_path.iterdir()) and done.stderr == ""
 
 
+@pytest.mark.parametrize("launcher", [
+    [ROOT / "launch/local.sh", "--check", "--nproc=2"],
+    [sys.executable, ROOT / "launch/torchrun.py", "--check", "train_ddp.py"]], ids=["local", "torchrun"])
+def test_a_launcher_that_only_checks_is_the_doctor(launcher, tmp_path):
+    env = os.environ | {"VIRTUAL_ENV": sys.prefix}
+    done = subprocess.run([*launcher, "--run-dir", "/dev/full/run"], env=env, cwd=tmp_path, timeout=60,
+                          capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout.startswith("mend  flags"), done.stdout + done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_wrong_flags_of_the_training_and_of_torchrun_are_found(doctor, line, capsys):
     assert doctor.main([*SMALL, "--lr", "nan"]) == 1 and "mend  flags" in capsys.readouterr().out
     assert doctor.main(["--nnodes=many", *SMALL]) == 1 and "mend  flags" in capsys.readouterr().out

@@ -216,9 +216,9 @@ def test_a_pod_leaves_at_once_whenever_it_is_asked(start):
     change = [("--nproc_per_node=8", ["--nproc_per_node=1"]),
               ("train_ddp.py", ["train_ddp.py", *TRAINING, "--epochs=99"])]
     run = start.volume / "train"
-    for late in (0.3, 0.7, 1.2, 2, 3, 5, None):
+    for late in (0.01, 0.7, 1.2, 2, 3, 5, None):
         pod = start("train-0", spec, change=change, PACE="0.02")
-        until(lambda pod=pod: pod.one, "process 1", 20)
+        until(lambda pod=pod: pod.hears, "process 1 to hear signals, as soon as any Python can", 20)
         time.sleep(late) if late else wait_for(run, 3)  # the moments are what is tested
         began = time.monotonic()
         pod.terminate()

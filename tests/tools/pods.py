@@ -165,6 +165,15 @@ class Pod:
         except OSError:
             return 0
 
+    @property
+    def hears(self):
+        """Whether process 1 has a handler for SIGTERM; without one the kernel drops the signal."""
+        try:
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{self.one}/status").read_text())[1]
+        except OSError:
+            return False
+        return int(caught, 16) >> signal.SIGTERM - 1 & 1
+
     def learns(self, name, address):
         with open(self.hosts, "a") as file:
             file.write(f"{address} {name}\n")

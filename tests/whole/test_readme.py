@@ -24,7 +24,8 @@ PAGES = [ROOT / "README.md",
 README, COMMON, LAUNCH = [(ROOT / name / "README.md").read_text(encoding="utf-8")
                           for name in ("", "common", "launch")]
 # flags of their own
-LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/warm.py": {"--nproc", "--max-restarts"}}
+LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/warm.py": {"--nproc", "--max-restarts"},
+             "launch/ssh.sh": set()}
 MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "status.json", "model.", "optimizer.",
         "state.json", "manifest.json", "tb/",
         "audit/")  # by a reader or by a run
@@ -116,8 +117,10 @@ def check(words, monkeypatch):
                             "MASTER_PORT": "1"}.items():
             monkeypatch.setenv(name, value)
         check_training([agent.training_script, *agent.training_script_args], monkeypatch)
+    elif program == "launch/drill.sh":
+        assert len(words) < 3 and not words[-1].startswith("-"), words
     elif program in LAUNCHERS:
-        rest = words[1:]
+        rest = [text for text in words[1:] if text != "--check"][program == "launch/ssh.sh":]
         while flag := next((text for text in rest if text in LAUNCHERS[program]), None):
             at = rest.index(flag)
             rest = rest[:at] + rest[at + 2:]

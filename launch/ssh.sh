@@ -1,0 +1,60 @@
+#!/usr/bin/env bash
+# Train on two to eight machines without a scheduler. Ctrl-C saves on all; the same command resumes.
+#
+#     launch/ssh.sh node1,node2 --epochs 10                                   flags of train_ddp.py
+#     NPROC=8 MIN=2 launch/ssh.sh node1,node2,node3 --run-dir /shared/run   each, fewest machines
+#     launch/ssh.sh --check node1,node2 --epochs 10                           the doctor on all of them
+#
+# All have this folder at the same place and the same Python packages, and let you in without a password. They
+# meet at the first one: the others must reach it by that name. A machine that dies is done without.
+set -euo pipefail
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
+agent=launch/torchrun.py
+[ "${1:-}" != --check ] || { agent=launch/doctor.py; shift; }
+IFS=, read -ra hosts <<< "${1:-}"
+if [ "${#hosts[@]}" -lt 2 ] || [ "${#hosts[@]}" -gt 8 ]; then
+    printf 'error: %s machines are named, wanted are 2 to 8\n       launch/ssh.sh node1,node2 --epochs 10\n' \
+        "${#hosts[@]}" >&2
+    exit 2
+fi
+shift
+meeting=${hosts[0]#*@}:${PORT:-29400}
+words=("$agent" --nnodes="${MIN:-1}:${#hosts[@]}" --nproc_per_node="${NPROC:-1}" --rdzv_backend=c10d
+       --rdzv_id="ssh-$(date +%s)-$$" --rdzv_endpoint="$meeting" --rdzv_conf=is_host=0 train_ddp.py "$@")
+
+# Runs Python there until it ends, or asks it to leave when our end of its standard input is closed.
+# shellcheck disable=SC2016
+there='cd -- "$1" || exit 2; python=$2; shift 2; exec 3<&0
+[ "$python" ] || python=$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)
+"$python" "$@" < /dev/null 3<&- & training=$!
+{ cat; kill -TERM "$training"; } <&3 > /dev/null 2>&1 & watcher=$!
+exec 3<&-; wait "$training"; code=$?; kill "$watcher" 2> /dev/null; exit "$code"'
+on() {  # HOST WORDS...
+    local host=$1
+    shift
+    exec ssh -o BatchMode=yes -- "$host" \
+        "$(printf '%q ' bash -c "$there" bash "$root" "${PYTHON:-}" "$@")" 8>&- 9>&-
+}
+
+folder=$(mktemp -d)
+trap 'rm -rf -- "$folder"' EXIT
+mkfifo "$folder/store" "$folder/agents"
+exec 8<> "$folder/store" 9<> "$folder/agents"         # to close one of them asks its readers to leave
+trap 'exec 9>&-' INT TERM HUP USR1
+if [ "$agent" = launch/torchrun.py ]; then
+    on "${hosts[0]}" launch/store.py "$meeting" < "$folder/store" > "$folder/said" & store=$!
+    until grep "store on" "$folder/said"; do kill -0 "$store" || exit 2; sleep 0.1; done 2> /dev/null
+    echo "to join later, on another machine: python ${words[*]}"
+fi
+agents=()
+for host in "${hosts[@]}"; do
+    on "$host" "${words[@]}" < "$folder/agents" & agents+=($!)
+done
+result=''
+for pid in "${agents[@]}"; do
+    while wait "$pid" && code=0 || code=$?; kill -0 "$pid" 2> /dev/null; do :; done  # a trap ends it
+    case $agent:$code:$result in
+        *:*: | *torchrun.py:0:* | *torchrun.py:*:255 | *doctor.py:*:0) result=$code ;;
+    esac
+done
+exit "$result"                                         # the end of this shell asks the store to leave too

@@ -1,0 +1,70 @@
+"""launch/slurm.sbatch with commands in the place of Slurm's that note what they were asked for."""
+import os
+import subprocess
+
+import pytest
+from jobs import ROOT
+
+SCRIPT = ROOT / "launch/slurm.sbatch"
+SRUN = """#!/usr/bin/env bash
+echo $$ > agents
+echo srun "$@" >> said
+echo timeout "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >> said
+leave() { exit "$CODE"; }
+trap leave USR1
+while [ "$(grep -c ^sinfo said)" -lt "$LASTS" ]; do sleep 0.02; done
+leave
+"""
+SCANCEL = "#!/bin/sh\necho scancel \"$@\" >> said\nkill -USR1 $(cat agents)\n"
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Runs the script as a batch shell; returns its exit code and what Slurm's commands were asked for."""
+    for name, text in {"srun": SRUN, "scancel": SCANCEL,
+                       "scontrol": "#!/bin/sh\necho scontrol \"$@\" >> said\n",
+                       "sinfo": "#!/bin/sh\necho sinfo \"$@\" >> said\nprintf \"$SINFO\"\n"}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def run(*words, **env):
+        given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
+                              "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "PYTHON": "true", "CODE": "0",
+                              "LASTS": "0", "LOOK": "0.05", "SLURM_JOB_NODELIST": "n[1-3]"} | env
+        done = subprocess.run(["bash", SCRIPT, *words], env=given, cwd=tmp_path, timeout=60)
+        said = (tmp_path / "said").read_text().splitlines()
+        (tmp_path / "said").unlink()
+        return done.returncode, said
+
+    return run
+
+
+def test_the_whole_notice_but_20_seconds_is_there_for_saving_and_both_come_from_one_place(slurm):
+    assert "timeout 100" in slurm()[1] and "#SBATCH --signal=B:USR1@120 " in SCRIPT.read_text()
+    assert "timeout 580" in slurm(NOTICE="600")[1]
+    assert "timeout 5" in slurm(NOTICE="600", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="5")[1]
+
+
+def test_with_several_nodes_the_agents_meet_at_an_address_under_a_name_of_this_try(slurm):
+    _, said = slurm("--lr", "a b", SLURM_JOB_NUM_NODES="3", HOST="10.0.0.7", PORT="555",
+                    SLURM_RESTART_COUNT="2", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="4")
+    command = said[0]
+    assert "--nnodes=1:3 " in command and "--rdzv_endpoint=10.0.0.7:555 " in command
+    assert "--rdzv_id=6_4-2 " in command and command.endswith("train_ddp.py --lr a b")
+    assert "--rdzv_endpoint=127." not in slurm(SLURM_JOB_NUM_NODES="2")[1][0]
+
+
+DOWN = "n1 allocated\\nn2 down*\\nn3 down*\\nn3 down*\\n"  # as a node in two partitions is listed
+
+
+@pytest.mark.parametrize("fewest, code, again", [("2", "143", True), ("2", "2", False)])
+def test_a_job_that_lost_too_many_nodes_saves_and_is_queued_again(slurm, fewest, code, again):
+    left, said = slurm(SLURM_JOB_NUM_NODES="3", MIN_NODES=fewest, SINFO=DOWN, LASTS="999", CODE=code)
+    assert left == int(code) and f"--nnodes={fewest}:3" in said[0]
+    assert "scancel --signal=USR1 7" in said and ("scontrol requeue 7" in said) == again
+    assert "sinfo -h -N -n n[1-3] -o %N %T" in said
+
+
+def test_a_job_that_lost_fewer_nodes_goes_on(slurm):
+    left, said = slurm(SLURM_JOB_NUM_NODES="3", SINFO=DOWN, LASTS="4")  # so many looks
+    assert left == 0 and "--nnodes=1:3" in said[0] and not [one for one in said if one.startswith("sc")]

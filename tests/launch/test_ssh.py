@@ -1,0 +1,131 @@
+"""launch/ssh.sh with an `ssh` on the PATH that runs the command here; launch/drill.sh as it stands."""
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from jobs import PACED, ROOT, audit, lives, until, wait_for
+
+SSH = ROOT / "launch/ssh.sh"
+# Takes what launch/ssh.sh passes; the machine `gone` cannot be reached.
+FAKE_SSH = """#!/usr/bin/env bash
+[ "$1 $2 $3" = "-o BatchMode=yes --" ] || exit 99
+[ "$4" != gone ] || { echo "ssh: connect to host gone: No route to host" >&2; exit 255; }
+exec setsid bash -c "$5"
+"""
+# In the place of Python: notes what it was given and its end; a store that lives, agents that end with $CODE.
+FAKE_PYTHON = f"""#!{sys.executable}
+import json, os, signal, sys, time
+def note(*words):
+    with open(os.environ["NOTES"], "a") as file:
+        file.write(json.dumps(words) + "\\n")
+def leave(*_):
+    note("left", sys.argv[1])
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+note(os.getcwd(), *sys.argv[1:])
+if "store" in sys.argv[1]:
+    print("store on", sys.argv[2], flush=True)
+elif "CODE" in os.environ:
+    sys.exit(int(os.environ["CODE"]))
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path):
+    """Starts launch/ssh.sh in a session of its own, as from a terminal."""
+    for name, text in (("ssh", FAKE_SSH), ("python", FAKE_PYTHON)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    started = []
+
+    def begin(*words, **env):
+        given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"),
+                              "NOTES": str(tmp_path / "notes"), "TMPDIR": str(tmp_path)} | env
+        out = open(tmp_path / "out", "w+")
+        started.append(subprocess.Popen([SSH, *words], env=given, stdout=out, stderr=out, text=True,
+                                        stdin=subprocess.DEVNULL, start_new_session=True))
+        out.close()
+        return started[-1]
+
+    begin.notes = lambda: [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
+    begin.output = lambda: (tmp_path / "out").read_text()
+    yield begin
+    for job in started:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh):
+    job = ssh("a@one,two,three", "--run-dir", "$(touch x) 'b'  c", NPROC="8", MIN="2", PORT="777", CODE="0")
+    assert job.wait(20) == 0, ssh.output()
+    store, *agents = [note for note in ssh.notes() if note[0] != "left"]
+    assert store == [str(ROOT), "launch/store.py", "one:777"] and len(agents) == 3
+    assert agents[0] == agents[1] == agents[2]
+    assert agents[0][:4] == [str(ROOT), "launch/torchrun.py", "--nnodes=2:3", "--nproc_per_node=8"]
+    assert "--rdzv_endpoint=one:777" in agents[0] and "--rdzv_conf=is_host=0" in agents[0]
+    assert agents[0][-3:] == ["train_ddp.py", "--run-dir", "$(touch x) 'b'  c"]
+    until(lambda: ["left", "launch/store.py"] in ssh.notes(), "the store's end", 10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
+    job = ssh("one,two")
+    until(lambda: os.path.exists(job.args[0]) and "store on" in ssh.output() and len(ssh.notes()) == 3,
+          "the agents", 20)
+    os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
+    assert job.wait(20) == (143 if number != signal.SIGKILL else -9), ssh.output()
+    until(lambda: len(ssh.notes()) == 6, "everybody's end", 10)
+    if number != signal.SIGKILL:
+        assert ssh.notes()[-1] == ["left", "launch/store.py"]
+
+
+@pytest.mark.parametrize("hosts, code, result", [
+    ("one,gone", "0", 0), ("gone,one", "0", 2), ("one,gone", "5", 5), ("one", "0", 2), ("", "0", 2),
+    ("1,2,3,4,5,6,7,8,9", "0", 2)])
+def test_a_machine_that_is_not_reached_is_done_without_unless_the_others_meet_there(ssh, hosts, code, result):
+    assert ssh(hosts, CODE=code).wait(20) == result, ssh.output()
+
+
+def test_the_doctor_goes_to_all_machines_and_the_worst_answer_counts(ssh):
+    assert ssh("--check", "one,two", CODE="1").wait(20) == 1
+    assert [note[1] for note in ssh.notes()] == ["launch/doctor.py"] * 2
+
+
+@pytest.mark.long
+def test_two_machines_train_and_the_same_command_resumes(ssh, tmp_path):
+    words = ["127.0.0.1,127.0.0.2", *PACED, f"--run-dir={tmp_path / 'run'}"]
+    here = {"PYTHON": sys.executable, "PORT": "29417"}
+    job = ssh(*words, PACE="0.1", **here)
+    assert wait_for(tmp_path / "run", 3)
+    until(lambda: lives(tmp_path / "run")[-1]["world"] == 2, "both machines", 60)
+    job.send_signal(signal.SIGINT)
+    assert job.wait(60) == 143, ssh.output()
+    assert ssh(*words, **here).wait(100) == 0, ssh.output()
+    assert audit(tmp_path / "run") == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+
+
+@pytest.mark.long
+def test_the_drill_loses_grows_and_shrinks_without_a_missed_sample(tmp_path):
+    done = subprocess.run([ROOT / "launch/drill.sh", tmp_path / "run"], capture_output=True, text=True,
+                          timeout=400, env=os.environ | {"VIRTUAL_ENV": sys.prefix}, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.endswith("missed 0 repeated 0 lost 0 redone 0\n")
+    assert {life["world"] for life in lives(tmp_path / "run")} == {1, 2, 3}
+    again = subprocess.run([ROOT / "launch/drill.sh", tmp_path / "run"], capture_output=True, text=True,
+                           timeout=100, env=os.environ | {"VIRTUAL_ENV": sys.prefix})
+    assert again.returncode == 2 and "is there already" in again.stderr
+
+
+def shell_files():
+    return [*ROOT.glob("launch/*.sh"), ROOT / "launch/slurm.sbatch", ROOT / "tests/run.sh", ROOT / ".ci/run"]
+
+
+def test_no_shell_file_is_longer_than_a_screen():
+    assert {path.name: count for path in shell_files()
+            if (count := len(path.read_text().splitlines())) > 60} == {}
