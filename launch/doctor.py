@@ -29,7 +29,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
 from network import address, gets_lock, machines, name, port  # noqa: E402
 
 from common.errors import UserError, one_line, say  # noqa: E402
-from common.options import flag_in, parse_options  # noqa: E402
+from common.options import parse_options  # noqa: E402
+from common.options.environment import flag_in  # noqa: E402
 
 PROBE_BYTES, PROBE_SECONDS = 64 << 20, 2
 GRACE_SECONDS = 600      # that the launchers here give a process which still saves
