@@ -71,7 +71,8 @@ def load_data(opts: Options, world: Any) -> Data:
         elif hasattr(samples, "fetch"):
             splits.append(FetchSplit(samples, name, source.classes, labels))
         else:
-            splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain, labels))
+            splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain, labels,
+                                       opts.bad_samples == "skip"))
     shapes = [split.shape for split in splits]
     if shapes[0] != shapes[1] and all(getattr(split, "labels", True) for split in splits):
         raise UserError(f"dataset {name}: training samples have shape {shapes[0]}, test samples {shapes[1]}")

@@ -3,13 +3,15 @@
 The same ids give the same batch in any process: augmentation and other random choices are a function of
 (seed, epoch, id of the sample), so no worker and no rank has a generator of its own to save.
 """
+import sys
+
 import torch
 import torch.nn.functional as F
 from torch.utils.data import default_collate
 
 from common.data.datasets import whole
 from common.data.prefetch import map_tensors
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, out_of_memory, say
 from common.sampler import seeded, uniforms
 
 
@@ -74,24 +76,33 @@ class DatasetSplit:
 
     in_memory = False
 
-    def __init__(self, dataset, name, source, seed, augment=None, plain=None, labels=True):
+    def __init__(self, dataset, name, source, seed, augment=None, plain=None, labels=True, skip=False):
         self.dataset, self.name, self.classes, self.seed = dataset, name, source.classes, seed
         self.augment, self.plain, self.labels, self.shape = augment or plain, plain, False, None
         self.groups, self.weights = getattr(dataset, "groups", None), getattr(dataset, "weights", None)
         self.collate, self.tokens = inherited(dataset, "collate"), 1
-        first = self.sample(0, 0, False)
+        self.skip, self.note, self.told = skip, None, set()  # note: how a ledger takes an event
+        self.first = next((id for id in range(len(self)) if self.readable(id, 0, False)), None)
+        if self.first is None:
+            raise UserError(f"dataset {name}: none of its {len(self):,} samples can be read")
+        first = self.sample(self.first, 0, False)
         pair = isinstance(first, (tuple, list)) and len(first) == 2
         if labels and not self.collate and (pair and not isinstance(first[0], (dict, tuple, list))):
-            self.labels, first = True, self.sample(0, 0, False)
+            self.labels, first = True, self.sample(self.first, 0, False)
         self.shape = tuple(getattr(first[0] if pair else first, "shape", ()))
-        self.tokens = 1 if self.labels else widest(self.fetch([0]))
+        self.tokens = 1 if self.labels else widest(self.fetch([self.first]))
 
     def __len__(self):
         return len(self.dataset)
 
     def fetch(self, ids, epoch=0, augment=False):
-        """A batch of these samples; `augment` chooses one of the source's two transforms, if it has any."""
-        samples = [self.sample(id, epoch, augment) for id in ids]
+        """A batch of these samples; `augment` chooses one of the source's two transforms, if it has any.
+
+        With --bad-samples skip it lacks those that cannot be read; it is None if it lacks all.
+        """
+        samples = [sample for id in ids for sample in self.readable(id, epoch, augment)]
+        if not samples:
+            return None
         if self.labels:
             x, y = zip(*samples, strict=True)
             return torch.stack(x), torch.tensor(y)
@@ -105,6 +116,20 @@ class DatasetSplit:
             raise UserError(f"dataset {self.name}: samples {few}, ... are no batch: {one_line(error)}\n"
                             "wanted: samples of one shape, or a method collate(samples) of the dataset, "
                             "which may pad them") from error
+
+    def readable(self, id, epoch, augment):
+        """[the sample]; [] if it is bad and to be skipped."""
+        try:
+            return [self.sample(id, epoch, augment)]
+        except Exception as error:
+            if not self.skip or getattr(error, "errno", None) or out_of_memory(error):  # a restart may help
+                raise
+            if id not in self.told:
+                say(f"warning: sample {id} is left out: {one_line(error)}", sys.stderr)
+            self.told.add(id)
+            if self.note:
+                self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
+            return []
 
     def sample(self, id, epoch, augment):
         transform = self.augment if augment else self.plain
@@ -135,6 +160,8 @@ class DatasetSplit:
     def look(self):
         """(label, mean size of the numbers) of three samples; None for one that differs when read again."""
         def once(id):
+            if not self.readable(id, 0, False):
+                return None
             x, *rest = leaves(self.sample(id, 0, False) if self.labels else self.fetch([id]))
             means = [f"{x.double().abs().mean():.2e}" for x in [x, *rest]]  # the CPU may decide the last bits
             return (self.sample(id, 0, False)[1], *means) if self.labels else means

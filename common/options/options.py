@@ -68,6 +68,8 @@ class Options:
     vocab_size: int = free(0, whole(0, 2**32), "different tokens of train.bin; 0: as its meta.json says")
     download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
     workers: int = free(None, whole(0, 256), "loading processes per rank for files (default: up to 4)")
+    bad_samples: str = fixed("stop", one_of("stop", "skip"), "what cannot be read ends the run, or counts 0",
+                             scripts="ddp dp", why="stages agree on the size of a batch beforehand")
     accept_data_change: bool = free(False, SWITCH, "resume although the data has changed; with another "
                                     "number of samples the epoch begins again")
     augment: str = fixed("auto", one_of("auto", "none"), "random crops and flips that suit the dataset")

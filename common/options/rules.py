@@ -7,7 +7,7 @@ from common.options.flags import flag_of
 from common.options.optimizers import FLAGS, LR, REFUSED, keywords, known, takes
 
 FILES, IMAGES = ("data_dir", "download"), ("mixup", "cutmix")
-FOLDERS = ("data_dir", "workers", "train_folder", "val_folder", "image_size", *IMAGES)
+FOLDERS = ("data_dir", "workers", "train_folder", "val_folder", "image_size", "bad_samples", *IMAGES)
 DATASET_FLAGS = {  # the flags that can take effect with this dataset, of those that depend on it
     "digits": IMAGES, "mnist": FILES + IMAGES, "fashion-mnist": FILES + IMAGES, "cifar10": FILES + IMAGES,
     "imagefolder": FOLDERS, "tar": FOLDERS, "sentiment": (), "sentiment-large": (), "random": ("mixup",),
@@ -67,6 +67,8 @@ def check_together(opts):
          f"use --virtual-ranks {opts.global_batch_size} at most"),
         (opts.virtual_ranks and other,
          f"{other} cannot take effect with --virtual-ranks: {NOT_WITH_VIRTUAL_RANKS.get(other)}\n" + one),
+        (opts.sync_bn and opts.bad_samples == "skip",
+         "--sync-bn needs a sample in each forward of each rank, --bad-samples skip may leave none\n" + one),
         (opts.sync_bn and opts.device == "cpu",
          "--sync-bn works on GPUs only, but --device is cpu\n" + one),
         (opts.amp == "fp16" and opts.device == "cpu",

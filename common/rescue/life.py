@@ -26,6 +26,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
               source: Any, parameters: int = 0) -> None:
     """Prints what this life is, in at most six lines, and enters it in the ledger; call on every rank."""
     order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed).order
+    data.train.note = data.test.note = ledger.event
     with world.all_or_none("opening"):
         if world.rank == 0:
             refuse_without_progress(ledger, opts, data, state)

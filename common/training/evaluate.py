@@ -37,7 +37,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
             state.progress += 1
             ids = range((block or 0) * size, min(((block or 0) + 1) * size, len(split)))
             part = placed(split.fetch(list(ids), 0, False), world.device, state.opts)
-            found = judge(model, part, state)
+            found = judge(model, part, state) if part is not None else None
             if found is None or block is None:
                 continue
             totals = task.add(task.zeros(world.device), found).cpu()

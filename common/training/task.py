@@ -96,7 +96,7 @@ class Task:
         """Learns the names from one sample; a mistake in the function is found here."""
         if not self.spec:
             return
-        batch = map_tensors(lambda t: t.to(device), data.train.fetch([0]))
+        batch = map_tensors(lambda t: t.to(device), data.train.fetch([getattr(data.train, "first", 0)]))
         buffers, was = {name: buffer.clone() for name, buffer in net.named_buffers()}, net.training
         net.eval()
         seen = StandIn(net, net) if opts.script == "mp" else net
@@ -149,7 +149,7 @@ def find_task(opts: Options) -> Task:
     if opts.task == "tokens":
         return Task(tokens, ("loss", "acc"), finish=perplexity, shown=["loss", "acc", "perplexity"])
     if opts.task == "classify":
-        return Task(classify, ("loss", "acc"), ahead=True)
+        return Task(classify, ("loss", "acc"), ahead=opts.bad_samples == "stop")
     function = find_user(opts.task)
 
     def users(net, batch, state):

@@ -1,0 +1,127 @@
+"""--bad-samples skip: what cannot be read counts 0 in loss, mean and metrics; the order does not move."""
+import pytest
+import torch
+import torch.nn.functional as F
+from jobs import audit, events
+from ranks import fork_ranks
+from test_bitwise import run, through_kills
+from test_task import ALONE, Life
+
+from common.data import load_data
+from common.errors import UserError
+from common.models import build_model
+from common.options import Options
+from common.sampler import ElasticSampler
+
+BAD = {3, 57, 70, 77, *range(90, 97)}  # ids
+CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+ROWS = """
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+class Rows(Dataset):
+    classes, bad = 3, {bad}
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i):
+        if i in self.bad:
+            raise ValueError(f"row {{i}} is torn")
+        x = torch.rand(6, generator=torch.Generator().manual_seed(i))
+        return x, int(3 * x[0])
+
+def data(): return Rows(100), Rows(20)
+def pairs(data): return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 3))
+def plain(data): return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+"""
+
+
+def flags(folder, bad=BAD, net="plain", **more):
+    (folder / "mine.py").write_text(ROWS.format(bad=bad))
+    return {"model": f"{folder}/mine.py:{net}", "dataset": f"{folder}/mine.py:data", "bad_samples": "skip",
+            "global_batch_size": 20, "workers": 0, "device": "cpu", "log_every": 1} | more
+
+
+def one_step(world, given):
+    life = Life(Options(**given), world, double=True)
+    position = next(at for at in range(0, 100, 20) if 95 in ids_at(given, at))
+    life.order.set_epoch(0, position)
+    return life.epoch(1)[0], life.weights()
+
+
+def ids_at(given, position):
+    order = ElasticSampler(100, given["global_batch_size"])
+    order.set_epoch(0, position)
+    return next(iter(order))
+
+
+@pytest.mark.parametrize("slices", [0, 5])
+def test_the_mean_is_over_the_samples_that_can_be_read_at_any_world(tmp_path, slices, capfd):
+    given = flags(tmp_path, optimizer="sgd", lr=1.0, momentum=0.0, virtual_ranks=slices)
+    ids = next(ids for at in range(0, 100, 20) for ids in [ids_at(given, at)] if 95 in ids)
+    assert 1 < len(BAD & set(ids)) < 19
+    data = load_data(Options(**given), ALONE)
+    net = build_model(Options(**given), data).double()
+    x, y = data.train.fetch([id for id in ids if id not in BAD])
+    loss = F.cross_entropy(net(x.double()), y)
+    loss.backward()
+    for world in (1, 2, 3, 5):
+        for record, weights in fork_ranks(world, one_step, given):
+            assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
+            for name, p in net.named_parameters():
+                wanted, far = p.detach() - p.grad, 1e-6 if slices else 1e-12
+                torch.testing.assert_close(weights[name], wanted, rtol=0, atol=far)
+    assert "sample 95 is left out: row 95 is torn" in capfd.readouterr().err
+
+
+def test_an_evaluation_counts_what_can_be_read(tmp_path):
+    life = Life(Options(**flags(tmp_path)))
+    few = Life(Options(**flags(tmp_path, bad=set())))
+    found = life.evaluation()
+    x, y = few.data.test.fetch([i for i in range(20) if i != 3])
+    out = life.state.net(x)
+    assert found["val_loss"] == pytest.approx(F.cross_entropy(out, y).item(), abs=1e-6)
+    assert found["val_acc"] == pytest.approx((out.argmax(1) == y).double().mean().item(), abs=1e-12)
+
+
+@pytest.mark.parametrize("net", ["plain", "pairs"])
+def test_kills_and_other_worlds_leave_no_trace_though_samples_are_missing(tmp_path, net):
+    given = flags(tmp_path, net=net, virtual_ranks=4, audit=True, epochs=2)
+    unbroken, kills = run(tmp_path / "unbroken", 1, given), [(2, 1, 3, "within"), (4, 0, 7, "before")]
+    assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken
+    for name in ("unbroken", "killed"):
+        assert audit(tmp_path / name) == CLEAN
+        noted = {event["id"]: event["why"] for event in events(tmp_path / name, "bad_sample")}
+        assert set(noted) == BAD and noted[57] == "row 57 is torn"
+
+
+def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path):
+    given = flags(tmp_path, bad=set(range(7, 100)), global_batch_size=4, epochs=1)
+    sliced = given | {"virtual_ranks": 4}
+    assert run(tmp_path / "a", 4, sliced) == run(tmp_path / "b", 1, sliced)
+    run(tmp_path / "c", 3, given | {"virtual_ranks": 0, "audit": True})
+    assert audit(tmp_path / "c") == CLEAN
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_picture_that_cannot_be_read_is_left_out_with_workers_too(tmp_path, workers):
+    from test_own_data import write_images
+    pytest.importorskip("torchvision")
+    (write_images(tmp_path / "p", n=5) / "train/cat/0.png").write_bytes(b"torn")
+    (tmp_path / "net.py").write_text("from torch import nn\ndef net(data): return nn.Sequential("
+                                     "nn.Flatten(), nn.Linear(192, data.classes))\n")
+    given = {"model": f"{tmp_path}/net.py:net", "dataset": "imagefolder", "data_dir": str(tmp_path / "p"),
+             "image_size": 8, "global_batch_size": 4, "bad_samples": "skip", "workers": workers,
+             "audit": True, "virtual_ranks": 0, "epochs": 1}
+    run(tmp_path / "run", 2, given)
+    assert audit(tmp_path / "run") == CLEAN
+    assert {event["id"] for event in events(tmp_path / "run", "bad_sample")} == {0}
+
+
+def test_without_the_flag_a_bad_sample_is_an_error_and_so_is_a_dataset_of_bad_ones_with_it(tmp_path):
+    given, other = flags(tmp_path), tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ValueError, match="torn"):
+        load_data(Options(**given | {"bad_samples": "stop"}), ALONE).train.fetch([3])
+    with pytest.raises(UserError, match="none of its 100 samples can be read"):
+        load_data(Options(**flags(other, bad="range(1000)")), ALONE)
