@@ -43,19 +43,25 @@ def main(opts):
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         while not state.finished:  # a finished run falls through and exits 0
+            if rescue.told("stop-epoch"):
+                rescue.leave()
             order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is already trained on
             net.train()
             for batch in clock.timed(batches(data.train, order, opts)):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
+                rescue.all_sum(totals)  # of one process: itself, and what RUN/control/ asks for
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
                     log.step(state, state.note(totals) | world.memory())
-                if store.due(state):
+                if rescue.told("save") or store.due(state):
                     store.save(state)  # copies; a thread writes
                 store.check()
+                if rescue.told("evaluate"):  # touch RUN/control/evaluate
+                    log.evaluation(state, evaluate(model, data.test, state, world))
+                    net.train()
                 if rescue.asked:
                     rescue.leave()
                 if state.finished:  # --max-steps

@@ -55,6 +55,8 @@ def main(opts):
         for line in model.describe(-(-opts.global_batch_size // world.replicas), state.optimizer):
             log.note(line)
         while not state.finished:  # a finished run falls through and exits 0
+            if rescue.told("stop-epoch"):
+                rescue.leave()
             order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is already trained on
             net.train()
             for batch in clock.timed(batches(data.train, order, opts)):
@@ -62,7 +64,7 @@ def main(opts):
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
                 state.finish_gradient(batch.size)  # clip; from here on this rank can make the step alone
                 totals = torch.tensor([*totals.tolist(), store.overdue()], dtype=torch.float64)
-                world.all_sum(totals)  # no stage updates before all of them can
+                rescue.all_sum(totals)  # no stage updates before all of them can
                 state.update(batch.size)  # optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)
@@ -70,9 +72,12 @@ def main(opts):
                     log.step(state, state.note(totals[:-1]) | world.memory())
                 if opts.check_every and state.step % opts.check_every == 0:
                     store.agree(state)
-                if store.due(state, totals[-1]):
+                if rescue.told("save") or store.due(state, totals[-1]):
                     store.save(state)  # copies; a thread writes
                 store.check()
+                if rescue.told("evaluate"):  # touch RUN/control/evaluate
+                    log.evaluation(state, evaluate(model, data.test, state, world))
+                    net.train()
                 if rescue.asked:
                     rescue.leave()
                 if state.finished:  # --max-steps

@@ -6,8 +6,10 @@ import threading
 import time
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, note_reason
+from common.ledger.control import Control
 
+STOPPED = 143            # exit code: asked to stop, and saved
 WRITE_EVERY_SECONDS, LOOK_EVERY_SECONDS = 10.0, 0.5
 QUICK = ("t", "step", "eta_s", "last_save_age_s", "samples_per_s", "goodput")  # no reason to write now
 FIELDS = ("state", "step", "total", "epoch", "eta_s", "world", "hosts", "life", "restarts", "last_save_step",
@@ -19,16 +21,22 @@ class Status:
 
     def __init__(self, run_dir):
         self.path = Path(run_dir) / "status.json"
+        self.control = Control(run_dir)
         self.lock, self.over, self.look = threading.RLock(), threading.Event(), dict
 
     def start(self, look):
         self.look = look
+        self.control.open()
         self._write(dict.fromkeys(FIELDS) | {"state": "starting"} | look())
         threading.Thread(target=self._work, daemon=True, name="status").start()
 
-    def end(self, state, reason, code):
+    def end(self, reason, code):
         """The last word of this process: nothing here writes after it."""
+        state = {0: "done", STOPPED: "stopping"}.get(code, "failed")
+        if code:
+            note_reason(reason)
         self.over.set()
+        self.control.close()
         with self.lock:
             known = {}
             with contextlib.suppress(OSError, ValueError, UserError):
@@ -39,6 +47,7 @@ class Status:
         shown, written = None, 0.0
         while not self.over.wait(LOOK_EVERY_SECONDS):
             facts = dict.fromkeys(FIELDS) | self.look()
+            self.control.look(facts["step"] or 0, facts["last_save_step"] or 0)
             slow = {name: facts[name] for name in facts if name not in QUICK}
             if slow != shown or time.monotonic() - written > WRITE_EVERY_SECONDS:
                 shown, written = slow, time.monotonic()

@@ -6,6 +6,7 @@ change a `free` one. Nothing here imports torch, so `--help` and a wrong flag an
 import gc
 import os
 import re
+import signal
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -186,6 +187,7 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
     """
     die_with_the_agent()
     if argv is None and processes is None:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save": alone it would kill
         gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
         check_environment(os.environ)

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError, note_reason, say
+from common.errors import UserError, dismiss_agent, say
 from common.ledger import Ledger
 from common.options import machine_id
 from common.rescue.death import dead_peer, in_words
 from common.rescue.watchdog import Watchdog
+from common.rescue.wishes import Wishes
 from common.world import WATCHED, World
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
@@ -36,13 +37,13 @@ STOPPED = 143
 UNSAVED, BROKEN, FENCED = 4, 5, 6    # exit codes: saves fail; not to be saved; the run is another job's
 
 
-class Rescue:
+class Rescue(Wishes):
     """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.asked` each step."""
 
     def __init__(self, store: Any, state: Any, world: World, ledger: Ledger,
                  closing: Iterable[Callable] = ()) -> None:
-        self.store, self.state, self.world, self.ledger, self.closing = store, state, world, ledger, closing
-        self.asked: str | None = None  # the name of the signal that asks to stop
+        super().__init__(state, world, ledger)
+        self.store, self.closing = store, closing
         self.noticed = 0.0  # when this process learned that its life ends early
         self.dead: dict[str, Any] = {}  # the peer that died, for the ledger
         self.ending, self.over = threading.Lock(), threading.Event()
@@ -58,7 +59,7 @@ class Rescue:
         os.set_blocking(self.pipe[1], False)
         # nohup ignores SIGHUP. torchrun hears it all the same, passes it on, and kills a process that stays.
         nohup = not self.under_agent and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-        heard = [number for number in STOP if number != signal.SIGHUP or not nohup]
+        heard = [n for n in (*STOP, signal.SIGUSR2) if n != signal.SIGHUP or not nohup]
         self.old_handlers = {number: signal.signal(number, _do_nothing) for number in heard}
         if self.world.size == 1 and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
             self.old_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, _do_nothing)
@@ -89,7 +90,7 @@ class Rescue:
             os.close(end)
         if error is None and self.world.rank == 0:
             self.ledger.event("done", life=self.world.life, step=self.state.step)
-            self.ledger.status.end("done", f"complete at step {self.state.step}", 0)
+            self.ledger.status.end(f"complete at step {self.state.step}", 0)
         if error is None and self.store.fence:
             self.store.fence.release()  # not before all have met: a survivor needs the staging folder
 
@@ -104,6 +105,8 @@ class Rescue:
 
     def leave(self) -> None:
         """Saves the whole step and exits; never returns. A second signal changes nothing."""
+        if str(self.asked).startswith("control/") and self.world.local_rank == 0:
+            dismiss_agent()  # it would start another life
         self._end()
 
     def _end(self, error=None, hung=False):
@@ -118,7 +121,7 @@ class Rescue:
         known, asked, peer = isinstance(error, UserError), self.asked, self._peers_end(error)
         if known and error.code in (UNSAVED, BROKEN, FENCED):
             if error.code != FENCED:
-                self._conclude(in_words(error), error.code)
+                self.ledger.status.end(in_words(error), error.code)
             return self._sign_off()  # this state cannot be saved, or must not be
         note = functools.partial(self.ledger.event, life=self.world.life, step=self.state.step,
                                  rank=self.world.rank)
@@ -138,16 +141,12 @@ class Rescue:
         raised = error and not peer and (known or not self.asked)
         if first or self.world.rank == 0:
             own = getattr(error, "code", 1) if raised else 1
-            self._conclude(reason, own if raised or not asked and code != BROKEN else code)
+            self.ledger.status.end(reason, own if raised or not asked and code != BROKEN else code)
         if raised:
             return self._sign_off()
         if peer and self.under_agent:
             self._await_the_agent()
         self._go(code if self.asked or code == BROKEN else 1)
-
-    def _conclude(self, reason, code):
-        self.ledger.status.end("stopping" if code == STOPPED else "failed", reason, code)
-        note_reason(reason)
 
     def _say_once(self, text, always, stream=None):
         """One line per fault and node, however many ranks survive it; with `always` on this rank too."""
@@ -215,6 +214,7 @@ class Rescue:
             data = os.read(self.pipe[0], 64) if poll.poll(wait * 1000) else b""
             if signal.SIGTSTP in data:
                 self.watchdog.pause_process()
+            self.control.wanted |= {"save"} if signal.SIGUSR2 in data else set()
             numbers = [n for n in data if n in STOP]
             if numbers and deadline is None:
                 self.asked = signal.Signals(numbers[0]).name
