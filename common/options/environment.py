@@ -20,6 +20,7 @@ SMALLEST = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, 
 DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")  # the last is Slurm's word for none
 FAILED_STARTS = 5        # lives in a row that end before they train
 RESOLVE_SECONDS = 3      # without a network a resolver may take minutes
+LATE_SECONDS = 60        # in Kubernetes, where the name of a new pod comes late
 
 
 def world_size(environ=os.environ):
@@ -81,10 +82,11 @@ def _check_meeting_point(environ, size):
             and agents_flag("rdzv_backend", environ) not in (None, "static")):
         raise UserError("torchrun on several machines without a run id would merge two jobs at one endpoint\n"
                         "add --rdzv_id=NAME to every torchrun, a name that no other job uses")
-    _resolve(host)
+    late = "KUBERNETES_SERVICE_HOST" in environ
+    _resolve(host, LATE_SECONDS if late else RESOLVE_SECONDS, again=late)
 
 
-def _resolve(host):
+def _resolve(host, seconds, again):
     if host in ("localhost", socket.gethostname()):
         return
     try:
@@ -92,22 +94,25 @@ def _resolve(host):
         return
     except ValueError:
         pass
-    answer = []
+    answer, end = [], time.monotonic() + seconds
 
     def look_up():
-        try:
-            socket.getaddrinfo(host, None)
-            answer.append("")
-        except (OSError, UnicodeError) as error:
-            answer.append(f" ({getattr(error, 'strerror', None) or error})")
+        while not answer:
+            try:
+                socket.getaddrinfo(host, None)
+                answer.append("")
+            except (OSError, UnicodeError) as error:
+                if not again or time.monotonic() > end:
+                    answer.append(f" ({getattr(error, 'strerror', None) or error})")
+                time.sleep(0.2 if again else 0)
 
     resolver = threading.Thread(target=look_up, daemon=True)  # getaddrinfo itself has no time-out
     resolver.start()
-    resolver.join(RESOLVE_SECONDS)
-    problem = answer[0] if answer else f" within {RESOLVE_SECONDS} s"
+    resolver.join(seconds)
+    problem = answer[0] if answer else f" within {seconds} s"
     if problem:
         raise UserError(f"MASTER_ADDR={host!r} cannot be resolved{problem}\n"
-                        "set it to a name or an address of rank 0's machine")
+                        "set it to a name or an address of rank 0's machine", code=1 if again else 2)
 
 
 def end_a_crash_loop(environ=os.environ):

@@ -320,6 +320,22 @@ def test_a_resolver_that_never_answers_costs_seconds_not_minutes(monkeypatch):
     assert time.monotonic() - began < 0.9
 
 
+def test_in_kubernetes_a_name_may_come_late_and_a_missing_one_is_worth_another_try(monkeypatch):
+    def unknown(*_):
+        asked.append(1)
+        if len(asked) < 3 or len(asked) > 4:
+            raise socket.gaierror(-2, "Name or service not known")
+
+    asked, environ = [], TORCHRUN | {"MASTER_ADDR": "train-0", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    environment.check_environment(environ)
+    asked.append(1)
+    monkeypatch.setattr(environment, "LATE_SECONDS", 0.3)
+    with pytest.raises(UserError, match="cannot be resolved") as refused:
+        environment.check_environment(environ)
+    assert refused.value.code == 1 and len(asked) > 4
+
+
 def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, monkeypatch):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
