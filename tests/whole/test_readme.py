@@ -280,7 +280,8 @@ def test_the_private_names_of_torch_that_are_used_exist_and_are_listed():
     assert set(re.findall(r"\btorch\.(_[a-z]\w*)",
                           code)) <= said, "list it, so that an upgrade of torch is looked at"
     vision = pytest.importorskip("torchvision")
-    places = (torch, torch.amp.GradScaler, torch.nn.modules.batchnorm, vision.models.VisionTransformer)
+    places = (torch, torch.amp.GradScaler, torch.nn.modules.batchnorm, vision.models.VisionTransformer,
+              torch.UntypedStorage)
     loader = inspect.getsource(torch.utils.data.dataloader._MultiProcessingDataLoaderIter)
     assert not [name for name in said if not any(hasattr(place, name) for place in places)
                 and f"self.{name} " not in loader]
