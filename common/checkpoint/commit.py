@@ -185,20 +185,21 @@ class Writer:
 class Background:
     """One thread for all saves: starting one makes training wait. `busy` is held from copy to end of save."""
 
-    def __init__(self, act):
-        self.act, self.busy, self.work, self.thread = act, threading.Lock(), queue.SimpleQueue(), None
+    def __init__(self):
+        self.busy, self.work, self.thread = threading.Lock(), queue.SimpleQueue(), None
+        self.closing = False
 
-    def do(self, item):
-        """Hands the item to the thread and returns at once; the caller has taken `busy`."""
+    def do(self, task):
+        """Hands the task to the thread and returns at once; one that saves has `busy`, and releases it."""
         if self.thread is None:
             self.thread = threading.Thread(target=self._serve, daemon=True, name="writer")
             try:
                 self.thread.start()
-                atexit.register(self.wait)
+                atexit.register(self.close)
             except RuntimeError:  # no thread can be started
                 self.thread = None
-                return self._act(item)
-        self.work.put(item)
+                return task()
+        self.work.put(task)
 
     def wait(self, timeout=-1):
         """Waits for the save under way; False if it is not over within `timeout`."""
@@ -209,21 +210,16 @@ class Background:
 
     def close(self):
         self.wait()
+        self.closing = True
         if self.thread:
             self.work.put(None)
             self.thread.join()
             self.thread = None
-            atexit.unregister(self.wait)
+            atexit.unregister(self.close)
 
     def _serve(self):
-        while item := self.work.get():
-            self._act(item)
-
-    def _act(self, item):
-        try:
-            self.act(item)
-        finally:
-            self.busy.release()
+        while task := self.work.get():
+            task()
 
 
 def _damaged(aside):

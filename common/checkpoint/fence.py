@@ -50,7 +50,7 @@ class Fence:
     def __init__(self, run_dir, life, agents=()):
         self.path, self.root = run_dir / "lock", run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
-        self.held, self.fresh_job = None, False
+        self.held, self.fresh_job, self.token = None, False, uuid.uuid4().hex
         self.me = this_process() | {"life": life, "agents": list(agents)}
 
     def elect(self):
@@ -71,7 +71,10 @@ class Fence:
         begun = owner.get("begun")
         begun = begun if isinstance(begun, dict) else owner  # older versions have none
         self.fresh_job = not self._is_of_our_job(begun)
-        record = self.me | {"begun": {name: begun.get(name) for name in ("job", "agents")}}
+        if isinstance(owner.get("token"), str):  # older versions have none
+            self.token = owner["token"]
+        begun = {name: begun.get(name) for name in ("job", "agents")}
+        record = self.me | {"begun": begun, "token": self.token}
         try:
             self.held = Held(self.path, record, self.root / f"{self.staging.name}.lock")
         except FileNotFoundError:  # another claim has swept it
@@ -84,9 +87,13 @@ class Fence:
         self.elect()  # another claim may have swept it
         self._check()
 
-    def begin(self):
-        """Notes that --resume none is done: a restart of this job resumes from its own checkpoints."""
-        self.held.write(begun={name: self.me[name] for name in ("job", "agents")})
+    def begin(self, afresh=False):
+        """Notes that --resume none is done: a restart of this job resumes from its own checkpoints.
+
+        `afresh`: what is in memory belongs to another run from now on.
+        """
+        self.token = uuid.uuid4().hex if afresh else self.token
+        self.held.write(begun={name: self.me[name] for name in ("job", "agents")}, token=self.token)
 
     def renew(self):
         """For a staging folder that is gone: Fenced if a new owner moved it, else makes it again."""

@@ -70,7 +70,7 @@ def own_code(opts):
 def check_identity(run_dir, opts, world, fingerprint, report):
     """Writes RUN/options.json if there is none; UserError if it, or a checkpoint, has other values.
 
-    As long as nothing is saved, the options may change.
+    As long as nothing is saved, the options may change: then it returns True.
     """
     path, root = run_dir / "options.json", run_dir / "checkpoints"
     ours = {"options": opts.to_json(), "identity": opts.identity(), "data": fingerprint,
@@ -83,7 +83,8 @@ def check_identity(run_dir, opts, world, fingerprint, report):
     if changes := wrong + data + firm:
         if not any(name.startswith(("step-", "damaged-")) for name in os.listdir(root)):
             report(f"{path}: nothing was saved here yet, so the options may change: {'; '.join(changes)}")
-            return replace_file(path, sealed(ours))
+            replace_file(path, sealed(ours))
+            return True
     for text in soft:
         report(f"--virtual-ranks: the {text}: from here on the bits may be others")
     if refused := wrong + firm + ([] if opts.accept_data_change else data):
@@ -131,14 +132,17 @@ def _manifests(root):
 
 
 def set_aside(run_dir, wanted, fresh_job, report):
-    """--resume none deletes nothing: the old run moves to before-K/. After a kill the next start ends it."""
+    """--resume none deletes nothing: the old run moves to before-K/. After a kill the next start ends it.
+
+    True if something was moved.
+    """
     aside, steps = run_dir / ".before", checkpoints(run_dir / "checkpoints")
     old = [name for name in KEPT_ASIDE if os.path.lexists(run_dir / name)]
     if not os.path.lexists(aside):
         if wanted and not fresh_job:
             report("--resume none: this is a restart of the same job, it goes on with its own checkpoints")
         if not wanted or not fresh_job or not (old or steps):
-            return
+            return False
     (aside / "checkpoints").mkdir(mode=0o700, parents=True, exist_ok=True)
     for _, folder in steps:
         os.rename(folder, aside / "checkpoints" / folder.name)
@@ -147,6 +151,7 @@ def set_aside(run_dir, wanted, fresh_job, report):
     k = next(k for k in range(1, 10**6) if not os.path.lexists(run_dir / f"before-{k}"))
     os.rename(aside, run_dir / f"before-{k}")
     report(f"--resume none: what was in {run_dir} is now in before-{k}/")
+    return True
 
 
 def refuse_an_idle_resume(run_dir, resume):

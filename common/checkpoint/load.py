@@ -111,3 +111,19 @@ def choices_at(path):
     path = Path(path)
     one = [choice for choice in checkpoints(path.parent) if choice[1].name == path.name]
     return one or checkpoints(path / "checkpoints")
+
+
+def settle(store, found):
+    """Puts aside what is newer than the step that was loaded; a node that lacks that step saves it."""
+    for folder in found.skipped:
+        ahead = int(folder.name[5:]) - found.step
+        again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
+        store.report(f"checkpoints/{folder.name}: put aside{again}")
+        store.writer.put_aside(folder)
+    store.committed = found.own
+    if found.own == found.step:
+        store.let_go(found.facts)
+    else:
+        store.report(f"step {found.step} was received from another node and is saved here too")
+        store.background.busy.acquire()
+        store.start_writing(found.facts)  # this node may be the one that survives

@@ -32,11 +32,12 @@ def _own(fence, opts, world, fingerprint, report):
         trusted(run_dir)
         trusted(run_dir / "checkpoints")
         fence.claim(report)
-        set_aside(run_dir, opts.resume == "none", fence.fresh_job, report)
+        afresh = set_aside(run_dir, opts.resume == "none", fence.fresh_job, report)
         if fence.fresh_job:
             refuse_an_idle_resume(run_dir, opts.resume)
-        fence.begin()
-        check_identity(run_dir, opts, world, fingerprint, report)
+        fence.begin(afresh)
+        if check_identity(run_dir, opts, world, fingerprint, report):
+            fence.begin(afresh=True)
         return fence
     except OSError as error:
         fence.release()

@@ -19,6 +19,7 @@ import torch
 
 from common.checkpoint.commit import Writer
 from common.checkpoint.files import Damaged, opened, patient
+from common.checkpoint.handover import Handover
 from common.checkpoint.load import Found, newest, refuse_to_fall_back, send_facts, take
 from common.checkpoint.manifest import TENSORS, as_read, checkpoints, folder_name, glance, is_there, verify
 from common.checkpoint.pieces import Digests, Joined, Slices
@@ -43,6 +44,7 @@ class PartsStore(CheckpointStore):
     def __init__(self, opts, world, *args, **kwargs):
         super().__init__(opts, world, *args, **kwargs)
         self.shared = opts.shard  # each replica has other rows of a tensor
+        self.handover = Handover("off")  # a machine may have only some of the parts
         self.first = world.replica == 0
         self.folder = self.writer.staging / _part(world.stage, world.replica if self.shared else None)
         self.own = Writer(self.folder, self.folder / "aside", self.writer.marks)
@@ -149,7 +151,7 @@ class PartsStore(CheckpointStore):
             super().agree(state)
 
     # ---- writing ----------------------------------------------------------------------------------
-    def rescue(self, state):
+    def rescue(self, state, in_memory=False):
         """True: this rank saved the newest whole step; False: it was saved; a text: only its part is saved.
 
         A rank that dies waiting with a complete gradient saves its part of this step and of the next one

@@ -4,20 +4,23 @@ commit.py explains the crash points of a save, fence.py who may write, manifest.
 """
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from common.checkpoint.commit import Background, Hurried, Writer
 from common.checkpoint.fence import HUNG_SECONDS
 from common.checkpoint.files import Damaged, room
+from common.checkpoint.handover import Handover
 from common.checkpoint.identity import marks, versions
-from common.checkpoint.load import choices_at, load_newest, take
+from common.checkpoint.load import choices_at, load_newest, settle, take
 from common.checkpoint.manifest import checkpoints, folder_name, is_there
 from common.checkpoint.owner import claim
+from common.checkpoint.replicas import agree
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError, say
 from common.ledger import Ledger
 from common.options import Options
-from common.world import World, fingerprint_of, odd_ranks, same_everywhere
+from common.world import World, same_everywhere
 
 MOST_FAILURES = 3     # saves that fail in a row: then the run stops with exit code 4
 
@@ -32,10 +35,12 @@ class CheckpointStore:
         self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
         self.writer = Writer(self.root, self.root / f".life-{world.life}",
                              {"life": world.life} | marks(opts, world, fingerprint))
-        self.fence, self.state = None, None
+        self.fence: Any = None
+        self.state: Any = None
         self.images: dict[str, TensorFile] = {}
-        self.background = Background(self._write_noting)
-        self.committed, self.agreed, self.saved = -1, None, None  # steps; the facts that were saved last
+        self.background, self.handover = Background(), Handover(opts.memory_tier)
+        self.committed, self.agreed = -1, None  # steps
+        self.saved: Any = None  # the facts that were saved last
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
 
     # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
@@ -49,11 +54,18 @@ class CheckpointStore:
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
         self.images = state.images = {part: TensorFile(tensors) for part, tensors in state.tensors().items()}
-        source, found = None, self._load(checkpoints(self.root), "own")
+        source = self.handover.load(self) or self._load_from_disk()
+        for image in self.images.values():
+            image.open(touch=False) if self.fence else image.close()
+        self.agree(state)
+        return source
+
+    def _load_from_disk(self):
+        state, source, found = self.state, None, self._load(checkpoints(self.root), "own")
         if found.step >= 0:
             source = f"checkpoints/{folder_name(found.step)}"
             if self.fence:
-                self._settle(found)
+                settle(self, found)
             self.saved = state.facts()
         elif found.damaged:
             raise UserError(
@@ -69,56 +81,23 @@ class CheckpointStore:
             source = self.opts.init_from  # the net was built with these weights
             if afresh := [n for n in state.tensors()["model"] if n.startswith(self.opts.init_skip)]:
                 source += f"; {', '.join(afresh)} begin afresh"
-        for image in self.images.values():
-            image.open() if self.fence else image.close()
-        self.agree(state)
         return source
 
     def agree(self, state: Any) -> None:
         """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
-        if self.world.size > 1:
-            odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
-            if odd is not None:
-                state.half_updated = True
-                self._withdraw()
-                rank = f"rank {odd or 'any'}"
-                raise RuntimeError(
-                    f"step {state.step}: the weights of {rank} differ from the others; "
-                    f"going back to step {self.agreed}, where all agreed" if self.agreed is not None else
-                    f"step {state.step}: {rank} starts with other weights than the others")
-            self.agreed = state.step
-
-    def _withdraw(self):
-        """Puts aside what was saved since all ranks agreed: it may hold a diverged replica's weights."""
-        self.wait()
-        for step, folder in checkpoints(self.root) if self.fence and self.agreed is not None else ():
-            if step > self.agreed:
-                self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed "
-                            f"(step {self.agreed}); put aside")
-                self.writer.put_aside(folder)
+        agree(self, state)
 
     def _load(self, choices, key):
         """Loads the newest of all nodes' `choices` that verifies; its step is -1 if there is none."""
         found = load_newest(self.world, choices if self.fence else None, self.images, key, self.report)
         if found.step >= 0:
-            tensors = {part: image.views for part, image in self.images.items()}
-            take(self.state, tensors, found.facts, self.fingerprint, self.fence and self.report)
+            self.take(self.images, found.facts)
         return found
 
-    def _settle(self, found):
-        """Puts aside what is newer than the step that was loaded; a node that lacks that step saves it."""
-        for folder in found.skipped:
-            ahead = int(folder.name[5:]) - found.step
-            again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
-            self.report(f"checkpoints/{folder.name}: put aside{again}")
-            self.writer.put_aside(folder)
-        self.committed = found.own
-        if found.own == found.step:
-            self._let_go(found.facts)
-        else:
-            self.report(f"step {found.step} was received from another node and is saved here too")
-            self.background.busy.acquire()
-            self._start_writing(found.facts)  # this node may be the one that survives
+    def take(self, images: dict[str, TensorFile], facts: dict[str, Any]) -> None:
+        """Loads the state from these images."""
+        tensors = {part: image.views for part, image in images.items()}
+        take(self.state, tensors, facts, self.fingerprint, self.fence and self.report)
 
     @property
     def writes(self) -> bool:
@@ -143,6 +122,7 @@ class CheckpointStore:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
         if not self.writes or self.opts.eval_only or state.half_updated or state.facts() == self.saved:
             return
+        self.handover.begin(self)
         self.wait()
         with state.lock:
             self.background.busy.acquire()
@@ -151,22 +131,34 @@ class CheckpointStore:
             except BaseException:
                 self.background.busy.release()
                 raise
-        self._start_writing(facts)
+        self.start_writing(facts)
 
-    def _start_writing(self, facts):
+    def start_writing(self, facts: dict[str, Any], images: dict[str, TensorFile] | None = None) -> None:
         """Call it with full images and `busy` taken: the writer thread releases it."""
         self.saved_at, self.saved = time.monotonic(), facts
-        self.background.do(facts)
+        self.background.do(partial(self._write_noting, facts, images))
 
-    def rescue(self, state: Any) -> bool | str:
-        """Saves the newest whole step, unless another process of this node has (False). No collective."""
+    def rescue(self, state: Any, in_memory: bool = False) -> bool | str:
+        """Saves the newest whole step, unless another process of this node has (False). No collective.
+
+        `in_memory`: the next life is sure to come; it takes the state from memory, and saves it.
+        """
         with self.writer.rescuing(state.step):  # before it waits: a new owner would sweep the staging away
+            if in_memory and (left := self.handover.leave(self, state)) is not None:
+                return left
             self.wait(hurry=True)
             with state.lock, self.background.busy:
-                if state.half_updated or is_there(self.root, state.facts()):
+                if state.half_updated:
                     return False
-                self._write(self._snapshot(state))
-                return True
+                if new := not is_there(self.root, state.facts()):
+                    self._write(self._snapshot(state))
+                self.handover.end()
+                return new
+
+    def release(self) -> None:
+        """The run is complete, and all ranks have met."""
+        self.handover.end()
+        self.fence and self.fence.release()
 
     def wait(self, hurry: bool = False) -> None:
         """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
@@ -179,6 +171,7 @@ class CheckpointStore:
 
     def check(self) -> None:
         """Reports a failed save; after three in a row the run stops."""
+        self.handover.begin(self)
         if self.error:
             error, self.error = self.error, None
             if isinstance(error, UserError):
@@ -192,6 +185,7 @@ class CheckpointStore:
 
     def close(self) -> None:
         """Ends the writer thread, once the last save is on the disk or has failed three times."""
+        self.handover.begin(self)
         self.wait()
         while self.error:
             self.check()
@@ -204,10 +198,10 @@ class CheckpointStore:
             self.images[part].copy(tensors)
         return state.facts()
 
-    def _write_noting(self, facts):
+    def _write_noting(self, facts, images=None):
         before, began = self.committed, time.monotonic()
         try:
-            self._write(facts)
+            self._commit(facts, images) if images else self._write(facts)
             self._confirm(facts, before, began)
             self.failures = 0
         except Exception as error:
@@ -217,17 +211,22 @@ class CheckpointStore:
                 needed = sum(image.size for image in self.images.values())
                 error = room(error, error.filename or self.root, needed)
             self.error = error
+        finally:
+            self.background.busy.release()
 
     def _write(self, facts):
         """Commits images and facts to the disk, or raises."""
         for image in self.images.values():
             image.wait()
-        if name := self.images["model"].not_finite(self.state.names.values()):
-            self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
+        self.refuse_infinite(self.images["model"], facts)
         self._commit(facts)
 
-    def _commit(self, facts):
-        self.writer.commit(self.images, facts, self.committed)
+    def refuse_infinite(self, image: TensorFile, facts: dict[str, Any]) -> None:
+        if name := image.not_finite(self.state.names.values()):
+            self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
+
+    def _commit(self, facts, images=None):
+        self.writer.commit(images or self.images, facts, self.committed)
         self.committed = facts["step"]
 
     def _confirm(self, facts, before, began):
@@ -239,12 +238,13 @@ class CheckpointStore:
         except (Damaged, OSError):
             self.committed = before
             raise
-        self._let_go(facts)
+        self.let_go(facts)
         if self.ledger:
             self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
 
-    def _let_go(self, facts):
+    def let_go(self, facts: dict[str, Any]) -> None:
         """Deletes all but the newest `keep`, the best, and the newest on which all ranks agreed."""
+        self.handover.free(facts["step"])
         last = -1 if self.agreed is None else self.agreed
         agreed = [step for step, _ in checkpoints(self.root) if step <= last]
         self.writer.delete_old(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed[:1]})

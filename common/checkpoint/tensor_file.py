@@ -4,10 +4,12 @@ Names, shapes and dtypes come from the live net, never from a file: a file with 
 so no file decides how much memory is allocated. The buffer is allocated once and serves every save.
 """
 import contextlib
+import copy
 import ctypes
 import hashlib
 import json
 import mmap
+import os
 
 import torch
 
@@ -23,6 +25,9 @@ PAGE = mmap.PAGESIZE
 # madvise: a child gets zeros. Shared pages would be copied one by one in the first save after a fork. Without
 # a mapping (MADV_DONTFORK), a child that drops the buffer would unmap what it has placed there since.
 WIPE_ON_FORK = 18
+POPULATE_READ, POPULATE_WRITE = 22, 23  # madvise: all pages at once
+TOUCHED = 1 << 26   # bytes at once
+LIBC = ctypes.CDLL(None)
 CHECKED = 1 << 22   # elements checked at once: bounds the memory of the check
 
 
@@ -59,16 +64,39 @@ class TensorFile:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # unknown to this kernel: then that save is slower
                 memory.madvise(WIPE_ON_FORK)
-            self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+            self._lie_over(memory)
             self.bytes[:len(self.header)] = self.header
             if len(self.gpus) == 1:
                 self._pin(*self.gpus)
-            body = self.buffer[len(self.header):]
-            self.views = {name: body[at:at + size].view(dtype).view(shape)
-                          for name, (at, size, dtype, shape) in self.places.items()}
         if touch:
             self.buffer[::PAGE].bitwise_or_(0)  # changes nothing: the buffer may hold a checkpoint
         return self
+
+    def mapped(self, path, keep):
+        """This file over the bytes of `path`; with `keep`, what is written here is written there."""
+        fd, twin = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), copy.copy(self)
+        try:
+            if (there := os.fstat(fd).st_size) != self.size:
+                raise Damaged(f"{path.name} is {there:,} bytes, this model and optimizer need {self.size:,}")
+            memory = mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED if keep else mmap.MAP_PRIVATE)
+        finally:
+            os.close(fd)
+        twin.stream = twin.copied = None
+        twin._lie_over(memory)
+        twin.touch(POPULATE_WRITE if keep else POPULATE_READ)
+        return twin
+
+    def touch(self, how=POPULATE_WRITE):
+        """Asks the kernel for all pages at once, and changes none; an older kernel does nothing."""
+        start = self.buffer.data_ptr() if self.buffer is not None else 0
+        for at in range(0, self.size if start else 0, TOUCHED):
+            LIBC.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(min(TOUCHED, self.size - at)), how)
+
+    def _lie_over(self, memory):
+        self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+        body = self.buffer[len(self.header):]
+        self.views = {name: body[at:at + size].view(dtype).view(shape)
+                      for name, (at, size, dtype, shape) in self.places.items()}
 
     def close(self):
         """Frees the buffer; open() allocates it again."""

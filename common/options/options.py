@@ -120,6 +120,9 @@ class Options:
     save_every: int = free(500, whole(0), "steps between checkpoints; 0: off", "saving and watching")
     save_seconds: int = free(300, whole(0), "seconds between checkpoints; 0: off")
     keep: int = free(3, whole(2), "checkpoints to keep")
+    memory_tier: str = free("auto", PATH, "where survivors leave their state for the next life: auto: in "
+                            "/dev/shm if it has room; off: on the disk; or a folder in memory",
+                            scripts="ddp mp", why="a single process leaves no survivor")
     eval_every: int = free(1, whole(0), "epochs between evaluations; 0: only at the end")
     best: str = free("", NAME, "which evaluation is kept: acc, -loss, ...; - if a lower one is better "
                      "(default: acc, or the lowest loss)")

@@ -134,6 +134,9 @@ def check_world(opts, world):
         (opts.script == "mp" and opts.devices and (world > 1 or opts.stages),
          "--devices is for a single process; here each process has one device\n"
          "leave it out, or start with python"),
+        (opts.memory_tier not in ("auto", "off") and (opts.shard or opts.script == "mp" and stages > 1),
+         f"--memory-tier {opts.memory_tier} cannot take effect: each process has only a part of the net\n"
+         "leave it out: their parts go to the disk"),
         (opts.shard and world // stages < 2,
          f"--shard spreads a stage over its replicas, but {processes} in {stages} stages have one of each\n"
          "start more processes, or use fewer stages (--stages 1)"),
@@ -177,6 +180,9 @@ def check_places(opts):
         if opts.init_from not in ("", "pretrained") and not os.path.isfile(opts.init_from):
             raise UserError(f"--init-from: {opts.init_from!r} is no file\n"
                             "give a file of weights, .safetensors or written by torch.save")
+        if opts.memory_tier not in ("auto", "off") and not os.path.isdir(opts.memory_tier):
+            raise UserError(f"--memory-tier: {opts.memory_tier!r} is no folder\n"
+                            "name a folder in memory, as /dev/shm, or use auto or off")
         whole_path = run.resolve()
         if whole_path == Path(whole_path.anchor):
             raise UserError(f"--run-dir: {str(run)!r} is the root of the file system{own_folder}")

@@ -23,7 +23,7 @@ import torch
 from common.errors import UserError, dismiss_agent, say
 from common.ledger import Ledger
 from common.options import machine_id
-from common.rescue.death import dead_peer, in_words
+from common.rescue.death import dead_peer, in_words, restart_is_sure
 from common.rescue.watchdog import Watchdog
 from common.rescue.wishes import Wishes
 from common.world import WATCHED, World
@@ -48,12 +48,12 @@ class Rescue(Wishes):
         self.dead: dict[str, Any] = {}  # the peer that died, for the ledger
         self.ending, self.over = threading.Lock(), threading.Event()
         self.parting = self.parted = False  # waits for all ranks at the end; has met them
-        self.under_agent = "TORCHELASTIC_RUN_ID" in os.environ
+        self.under_agent, self.agent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
         self.watchdog = Watchdog(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
 
     def __enter__(self) -> "Rescue":
         self.world.watched()
-        place = torch.tensor([os.getpid(), machine_id()])
+        place = torch.tensor([os.getpid(), machine_id(), self.world.restarts_left])
         self.places = [tuple(other.tolist()) for other in self.world.all_gather(place)]
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
@@ -88,11 +88,11 @@ class Rescue(Wishes):
         self.watcher.join()  # a thread that wakes in a dying interpreter aborts it
         for end in self.pipe:
             os.close(end)
-        if error is None and self.world.rank == 0:
-            self.ledger.event("done", life=self.world.life, step=self.state.step)
-            self.ledger.status.end(f"complete at step {self.state.step}", 0)
-        if error is None and self.store.fence:
-            self.store.fence.release()  # not before all have met: a survivor needs the staging folder
+        if error is None:
+            if self.world.rank == 0:
+                self.ledger.event("done", life=self.world.life, step=self.state.step)
+                self.ledger.status.end(f"complete at step {self.state.step}", 0)
+            self.store.release()  # not before all have met: a survivor needs the staging folder
 
     def _part(self):
         """Waits until all ranks have saved their last step; returns the error if a peer has died."""
@@ -127,7 +127,8 @@ class Rescue(Wishes):
                                  rank=self.world.rank)
         if hung or error and not peer:
             note("hang" if hung else "error", why="no progress" if hung else in_words(error))
-        text, saved, code = self._save("hang" if hung else type(error).__name__ if error else asked)
+        why = "hang" if hung else type(error).__name__ if error else asked
+        text, saved, code = self._save(why, not hung and bool(peer or not error))
         if asked and not error:
             note("stop", why=asked)
         if asked and (not error or peer and "killed" not in peer):  # peers that stop faster are lost too
@@ -177,7 +178,7 @@ class Rescue(Wishes):
         while not self.asked and time.monotonic() < deadline:
             time.sleep(0.02)
 
-    def _save(self, why):
+    def _save(self, why, for_a_peer=False):
         """(what happened in words, whether this process saved, exit code); never raises."""
         began, state = time.monotonic(), self.state
         there = f"step {state.step} was saved already", False, STOPPED
@@ -192,7 +193,7 @@ class Rescue(Wishes):
                     if state.half_updated:
                         code = getattr(state.verdict, "code", 1)
                         return "the step was cut in two, the newest checkpoint stands", False, code
-                    saved = self.store.rescue(state)
+                    saved = self.store.rescue(state, for_a_peer and restart_is_sure(self))
                 finally:
                     state.lock.release()
         except Exception as failure:
@@ -201,9 +202,10 @@ class Rescue(Wishes):
             return saved, False, STOPPED
         if not saved:
             return there
-        rank, seconds = self.world.rank, round(time.monotonic() - began, 3)
-        self.ledger.event("rescue", step=state.step, rank=rank, why=why, rescue_s=seconds)
-        return f"step {state.step} saved" + (f" by rank {rank}" if self.world.size > 1 else ""), True, STOPPED
+        rank, seconds, where = self.world.rank, round(time.monotonic() - began, 3), self.store.handover.where
+        self.ledger.event("rescue", step=state.step, rank=rank, why=why, rescue_s=seconds, where=where)
+        by = f" by rank {rank}" * (self.world.size > 1) + " in memory" * (where == "memory")
+        return f"step {state.step} saved{by}", True, STOPPED
 
     def _watch(self):
         """Reads signals even if the main thread is stuck in C; that thread may first finish its step."""
@@ -239,6 +241,7 @@ class Rescue(Wishes):
         os._exit(code)
 
     def _sign_off(self):
+        self.store.handover.sign_off(self.world.rank)
         self.ledger.event("left", life=self.world.life, rank=self.world.rank,
                           stepped=round(self.state.stepped, 3), noticed=round(self.noticed, 3))
 

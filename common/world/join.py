@@ -80,7 +80,8 @@ def join(opts: Options) -> World:
             store.set("life", life)
         life = store.get("life").decode()
     restart = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
-    world = World(rank, size, local_rank, local_size, node, devices, life, restart, store)
+    left = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - restart if "TORCHELASTIC_RUN_ID" in env else 0
+    world = World(rank, size, local_rank, local_size, node, devices, life, restart, store, restarts_left=left)
     return world.in_stages(opts.stages or size if opts.script == "mp" else 1, timeout)
 
 

@@ -43,6 +43,7 @@ class World:
     stages: int = 1  # ranks that hold one replica of the net together, a stage each
     stage_group: Any = None  # the group of this rank's replica, if it is more than this rank
     peers: Any = None  # the group of the ranks with the same stage, if they are not all
+    restarts_left: int = 0  # lives that the agent may still start after a failure; without an agent none
 
     @property
     def stage(self) -> int:

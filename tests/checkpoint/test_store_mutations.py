@@ -193,9 +193,9 @@ MUTANTS = {
     "failures are not counted": ("checkpoint.store", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
     "half a step is saved": ("checkpoint.store", " or state.half_updated or state.facts() == self.saved:", " or state.facts() == self.saved:", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
-    "half a step is rescued": ("checkpoint.store", "if state.half_updated or is_there", "if is_there", "",
+    "half a step is rescued": ("checkpoint.store", "if state.half_updated:\n", "if False:\n", "",
                                "a_state_cut_in_two_is_never_saved"),
-    "NaN is saved": ("checkpoint.store", 'if name := self.images["model"].not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
+    "NaN is saved": ("checkpoint.store", 'if name := image.not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
                      "a_state_that_is_not_finite_is_never_saved"),
     "the same step is never saved again": ("checkpoint.commit", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',  # noqa: E501
                                            "if theirs:", "",
@@ -204,8 +204,8 @@ MUTANTS = {
                                "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
-    "replicas are not compared": ("checkpoint.store", "            if odd is not None:\n", "            if False:\n", *DIFFER, "a buffer"),  # noqa: E501
-    "what diverged stays": ("checkpoint.store", "                self._withdraw()\n", "", *DIFFER,
+    "replicas are not compared": ("checkpoint.replicas", "    if odd is not None:\n", "    if False:\n", *DIFFER, "a buffer"),  # noqa: E501
+    "what diverged stays": ("checkpoint.replicas", "        _withdraw(store)\n", "", *DIFFER,
                             "a buffer"),
     "the sum over weights has holes": ("world.agreement", "% 2**64\n", "% 2**62\n", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),

@@ -211,7 +211,7 @@ FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "do
         "progress", "tensorboard",
         "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
         "balance",
-        "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience"}
+        "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience", "memory_tier"}
 
 
 def another(value):
@@ -348,6 +348,8 @@ def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, m
                                          "start at most 1 processes"),
                                         (["--virtual-ranks", "4", "--stages", "1", "--shard"],
                                          "--shard cannot take effect"),
+                                        (["--memory-tier", "/", "--stages", "2"],
+                                         "--memory-tier / cannot take effect"),
                                         (["--shard"], "one of each")])
 def test_stages_over_processes_are_refused_what_cannot_work_there(capsys, monkeypatch, argv, word):
     for name, value in TORCHRUN.items():

@@ -1,0 +1,29 @@
+"""Whether the replicas still hold the same weights; if not, what was saved since may be a diverged one's."""
+from common.checkpoint.manifest import checkpoints
+from common.world import fingerprint_of, odd_ranks
+
+
+def agree(store, state):
+    """Compares all replicas; RuntimeError if they differ: the run restarts where all agreed."""
+    if store.world.size == 1:
+        return
+    odd = odd_ranks(store.world, [fingerprint_of(state.tensors()["model"]), state.step])
+    if odd is not None:
+        state.half_updated = True
+        _withdraw(store)
+        rank = f"rank {odd or 'any'}"
+        raise RuntimeError(
+            f"step {state.step}: the weights of {rank} differ from the others; "
+            f"going back to step {store.agreed}, where all agreed" if store.agreed is not None else
+            f"step {state.step}: {rank} starts with other weights than the others")
+    store.agreed = state.step
+
+
+def _withdraw(store):
+    """Puts aside what was saved since all ranks agreed."""
+    store.wait()
+    for step, folder in checkpoints(store.root) if store.fence and store.agreed is not None else ():
+        if step > store.agreed:
+            store.report(f"checkpoints/{folder.name}: saved after the ranks last agreed "
+                         f"(step {store.agreed}); put aside")
+            store.writer.put_aside(folder)

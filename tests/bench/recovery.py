@@ -1,0 +1,162 @@
+"""What a death costs with a large state: SIGKILL of one of two workers until the next life's first step.
+
+    python tests/bench/recovery.py --mb 1 100 800 --rounds 3        # growth: a line for each size
+    python tests/bench/recovery.py --mb 800 --rounds 5 -- --memory-tier off
+
+Flags after -- go to the training, under launch/local.sh. Two ordinary steps lie in each recovery (the one
+that was cut off and the first one of the next life) and are taken off. Interleaved with it, in one process:
+`torch.save`, fsync and `torch.load` of as many bytes, and one memcpy of them. Medians, and the median of each
+round's ratio.
+"""
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = '''
+import os, time
+import torch
+from torch import nn
+LAYERS = {layers}
+class Net(nn.Sequential):
+    def forward(self, x):
+        if os.environ.get("RANK") == "0" and self.training:
+            with open("{folder}/steps", "a") as file:
+                file.write(f"{{time.time()}}\\n")
+        return super().forward(x)
+def net(data):
+    return Net(*[nn.Linear(1024, 1024) for _ in range(LAYERS)], nn.Linear(1024, 10))
+def data():
+    x, y = torch.randn(4096, 1024, generator=torch.Generator().manual_seed(0)), torch.arange(4096) % 10
+    return x, y, x[:8], y[:8]
+'''
+
+
+class Run:
+    """A training under launch/local.sh whose workers are killed one at a time."""
+
+    def __init__(self, folder, mb, flags):
+        self.folder = folder
+        folder.mkdir()
+        layers = round(mb / 12.6)  # weights and two moments of Adam: 12 bytes a weight
+        (folder / "own.py").write_text(OWN.format(layers=layers, folder=folder))
+        command = ["launch/local.sh", "--nproc", "2", "--model", f"{folder}/own.py:net",
+                   "--dataset", f"{folder}/own.py:data", "--run-dir", folder / "run", "--epochs", "1000000",
+                   "--eval-every", "0", "--global-batch-size", "8", "--lr", "1e-6", "--save-every", "0",
+                   "--save-seconds", "0", "--check-every", "0", "--no-tensorboard", "--log-every", "1000"]
+        self.output = open(folder / "output", "w")
+        self.process = subprocess.Popen([*map(str, command), *flags], cwd=ROOT, stdout=self.output,
+                                        stderr=self.output)
+
+    def events(self, name):
+        found = []
+        with contextlib.suppress(FileNotFoundError):
+            for line in (self.folder / "run" / "ledger.jsonl").read_text().splitlines():
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    found += [event] * (event.get("event") == name)
+        return found
+
+    def steps(self):
+        with contextlib.suppress(FileNotFoundError):
+            return [float(line) for line in (self.folder / "steps").read_text().splitlines()[:-1]]
+        return []
+
+    def wait(self, done, what):
+        deadline = time.monotonic() + 300
+        while not done():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                sys.exit(f"{what} did not come:\n{(self.folder / 'output').read_text()[-3000:]}")
+            time.sleep(0.002)
+
+    def recover(self, draw):
+        """(seconds from a kill to the next life's first step, less two ordinary steps; their length)."""
+        count, before = len(self.events("first_step")), len(self.steps())
+        self.wait(lambda: len(self.steps()) > before + 6, "six steps")
+        times = self.steps()[-5:]
+        step = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+        pids = self.events("life")[-1]["pids"]
+        os.kill(draw.choice(pids), signal.SIGKILL)
+        killed = time.time()
+        self.wait(lambda: len(self.events("first_step")) > count, "the next life")
+        return self.events("first_step")[-1]["t"] - killed - 2 * step, step
+
+    def quiet(self):
+        """Until the life's disk copy is written, so that it does not slow the yardsticks."""
+        last = self.events("rescue")[-1]["step"]
+        self.wait(lambda: any((self.folder / "run/checkpoints").glob(f"step-{last:08d}*")), "the disk copy")
+
+    def close(self):
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGTERM)
+        self.process.wait(120)
+        self.output.close()
+
+
+def yardsticks(folder, mb):
+    """A function that returns the seconds of (save, fsync and load of as many bytes; one memcpy of them)."""
+    import torch
+    size = int(mb * 1e6)
+    state = {f"tensor {at}": torch.ones(min(4 << 20, size - at) // 4 + 1) for at in range(0, size, 4 << 20)}
+    one, other = (torch.full((size,), value, dtype=torch.uint8) for value in (1, 2))
+
+    def measure():
+        began = time.perf_counter()
+        with open(folder / "whole.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        torch.load(folder / "whole.pt", weights_only=True)
+        middle = time.perf_counter()
+        ctypes.memmove(one.data_ptr(), other.data_ptr(), size)
+        return middle - began, time.perf_counter() - middle
+    return measure
+
+
+def measure(mb, rounds, flags, draw, report):
+    """[(recovery, a step, save and load, memcpy)] in seconds; the first round warms up and does not count."""
+    with tempfile.TemporaryDirectory(prefix="recovery-bench-") as folder:
+        others, run, rows = yardsticks(Path(folder), mb), Run(Path(folder, "own"), mb, flags), []
+        try:
+            run.wait(lambda: run.events("first_step"), "the first life")
+            for number in range(rounds + 1):
+                recovery = run.recover(draw)
+                run.quiet()
+                rows += [(*recovery, *others())] * (number > 0)
+        finally:
+            run.close()
+        if report:
+            subprocess.run([sys.executable, "-m", "common.ledger", run.folder / "run"], cwd=ROOT, check=False)
+    return rows
+
+
+def main():
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--mb", type=float, nargs="+", default=[1, 100, 800], help="of net and optimizer")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--report", action="store_true", help="the parts of each restart, from the ledger")
+    parser.add_argument("flags", nargs="*", help="flags of the training, after --")
+    given, draw = parser.parse_args(), random.Random(0)
+    print(f"{'MB':>6} {'recovery s':>11} {'min':>6} {'max':>6} {'a step':>7} {'save+load s':>12} "
+          f"{'ratio':>6} {'memcpy s':>9}")
+    for mb in given.mb:
+        rows = measure(mb, given.rounds, given.flags, draw, given.report)
+        seconds, step, saved, copied = (statistics.median(row[i] for row in rows) for i in range(4))
+        ratio, times = statistics.median(row[0] / row[2] for row in rows), [row[0] for row in rows]
+        print(f"{mb:6.0f} {seconds:11.2f} {min(times):6.2f} {max(times):6.2f} {step:7.2f} {saved:12.2f} "
+              f"{ratio:6.2f} {copied:9.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
