@@ -1,5 +1,7 @@
 """Tasks of one's own: exact means, the same bits at any world; what cannot be is refused at the start."""
+import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import tasks
@@ -27,6 +29,7 @@ from common.training import (
     prepare,
     replicate,
 )
+from common.training.evaluate import block_size
 from common.world import World
 
 CPU = torch.device("cpu")
@@ -270,3 +273,27 @@ def test_the_division_is_the_same_inside_a_fused_optimizer_and_with_clipping(opt
 
     for one, two in zip(weights(False).values(), weights(True).values(), strict=True):
         torch.testing.assert_close(one.double(), two, rtol=1e-4, atol=1e-5)
+
+
+# ---- --task tokens --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("training", [True, False])
+def test_tokens_has_the_mean_over_targets_that_count_and_the_perplexity(training):
+    task, net = find_task(Options(task="tokens")), torch.nn.Embedding(7, 7).double().train(training)
+    x, y = torch.randint(7, (4, 9)), torch.randint(7, (4, 9))
+    y[torch.rand(4, 9) < 0.5] = -100
+    state = SimpleNamespace(net=net, opts=Options(task="tokens", log_every=1), step=0, task=task)
+    for batch in ((x, y), {"input": x, "labels": y}):
+        metrics = task.metrics(task.add(task.zeros(CPU), task(net, batch, state)))
+        loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten()).item()
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-12)
+        assert metrics["acc"] == pytest.approx((net(x).argmax(2) == y)[y != -100].double().mean().item())
+        assert metrics["perplexity"] == pytest.approx(math.exp(loss)) and "perplexity" in task.shown
+
+
+def test_an_evaluation_with_many_classes_takes_few_samples_at_once_and_any_world_the_same_ones():
+    def size(tokens, classes, **more):
+        return block_size(SimpleNamespace(tokens=tokens, classes=classes), Options(**more))
+
+    assert [size(1, 10), size(128, 256), size(128, 50304), size(1024, 50304)] == [256, 32, 2, 1]
+    assert size(1, None, task="own.py:loss", micro_batch_size=8) == 8
+    assert size(1, None, task="own.py:loss", virtual_ranks=4, global_batch_size=66) == 17
