@@ -102,7 +102,7 @@ class Cluster:
         if os.path.exists(getattr(self, "endpoint", "")):
             os.unlink(self.endpoint)
 
-    def orphans(self, deadline=5):
+    def orphans(self, deadline):
         """Seconds until no worker of a dead agent is left."""
         began, dead = time.monotonic(), {agent.pid for agent in self.agents if agent.poll() is not None}
         kept = {self.store.pid} if self.store else set()

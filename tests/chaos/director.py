@@ -31,6 +31,7 @@ class Campaign(Strikes):
         self.env = env | {"CHAOS_SCRIPT": script, "STATE_MB": str(state)}
         self.flavours = STAGES if script == "mp" else FLAVOURS
         self.interval = LARGE_INTERVAL if state > 50 else INTERVAL
+        self.patience = 5 if state <= 50 else 60  # seconds: the workers of a dead agent save and leave
         self.todo = events.schedule(rng, count, points_names(), short, only)
         self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
         self.kinds = ["plain", "store"] if short else []  # of the first clusters; then as the dice fall
@@ -86,7 +87,8 @@ class Campaign(Strikes):
                 if flavour != "plain" and event.target in ("loader", "stall"):
                     event = event._replace(target="worker", signal="KILL")  # its samples are in memory
                 self.strike(event)
-                if any((self.run / "checkpoints").glob("step-*")):
+                small = self.interval == INTERVAL  # while a large one is read, an older one is deleted
+                if small and any((self.run / "checkpoints").glob("step-*")):
                     checks.checkpoints_are_whole(self.run, tries=3)
             elif not self.cluster.ended():
                 self.await_end()
@@ -124,7 +126,7 @@ class Campaign(Strikes):
 
     def relaunch(self):
         codes = self.cluster.finish(60)
-        self.orphaned.append(self.cluster.orphans())
+        self.orphaned.append(self.cluster.orphans(self.patience))
         self.struck += self.cluster.signalled
         assert 0 not in codes or self.step_on_disk() == self.steps, (
             f"an agent left with 0 before the end\n{self.outputs()}")
@@ -177,7 +179,7 @@ class Campaign(Strikes):
 
     # ---- the end of a run -------------------------------------------------------------------------
     def check(self, flavour, reference):
-        until(lambda: not self.jobs.alive(), "every process to end", 5)
+        until(lambda: not self.jobs.alive(), "every process to end", self.patience)
         self.struck += self.cluster.signalled
         journal = self.journaled()
         hard = {s["pid"] for s in self.struck + journal if s["signal"] in checks.HARD}

@@ -123,7 +123,7 @@ class Strikes:
         agent = self.rng.choice(self.cluster.living)
         landed, alone = self.cluster.strike([agent.pid], event.signal), len(self.cluster.living) == 1
         self.until(lambda: agent.poll() is not None, "the agent to end")
-        self.orphaned.append(self.cluster.orphans())
+        self.orphaned.append(self.cluster.orphans(self.patience))
         return landed, not alone
 
     def _node(self, event):
