@@ -13,7 +13,6 @@ from jobs import (
     STEPS,
     TESTS,
     audit,
-    children,
     command,
     events,
     last_loss,
@@ -198,7 +197,7 @@ def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
     files = (f"--dataset={TESTS}/paced.py:files", "--workers=2")
     job = ddp(jobs, 2, run, *files, PACE="0.05")
     life = wait_for(run, 4, 0, job)
-    assert any(jobs.kill(child) for pid in life["pids"] for child in children(pid))
+    assert any(jobs.kill(child) for pid in life["pids"] for child in loaders(pid))
     assert job.wait(40) == 0, job.output
     assert len(lives(run)) == 2
     assert_same(run, unbroken)
