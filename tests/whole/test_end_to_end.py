@@ -17,6 +17,7 @@ from jobs import (
     events,
     last_loss,
     lives,
+    loaders,
     reached,
     state,
     until,
