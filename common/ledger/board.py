@@ -113,5 +113,6 @@ class Tracker:
             self.told[kind_of(line)] = line["step"]
             replace_json(self.path, self.told)
         except Exception as error:
-            note(f"--log-to {self.spec}: {one_line(error)}; it is called again in the next life")
+            why = one_line(error.__cause__ or error)
+            note(f"--log-to {self.spec}: {why}; it is called again in the next life")
             self.spec = None

@@ -65,7 +65,9 @@ class Log:
         samples = position - start if epoch == state.epoch else steps * self.opts.global_batch_size
         rate = samples / (now - before) if now > before and samples > 0 else 0.0
         self.previous = (now, state.step, state.epoch, position)
-        self._keep({"step": state.step, "epoch": state.epoch} | values,
+        norm = getattr(state, "grad_norm", None)
+        norm = {} if norm is None else {"grad_norm": float(norm)}
+        self._keep({"step": state.step, "epoch": state.epoch} | values, norm |
                    self.facts | {"samples_per_s": rate} | (self.clock.shares() if self.clock else {}))
         parts = {name: f"{name} {values[name]:{_format(name, values[name])}}"
                  for name in dict.fromkeys((*FORMATS, *values))

@@ -183,6 +183,8 @@ def check_places(opts):
         if opts.memory_tier not in ("auto", "off") and not os.path.isdir(opts.memory_tier):
             raise UserError(f"--memory-tier: {opts.memory_tier!r} is no folder\n"
                             "name a folder in memory, as /dev/shm, or use auto or off")
+        if opts.log_to and not os.path.isfile(opts.log_to.rpartition(":")[0]):
+            raise UserError(f"--log-to: {opts.log_to!r} names no file\nwrite path/to/file.py:function")
         whole_path = run.resolve()
         if whole_path == Path(whole_path.anchor):
             raise UserError(f"--run-dir: {str(run)!r} is the root of the file system{own_folder}")

@@ -9,6 +9,10 @@ def finish_gradient(state: Any) -> None:
     clip, scaler = state.opts.clip_grad_norm, state.scaler
     if scaler and (clip or state.all_sum or state.divisor is not None):
         unscale(state)
+    shown = state.opts.tensorboard and (state.step + 1) % state.opts.log_every == 0
+    if shown and not scaler and not state.all_sum:
+        norm = state.norm([p.grad for p in state.names if p.grad is not None])  # for the log
+        state.grad_norm = float(norm) / (1.0 if state.divisor is None else float(state.divisor))
     if state.divisor is not None:
         divide(state, float(state.divisor))
     elif clip:

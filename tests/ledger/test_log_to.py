@@ -1,0 +1,86 @@
+"""--log-to: a person's own function gets each row of metrics.jsonl once, and a bad one stops no training."""
+import json
+import re
+
+import pytest
+from jobs import PACED, ROOT, wait_for
+from test_log import curve, life, options, steps
+
+from common.options import parse_options
+
+TRACKER = """
+import json, os, sys
+def note(row):
+    with open(os.environ["TRACKED"], "a") as file:
+        file.write(json.dumps(row) + "\\n")
+def broken(row):
+    raise ValueError("no connection")
+"""
+
+
+@pytest.fixture
+def tracked(tmp_path, monkeypatch):
+    """The flag's value; the rows that the function got are the lines of tmp_path/tracked."""
+    (tmp_path / "tracker.py").write_text(TRACKER)
+    monkeypatch.setenv("TRACKED", str(tmp_path / "tracked"))
+    return f"{tmp_path}/tracker.py:note"
+
+
+def got(tmp_path):
+    return [json.loads(line)["step"] for line in (tmp_path / "tracked").read_text().splitlines()]
+
+
+def test_each_row_is_told_once_through_lives_that_resume_earlier(tmp_path, tracked):
+    opts = options(tmp_path / "run", log_to=tracked)
+    life(opts, 0, 5)
+    life(opts, 3, 7)
+    life(opts, 7, 7)
+    assert got(tmp_path) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_row_that_was_written_but_not_told_is_told_by_the_next_life(tmp_path, tracked, capsys):
+    run = tmp_path / "run"
+    life(options(run), 0, 3)  # the flag comes later
+    life(options(run, log_to=tracked.replace("note", "broken")), 3, 4)
+    assert capsys.readouterr().out.count("no connection") == 1 and steps(run) == [1, 2, 3, 4]
+    life(options(run, log_to=tracked), 4, 4)
+    assert got(tmp_path) == [1, 2, 3, 4]
+
+
+def test_kills_repeat_no_row_and_lose_none(jobs, tmp_path, tracked):
+    run = tmp_path / "run"
+    job = jobs.torchrun(2, "train_ddp.py", *PACED, f"--run-dir={run}", f"--log-to={tracked}", PACE="0.02",
+                        TRACKED=str(tmp_path / "tracked"))
+    for number in range(2):
+        jobs.kill(wait_for(run, 5 + 6 * number, number, job)["pids"][0])
+    assert job.wait() == 0, job.output
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = [json.loads(line) for line in (tmp_path / "tracked").read_text().splitlines()]
+    key = [(row["step"], "val_loss" in row) for row in told]
+    assert sorted(key) == sorted((row["step"], "val_loss" in row) for row in rows)
+
+
+def test_a_file_that_is_not_there_is_refused_at_once():
+    with pytest.raises(SystemExit, match="2"):
+        parse_options("", ["--log-to", "nowhere.py:f"], script="ddp")
+
+
+def test_tensorboard_gets_world_lives_goodput_and_the_norm_of_the_gradient(jobs, tmp_path):
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run"
+    flags = [flag for flag in PACED if flag != "--no-tensorboard"]
+    assert jobs.python("train_ddp.py", *flags, f"--run-dir={run}", PACE="0").wait() == 0
+    for name in ("world", "lives", "goodput", "grad_norm", "data_wait", "samples_per_s"):
+        assert curve(run, f"run/{name}"), name
+    assert all(value > 0 for _, value in curve(run, "run/grad_norm"))
+
+
+@pytest.mark.parametrize("package, name", [("wandb", "wandb_offline"), ("mlflow", "mlflow_files")])
+def test_the_readmes_trackers_track(tmp_path, monkeypatch, package, name):
+    pytest.importorskip(package)
+    text = (ROOT / "common" / "README.md").read_text()
+    code = re.search(r"```python\n(def wandb_offline.*?)```", text, re.DOTALL)[1]
+    (tmp_path / "my_tracker.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    life(options(tmp_path / "run", log_to=f"{tmp_path}/my_tracker.py:{name}"), 0, 3)
+    assert json.loads((tmp_path / "run" / "log-to.json").read_text())["train"] == 3
