@@ -12,7 +12,8 @@ class Wishes:
 
     def __init__(self, state: Any, world: World, ledger: Ledger) -> None:
         self.state, self.world, self.ledger = state, world, ledger
-        self.control, self.asked = ledger.status.control, None
+        self.control = ledger.status.control
+        self.asked: str | None = None
 
     def all_sum(self, totals: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; the same collective tells every rank what is wished on any of them."""
