@@ -100,7 +100,7 @@ class Log:
         self._keep({"step": state.step} | values)
         self.note("  ".join([f"step {state.step}", *(f"{name} {value:.4f}" for name, value in values.items()
                                                      if isinstance(value, float)), *lists]))
-        if state.impatient:
+        if getattr(state, "impatient", False):
             self.note(f"stopped: no better evaluation since step {state.best['step']} "
                       f"(--patience {self.opts.patience})")
         # the time of an evaluation does not count as time of steps
