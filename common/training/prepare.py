@@ -58,7 +58,9 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     # `backward` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
     known = inspect.signature(DistributedDataParallel).parameters
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
-    return DistributedDataParallel(Replica(net), gradient_as_bucket_view=True, **{off: False})
+    # without init_sync, as the store has compared all weights: rank 0 need not send its own
+    flags = {off: False, "init_sync": False, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(Replica(net), **flags)
 
 
 def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
