@@ -16,7 +16,7 @@ if __name__ == "__main__":
 import torch
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from common.checkpoint import open_store
+from common.checkpoint import CheckpointStore
 from common.data import batches, load_data
 from common.errors import report_errors
 from common.ledger import Audit, Clock, Ledger, Log
@@ -46,7 +46,7 @@ def main(opts):
                        model.norm, world.all_sum, order.name, task)
     ledger = Ledger(opts.run_dir)
     audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)  # one a pipeline
-    store = open_store(opts, world, data.fingerprint, ledger)
+    store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \

@@ -154,6 +154,18 @@ def put(memory, start, data):
     memory[start:start + len(data)] = data
 
 
+def read_range(path, entry, start, end):
+    """Some bytes of a file; all blocks in which they lie are compared."""
+    found = bytearray(end - start)
+
+    def keep(at, data):
+        low, high = max(at, start), min(at + len(data), end)
+        if low < high:
+            found[low - start:high - start] = data[low - at:high - at]
+    read_file(path, entry, keep, lambda first, last: first < end and last > start)
+    return bytes(found)
+
+
 def _read_block(fd, name, start, end, stated, scratch, use):
     """In format 1 a block is a whole file. A longer one is used piece by piece, before its end proves it."""
     digest, at = hashlib.sha256(), start

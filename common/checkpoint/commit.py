@@ -6,41 +6,38 @@ A crash (C) between two of these points leaves the checkpoint before, or both, n
     C  manifest.json written and synced, last                 swept: complete, but not under its name
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
     C  the folder synced, renamed to checkpoints/step-N       on a power loss N is there whole or not at all
-    C  checkpoints/ synced                                    committed; what had the name before is deleted
+    C  checkpoints/ synced                                    committed
     C  N read back from the disk and verified                 only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
-If step-N exists already (same step, later facts), the two folders swap names in one step: old or new. If it
-is damaged, and the file system cannot swap, it is renamed first: nothing good is lost.
+No name is written twice: later facts of a step become step-N.1, and step-N goes with the older ones.
 """
-import atexit
 import contextlib
 import errno
 import itertools
 import os
-import queue
 import shutil
 import threading
 
 import common.checkpoint.blocks as blocks
 import common.checkpoint.files as files
-from common.checkpoint.fence import Fenced, exists, rescuing
+from common.checkpoint.fence import RESCUE, Fenced, exists, rescuing
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import (
+    ASIDE,
     MANIFEST,
     STATE,
     TENSORS,
     checkpoints,
+    digest_of,
     facts_to_json,
-    folder_name,
+    free_names,
     is_there,
-    read_manifest,
     verify,
     write_manifest,
 )
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
-ASIDE = "damaged-"       # a checkpoint that is not trusted is kept under this name until a newer one is saved
 
 
 class Hurried(Exception):
@@ -57,29 +54,59 @@ class Writer:
         self.root, self.staging, self.marks = root, staging, marks
         self.numbers, self.moved, self.renew, self.hurry = itertools.count(), 0, None, False
         self.door, self.inside, self.announced = threading.Lock(), 0, None
+        self.layout = None  # as soon as the state is known
 
-    def commit(self, images, facts, parent):
-        """Commits; OSError if the disk fails twice, Fenced if another life has taken over.
+    def commit(self, images, facts):
+        """The folder of the new checkpoint; None if parts of it are still missing.
 
-        After a failed write or fsync everything is written again, once, to other files.
+        OSError if the disk fails twice, Fenced if another life has taken over. After a failed write or fsync
+        everything is written again, once, to other files.
         """
-        name, unsure = folder_name(facts["step"]), False
         for attempt in (1, 2):
-            aside = self.staging / f"{name}.{os.getpid()}.{next(self.numbers)}"
+            aside = self._aside(facts["step"])
             try:
-                self._write_aside(aside, images, facts, parent)
-                files.sync_lines(self.root.parent, self.marks["life"])
-                self._name(aside, self.root / name, unsure)
-                unsure = True
-                files.sync_folder(self.root)
-                for old in (aside, _damaged(aside)):  # what had the name before goes once that is on the disk
-                    _delete(old)
-                return
-            except (OSError, Damaged) as error:  # Damaged: a part that should be joined
+                return self._commit(aside, images, facts)
+            except OSError as error:
                 shutil.rmtree(aside, ignore_errors=True)
                 self.ensure_staging(facts["step"])
-                if attempt == 2 or isinstance(error, Damaged) or error.errno in FULL:
+                if attempt == 2 or error.errno in FULL:
                     raise
+
+    def _commit(self, aside, images, facts):
+        os.mkdir(aside, 0o700)
+        written = self._write_tensors(aside, images)
+        roots = {part: written[name]["sha256"] for part, name in TENSORS.items()}
+        self._write_manifest(aside, aside, facts, written, digest_of(roots))
+        return self._name(aside, facts["step"])
+
+    def _aside(self, step):
+        return self.staging / f"step-{step}.{os.getpid()}.{next(self.numbers)}"
+
+    def _write_tensors(self, aside, images, ends=None):
+        return {name: blocks.write_file(aside / name, images[part].bytes, self._move, ends and ends[part])
+                for part, name in TENSORS.items()}
+
+    def _write_manifest(self, aside, final, facts, written, digest):
+        """Written aside, so that two ranks may do it at once; then renamed to `final`."""
+        parent = next((step for step, _ in checkpoints(self.root)), -1)
+        written |= {STATE: blocks.write_file(aside / STATE, facts_to_json(facts))}
+        fields = self.marks | {"step": facts["step"], "parent": parent}
+        blocks.write_file(aside / MANIFEST, write_manifest(fields, written, digest))
+        for name in (STATE, MANIFEST) if aside != final else ():
+            os.rename(aside / name, final / name)
+        files.sync_folder(final)
+
+    def _name(self, aside, step):
+        files.sync_lines(self.root.parent, self.marks["life"])
+        for name in free_names(self.root, step):
+            try:
+                os.rename(aside, self.root / name)
+            except OSError as error:
+                if error.errno not in THERE:
+                    raise
+            else:
+                files.sync_folder(self.root)
+                return self.root / name
 
     def ensure_staging(self, step):
         """Fenced if another life has moved the staging folder away; makes it again if a person deleted it."""
@@ -105,7 +132,8 @@ class Writer:
             if not self.inside:
                 self.ensure_staging(step)
                 self.announced = contextlib.ExitStack()
-                self.announced.enter_context(rescuing(self.staging, lambda: self.moved, needless))
+                lock = rescuing(self.staging, lambda: self.moved, needless, self.lock_name())
+                self.announced.enter_context(lock)
             self.inside += 1
         try:
             yield
@@ -115,14 +143,8 @@ class Writer:
                 if not self.inside:
                     self.announced.close()
 
-    def _write_aside(self, aside, images, facts, parent):
-        os.mkdir(aside, 0o700)
-        written = {STATE: blocks.write_file(aside / STATE, facts_to_json(facts))}
-        for part, name in TENSORS.items():
-            written[name] = blocks.write_file(aside / name, images[part].bytes, self._move)
-        fields = self.marks | {"step": facts["step"], "parent": parent}
-        blocks.write_file(aside / MANIFEST, write_manifest(fields, written))
-        files.sync_folder(aside)
+    def lock_name(self):
+        return RESCUE
 
     def _move(self):
         self.moved += 1
@@ -132,101 +154,41 @@ class Writer:
         if self.hurry:
             raise Hurried
 
-    def _name(self, aside, final, unsure):
-        try:
-            os.rename(aside, final)
-            return
-        except OSError as error:
-            if error.errno not in THERE:
-                raise
-        try:
-            theirs, _ = verify(int(final.name[5:]), final)
-            if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:
-                return  # another survivor of this life was faster
-        except Damaged:
-            theirs = None
-        try:
-            files.exchange(aside, final)
-        except OSError as error:
-            if error.errno == errno.ENOENT or unsure:  # fenced; or its name may not be on the disk: not saved
-                raise
-            if theirs is None:  # else the same step, whole: better than a moment without
-                os.rename(final, _damaged(aside))
-                os.rename(aside, final)
-
-    def read_back(self, step):
+    def read_back(self, step, folder):
         """Verifies what the disk gives back; if it is damaged, puts it aside and raises."""
-        final = self.root / folder_name(step)
         try:
-            verify(step, final, from_disk=True, moved=self._read_on, count=blocks.threads())
+            verify(step, folder, from_disk=True, moved=self._read_on)
         except Damaged:
-            self.put_aside(final)
+            self.put_aside(folder)
             raise
 
     def put_aside(self, folder):
         """Renames a checkpoint, so that it counts no more; it is kept until a newer one is saved."""
         to = self.root / f"{ASIDE}{folder.name}"
-        _delete(to)
+        delete(to)
         with contextlib.suppress(OSError):
             os.rename(folder, to)
 
     def delete_old(self, keep, protected):
-        """Once the newest is verified: deletes all but the newest `keep` and the `protected` steps."""
-        extra = [folder for step, folder in checkpoints(self.root)[keep:] if step not in protected]
+        """Once the newest is verified: deletes all but the newest `keep` and the `protected` steps.
+
+        Of each step the latest facts stay.
+        """
+        latest, found = {}, checkpoints(self.root)
+        for step, folder in found:
+            latest.setdefault(step, folder)
+        kept = {*list(latest)[:keep], *protected}
+        extra = [folder for step, folder in found if step not in kept or latest[step] != folder]
         if extra:
             extra += [path for path in self.root.iterdir() if path.name.startswith(ASIDE)]
         for folder in extra:
             gone = self.staging / f"{folder.name}.{next(self.numbers)}.gone"
             with contextlib.suppress(OSError):
                 os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
-                _delete(gone)
+                delete(gone)
 
 
-class Background:
-    """One thread for all saves: starting one makes training wait. `busy` is held from copy to end of save."""
-
-    def __init__(self):
-        self.busy, self.work, self.thread = threading.Lock(), queue.SimpleQueue(), None
-        self.closing = False
-
-    def do(self, task):
-        """Hands the task to the thread and returns at once; one that saves has `busy`, and releases it."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._serve, daemon=True, name="writer")
-            try:
-                self.thread.start()
-                atexit.register(self.close)
-            except RuntimeError:  # no thread can be started
-                self.thread = None
-                return task()
-        self.work.put(task)
-
-    def wait(self, timeout=-1):
-        """Waits for the save under way; False if it is not over within `timeout`."""
-        if self.busy.acquire(timeout=timeout):
-            self.busy.release()
-            return True
-        return False
-
-    def close(self):
-        self.wait()
-        self.closing = True
-        if self.thread:
-            self.work.put(None)
-            self.thread.join()
-            self.thread = None
-            atexit.unregister(self.close)
-
-    def _serve(self):
-        while task := self.work.get():
-            task()
-
-
-def _damaged(aside):
-    return aside.with_name(f"{aside.name}.damaged")
-
-
-def _delete(path):
+def delete(path):
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:

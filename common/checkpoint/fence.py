@@ -31,7 +31,7 @@ SAME_JOB_WAIT = 60.0     # an earlier life of our own job may still be saving; t
 ORPHAN_WAIT = 10.0       # and so may one whose agent has just died
 RESCUE_WAIT = 10.0       # without a move: a rescue under way is given up
 HUNG_SECONDS = 600.0     # and so it is, like any save, without a byte written
-RESCUE = "rescue.lock"   # file in a staging folder: held while a survivor saves
+RESCUE = "rescue.lock"   # files in a staging folder have names that end so: held while a survivor saves
 NODE = "node."           # file in a staging folder: held by a rank of each other node while it lives
 NODE_STILL = 3.0         # without a move: that node is gone
 NODE_WAIT = 30.0         # a survivor may take to the end of its step, until it announces its rescue
@@ -140,7 +140,8 @@ class Fence:
                 with contextlib.suppress(OSError):
                     for node in (self.root / name).glob(f"{NODE}*"):
                         _wait_for_rescue(node, still=NODE_STILL, most=NODE_WAIT)
-                    _wait_for_rescue(self.root / name / RESCUE)
+                    for lock in (self.root / name).glob(f"*{RESCUE}"):
+                        _wait_for_rescue(lock)
                 _move_away(self.root / name)
         for name in os.listdir(self.path.parent):
             if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):  # its process died as it wrote
@@ -180,18 +181,19 @@ class Fence:
 
 
 @contextlib.contextmanager
-def rescuing(staging, moved=None, needless=None):
+def rescuing(staging, moved=None, needless=None, name=RESCUE):
     """Inside, only this process of its node saves. A new owner waits while it lives and `moved()` grows.
 
-    Where `needless()` says that there is nothing to save, now or after a wait, it takes no lock.
+    Where `needless()` says that there is nothing to save, now or after a wait, it takes no lock. Each part of
+    a net has a lock with a `name` of its own.
     """
-    fd, mine = _wait_for_rescue(staging / RESCUE, os.O_CREAT, needless)
+    fd, mine = _wait_for_rescue(staging / name, os.O_CREAT, needless)
     if mine:  # or another thread of ours is in here: closing `fd` would drop its lock
         yield
         return
-    aside = staging / f"{RESCUE}.{uuid.uuid4().hex[:12]}"
+    aside = staging / f"{name}.{uuid.uuid4().hex[:12]}"
     try:
-        held = Held(staging / RESCUE, this_process(), aside, moved)
+        held = Held(staging / name, this_process(), aside, moved)
     finally:
         if fd is not None:
             os.close(fd)

@@ -1,6 +1,5 @@
 """What lies under a name: folders that are synced, small files, JSON that is checked. No torch, no pickle."""
 import contextlib
-import ctypes
 import errno
 import functools
 import hashlib
@@ -65,15 +64,6 @@ def sync_lines(run_dir, life):
                 os.fdatasync(fd)
             finally:
                 os.close(fd)
-
-
-def exchange(one, other):
-    """Swap two names in one step (Linux; file systems without it raise OSError)."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
-    if rename(-100, os.fsencode(one), -100, os.fsencode(other), 2):  # AT_FDCWD twice, RENAME_EXCHANGE
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(one))
 
 
 def read_small(path, limit=SMALL):

@@ -11,7 +11,6 @@ import stat
 from functools import partial
 from pathlib import Path
 
-import common.checkpoint.blocks as blocks
 from common.checkpoint.blocks import put, read_file, root, sha, threads
 from common.checkpoint.files import (
     SMALL,
@@ -29,36 +28,66 @@ TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 STATE = "state.json"
 MANIFEST = "manifest.json"
 FORMATS = (1, 2)  # the last one is written; the first one has no blocks
-LINE_BYTES = 120  # of the manifest, for one block
+LONG = 64  # bytes of the manifest for a byte of a tensor: each of many tiny ones may be a block
+MOST_BYTES = 1 << 28  # of the manifest
+MOST_TRIES = 1000  # to find a name that another survivor does not take first
 HASH = re.compile("[0-9a-f]{64}")
 KINDS = {"format": int, "step": int, "parent": int, "life": str, "digest": str, "files": dict,
          "identity": str, "data": str, "torch": str}
-STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
+STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
+ASIDE = "damaged-"  # a checkpoint that is not trusted is kept under this name until a newer one is saved
 
 
 @patient
 def checkpoints(root):
-    """Committed checkpoints under `root`, newest first, as (step, folder); not verified."""
+    """Committed checkpoints under `root`, newest first, as (step, folder); not verified.
+
+    Of one step the latest facts come first: `step-N.2`, `step-N.1`, `step-N`.
+    """
     try:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted([(int(name[5:]), Path(root, name)) for name in filter(STEP.fullmatch, names)], reverse=True)
+    found = [(*numbers_of(name), name) for name in names if STEP.fullmatch(name)]
+    return [(step, Path(root, name)) for step, _, name in sorted(found, reverse=True)]
+
+
+def free_names(root, step):
+    """Names for a checkpoint of this step that no checkpoint has or had, the next one first."""
+    names = [name.removeprefix(ASIDE) for name in os.listdir(root)]
+    taken = [k for name in names if STEP.fullmatch(name) for at, k in [numbers_of(name)] if at == step]
+    first = max(taken, default=-1) + 1
+    return (folder_name(step) + (f".{k}" if k else "") for k in range(first, first + MOST_TRIES))
 
 
 def folder_name(step):
     return f"step-{step:08d}"
 
 
-def write_manifest(fields, files):
+def numbers_of(name):
+    """(step, k) of `step-N.k`."""
+    step, k = STEP.fullmatch(name).groups()
+    return int(step), int(k or 0)
+
+
+def write_manifest(fields, files, digest):
     """The manifest's bytes; `files` is {name: entry} of everything else in the folder (blocks.py)."""
-    digest = digest_of({name: files[name]["sha256"] for name in TENSORS.values()})
     return sealed(fields | {"format": FORMATS[-1], "digest": digest, "files": files})
 
 
-def digest_of(hashes):
-    """One SHA-256 over all tensors, from those of the files, which hold them in a fixed order."""
-    return sha("".join(hashes[name] for name in TENSORS.values()).encode())
+def digest_of(roots):
+    """One SHA-256 over all tensors, from the one hash of each whole file."""
+    return sha("".join(roots[part] for part in TENSORS).encode())
+
+
+def parts_of(files):
+    """What the names of each part's files begin with; of one part it is nothing."""
+    count = max(1, len(files) // len(TENSORS))
+    return [""] if TENSORS["model"] in files else [part_name(number) + "/" for number in range(count)]
+
+
+def part_name(number):
+    return f"part-{number + 1:05d}"
 
 
 def read_manifest(step, folder):
@@ -66,9 +95,8 @@ def read_manifest(step, folder):
     with proven(folder):
         if not stat.S_ISDIR(os.lstat(folder).st_mode):
             raise Damaged("not a folder")
-        size = sum(path.lstat().st_size for path in folder.glob("*.safetensors"))
-    limit = SMALL + size // blocks.BLOCK_BYTES * LINE_BYTES
-    manifest = unseal(read_small(folder / MANIFEST, limit), MANIFEST)
+        size = sum(path.lstat().st_size for path in folder.rglob("*.safetensors"))
+    manifest = unseal(read_small(folder / MANIFEST, min(SMALL + LONG * size, MOST_BYTES)), MANIFEST)
     if manifest.get("format") not in FORMATS:
         raise Damaged(f"{MANIFEST} has format {str(manifest.get('format'))[:20]}, this code reads {FORMATS}")
     for name, kind in KINDS.items():
@@ -80,15 +108,19 @@ def read_manifest(step, folder):
     if manifest["step"] != step:
         raise Damaged(f"{MANIFEST} is of step {manifest['step']}, the folder says {step}")
     files = manifest["files"]
-    if set(files) != {*TENSORS.values(), STATE}:
-        raise Damaged(f"{MANIFEST} lists {sorted(files)[:5]}, expected {sorted([*TENSORS.values(), STATE])}")
+    expected = [STATE, *(prefix + name for prefix in parts_of(files) for name in TENSORS.values())]
+    if set(files) != set(expected):
+        raise Damaged(f"{MANIFEST} lists {sorted(files)[:5]}, expected {sorted(expected)[:5]}")
     for name, entry in files.items():
         if not (isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) <= {"bytes", "sha256", "blocks"}
                 and type(entry["bytes"]) is int and entry["bytes"] >= 0 and _is_hash(entry["sha256"])):
             raise Damaged(f"{MANIFEST}: no size or SHA-256 for {name}")
         if "blocks" in entry and not _are_blocks(entry):
             raise Damaged(f"{MANIFEST}: the blocks of {name} are not those of its size and SHA-256")
-    if manifest["digest"] != digest_of({name: entry["sha256"] for name, entry in files.items()}):
+    # that of parts is over whole files, which are not there
+    digest = digest_of({part: files[name]["sha256"] for part, name in TENSORS.items()}) \
+        if TENSORS["model"] in files else manifest["digest"]
+    if manifest["digest"] != digest or not _is_hash(digest):
         raise Damaged(f"{MANIFEST}: its digest is not that of its files")
     return manifest
 
@@ -110,58 +142,60 @@ def _are_blocks(entry):
 
 
 @patient
-def verify(step, folder, use=None, needed=None, from_disk=False, moved=None, count=1):
-    """(manifest, facts), after reading and comparing each byte.
-
-    `use(name, start, data)` gets each piece, on one of `count` threads; `needed` {part: bytes} is the size of
-    each file of tensors in this run.
-    Damaged: proven wrong. OSError: could not be read, even some seconds later; its content is unknown.
-    """
+def read_facts(step, folder, from_disk=False):
+    """(manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
     manifest = read_manifest(step, folder)
-    files = manifest["files"]
-    for part, size in (needed or {}).items():
-        if size != files[TENSORS[part]]["bytes"]:
-            raise Damaged(f"{TENSORS[part]} is {files[TENSORS[part]]['bytes']:,} bytes, "
-                          f"this model and optimizer need {size:,}")
-    if files[STATE]["bytes"] > SMALL:
-        raise Damaged(f"{STATE} is {files[STATE]['bytes']:,} bytes, more than {SMALL:,}")
-    text = bytearray(files[STATE]["bytes"])
-    uses = {STATE: partial(put, text)} | {name: use and partial(use, name) for name in TENSORS.values()}
-    for name, act in uses.items():
-        read_file(folder / name, files[name], act, None, from_disk, moved, count)
+    entry = manifest["files"][STATE]
+    if entry["bytes"] > SMALL:
+        raise Damaged(f"{STATE} is {entry['bytes']:,} bytes, more than {SMALL:,}")
+    text = bytearray(entry["bytes"])
+    read_file(folder / STATE, entry, partial(put, text), from_disk=from_disk)
     # Facts of earlier versions do not name the order of their position: the data's fingerprint stands for it.
     return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(bytes(text), STATE), step)
+
+
+@patient
+def verify(step, folder, use=None, from_disk=False, moved=None):
+    """(manifest, facts), after reading and comparing each byte; `use(name, start, data)` gets each piece.
+
+    Damaged: proven wrong. OSError: could not be read, even some seconds later; its content is unknown.
+    """
+    manifest, facts = read_facts(step, folder, from_disk)
+    for name, entry in manifest["files"].items():
+        if name != STATE:
+            read_file(folder / name, entry, use and partial(use, name), None, from_disk, moved, threads())
+    return manifest, facts
 
 
 def describe(step, folder):
     """(whether it is whole, a line about it that ends with its digest or the damage)."""
     hashes = {name: {} for name in TENSORS.values()}
 
-    def note(name, start, data):  # checkpoints of format 1 have no hashes of blocks
-        hashes[name][start] = sha(data)
+    def note(name, start, data):
+        if name in hashes:
+            hashes[name][start] = sha(data)
     try:
-        manifest, _ = verify(step, folder, note, count=threads())
+        manifest, _ = verify(step, folder, note)
     except Damaged as reason:
         return False, f"{folder.name}  damaged: {reason}"
     except OSError as error:
         return False, f"{folder.name}  could not be read: {error}"
-    size = sum(file["bytes"] for file in manifest["files"].values())
-    roots = {name: root([each for _, each in sorted(found.items())]) for name, found in hashes.items()}
-    return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(roots)}"
+    digest, size = manifest["digest"], sum(entry["bytes"] for entry in manifest["files"].values())
+    if manifest["format"] == 1:  # its digest is over whole files, and not comparable
+        digest = digest_of({part: root([found for _, found in sorted(hashes[name].items())])
+                            for part, name in TENSORS.items()})
+    return True, f"{folder.name}  whole  {size:,} bytes  {digest}"
 
 
 @patient
 def glance(step, folder):
-    """The facts of a checkpoint that a process has just committed; checks all but the tensors' hashes."""
-    files = read_manifest(step, folder)["files"]
+    """The facts of a checkpoint that a process has just committed; of tensors it compares the sizes alone."""
+    manifest, facts = read_facts(step, folder)
     with proven(folder):
-        for name, file in files.items():
-            if os.lstat(folder / name).st_size != file["bytes"]:
-                raise Damaged(f"{name} is not {file['bytes']:,} bytes")
-    text = read_small(folder / STATE)
-    if sha(text) != files[STATE]["sha256"]:
-        raise Damaged(f"{STATE} does not have the SHA-256 of its manifest")
-    return check_facts(parse_json(text, STATE), step)
+        for name, entry in manifest["files"].items():
+            if os.lstat(folder / name).st_size != entry["bytes"]:
+                raise Damaged(f"{name} is not {entry['bytes']:,} bytes")
+    return facts
 
 
 def is_there(root, facts):
@@ -169,8 +203,13 @@ def is_there(root, facts):
     for step, folder in checkpoints(root):
         with contextlib.suppress(Damaged, OSError):
             there = glance(step, folder)
-            return step > facts["step"] or there == as_read(facts)
+            return _how_far(there) > _how_far(facts) or there == as_read(facts)
     return False
+
+
+def _how_far(facts):
+    """Within one step, the epoch ends after the evaluation."""
+    return facts["step"], facts["epoch"], facts.get("judged", {}).get("step", -1)
 
 
 def check_facts(facts, step):

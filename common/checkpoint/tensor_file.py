@@ -1,19 +1,18 @@
-"""The bytes of one safetensors file in one host buffer, which serves saving and loading.
+"""The bytes of one safetensors file in one host buffer, which is allocated once and serves every save.
 
-Names, shapes and dtypes come from the live net, never from a file: a file with other header bytes is refused,
-so no file decides how much memory is allocated. The buffer is allocated once and serves every save.
+Names, shapes and types come from the live net. A file whose header is not exactly ours is refused.
 """
 import contextlib
 import copy
 import ctypes
-import hashlib
 import json
 import mmap
 import os
+from math import prod
 
 import torch
 
-from common.checkpoint.files import Damaged
+from common.checkpoint.files import Damaged, parse_json
 from common.errors import UserError
 
 DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -31,6 +30,40 @@ LIBC = ctypes.CDLL(None)
 CHECKED = 1 << 22   # elements checked at once: bounds the memory of the check
 
 
+def lay_out(tensors):
+    """(header, {name: (start, bytes, type, shape)}) of the file that holds {name: (type, shape)}.
+
+    Wide types come first, then it goes by name: each tensor is aligned, and equal states are equal bytes.
+    """
+    entries, places, at = {}, {}, 0
+    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
+        dtype, shape = tensors[name]
+        size = prod(shape) * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
+        places[name] = (at, size, dtype, tuple(shape))
+        at += size
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % 64)  # the format pads with spaces; data starts on a cache line
+    header = len(text).to_bytes(8, "little") + text
+    return header, {name: (len(header) + place[0], *place[1:]) for name, place in places.items()}
+
+
+def read_header(data, file_name):
+    """What `lay_out` returned when it made this header; Damaged if it makes another one."""
+    known = {name: dtype for dtype, name in DTYPES.items()}
+    tensors = {}
+    for name, entry in parse_json(data[8:], f"{file_name}: its header").items():
+        shape = entry.get("shape") if isinstance(entry, dict) else None
+        if not (isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**62 for n in shape)
+                and isinstance(entry.get("dtype"), str) and entry["dtype"] in known):
+            raise Damaged(f"{file_name}: {name[:80]} is {str(entry)[:100]}")
+        tensors[name] = known[entry["dtype"]], tuple(shape)
+    header, places = lay_out(tensors)
+    if header != data:
+        raise Damaged(f"{file_name}: its header is written differently")
+    return places
+
+
 class TensorFile:
     def __init__(self, tensors):
         for name, tensor in tensors.items():
@@ -38,20 +71,9 @@ class TensorFile:
                 raise UserError(
                     f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: it cannot be saved\n"
                     "keep such tensors out of the net's parameters and buffers (persistent=False)")
-        # Wide types first, then by name: every tensor is aligned, and equal states are equal bytes.
-        names = sorted(tensors, key=lambda n: (-tensors[n].element_size(), n))
-        header, self.places, at = {}, {}, 0
-        for name in names:
-            tensor = tensors[name]
-            size = tensor.numel() * tensor.element_size()
-            header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape),
-                            "data_offsets": [at, at + size]}
-            self.places[name] = (at, size, tensor.dtype, tensor.shape)
-            at += size
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-(len(text) + 8) % 64)  # the format pads with spaces; data starts on a cache line
-        self.header = len(text).to_bytes(8, "little") + text
-        self.size, self.gpus = len(self.header) + at, {t.device for t in tensors.values() if t.is_cuda}
+        self.header, self.places = lay_out({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
+        self.size = max((start + size for start, size, *_ in self.places.values()), default=len(self.header))
+        self.gpus = {t.device for t in tensors.values() if t.is_cuda}
         self.buffer = self.bytes = self.stream = self.copied = None
         self.views = {}
 
@@ -69,7 +91,7 @@ class TensorFile:
             if len(self.gpus) == 1:
                 self._pin(*self.gpus)
         if touch:
-            self.buffer[::PAGE].bitwise_or_(0)  # changes nothing: the buffer may hold a checkpoint
+            self.buffer[::PAGE].bitwise_or_(0)  # changes nothing
         return self
 
     def mapped(self, path, keep):
@@ -92,10 +114,14 @@ class TensorFile:
         for at in range(0, self.size if start else 0, TOUCHED):
             LIBC.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(min(TOUCHED, self.size - at)), how)
 
+    def check_header(self, file_name):
+        """Damaged if the image that was mapped has another header than this net."""
+        if self.bytes[:len(self.header)] != self.header:
+            raise Damaged(f"{file_name}: its header is not the one this model and optimizer need")
+
     def _lie_over(self, memory):
         self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
-        body = self.buffer[len(self.header):]
-        self.views = {name: body[at:at + size].view(dtype).view(shape)
+        self.views = {name: self.buffer[at:at + size].view(dtype).view(shape)
                       for name, (at, size, dtype, shape) in self.places.items()}
 
     def close(self):
@@ -110,10 +136,6 @@ class TensorFile:
         if int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), self.size, 0)) == 0:
             self.stream, self.copied = torch.cuda.Stream(gpu), torch.cuda.Event()
 
-    def layout(self):
-        """A hash of all names, shapes and types: equal on ranks with equal nets and optimizers."""
-        return int.from_bytes(hashlib.sha256(self.header).digest()[:7], "little")
-
     @torch.no_grad()
     def copy(self, tensors):
         """The one copy that training waits for. Of a GPU's tensors it is only begun: `wait` before you read.
@@ -121,8 +143,8 @@ class TensorFile:
         It may run beside the next forward and backward: an update waits for it (TrainState.changing).
         """
         self.open(touch=False)
-        self.bytes[:len(self.header)] = self.header  # a damaged file may have been read in here
-        base, targets, sources = self.buffer.data_ptr() + len(self.header), [], []
+        self.bytes[:len(self.header)] = self.header  # a mapped file may hold anything
+        base, targets, sources = self.buffer.data_ptr(), [], []
         for name, (at, size, dtype, shape) in self.places.items():
             tensor = tensors[name].detach()
             if tensor.dtype != dtype or tensor.shape != shape:
@@ -160,30 +182,3 @@ class TensorFile:
                     if not piece.sum().isfinite() and not piece.isfinite().all():
                         return name
         return None
-
-    def check_header(self, file_name):
-        """Damaged if the file that was read has another header than this net."""
-        found = bytes(self.bytes[:len(self.header)])
-        if found == self.header:
-            return
-        self.bytes[:len(self.header)] = self.header
-        length = int.from_bytes(found[:8], "little")
-        try:
-            theirs = json.loads(found[8:8 + length]) if 0 < length <= len(found) - 8 else None
-        except (ValueError, RecursionError):
-            theirs = None
-        if not isinstance(theirs, dict):
-            raise Damaged(f"{file_name}: its header is not the one this model and optimizer need "
-                          f"({length:,} bytes)")
-        ours = json.loads(self.header[8:])
-        for name in sorted(ours.keys() | theirs.keys()):
-            if ours.get(name) != theirs.get(name):
-                raise Damaged(f"{file_name}: {name[:80]} is {_shape(theirs.get(name))}, "
-                              f"this run has {_shape(ours.get(name))}")
-        raise Damaged(f"{file_name}: its header is written differently")
-
-
-def _shape(entry):
-    if not isinstance(entry, dict):
-        return "absent"
-    return f"{entry.get('dtype')}{entry.get('shape')} at {entry.get('data_offsets')}"[:100]

@@ -47,7 +47,7 @@ class Rescue(Wishes):
         self.noticed = 0.0  # when this process learned that its life ends early
         self.dead: dict[str, Any] = {}  # the peer that died, for the ledger
         self.ending, self.over = threading.Lock(), threading.Event()
-        self.parting = self.parted = False  # waits for all ranks at the end; has met them
+        self.speaks = self.parting = self.parted = False  # waits for all ranks at the end; has met them
         self.under_agent, self.agent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
         self.watchdog = Watchdog(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
 
@@ -149,28 +149,29 @@ class Rescue(Wishes):
             self._await_the_agent()
         self._go(code if self.asked or code == BROKEN else 1)
 
-    def _say_once(self, text, always, stream=None):
-        """One line per fault and node, however many ranks survive it; with `always` on this rank too."""
+    def _may_speak(self):
+        """Whether this rank is the first of its node that tells of this end."""
         try:
             os.close(os.open(self.store.writer.staging / "told", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            first = True
+            return True
         except OSError as error:
-            first = self.world.rank == 0 and not isinstance(error, FileExistsError)
-        if first and self.dead:
-            self.ledger.death(life=self.world.life, **self.dead)
-        if text and (always or first):
-            say(text, stream or sys.stderr)
+            return self.world.rank == 0 and not isinstance(error, FileExistsError)
+
+    def _say_once(self, text, always, stream=None):
+        """One line per fault and node, however many ranks survive it; with `always` on this rank too."""
+        first = self.speaks or self._may_speak()
+        self.ledger.death(life=self.world.life, **self.dead) if first and self.dead else None
+        say(text, stream or sys.stderr) if text and (always or first) else None
         return first
 
     def _peers_end(self, error):
         """None, or if the error reports another process's end: which one, and how it ended if known here."""
         if not self.world.lost_a_peer(error):
             return None
-        if end := dead_peer(self.places):
-            rank, pid, how = end
-            self.dead = {"rank": rank, "why": how}
-            return f"rank {rank} (pid {pid}) {how}"
-        return f"a peer is gone ({in_words(error)})"
+        if (end := dead_peer(self.places)) is None:
+            return f"a peer is gone ({in_words(error)})"
+        self.dead = {"rank": end[0], "why": end[2]}
+        return f"rank {end[0]} (pid {end[1]}) {end[2]}"
 
     def _await_the_agent(self):
         """Waits for a signal: leaving before it would count a planned change of the world as a failure."""
@@ -193,15 +194,14 @@ class Rescue(Wishes):
                     if state.half_updated:
                         code = getattr(state.verdict, "code", 1)
                         return "the step was cut in two, the newest checkpoint stands", False, code
+                    self.speaks = not self.store.writer.is_saved(state) and self._may_speak()  # it tells
                     saved = self.store.rescue(state, for_a_peer and restart_is_sure(self))
                 finally:
                     state.lock.release()
         except Exception as failure:
             return f"saving step {state.step} failed: {failure}", False, getattr(failure, "code", UNSAVED)
-        if isinstance(saved, str):
-            return saved, False, STOPPED
-        if not saved:
-            return there
+        if saved is not True:
+            return (saved, False, STOPPED) if saved else there
         rank, seconds, where = self.world.rank, round(time.monotonic() - began, 3), self.store.handover.where
         self.ledger.event("rescue", step=state.step, rank=rank, why=why, rescue_s=seconds, where=where)
         by = f" by rank {rank}" * (self.world.size > 1) + " in memory" * (where == "memory")

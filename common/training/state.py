@@ -208,9 +208,12 @@ class TrainState:
         return {part: {n: t.to_local() if hasattr(t, "to_local") else t for n, t in named.items()}
                 for part, named in self._named().items()}
 
-    def sharded(self) -> set[str]:
-        """Names of tensors of which this rank has only some rows (train_mp.py --shard)."""
-        return {n for named in self._named().values() for n, t in named.items() if hasattr(t, "to_local")}
+    def rows(self) -> dict[str, tuple[int, int]]:
+        """{name: (first row, rows of the whole)} where this rank has only some (train_mp.py --shard)."""
+        found = {n: t for named in self._named().values() for n, t in named.items() if hasattr(t, "to_local")}
+        first = {n: -(-t.shape[0] // t.device_mesh.size()) * t.device_mesh.get_local_rank()
+                 for n, t in found.items()}
+        return {n: (min(first[n], t.shape[0]), t.shape[0]) for n, t in found.items()}
 
     def _named(self):
         own = self.own_weights
@@ -228,14 +231,11 @@ class TrainState:
                 "scaler": self.scaler.state_dict() if self.scaler else None}
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, dict[str, torch.Tensor]], facts: dict[str, Any]) -> None:
-        """Sets the state to what `tensors` and `facts` of another TrainState returned: nothing is lost.
+    def adopt(self, facts: dict[str, Any]) -> None:
+        """Sets the counters to what `facts` of another TrainState returned, whose tensors are in place.
 
         If the order of samples is another one, the epoch begins again, unless it was complete.
         """
-        for part, live in self.tensors().items():
-            for name, tensor in live.items():
-                tensor.copy_(tensors[part][name])
         for name, buffer in self.net.named_buffers():
             buffer.copy_(self.buffers[name])
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]

@@ -134,7 +134,7 @@ class Campaign(Strikes):
         self.settle(len(lives(self.run)))
 
     def step_on_disk(self):
-        return max([int(p.name[5:]) for p in (self.run / "checkpoints").glob("step-*")], default=-1)
+        return max([int(p.name[5:13]) for p in (self.run / "checkpoints").glob("step-*")], default=-1)
 
     def over(self):
         """Nothing more happens by itself: the submission has ended, or the last step is on the disk."""

@@ -11,11 +11,9 @@ import random
 import shutil
 
 import pytest
-from stores import a_life, at_step, images_are_at, images_for, options, save
+from stores import a_life, at_step, images_are_at, images_for, load_into, options, save
 
-from common.checkpoint import files
 from common.checkpoint.files import Damaged
-from common.checkpoint.load import into, newest
 from common.checkpoint.manifest import checkpoints, verify
 from common.ledger import Audit, Ledger
 from common.ledger.metrics import Metrics
@@ -72,14 +70,9 @@ class Recorder:
             real["rmdir"](path, dir_fd=dir_fd)
             note("rmdir", path_of(path, dir_fd))
 
-        def exchange(one, other, real=files.exchange):
-            real(one, other)
-            note("exchange", path_of(one), path_of(other))
-
         for function in (mkdir, write, fsync, rename, unlink, rmdir):
             monkeypatch.setattr(os, function.__name__, function)
         monkeypatch.setattr(os, "open", open_)
-        monkeypatch.setattr(files, "exchange", exchange)
 
     def announce(self, facts):
         self.ops.append(("announce", facts))
@@ -131,9 +124,6 @@ class Disk:
         elif what == "rename":
             to, as_name, _ = self.at(other)
             self.change((folder, name, None), (to, as_name, inode))
-        elif what == "exchange":
-            to, as_name, second = self.at(other)
-            self.change((folder, name, second), (to, as_name, inode))
         elif what in ("unlink", "rmdir"):
             self.change((folder, name, None))
 
@@ -194,7 +184,7 @@ def record(tmp_path, monkeypatch):
 
 def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch):
     opts, ops = record(tmp_path / "real", monkeypatch)
-    kinds = "mkdir create write fsync rename exchange unlink rmdir begin announce".split()
+    kinds = "mkdir create write fsync rename unlink rmdir begin announce".split()
     assert {op[0] for op in ops} == set(kinds)
     disk, images, rng = Disk(str(opts.run_dir / "checkpoints")), images_for(opts), random.Random(7)
     last, coming, announced, seen, states, trees = None, None, 0, set(), 0, set()
@@ -223,7 +213,8 @@ def record_evaluation(root, tree, ordered, allowed, whole, images):
     for path, data in sorted(tree.items()):
         if path.startswith("step-"):  # the rest is swept unread
             (root / path).mkdir() if data is None else (root / path).write_bytes(data)
-    step, facts, *_ = newest(checkpoints(root), into(images), report=lambda text: None)
+    found = load_into(images, root)
+    step, facts = found.step, found.facts or None
     assert facts in allowed, (step, allowed)  # None: nothing, before the first was announced
     assert facts is None or images_are_at(images, step)
     if ordered:  # as a journal keeps it: nothing that is named is damaged

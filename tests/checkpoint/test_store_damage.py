@@ -14,10 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from stores import end, images_for, load, new_store, options, tiny_state, two_checkpoints
+from stores import end, images_for, load, load_into, new_store, options, tiny_state, two_checkpoints
 
 from common.checkpoint.files import sealed
-from common.checkpoint.load import into, newest
 from common.checkpoint.manifest import checkpoints
 from common.errors import UserError
 
@@ -340,11 +339,11 @@ def test_planted_links_are_never_written_through(tmp_path):
 def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
     opts, root = two_checkpoints(tmp_path)
     net, said = torch.nn.Sequential(torch.nn.Linear(30, 20)), []
-    assert newest(checkpoints(root), into(images_for(opts, net)), report=said.append)[0] == -1
+    assert load_into(images_for(opts, net), root, said.append).step == -1
     assert "this model and optimizer need" in said[0]
     plant(root, "model.safetensors",
           tensors(shape=[3, 2])(tmp_path, (root / "step-00000002" / "model.safetensors").read_bytes()))
-    newest(checkpoints(root), into(images_for(opts)), report=said.append)
+    load_into(images_for(opts), root, said.append)
     assert "0.weight is F32[3, 2]" in said[-1] and "this run has F32[2, 3]" in said[-1]
 
 

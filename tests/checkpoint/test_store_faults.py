@@ -26,9 +26,10 @@ from stores import (
 )
 
 from common.checkpoint import blocks, files
+from common.checkpoint.commit import Hurried
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import checkpoints, describe, verify
-from common.checkpoint.store import MOST_FAILURES
+from common.checkpoint.saving import MOST_FAILURES
 from common.errors import UserError
 
 TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
@@ -132,7 +133,8 @@ def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch,
         assert seen.count(failed) == 1 and [target for _, target in named] == [str(final)]
         assert not named[0][0].startswith(os.path.dirname(failed) if k < 5 else failed)
     else:  # the rename: made anew, with other files
-        assert [kind for kind, _ in named[1:]] == ["folder"] and named[1][1] != final.stat().st_ino
+        (newest,) = root.glob("step-*")
+        assert newest.name == "step-00000001.1" and ("folder", newest.stat().st_ino) not in named
 
 
 def test_a_commit_whose_folder_cannot_be_synced_is_not_announced(tmp_path, monkeypatch):
@@ -188,7 +190,7 @@ def test_at_whatever_byte_the_disk_is_full_the_old_one_stands_and_the_message_sa
     assert (tmp_path / "done").exists() and steps_of(opts) == [2, 1]
 
 
-def full(path, data, moved=None):
+def full(path, *args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
@@ -270,24 +272,41 @@ def test_old_ones_go_only_after_the_new_one_was_read_back(tmp_path, monkeypatch)
     assert steps_of(opts) == [4, 2]
 
 
-def test_without_an_exchange_of_names_a_whole_checkpoint_stays_and_a_damaged_one_goes(tmp_path, monkeypatch):
-    def missing(one, other):
-        raise OSError(errno.EINVAL, "Invalid argument")
-
+def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_last(tmp_path, monkeypatch):
+    """On any file system, also one that cannot swap two names."""
     opts = options(tmp_path)
-    monkeypatch.setattr(files, "exchange", missing)
+    root = opts.run_dir / "checkpoints"
     with a_life(opts) as life:
         save(life, 1)
+        before = {path: path.read_bytes() for path in (root / "step-00000001").iterdir()}
         life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
+        with monkeypatch.context() as patch:  # nothing earlier goes before the later ones were read back
+            patch.setattr(life.store.writer, "read_back", lambda *args: (_ for _ in ()).throw(Hurried))
+            save(life, 1)
+        assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.1", "step-00000001"]
+        assert {path: path.read_bytes() for path in before} == before
+        assert verify(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5
+        assert not life.store.rescue(life.state)
+        life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.7})
         save(life, 1)
-        folder = opts.run_dir / "checkpoints" / "step-00000001"
-        # the moment without any is worse than old facts
-        assert verify(1, folder)[1]["best"]["val_acc"] is None
-        os.truncate(folder / "state.json", 5)
-        life.store.saved = None
-        save(life, 1)
-        assert verify(1, folder)[1]["best"]["val_acc"] == 0.5
-    assert sorted(p.name for p in (opts.run_dir / "checkpoints").iterdir()) == ["step-00000001"]
+        assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.2"]
+    with a_life(opts) as life:
+        assert life.state.best["val_acc"] == 0.7 and life.source == "checkpoints/step-00000001.2"
+
+
+def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones(tmp_path):
+    opts = options(tmp_path)
+    root = opts.run_dir / "checkpoints"
+    with a_life(opts) as life:
+        save(life, 1), save(life, 2)
+    os.truncate(root / "step-00000002" / "state.json", 5)
+    with a_life(opts) as life:
+        assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
+        at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
+        assert life.store.rescue(life.state)
+        assert [folder.name for _, folder in checkpoints(root)] == ["step-00000002.1", "step-00000001"]
+        life.state.evaluated, life.state.best = {}, tiny_state(opts).best
+        assert not life.store.rescue(life.state)  # a rank that had not evaluated yet
 
 
 def test_a_file_or_a_link_under_the_name_of_the_next_checkpoint_does_not_stop_it(tmp_path):

@@ -359,8 +359,8 @@ def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch, dis
         if disk == "fast":
             time.sleep(1.0)
         else:
-            write = life.store.writer._write_aside
-            life.store.writer._write_aside = lambda *args: (time.sleep(2.4), write(*args))
+            write = life.store.writer._write_tensors
+            life.store.writer._write_tensors = lambda *args: (time.sleep(2.4), write(*args))[1]
             life.store.save(at_step(life.state, 4))
         life.store.rescue(at_step(life.state, 5))
         os._exit(0)
@@ -652,8 +652,8 @@ def test_of_many_that_stop_at_once_only_one_takes_the_lock(tmp_path):
         fence.Held = held_by
         store, state = new_store(opts, world), tiny_state(opts)
         store.restore(state)
-        write = store.writer._write_aside
-        store.writer._write_aside = lambda *args: (time.sleep(0.5), write(*args))
+        write = store.writer._write_tensors
+        store.writer._write_tensors = lambda *args: (time.sleep(0.5), write(*args))[1]
         at_step(state, 3)
         world.barrier("step")
         with store.writer.rescuing(3, lambda: store.writer.is_saved(state)):

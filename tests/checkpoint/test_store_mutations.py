@@ -19,8 +19,8 @@ import common
 
 DEADLINE = 100
 STORE = ("world", "world.agreement", "checkpoint", *(f"checkpoint.{name}" for name in (
-    "files", "blocks", "manifest", "lock_file", "fence", "identity", "owner", "tensor_file", "pieces", "load",
-    "commit", "store", "parts")), *("rescue", "rescue.rescue", "rescue.watchdog"))
+    "files", "blocks", "manifest", "lock_file", "fence", "identity", "owner", "tensor_file", "layout", "reading",
+    "load", "commit", "parts", "saving", "store")), *("rescue", "rescue.rescue", "rescue.watchdog"))
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
 LENGTHS = ("damage", "every_length_of_every_file_but_the_right_one_falls_back")
@@ -40,6 +40,7 @@ AFRESH = ("identity", "starting_afresh_killed_half_way_is_ended_by_the_next_star
 BLOCKS = ("blocks", "every_bit_of_every_block_falls_back_when_it_flips")
 OTHER_BLOCKS = ("blocks", "a_manifest_that_tells_of_other_blocks_is_refused_even_under_a_right_seal")
 SLOW_DISK = ("test_rescue", "a_disk_that_takes_three_times_the_hang_limit_costs_nothing", "write")
+ROWS = ("parts", "rows_of_a_tensor_are_read_out_of_parts_of_any_size")
 DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays")
 
 MUTANTS = {
@@ -49,27 +50,36 @@ MUTANTS = {
                              "        pass\n    finally:\n        os.close(fd)\n    return entry", *CRASH),
     "no folder is synced": ("checkpoint.files", "    try:\n        os.fsync(fd)\n",
                             "    try:\n        pass\n", *CRASH),
-    "the checkpoint's folder is not synced": ("checkpoint.commit", "        files.sync_folder(aside)\n", "",
+    "the checkpoint's folder is not synced": ("checkpoint.commit", "        files.sync_folder(final)\n", "",
                                               *CRASH),
     "the rename is not synced": ("checkpoint.commit", "                files.sync_folder(self.root)\n", "",
                                  *CRASH),
     "written in place, without a rename": (
-        "checkpoint.commit", "                self._write_aside(aside, images, facts, parent)\n"
-        '                files.sync_lines(self.root.parent, self.marks["life"])\n                self._name(aside, self.root / name, unsure)\n',  # noqa: E501
-        "                self._write_aside(self.root / name, images, facts, parent)\n", *CRASH),
+        "checkpoint.commit", "        os.mkdir(aside, 0o700)\n",
+        '        aside = self.root / next(free_names(self.root, facts["step"]))\n        os.mkdir(aside, 0o700)\n', *CRASH),
     "renamed before the manifest is there": (
-        "checkpoint.commit", "        blocks.write_file(aside / MANIFEST,",
-        "        os.rename(aside, self.root / folder_name(facts['step'])); aside = self.root / folder_name(facts['step'])\n"
-        "        blocks.write_file(aside / MANIFEST,", *CRASH),
+        "checkpoint.commit", "        self._write_manifest(aside, aside, facts, written, digest_of(roots))\n"
+        '        return self._name(aside, facts["step"])\n',
+        '        aside = self._name(aside, facts["step"])\n'
+        "        self._write_manifest(aside, aside, facts, written, digest_of(roots))\n        return aside\n", *CRASH),
     "old ones deleted before the new one is written": (
-        "checkpoint.commit", '        name, unsure = folder_name(facts["step"]), False\n',
-        '        name, unsure = folder_name(facts["step"]), False\n        self.delete_old(1, set())\n',
-        *CRASH),
-    "the replaced one deleted before the exchange is on the disk": (
-        "checkpoint.commit", "                unsure = True\n",
-        "                unsure = _delete(aside) or True\n", *CRASH),
+        "checkpoint.commit", "        for attempt in (1, 2):\n",
+        "        self.delete_old(1, set())\n        for attempt in (1, 2):\n", *CRASH),
+    "earlier facts of a step go before the later ones are read back": (
+        "checkpoint.commit", "                files.sync_folder(self.root)\n",
+        "                files.sync_folder(self.root)\n                self.delete_old(99, set())\n",
+        "faults", "later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_last"),
+    "earlier facts of a step win": (
+        "checkpoint.manifest", "sorted(found, reverse=True)", "sorted(found, key=lambda f: (f[0], -f[1]), reverse=True)",
+        "faults", "later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_last"),
+    "the name of a damaged one is used again": (
+        "checkpoint.manifest", "name.removeprefix(ASIDE)", "name",
+        "faults", "a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones"),
+    "earlier facts follow later ones": (
+        "checkpoint.manifest", "_how_far(there) > _how_far(facts) or", "",
+        "faults", "a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones"),
     "old ones deleted without reading the new one back": (
-        "checkpoint.store", '            self.writer.read_back(facts["step"])\n', "            pass\n",
+        "checkpoint.saving", '                    self.writer.read_back(facts["step"], folder)\n', "                    pass\n",
         "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
     "a failed fsync is tried again": ("checkpoint.blocks",
                                       "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return entry",
@@ -79,8 +89,10 @@ MUTANTS = {
                                      "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return entry",
                                      "        try:\n            os.fsync(fd)\n        except OSError:\n            pass\n"
                                      "    finally:\n        os.close(fd)\n    return entry", *FSYNC, 2),
-    "a rename of which nobody knows is taken for committed": ("checkpoint.commit", " and not unsure:", ":",
-                                                              *FSYNC, 6),
+    "a rename of which nobody knows is taken for committed": (
+        "checkpoint.commit", "                files.sync_folder(self.root)\n",
+        "                with contextlib.suppress(OSError):\n                    files.sync_folder(self.root)\n",
+        *FSYNC, 6),
     "a short write is taken for a whole one": ("checkpoint.blocks", "        view = view[os.write(fd, view):]\n", "        view = view[os.write(fd, view) and len(view):]\n",  # noqa: E501
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
@@ -89,12 +101,19 @@ MUTANTS = {
     "the seal is over the values, not the bytes": ("checkpoint.files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "  # noqa: E501
                                                    "parse_json(data, name):\n", *LENGTHS),
     "the size is not compared": ("checkpoint.blocks", "!= entry[\"bytes\"]:\n            raise", "!= entry[\"bytes\"] and False:\n            raise", *LENGTHS),  # noqa: E501
-    "the header is not compared": ("checkpoint.tensor_file", "        if found == self.header:\n", "        if True:\n", *TENSORS, "another type"),  # noqa: E501
+    "the header is not compared": ("checkpoint.tensor_file", "    if header != data:\n", "    if False:\n",
+                                   *TENSORS, "overlapping offsets"),
+    "types and shapes are not compared": (
+        "checkpoint.layout", "            if dtype != ours[2] or shape[1:] != ours[3][1:] or len(shape) != len(ours[3]):\n",
+        "            if False:\n", *TENSORS, "another type"),
+    "a file decides how much memory is allocated": (
+        "checkpoint.layout", '        if length > min(len(header), entry["bytes"]):', "        if False:",
+        *TENSORS, "a header of 2**63 bytes"),
     "links are followed": ("checkpoint.files", "proven(path):\n        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW |", "proven(path):\n        fd = os.open(path, os.O_RDONLY |", *LINKS),  # noqa: E501
     "the kinds in a manifest are not looked at": ("checkpoint.manifest", "        if type(manifest.get(name)) is not kind:\n", "        if False:\n",  # noqa: E501
                                                   *MANIFEST, "no identity"),
     "a manifest of another step is taken": ("checkpoint.manifest", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),  # noqa: E501
-    "the digest is not compared": ("checkpoint.manifest", '    if manifest["digest"] != digest_of(', '    if False and manifest["digest"] != digest_of(',  # noqa: E501
+    "the digest is not compared": ("checkpoint.manifest", '    if manifest["digest"] != digest or', '    if',  # noqa: E501
                                    *MANIFEST, "another digest"),
     "facts of another step are taken": ("checkpoint.manifest", '    if facts["step"] != step:\n', "    if False:\n", *FACTS, "another step"),  # noqa: E501
     "the folder's owner and mode are not looked at": ("checkpoint.owner", "        trusted(run_dir)\n", "",
@@ -108,15 +127,16 @@ MUTANTS = {
     "a read that fails is not tried again": ("checkpoint.files", "        for pause in PAUSES:\n", "        for pause in ():\n", "faults",  # noqa: E501
                                              "a_read_that_fails_at_a_start_costs_no_checkpoint"),
     "what cannot be read is taken for damaged": ("checkpoint.files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),  # noqa: E501
-    "what cannot be read is passed over": ("checkpoint.load", "        if unread[0] > step:\n",
-                                           "        if False:\n", *UNREAD),
+    "what cannot be read is passed over": ("checkpoint.load", "        if own.unread[0] > newest[0]:",
+                                           "        if False:", *UNREAD),
     "contradicting options are let in": ("checkpoint.identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",  # noqa: E501
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
-    "parts are joined unhashed": ("checkpoint.pieces", '["files"][self.file]\n', '["files"][self.file]\n        entry = {"bytes": entry["bytes"], "sha256": __import__("hashlib").sha256((place / self.file).read_bytes()).hexdigest()}\n', "parts",  # noqa: E501
-                                  "a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole"),
-    "what a rank takes out of a file is not compared": ("checkpoint.pieces", ".digest() != expected:", ".digest() != expected and False:", "parts",  # noqa: E501
-                                                        "what_a_rank_reads_is_what_rank_0_has_verified",
-                                                        "flipped", 8),
+    "damage that one rank found is overlooked": (
+        "checkpoint.load", "    return not any(now), hows", "    return True, hows",
+        "parts", "damage_that_one_rank_alone_reads_makes_all_take_the_one_before", "part-00002/", "model"),
+    "other rows are taken": ("checkpoint.reading", "flat, low - first))", "flat, low - at))", *ROWS, 24),
+    "blocks of parts cross those of the whole": (
+        "checkpoint.layout", "blocks.BLOCK_BYTES - at % blocks.BLOCK_BYTES)", "blocks.BLOCK_BYTES)", *ROWS, 24),
     "a block is skipped": ("checkpoint.blocks", "in blocks[first::count]:",
                            "in blocks[first + first // 3::count]:", *BLOCKS),
     "a thread's damage is not heard of": ("checkpoint.blocks", "range(count)]:\n                each.result()\n",
@@ -155,9 +175,9 @@ MUTANTS = {
                              "            if self.renew is None:\n", *MOVED),
     "staging is renewed without looking at the lock": (
         "checkpoint.fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),  # noqa: E501
-    "a rescue under way is swept": ("checkpoint.fence", "                    _wait_for_rescue(self.root / name / RESCUE)\n", "                    pass\n",  # noqa: E501
+    "a rescue under way is swept": ("checkpoint.fence", "                        _wait_for_rescue(lock)\n", "                        pass\n",  # noqa: E501
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
-    "a rescue that does not write is given up": ("checkpoint.fence", "held = Held(staging / RESCUE, this_process(), aside, moved)", "held = Held(staging / RESCUE, this_process() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
+    "a rescue that does not write is given up": ("checkpoint.fence", "held = Held(staging / name, this_process(), aside, moved)", "held = Held(staging / name, this_process() | {'beat': 0}, aside); held.stop.set()",  # noqa: E501
                                                  *RESCUES),
     "a rescue that hangs is waited for": ("checkpoint.fence", '"moved" in owner and', '"left" in owner and',
                                           *RESCUES),
@@ -187,20 +207,17 @@ MUTANTS = {
     "the first step has no more time than others": ("rescue.watchdog", "            return OPENING_SECONDS\n", "            return LEAST_LIMIT_SECONDS\n",
                                                     "test_watchdog", "the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_first_step"),
     # what is saved
-    "a failed save counts as saved": ("checkpoint.store", "            self.saved = None  # so that",
+    "a failed save counts as saved": ("checkpoint.saving", "            self.saved = None  # so that",
                                       "            pass  # so that", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
-    "failures are not counted": ("checkpoint.store", "            self.failures += 1\n", "", "faults",
+    "failures are not counted": ("checkpoint.saving", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
     "half a step is saved": ("checkpoint.store", " or state.half_updated or state.facts() == self.saved:", " or state.facts() == self.saved:", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
-    "half a step is rescued": ("checkpoint.store", "if state.half_updated:\n", "if False:\n", "",
+    "half a step is rescued": ("checkpoint.store", "done = not state.half_updated and self._rescue(state)", "done = self._rescue(state)", "",
                                "a_state_cut_in_two_is_never_saved"),
-    "NaN is saved": ("checkpoint.store", 'if name := image.not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
+    "NaN is saved": ("checkpoint.saving", 'if name := image.not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
                      "a_state_that_is_not_finite_is_never_saved"),
-    "the same step is never saved again": ("checkpoint.commit", 'if theirs["files"] == read_manifest(theirs["step"], aside)["files"] and not unsure:',  # noqa: E501
-                                           "if theirs:", "",
-                                           "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
-    "the best one is pruned": ("checkpoint.store", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed',
+    "the best one is pruned": ("checkpoint.saving", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed',
                                "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on

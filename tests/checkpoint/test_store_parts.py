@@ -1,9 +1,9 @@
-"""A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever on its way
-it became wrong.
-"""
+"""A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever it is."""
+import json
 import os
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +11,11 @@ from ranks import fork_ranks
 from stores import a_life, at_step, end, is_at, options, save, steps_of
 from torch import nn
 
-from common.checkpoint import manifest, open_store, pieces
-from common.checkpoint.manifest import folder_name, verify
-from common.checkpoint.parts import PartsStore
-from common.errors import UserError
+from common.checkpoint import CheckpointStore, blocks, layout, load, reading
+from common.checkpoint.__main__ import main
+from common.checkpoint.manifest import checkpoints, describe, verify
+from common.checkpoint.parts import PartWriter
+from common.checkpoint.tensor_file import TensorFile
 from common.training import TrainState, build_optimizer
 from common.world import rendezvous as meeting
 
@@ -29,14 +30,15 @@ def whole_net():
 def store_of(world, folder, said):
     """(store, state) of this rank's stage."""
     world, opts = world.in_stages(STAGES), options(folder, script="mp", stages=STAGES)
-    net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i,
-                          layer in enumerate(whole_net())))
+    layers = enumerate(whole_net())
+    net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i, layer in layers))
     state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
-    return open_store(opts, world, "f" * 64, report=said.append), state
+    return CheckpointStore(opts, world, "f" * 64, report=said.append), state
 
 
-def flip(path, at):
+def flip(path, at=-1):
     with open(path, "r+b") as file:
+        at %= os.path.getsize(path)
         byte = os.pread(file.fileno(), 1, at)[0]
         os.pwrite(file.fileno(), bytes([byte ^ 64]), at)
 
@@ -54,111 +56,229 @@ def close(store):
     end(store)
 
 
-def test_a_bit_that_flips_in_a_part_before_it_is_joined_is_found_and_the_next_save_is_whole(tmp_path):
+def save_in_stages(folder, steps):
+    def live(world):
+        store, state = store_of(world, folder, [])
+        store.restore(state)
+        errors = "".join(saved(store, state, step) for step in steps)
+        close(store)
+        return errors
+    assert fork_ranks(STAGES, live) == [""] * STAGES
+
+
+def load_in_stages(folder, size=STAGES):
+    """[(step, whether all tensors are of it, what was said)] of each rank."""
+    def live(world):
+        store, state = store_of(world, folder, said := [])
+        store.restore(state)
+        close(store)
+        return state.step, is_at(state, state.step), said
+    return fork_ranks(size, live)
+
+
+@pytest.mark.parametrize("block", [8, 64, 1 << 22])
+def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_path, monkeypatch, block,
+                                                                           capsys):
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block)
+    save_in_stages(tmp_path / "parts", [1, 2])
+    opts = options(tmp_path / "whole", script="mp")
+    with a_life(opts, whole_net()) as life:
+        save(life, 2)
+    digests = []
+    for place in ("parts", "whole"):
+        assert main([str(tmp_path / place / "run"), "--digest"]) == 0
+        digests.append(capsys.readouterr().out.split()[-1])
+    folder = tmp_path / "parts/run/checkpoints/step-00000002"
+    assert digests[0] == digests[1] == json.loads((folder / "manifest.json").read_text())["digest"]
+    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "part-00001", "part-00002",
+                                                               "state.json"]
+    assert load_in_stages(tmp_path / "whole") == [(2, True, [])] * 2    # cut, and
+    with a_life(options(tmp_path / "parts", script="mp"), whole_net()) as life:
+        assert is_at(life.state, 2)                                     # put together again
+    assert not list((tmp_path / "parts/run/checkpoints").glob(".life-*"))
+
+
+def test_a_bit_that_flips_in_a_part_before_it_is_named_is_found_and_the_next_save_is_whole(tmp_path):
+    """A disk or a cache, between the part of one rank and the manifest of another."""
     def live(world):
         store, state = store_of(world, tmp_path, [])
         store.restore(state)
-        real, flipped = pieces.Joined._part, []
+        real, flipped = PartWriter._gather, []
 
-        def flips(self, place):
-            # a disk or a cache between the commit and the join
-            if not flipped and self.file == "model.safetensors":
-                flipped.append(place)
-                flip(place / self.file, -1 % os.path.getsize(place / self.file))
-            return real(self, place)
-        pieces.Joined._part = flips
+        def flips(self, gathered, facts):
+            part = gathered / "part-00001/model.safetensors"
+            if (gathered / "part-00002").exists() and part.exists() and not flipped:
+                flipped.append(part)
+                with open(part, "r+b") as file:
+                    file.seek(-1, 2)
+                    file.write(b"\xf7")
+            return real(self, gathered, facts)
+        PartWriter._gather = flips
         errors = saved(store, state, 1)
-        pieces.Joined._part = real
+        PartWriter._gather = real
         errors += saved(store, state, 2)
         close(store)
         return errors
 
     errors = "".join(fork_ranks(STAGES, live))
-    assert "model.safetensors has SHA-256" in errors and errors.count("SHA-256") == 1
+    assert "model.safetensors has SHA-256" in errors
     opts = options(tmp_path, script="mp")
-    assert steps_of(opts) == [2] and verify(2, opts.run_dir / "checkpoints" / folder_name(2))
+    assert steps_of(opts) == [2] and verify(2, opts.run_dir / "checkpoints/step-00000002")
     with a_life(opts, whole_net()) as life:
         assert is_at(life.state, 2)
 
 
-@pytest.mark.parametrize("piece", [8, pieces.PIECE])
-@pytest.mark.parametrize("how", ["flipped", "a link", "not at all"])
-def test_what_a_rank_reads_is_what_rank_0_has_verified(tmp_path, monkeypatch, how, piece):
-    monkeypatch.setattr(pieces, "PIECE", piece)
-    opts = options(tmp_path, script="mp")
-    with a_life(opts, whole_net()) as life:
-        save(life, 1), save(life, 2)
-    file = opts.run_dir / "checkpoints" / folder_name(2) / "model.safetensors"
+@pytest.mark.parametrize("which", ["model", "optimizer"])
+@pytest.mark.parametrize("part", ["", "part-00002/"], ids=["whole", "parts"])
+def test_damage_that_one_rank_alone_reads_makes_all_take_the_one_before(tmp_path, part, which):
+    if part:
+        save_in_stages(tmp_path, [1, 2])
+    else:
+        with a_life(options(tmp_path, script="mp"), whole_net()) as life:
+            save(life, 1), save(life, 2)
+    flip(tmp_path / f"run/checkpoints/step-00000002/{part}{which}.safetensors")
+    found = load_in_stages(tmp_path)
+    assert [(step, whole) for step, whole, _ in found] == [(1, True)] * 2
+    assert sum(f"{which}.safetensors has SHA-256" in text for _, _, said in found for text in said) == 1
+    assert (tmp_path / "run/checkpoints/damaged-step-00000002").is_dir()
+
+
+@pytest.mark.parametrize("how", ["flipped", "away", "a link", "unreadable"])
+def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_path, monkeypatch, how):
+    """The cache or the memory of another machine may give other bytes; a network shows names late."""
+    monkeypatch.setattr("common.checkpoint.files.PAUSES", ())
+    save_in_stages(tmp_path, [1, 2])
+    other = tmp_path / "elsewhere"
 
     def live(world):
         store, state = store_of(world, tmp_path, said := [])
-        real = PartsStore._take
+        if world.rank:
+            import shutil
+            shutil.copytree(tmp_path / "run/checkpoints", other)
+            folder = other / "step-00000002"
+            file = folder / "part-00002/model.safetensors"
+            if how == "flipped":
+                flip(file)
+            elif how == "away":
+                shutil.rmtree(folder)
+            elif how == "a link":
+                os.rename(file, tmp_path / "file")
+                file.symlink_to(tmp_path / "file")
+            real_open = os.open
 
-        def late(self, *args):
-            if world.rank and how == "flipped":  # after rank 0 has verified it
-                at = len(self.whole["model"].header) + self.whole["model"].places["1.weight"][0]
-                flip(file, at + 4 * 3 * 2 + 1)  # in the last row
-            elif world.rank and how == "a link":
-                os.rename(file, tmp_path / "elsewhere")
-                file.symlink_to(tmp_path / "elsewhere")
-            if how == "a link":
-                world.barrier("linked")
-            real(self, *args)
-        PartsStore._take = late
-        try:
-            store.restore(state)
-            return is_at(state, 2), said
-        except UserError as error:
-            return error.code, "does not read" in str(error) and ("step-00000002 as rank 0 did: "
-                                                                  "model.safetensors") in str(error)
-        finally:
-            close(store)
-
-    expected = (True, []) if how == "not at all" else (1, True)
-    assert fork_ranks(STAGES, live) == [expected] * 2
-
-
-def test_a_damaged_whole_is_not_taken_apart_but_the_one_before(tmp_path):
-    opts = options(tmp_path, script="mp")
-    with a_life(opts, whole_net()) as life:
-        save(life, 1), save(life, 2)
-    flip(opts.run_dir / "checkpoints" / folder_name(2) / "optimizer.safetensors", 1000)
-
-    def live(world):
-        store, state = store_of(world, tmp_path, said := [])
+            def opens(path, *args, **kwargs):
+                if how == "unreadable" and str(path) == str(file):
+                    raise OSError(5, "Input/output error", str(path))
+                return real_open(path, *args, **kwargs)
+            os.open = opens
+            real = reading.Reading.__init__
+            reading.Reading.__init__ = lambda self, layout, folder, told: real(
+                self, layout, other / folder.name, told)
         store.restore(state)
         close(store)
-        return is_at(state, 1), any("optimizer.safetensors has SHA-256" in text for text in said)
+        return is_at(state, 2), bool(said)
 
-    assert fork_ranks(STAGES, live) == [(True, True), (True, False)]
+    assert fork_ranks(STAGES, live) == [(True, False), (True, how != "away")]
+    assert steps_of(options(tmp_path)) == [2, 1]
 
 
-@pytest.mark.parametrize("piece", [8, 16, 24, 1 << 24])
-def test_rows_of_a_tensor_are_read_out_of_pieces_of_any_size(tmp_path, monkeypatch, piece):
-    """What --shard does: a rank owns some rows, and compares whole pieces."""
-    monkeypatch.setattr(pieces, "PIECE", piece)
+def test_the_first_of_two_ranks_with_the_same_part_is_taken_and_two_may_finish_at_once(tmp_path):
+    """Four ranks, two replicas of two stages, all in a rescue: no lock, and one whole checkpoint."""
+    def live(world):
+        store, state = store_of(world, tmp_path, [])
+        store.restore(state)
+        at_step(state, 5)
+        world.barrier("go")
+        told = store.rescue(state)
+        world.barrier("told")
+        found = [step for step, _ in checkpoints(store.root)]
+        close(store)
+        return told is True, found
+
+    results = fork_ranks(2 * STAGES, live)
+    assert sum(named for named, _ in results) >= 1 and results[0][1][0] == 5
+    opts = options(tmp_path, script="mp")
+    for step, folder in checkpoints(opts.run_dir / "checkpoints"):
+        assert step == 5 and describe(step, folder)[0]
+    with a_life(opts, whole_net()) as life:
+        assert is_at(life.state, 5)
+
+
+def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_next_whole_one(tmp_path):
+    def live(world):
+        store, state = store_of(world, tmp_path, [])
+        store.restore(state)
+        errors = saved(store, state, 1)
+        if world.rank == 0:
+            store.save(at_step(state, 2))
+            store.wait()
+        world.barrier("half")
+        gathered = len(list(store.writer.staging.glob("gathered-*")))
+        found = [step for step, _ in checkpoints(store.root)], gathered
+        world.barrier("seen")
+        errors += saved(store, state, 3)
+        left = len(list(store.writer.staging.glob("gathered-*")))
+        close(store)
+        return errors, found, left
+
+    assert fork_ranks(STAGES, live) == [("", ([1], 1), 0)] * STAGES
+    assert steps_of(options(tmp_path)) == [3, 1]
+
+
+@pytest.mark.parametrize("block", [8, 16, 24, 1 << 22])
+def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path, monkeypatch, block):
+    """What --shard does: a rank owns some rows; their blocks end where those of the whole end."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", block)
     tensors = {"a": torch.arange(14, dtype=torch.float64).view(7, 2), "b": torch.arange(5, dtype=torch.int16),
                "none": torch.empty(0, 3)}
-    whole = pieces.TensorFile(tensors).open()
-    whole.copy(tensors)
-    path = tmp_path / "file"
-    path.write_bytes(whole.bytes)
-    digests = pieces.Digests(whole)
-    for at in range(0, whole.size, 10):
-        digests(at, whole.bytes[at:at + 10])
-    assert digests.fits()
-    for start in range(7):
-        for rows in range(8 - start):
-            own = {name: t[start:start + rows] if name == "a" else t for name, t in tensors.items()}
-            with open(path, "rb") as file:
-                slices = pieces.Slices(file.fileno(), "file", whole, pieces.TensorFile(own),
-                                       {"a": start * 16, "b": 0, "none": 0},
-                                       bytes(digests.found), lambda: None)
-                assert all(torch.equal(slices[name], t) for name, t in own.items())
-    flip(path, whole.size - 1)
-    with open(path, "rb") as file, pytest.raises(pieces.Damaged, match="b is not what rank 0 has verified"):
-        pieces.Slices(file.fileno(), "file", whole, whole, dict.fromkeys(tensors, 0), bytes(digests.found),
-                      lambda: None)["b"]
+    world = SimpleNamespace(stages=1, replicas=1, replica=0, stage=0)
+
+    def layout_of(start, rows, replica=0, replicas=1):
+        own = {n: torch.zeros_like(t[start:start + rows] if n == "a" else t) for n, t in tensors.items()}
+        both = {"model": own, "optimizer": {}}
+        state = SimpleNamespace(tensors=lambda: both, rows=lambda: {"a": (start, 7)})
+        held = SimpleNamespace(**vars(world) | {"replica": replica, "replicas": replicas})
+        return layout.Layout(state, held, shard=replicas > 1), own
+
+    def fill(own, start, rows):
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name][start:start + rows] if name == "a" else tensors[name])
+
+    def write(folder, cuts):
+        """The checkpoint of as many ranks as there are cuts: (its entries, the one hash of the whole)."""
+        files, told = {}, []
+        for replica, (start, rows) in enumerate(cuts):
+            held, own = layout_of(start, rows, replica, len(cuts))
+            fill(own, start, rows)
+            (folder / f"part-{replica + 1:05d}").mkdir(parents=True)
+            for part, tensors_of in held.written.items():
+                image = TensorFile(tensors_of).open()
+                image.copy(own if part == "model" else {})
+                ends, starts = held.cut(part, image)
+                name = f"part-{replica + 1:05d}/{part}.safetensors"
+                files[name] = blocks.write_file(folder / name, image.bytes, None, ends)
+                told += [(folder / name, files[name], starts)] if part == "model" else []
+        return files, held.root_of("model", told)
+
+    hashes = set()
+    for number, cuts in enumerate(([(0, 7)], [(0, 4), (4, 3)], [(0, 3), (3, 3), (6, 1)],
+                                   [(0, 2), (2, 2), (4, 2), (6, 1)], [(k, 1) for k in range(7)] + [(7, 0)])):
+        folder = tmp_path / str(number)
+        files, found = write(folder, cuts)
+        hashes.add(found)
+        for start in range(7):
+            for rows in range(8 - start):
+                held, own = layout_of(start, rows)
+                told = {"files": files, "segments": held.segments(folder, {"files": files})}
+                read = reading.Reading(held, folder, told)
+                read._read(None, 2)
+                assert all(torch.equal(t, tensors[n][start:start + rows] if n == "a" else tensors[n])
+                           for n, t in own.items())
+        flip(folder / f"part-{len(cuts):05d}/model.safetensors")
+        with pytest.raises(blocks.Damaged, match="has SHA-256"):
+            blocks.read_file(folder / f"part-{len(cuts):05d}/model.safetensors",
+                             files[f"part-{len(cuts):05d}/model.safetensors"])
+    assert len(hashes) == 1
 
 
 def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):
@@ -169,14 +289,14 @@ def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):
 
     def live(world):
         meeting.JOINING = timedelta(seconds=0.3)
-        real = manifest.read_file
+        real = reading.read_file
 
         def slow(path, entry, use, wanted, from_disk, moved, count):
-            for _ in range(12 if path.name.startswith("model") else 0):
+            for _ in range(12 if path.name.startswith("model") and world.rank else 0):
                 time.sleep(0.1)
                 moved()
             return real(path, entry, use, wanted, from_disk, moved, count)
-        manifest.read_file = slow
+        reading.read_file = slow
         with a_life(opts, world=world) as life:
             assert is_at(life.state, 1)
         if world.rank:
@@ -186,3 +306,32 @@ def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):
         world.barrier("waited")
 
     fork_ranks(2, live)
+
+
+def test_what_one_rank_alone_can_read_is_sent_block_by_block(tmp_path, monkeypatch):
+    """A node without the checkpoint holds no second copy of it: two blocks at most are under way."""
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
+    with a_life(options(tmp_path / "node0")) as life:
+        save(life, 1)
+
+    def live(world):
+        opts, sent, real = options(tmp_path / f"node{world.node}"), [], load.Reading.relay
+
+        def counted(self, world, source):
+            broadcast = type(world).broadcast
+
+            def counts(self, tensor, source):
+                sent.append(tensor.numel())
+                return broadcast(self, tensor, source)
+            type(world).broadcast = counts
+            try:
+                return real(self, world, source)
+            finally:
+                type(world).broadcast = broadcast
+        load.Reading.relay = counted
+        with a_life(opts, world=world) as life:
+            return is_at(life.state, 1), len(sent) > 10, max(sent)
+
+    assert fork_ranks(4, live, node_size=2) == [(True, True, 65)] * 4
+    with a_life(options(tmp_path / "node1")) as life:
+        assert is_at(life.state, 1)

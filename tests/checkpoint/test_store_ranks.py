@@ -117,8 +117,8 @@ def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step
         finally:
             end(store)
 
-    assert fork_ranks(2, begin, 1, node_size=1) == [True, True]
     assert fork_ranks(2, begin, 2, node_size=1) == [(1, True)] * 2
+    assert fork_ranks(2, begin, 1, node_size=1) == [True, True]
     assert [steps_of(options(tmp_path / f"node{node}")) for node in range(3)] == [[9, 3], [9, 3], [4, 3]]
 
 

@@ -34,7 +34,7 @@ MP = {"script": "mp", "hang_timeout": 20}
 
 
 def newest(folder):
-    return max(int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*"))
+    return max(int(path.name[5:13]) for path in (folder / "checkpoints").glob("step-*"))
 
 
 def pictures():

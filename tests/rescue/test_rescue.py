@@ -160,10 +160,11 @@ def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, s
         common.rescue.rescue.WATCH_EVERY_SECONDS = 0.1
         state, store, ledger = a_run(world, run)
         object.__setattr__(state.opts, "hang_timeout", LIMIT)
-        write, verify = common.checkpoint.commit.Writer._write_aside, common.checkpoint.commit.verify
+        write, verify = common.checkpoint.commit.Writer._write_tensors, common.checkpoint.commit.verify
         if slow == "write":
             seconds = OUTLASTS_GUARD if case.__name__ == "hangs" else SLOW
-            common.checkpoint.commit.Writer._write_aside = lambda *args: (time.sleep(seconds), write(*args))
+            writer = common.checkpoint.commit.Writer
+            writer._write_tensors = lambda *args: (time.sleep(seconds), write(*args))[1]
         else:
             def verify_slowly(*args, **given):
                 time.sleep(SLOW if given.get("from_disk") else 0)
@@ -239,7 +240,7 @@ def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
             if what == "a full disk":
                 def full(*args):
                     raise OSError(errno.ENOSPC, "No space left on device")
-                store.writer._write_aside = full
+                store.writer._write_tensors = full
             elif what == "a NaN":
                 state.net[0].weight.data.fill_(float("nan"))
             stops(world, state, store, rescue)
@@ -307,8 +308,8 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
             world.store.get("rescuing")
             until(lambda: refused(store.writer.staging / "rescue.lock"), "the lock to be held", 10)
             return world.store.set("seen", "1")
-        go, real = threading.Event(), store.writer._write_aside
-        store.writer._write_aside = lambda *args: (go.wait(20), real(*args))
+        go, real = threading.Event(), store.writer._write_tensors
+        store.writer._write_tensors = lambda *args: (go.wait(20), real(*args))[1]
         store.save(state)
         step(state)
         thread = threading.Thread(target=store.rescue, args=[state])

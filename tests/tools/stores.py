@@ -13,7 +13,8 @@ import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no d
 from torch import nn
 
 from common.checkpoint import CheckpointStore
-from common.checkpoint.load import into, newest
+from common.checkpoint.layout import Layout
+from common.checkpoint.load import load_newest
 from common.checkpoint.manifest import checkpoints
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
@@ -127,10 +128,20 @@ def images_for(opts, net=None):
     return {part: TensorFile(tensors).open() for part, tensors in tiny_state(opts, net).tensors().items()}
 
 
+def load_into(images, root, report=lambda text: None):
+    """What load_newest finds in the folder; it reads into the views of these images."""
+    tensors = {part: image.views for part, image in images.items()}
+    state = SimpleNamespace(tensors=lambda: tensors, rows=dict)
+    world = world_of_one()
+    layout = Layout(state, world, shard=False)
+    return load_newest(world, layout, checkpoints(root), root.joinpath, "test", report)
+
+
 def load(root, images):
     """(step, images really hold that step) of the newest that verifies; nothing may be raised."""
-    step, facts, *_ = newest(checkpoints(root), into(images), report=lambda text: None)
-    return step, step >= 0 and images_are_at(images, step) and facts["step"] == step
+    found = load_into(images, root)
+    step = found.step
+    return step, step >= 0 and images_are_at(images, step) and found.facts["step"] == step
 
 
 def steps_of(opts):
