@@ -146,11 +146,11 @@ def send_facts(world, facts, source):
     return parse_json(send(world, facts and facts_to_json(facts), source), STATE)
 
 
-def take(state, facts, data, report):
-    """Sets the state's counters; `data` is the fingerprint of the present dataset."""
+def take(state, tensors, facts, data, report):
+    """Loads the state; `tensors` is None if they are in place, `data` the present dataset's fingerprint."""
     if facts["order"] == [data]:
         facts["order"] = state.order
-    state.adopt(facts)
+    state.load(tensors, facts)
     if state.position < facts["position"] and report:
         report(f"step {state.step} was saved at position {facts['position']:,} of other data or of another "
                f"order; epoch {state.epoch + 1} begins again with {state.samples:,} samples, "

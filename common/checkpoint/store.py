@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
-
 from common.checkpoint.commit import Writer
 from common.checkpoint.fence import HUNG_SECONDS
 from common.checkpoint.handover import Handover
@@ -106,16 +104,13 @@ class CheckpointStore(Saving):
         found = load_newest(self.world, self.layout, choices if self.fence else None, root.joinpath, key,
                             self.report)
         if found.step >= 0:
-            take(self.state, found.facts, self.fingerprint, self.fence and self.report)
+            take(self.state, None, found.facts, self.fingerprint, self.fence and self.report)
         return found
 
-    @torch.no_grad()
     def take(self, images: dict[str, TensorFile], facts: dict[str, Any]) -> None:
         """Loads the state from these images."""
-        for part, tensors in self.state.tensors().items():
-            for name, tensor in tensors.items():
-                tensor.copy_(images[part].views[name])
-        take(self.state, facts, self.fingerprint, self.fence and self.report)
+        tensors = {part: image.views for part, image in images.items()}
+        take(self.state, tensors, facts, self.fingerprint, self.fence and self.report)
 
     def _settle(self, found):
         """Puts aside what is newer than the step that was loaded; a node that lacks that step saves it."""

@@ -231,11 +231,14 @@ class TrainState:
                 "scaler": self.scaler.state_dict() if self.scaler else None}
 
     @torch.no_grad()
-    def adopt(self, facts: dict[str, Any]) -> None:
-        """Sets the counters to what `facts` of another TrainState returned, whose tensors are in place.
+    def load(self, tensors: dict[str, dict[str, torch.Tensor]] | None, facts: dict[str, Any]) -> None:
+        """Sets the state to what `tensors` (None: they are in place) and `facts` of another one returned.
 
         If the order of samples is another one, the epoch begins again, unless it was complete.
         """
+        for part, live in self.tensors().items() if tensors else ():
+            for name, tensor in live.items():
+                tensor.copy_(tensors[part][name])
         for name, buffer in self.net.named_buffers():
             buffer.copy_(self.buffers[name])
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]

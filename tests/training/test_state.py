@@ -38,11 +38,7 @@ def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
         before, after = train(make(**flags), step), make(**flags)
         captured = {part: {n: t.clone() for n, t in tensors.items()} for part,
                     tensors in before.tensors().items()}
-        with torch.no_grad():
-            for part, tensors in after.tensors().items():
-                for name, tensor in tensors.items():
-                    tensor.copy_(captured[part][name])
-        after.adopt(before.facts())
+        after.load(captured, before.facts())
         train(after, 6 - step)
         assert after.facts() == whole.facts()
         for part, tensors in whole.tensors().items():
