@@ -211,9 +211,8 @@ class TrainState:
     def rows(self) -> dict[str, tuple[int, int]]:
         """{name: (first row, rows of the whole)} where this rank has only some (train_mp.py --shard)."""
         found = {n: t for named in self._named().values() for n, t in named.items() if hasattr(t, "to_local")}
-        first = {n: -(-t.shape[0] // t.device_mesh.size()) * t.device_mesh.get_local_rank()
-                 for n, t in found.items()}
-        return {n: (min(first[n], t.shape[0]), t.shape[0]) for n, t in found.items()}
+        each = {n: -(-len(t) // t.device_mesh.size()) for n, t in found.items()}
+        return {n: (min(each[n] * t.device_mesh.get_local_rank(), len(t)), len(t)) for n, t in found.items()}
 
     def _named(self):
         own = self.own_weights
