@@ -4,6 +4,7 @@ A room imports only from the floors below it and only through its door (`__init_
 not know each other (tests/whole/test_house.py checks this).
 
     pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
+    elastic      the loop of train_ddp.py as an iterator, for a script of one's own
 
     training     one step: state, forward, loss, backward, update; and evaluation
     checkpoint   the store on disk: atomic, asynchronous, verified, fenced

@@ -10,6 +10,7 @@ from common.data.datasets import find_source
 from common.data.download import download
 from common.data.prefetch import Cuts, Shares, from_workers, map_tensors
 from common.data.splits import AUGMENTATIONS, DatasetSplit, FetchSplit, TensorSplit, as_input
+from common.data.synthetic import Source
 from common.errors import UserError
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -55,11 +56,11 @@ class Batch(NamedTuple):
         return self.parts[0][1][1]
 
 
-def load_data(opts: Options, world: Any) -> Data:
-    """The dataset that `opts.dataset` names; call on every rank, because of --download."""
+def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
+    """The dataset that `opts.dataset` names, or `source`; call on every rank, because of --download."""
     if opts.download or opts.dataset == "tar":
         download(opts, world)
-    source, name, labels = find_source(opts), opts.dataset, opts.task == "classify"
+    source, name, labels = source or find_source(opts), opts.dataset, opts.task == "classify"
     splits: list[Any] = []
     for part, samples in (("training", source.train), ("test", source.test)):
         augment = source.augment if part == "training" else None

@@ -61,9 +61,12 @@ class TrainState:
         left = -(-(self.samples - self.position) // self.opts.global_batch_size)
         return (self.epoch + 1) * self.steps_per_epoch - left
 
+    def rate(self, planned: int) -> float:
+        return learning_rate(planned, self.opts, self.steps_per_epoch)
+
     @property
     def lr(self) -> float:
-        return learning_rate(self.planned, self.opts, self.steps_per_epoch)
+        return self.rate(self.planned)
 
     def _set_rate(self):
         for group in self.optimizer.param_groups:
@@ -122,7 +125,7 @@ class TrainState:
     def note(self, totals: torch.Tensor) -> dict[str, Any]:
         """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
         self.record = {"step": self.step, "epoch": self.epoch, **self.task.metrics(totals),
-                       "lr": learning_rate(self.planned - 1, self.opts, self.steps_per_epoch)}
+                       "lr": self.rate(self.planned - 1)}
         if not math.isfinite(loss := totals[0].item()):
             self.condemn(f"step {self.step}: the loss is {loss} (every rank saw the same)")
         return self.record

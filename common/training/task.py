@@ -23,6 +23,7 @@ from common.options import Options, call_user, find_user
 from common.sampler import seeded
 from common.training.loss import autocast, classify, tokens
 
+OWN = "the script"                   # its loop computes the loss (elastic.py)
 TAKEN = ("step", "epoch", "lr")      # names in a line of metrics.jsonl
 
 
@@ -148,6 +149,9 @@ def find_task(opts: Options) -> Task:
     """The task that --task names."""
     if opts.task == "tokens":
         return Task(tokens, ("loss", "acc"), finish=perplexity, shown=["loss", "acc", "perplexity"])
+    if opts.task == OWN:
+        shown = ["loss", opts.best.removeprefix("-")] if opts.best else ["loss"]
+        return Task(None, ("loss",), shown=shown)
     if opts.task == "classify":
         return Task(classify, ("loss", "acc"), ahead=opts.bad_samples == "stop")
     function = find_user(opts.task)

@@ -1,0 +1,198 @@
+"""Elastic training inside a script of your own: the loop of train_ddp.py as an iterator.
+
+    with Elastic(net=net, optimizer=optimizer, dataset=train_set, run_dir="runs/mine", epochs=3) as run:
+        for batch in run:                               # epochs, order, audit, saves, rescue, stop
+            loss = F.nll_loss(run.model(batch.x), batch.y, reduction="sum")
+            run.step(loss, count=len(batch.y))          # backward, exact mean, update: whole or not at all
+            if run.epoch_ended:
+                run.report(val_acc=test(run))
+
+Start it with torchrun, launch/local.sh or python; kill it, start it again with another number of processes.
+The loss is a sum over the samples of this rank, and `count` is how many of them (or tokens, or pixels) count.
+A batch may be empty: in the last step of an epoch with fewer samples than ranks, and where a life that died
+before it had reported must report now. The sum of nothing is 0, so a script needs no special case.
+"""
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from common.checkpoint import CheckpointStore
+from common.data import Batch, Source, batches, load_data, map_tensors
+from common.errors import UserError, fail
+from common.ledger import Audit, Clock, Ledger, Log
+from common.options import Options, die_with_the_agent
+from common.rescue import Rescue, open_life
+from common.sampler import ElasticSampler
+from common.training import TrainState, average_buffers, distribute, placed, seed
+from common.world import join, leave
+
+UNUSED = ("amp", "compile", "task", "virtual_ranks", "micro_batch_size", "model", "optimizer", "lr_schedule")
+
+
+class Elastic:
+    """A run, held while it trains. `run.model` is the net to train, `run.world` the ranks of this life."""
+
+    def __init__(self, *, net: nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, run_dir: str | Path,
+                 batch_size: int = 64, epochs: int = 1, seed: int = 0, schedule: Callable | None = None,
+                 **options: Any):
+        """`dataset` is map-style; `schedule(step, total)` a factor of the optimizer's rate, a pure function.
+
+        `options` are fields of Options that train_ddp.py has as flags: save_every, audit, keep, best, ...
+        """
+        if refused := sorted({*options} & {*UNUSED}):
+            raise TypeError(f"{refused[0]}: not here; the script has the net, the optimizer and the loss")
+        self.clock, self.net, self.schedule, self.dataset = Clock("import"), net, schedule, dataset
+        self.optimizer, self.rate = optimizer, optimizer.param_groups[0]["lr"]
+        for group in optimizer.param_groups:
+            group["scale"] = group["lr"] / self.rate if self.rate else 1.0
+        self.opts = Options(run_dir=Path(run_dir), model=type(net).__name__, dataset=type(dataset).__name__,
+                            global_batch_size=batch_size, epochs=epochs, seed=seed, task="the script",
+                            optimizer=type(optimizer).__name__.lower(), lr=self.rate,
+                            **({"workers": 0} | options))
+        self.stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Elastic":
+        die_with_the_agent()
+        try:
+            self._begin()
+        except UserError as error:
+            self.stack.close()
+            fail(error)
+        return self
+
+    def _begin(self):
+        opts, clock = self.opts, self.clock
+        self.world = world = join(opts)
+        clock.lap("join")
+        self.data = load_data(opts, world, Source(self.dataset, self.dataset, classes=None))
+        self.order = ElasticSampler(self.data.train, opts.global_batch_size, world.rank, world.size,
+                                    opts.seed)
+        self.net.to(world.device)
+        clock.lap("load")
+        self.state = OwnRate(self.schedule, self.net, self.optimizer, opts, len(self.data.train),
+                             order=self.order.name)
+        self.ledger = Ledger(opts.run_dir)
+        self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
+        self.store = CheckpointStore(opts, world, self.data.fingerprint, self.ledger)
+        source = self.store.restore(self.state)
+        clock.lap("restore")
+        self.wrapped = distribute(self.net, opts, world)
+        self.log = self.stack.enter_context(
+            Log(opts, world, self.state.step, self.state.total_steps, self.state.records))
+        self.rescue = self.stack.enter_context(Rescue(
+            self.store, self.state, world, self.ledger, closing=[self.log.close, clock.close]))
+        open_life(self.log, self.ledger, clock, opts, world, self.data, self.state, source)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        self.stack.__exit__(kind, error, trace)
+        if isinstance(error, UserError):
+            fail(error)
+        if error is None:
+            leave(self.world)
+
+    # ---- the loop ---------------------------------------------------------------------------------
+    def __iter__(self) -> Iterator[Batch]:
+        """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
+        state = self.state
+        while not state.finished:
+            self.order.set_epoch(state.epoch, state.position)
+            self.net.train()
+            if self.epoch_ended and state.evaluated.get("step") != state.step:
+                yield self._begin_step(Batch([self._nothing()], [], 0))  # a life died before it had reported
+            for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
+                self.audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
+                step = state.step
+                yield self._begin_step(batch if batch.parts else batch._replace(parts=[self._nothing()]))
+                if state.step == step:
+                    raise RuntimeError("a batch was not trained on: call run.step(loss, count) once for each")
+                if state.finished:  # max_steps
+                    break
+            state.end_epoch()
+            self.store.save(state)
+            self.clock.pause()
+        self.store.close()
+        self.clock.close()
+
+    def model(self, *inputs: Any, **named: Any) -> Any:
+        """The net's output; called once a step, so that gradients are averaged over the ranks."""
+        self.state.progress += 1
+        leaves = []
+        map_tensors(leaves.append, [*inputs, *named.values()])
+        if leaves and not len(leaves[0]):
+            return self.wrapped(lambda net: leaves[0].new_zeros(0, 1, dtype=torch.float32) + sum(
+                p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad))
+        return self.wrapped(*inputs, **named)
+
+    def step(self, loss: Tensor, count: Any) -> None:
+        """One step of the global batch: `loss` is summed over this rank's samples, of which `count` count."""
+        batch, state, world = self.batch, self.state, self.world
+        if not batch.size:
+            return
+        (loss * (world.size / batch.size)).backward()
+        samples = len(batch.ids)
+        if world.size > 1 and state.buffers:
+            average_buffers(state, world, samples / batch.size)
+        self.totals = torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64)
+        state.count(self.totals[1].to(world.device), batch.size, world.all_sum)
+        if (state.step + 1) % self.opts.log_every == 0:
+            world.all_sum(self.totals)
+        state.update(batch.size)
+        self._end_step()
+
+    @property
+    def epoch_ended(self) -> bool:
+        """Whether all samples of this epoch are trained on: the moment to evaluate and to report."""
+        return self.state.epoch_over
+
+    def report(self, **metrics: float) -> None:
+        """Logs an evaluation, the same numbers on all ranks; the best one keeps its checkpoint."""
+        numbers = {name: float(value) for name, value in metrics.items()}
+        self.log.evaluation(self.state, self.state.record_evaluation(numbers))
+
+    # ---- one step ---------------------------------------------------------------------------------
+    def _begin_step(self, batch):
+        self.batch = batch._replace(parts=[(n, placed(part, self.world.device, self.opts))
+                                           for n, part in batch.parts])
+        seed(self.world, self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
+        return self.batch
+
+    def _end_step(self):
+        state, store, opts = self.state, self.store, self.opts
+        self.audit.done(state.step)
+        self.clock.stepped(state.step)
+        if state.step % opts.log_every == 0:
+            self.log.step(state, state.note(self.totals))
+        if opts.check_every and state.step % opts.check_every == 0:
+            store.agree(state)
+        if store.due(state):
+            store.save(state)
+        store.check()
+        if self.rescue.asked:
+            self.rescue.leave()
+
+    def _nothing(self):
+        """The part of a batch without samples."""
+        return 0, map_tensors(lambda t: t[:0], self.data.train.fetch([0]))
+
+
+class OwnRate(TrainState):
+    """A TrainState whose learning rate a function of the script decides."""
+
+    def __init__(self, schedule, *args, **kwargs):
+        self.schedule = schedule
+        super().__init__(*args, **kwargs)
+
+    def rate(self, planned):
+        if self.schedule is None:
+            return self.opts.lr
+        total = max(1, self.opts.epochs * self.steps_per_epoch)
+        factor = self.schedule(planned, total)
+        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
+            raise UserError(f"schedule returned {factor!r} for step {planned}\n"
+                            "wanted: a factor of the optimizer's lr, a number from 0")
+        return self.opts.lr * factor
