@@ -5,6 +5,7 @@
 #     launch/local.sh --nproc 4 --epochs 10       four processes; other flags: train_ddp.py --help
 #     NPROC=4 launch/local.sh                     the same number, from the environment
 #     launch/local.sh --check --epochs 10         only looks whether it could run (launch/doctor.py)
+#     launch/local.sh my_loop.py                  another script, its flags behind it
 #
 # Makes .venv and installs requirements.txt first, unless an environment that has it all is active.
 set -euo pipefail
@@ -40,4 +41,10 @@ if [ "$gpus" -gt 0 ] || [ -e /dev/nvidia0 ] || [ "$(uname -s)" != Linux ]; then
     agent=(launch/torchrun.py --nproc_per_node="$nproc")
 fi
 [ -z "$check" ] || agent=(launch/doctor.py --nproc_per_node="$nproc")
-exec "$PYTHON" "$root/${agent[0]}" "${agent[@]:1}" "$root/train_ddp.py" ${flags[@]+"${flags[@]}"}
+script=$root/train_ddp.py
+if [[ ${flags[0]-} == *.py ]]; then
+    script=${flags[0]}
+    flags=("${flags[@]:1}")
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+fi
+exec "$PYTHON" "$root/${agent[0]}" "${agent[@]:1}" "$script" ${flags[@]+"${flags[@]}"}

@@ -44,7 +44,8 @@ def main():
         parser.error("this machine has GPUs, with which forked workers have not been tried\n"
                      "use torchrun, or insist with --gpu")
     handlers = leave_on_a_signal()
-    sys.path.insert(0, os.path.dirname(os.path.abspath(given.script)))
+    project = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    sys.path[:0] = [os.path.dirname(os.path.abspath(given.script)), project]
     sys.argv = [given.script, *given.arguments]
     os.environ.setdefault("OMP_NUM_THREADS", "1" if given.nproc > 1 else str(os.cpu_count()))
     # numpy starts threads when imported, and a fork has none of them
@@ -52,8 +53,8 @@ def main():
     opts = check_options(given.script, given.nproc)
     from common.errors import say
     from common.ledger import Ledger
-    given.ledger, given.say = Ledger(opts.run_dir), say
-    preload(given.script)
+    given.ledger, given.say = opts and Ledger(opts.run_dir), say
+    preload(given.script if opts else None)
     if len(os.listdir("/proc/self/task")) > 1:
         print("warm: the imports have started threads, which a fork lacks; if workers hang, use torchrun",
               file=sys.stderr)
@@ -88,14 +89,20 @@ def leave_on_a_signal():
 
 
 def check_options(script, processes):
-    """Refuses a wrong flag before torch is imported; `processes` is 0 if the number is not known yet."""
+    """Refuses a wrong flag before torch is imported; `processes` is 0 if the number is not known yet.
+
+    None for a script that has flags of its own, or none.
+    """
     import ast
 
     from common.options import parse_options
     for name in PLACES:
         os.environ.pop(name, None)  # of an outer job: each worker gets its own
     with open(script, encoding="utf-8") as file:
-        return parse_options(ast.get_docstring(ast.parse(file.read())) or "", processes=processes)
+        text = file.read()
+    if "parse_options" not in text:
+        return None
+    return parse_options(ast.get_docstring(ast.parse(text)) or "", processes=processes)
 
 
 def preload(script):
@@ -103,7 +110,10 @@ def preload(script):
     # counting GPUs must not touch CUDA in this process
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     gc.disable()  # imports make no garbage
-    runpy.run_path(script, run_name="preload")
+    if script:
+        runpy.run_path(script, run_name="preload")
+    else:  # its code may lack `if __name__ == "__main__"`
+        import common.elastic  # noqa: F401
     if "--no-tensorboard" not in sys.argv:
         with contextlib.suppress(ImportError):
             import torch.utils.tensorboard  # noqa: F401
@@ -216,7 +226,7 @@ class Life:
                 if code:
                     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
                     self.cause = self.cause or f"rank {rank} (pid {pid}) {how}"
-                    if code not in (1, STOPPED, *FINAL):
+                    if self.given.ledger and code not in (1, STOPPED, *FINAL):
                         self.given.ledger.death(rank, how)  # the others may stop before they miss it
                     self._end(signal.SIGTERM)  # a survivor saves, if it has not done so already
 

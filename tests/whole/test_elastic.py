@@ -1,0 +1,57 @@
+"""A loop of one's own (common/elastic.py): the example of common/README.md, through kills and worlds."""
+import json
+
+import pytest
+from jobs import ROOT, until
+from test_readme import COMMON, fenced, section
+
+from common.checkpoint.__main__ import main as checkpoints
+from common.ledger import audit
+
+EXAMPLE = fenced(section(COMMON, "A loop of your own"), "python")[0]
+CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+
+
+@pytest.fixture
+def script(tmp_path):
+    """The example, with a pause in each step, so that a kill strikes between two of them."""
+    path = tmp_path / "my_loop.py"
+    loop = "        for batch in run:"
+    text = EXAMPLE.replace("runs/mine", str(tmp_path / "run"))
+    path.write_text(text.replace(loop, f"        import time\n{loop}\n            time.sleep(0.05)"))
+    return path
+
+
+def events(run, name):
+    try:
+        lines = (run / "ledger.jsonl").read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [event for line in lines if (event := json.loads(line))["event"] == name]
+
+
+def evaluations(run):
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["val_acc"] for row in rows if "val_acc" in row}
+
+
+def reached(run, step):
+    path = run / "metrics.jsonl"
+    return path.exists() and f'"step": {step}' in path.read_text()
+
+
+def test_a_loop_of_ones_own_loses_nothing_through_a_kill_and_another_world(jobs, script, tmp_path):
+    run, env = tmp_path / "run", {"PYTHONPATH": str(ROOT)}
+    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script, **env)
+    until(lambda: reached(run, 10), "ten steps")
+    jobs.kill(events(run, "life")[-1]["pids"][1])
+    until(lambda: len(events(run, "life")) == 2 and reached(run, 20), "the next life")
+    jobs.kill(events(run, "life")[-1]["pids"][0], 15)
+    job.wait()
+    assert jobs.start(script, **env).wait() == 0, job.output
+    assert audit(run) == CLEAN and events(run, "life")[-1]["world"] == 1
+    assert sorted(evaluations(run)) == [9, 18, 27, 36], "each epoch was reported once, 513 samples by 64"
+    (tmp_path / "run").rename(tmp_path / "killed")
+    assert jobs.start(script, **env).wait() == 0
+    assert evaluations(tmp_path / "killed") == pytest.approx(evaluations(run), abs=0.02)
+    assert checkpoints([str(run)]) == 0
