@@ -124,8 +124,11 @@ class Elastic:
         leaves = []
         map_tensors(leaves.append, [*inputs, *named.values()])
         if leaves and not len(leaves[0]):
-            return self.wrapped(lambda net: leaves[0].new_zeros(0, 1, dtype=torch.float32) + sum(
-                p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad))
+            def nothing(net):
+                weights = [p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad]
+                return leaves[0].new_zeros(0, 1, dtype=torch.float32) + sum(weights)
+
+            return self.wrapped(nothing) if self.batch.size and self.world.size > 1 else nothing(self.net)
         return self.wrapped(*inputs, **named)
 
     def step(self, loss: Tensor, count: Any) -> None:

@@ -18,6 +18,7 @@ def script(tmp_path):
     path = tmp_path / "my_loop.py"
     loop = "        for batch in run:"
     text = EXAMPLE.replace("runs/mine", str(tmp_path / "run"))
+    text = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}"
     path.write_text(text.replace(loop, f"        import time\n{loop}\n            time.sleep(0.05)"))
     return path
 
@@ -41,17 +42,33 @@ def reached(run, step):
 
 
 def test_a_loop_of_ones_own_loses_nothing_through_a_kill_and_another_world(jobs, script, tmp_path):
-    run, env = tmp_path / "run", {"PYTHONPATH": str(ROOT)}
-    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script, **env)
-    until(lambda: reached(run, 10), "ten steps")
+    run = tmp_path / "run"
+    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
+    until(lambda: reached(run, 10) or job.poll() is not None, "ten steps")
+    assert job.poll() is None, job.output
     jobs.kill(events(run, "life")[-1]["pids"][1])
     until(lambda: len(events(run, "life")) == 2 and reached(run, 20), "the next life")
     jobs.kill(events(run, "life")[-1]["pids"][0], 15)
     job.wait()
-    assert jobs.start(script, **env).wait() == 0, job.output
+    assert jobs.start(script).wait() == 0, job.output
     assert audit(run) == CLEAN and events(run, "life")[-1]["world"] == 1
     assert sorted(evaluations(run)) == [9, 18, 27, 36], "each epoch was reported once, 513 samples by 64"
     (tmp_path / "run").rename(tmp_path / "killed")
-    assert jobs.start(script, **env).wait() == 0
+    assert jobs.start(script).wait() == 0
     assert evaluations(tmp_path / "killed") == pytest.approx(evaluations(run), abs=0.02)
     assert checkpoints([str(run)]) == 0
+
+
+def test_a_life_that_died_before_its_report_is_followed_by_one_that_does(jobs, script, tmp_path):
+    text, first = script.read_text(), "    run.net.eval()\n"
+    script.write_text(text.replace(first, f"{first}    assert sys.argv[1:]\n"))
+    job = jobs.start(script)
+    assert job.wait() == 1 and "AssertionError" in job.output and not evaluations(tmp_path / "run")
+    assert jobs.start(script, "on").wait() == 0
+    assert sorted(evaluations(tmp_path / "run")) == [9, 18, 27, 36] and audit(tmp_path / "run") == CLEAN
+
+
+def test_a_batch_that_was_not_trained_on_is_an_error(jobs, script, tmp_path):
+    script.write_text(script.read_text().replace("run.step(loss, count=len(batch.y))", "pass"))
+    job = jobs.start(script)
+    assert job.wait() == 1 and "a batch was not trained on: call run.step(" in job.output, job.output
