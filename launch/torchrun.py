@@ -24,7 +24,8 @@ import time
 import uuid
 from pathlib import Path
 
-from warm import FINAL, STOP, STOPPED, Patience, check_options
+from patience import Patience
+from warm import FINAL, STOP, STOPPED, check_options
 
 SETTINGS = {
     # Each node counts its own and other nodes' failures, and the first node to run out ends the job for all.

@@ -17,15 +17,14 @@ import signal
 import socket
 import sys
 import tempfile
-import time
 import traceback
 import uuid
+
+from patience import Patience
 
 FINAL = (2, 3, 4, 5, 6)  # bad input, no whole checkpoint, saves fail, no progress, the run is another job's
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = 143
-GRACE_SECONDS = 30.0  # from the first signal to SIGKILL for workers that do nothing, as with torchrun
-LONGEST_SECONDS = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -120,40 +119,6 @@ def preload(script):
     gc.freeze()  # the collector leaves these objects alone: workers share their memory without a copy
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
-
-
-class Patience:
-    """How long to wait for workers that must end: while they work (they save), at most LONGEST_SECONDS."""
-
-    def __init__(self, pids, grace=GRACE_SECONDS, longest=LONGEST_SECONDS):
-        self.grace, self.work = grace, work_of(pids)
-        self.look, self.end = time.monotonic() + grace, time.monotonic() + longest
-
-    def lasts(self, pids):
-        """Whether to wait longer; resumes stopped workers, which nothing else would resume."""
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        now, before = time.monotonic(), self.work
-        if now >= self.look:
-            self.look, self.work = now + self.grace, work_of(pids)
-            return now < self.end and self.work != before
-        return now < self.end
-
-
-def work_of(pids):
-    """A number that changes while these processes compute, read, write, or wait for a disk."""
-    done = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/io") as file:
-                done += sum(int(line.split()[1]) for line in file)
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-                done += int(fields[11]) + int(fields[12]) + (time.monotonic_ns() if fields[0] == "D" else 0)
-        except OSError:
-            pass  # it has ended, or this is no Linux
-    return done
 
 
 class Life:

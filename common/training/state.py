@@ -228,8 +228,7 @@ class TrainState:
     def facts(self) -> dict[str, Any]:
         """The counters and records, ready for JSON."""
         return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order,
-                "tied": self.tied,
-                "best": self.best, "record": self.record, "judged": self.evaluated,
+                "tied": self.tied, "best": self.best, "record": self.record, "judged": self.evaluated,
                 "scaler": self.scaler.state_dict() if self.scaler else None}
 
     @torch.no_grad()
