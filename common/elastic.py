@@ -186,11 +186,11 @@ class Elastic:
 class OwnRate(TrainState):
     """A TrainState whose learning rate a function of the script decides."""
 
-    def __init__(self, schedule, *args, **kwargs):
+    def __init__(self, schedule: Callable | None, *args: Any, **kwargs: Any):
         self.schedule = schedule
         super().__init__(*args, **kwargs)
 
-    def rate(self, planned):
+    def rate(self, planned: int) -> float:
         if self.schedule is None:
             return self.opts.lr
         total = max(1, self.opts.epochs * self.steps_per_epoch)
