@@ -151,7 +151,7 @@ def find_task(opts: Options) -> Task:
         return Task(tokens, ("loss", "acc"), finish=perplexity, shown=["loss", "acc", "perplexity"])
     if opts.task == OWN:
         shown = ["loss", opts.best.removeprefix("-")] if opts.best else ["loss"]
-        return Task(None, ("loss",), shown=shown)
+        return Task(classify, ("loss",), shown=shown)  # never called
     if opts.task == "classify":
         return Task(classify, ("loss", "acc"), ahead=opts.bad_samples == "stop")
     function = find_user(opts.task)
