@@ -100,6 +100,8 @@ class Elastic:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
         state = self.state
         while not state.finished:
+            if self.rescue.told("stop-epoch"):
+                self.rescue.leave()
             self.order.set_epoch(state.epoch, state.position)
             self.net.train()
             if self.epoch_ended and state.evaluated.get("step") != state.step:
@@ -143,7 +145,7 @@ class Elastic:
         self.totals = torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64)
         state.count(self.totals[1].to(world.device), batch.size, world.all_sum)
         if (state.step + 1) % self.opts.log_every == 0:
-            world.all_sum(self.totals)
+            self.rescue.all_sum(self.totals)  # and what RUN/control/ asks for
         state.update(batch.size)
         self._end_step()
 
@@ -172,7 +174,7 @@ class Elastic:
             self.log.step(state, state.note(self.totals))
         if opts.check_every and state.step % opts.check_every == 0:
             store.agree(state)
-        if store.due(state):
+        if self.rescue.told("save") or store.due(state):
             store.save(state)
         store.check()
         if self.rescue.asked:
