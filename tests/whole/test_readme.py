@@ -149,7 +149,7 @@ def check(words, monkeypatch):
     elif program in ("docker", "kubectl"):
         assert (ROOT / words[words.index("-f") + 1]).is_file(), words
     elif program == "pip":
-        assert words[1:3] == ["install", "-r"] and (ROOT / words[3]).is_file()
+        assert words[1] == "install" and (words[2] != "-r" or (ROOT / words[3]).is_file())
     else:
         assert program in ("tensorboard", "rm"), f"no test knows this command: {shlex.join(words)}"
 
