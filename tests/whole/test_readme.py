@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from importlib import import_module
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -235,10 +234,9 @@ def test_the_readmes_name_the_rooms_of_common_and_no_other():
     assert rooms == {name.removesuffix(".py") for name in picture.split()}
 
 
-def test_the_exit_codes_in_the_readmes_are_those_of_the_launcher():
-    spec = spec_from_file_location("warm_agent", ROOT / "launch" / "warm.py")
-    warm = module_from_spec(spec)
-    spec.loader.exec_module(warm)
+def test_the_exit_codes_in_the_readmes_are_those_of_the_launcher(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    warm = import_module("warm")
     codes = {0, *warm.FINAL, warm.STOPPED}
     said = README.partition("Exit codes:")[2].partition("\n\n")[0]
     assert {int(n) for n in re.findall(r"(?:^|· |\n)\s*(\d+) [a-z]", said)} == codes | {1}
