@@ -64,13 +64,9 @@ class TrainState:
     def rate(self, planned: int) -> float:
         return learning_rate(planned, self.opts, self.steps_per_epoch)
 
-    @property
-    def lr(self) -> float:
-        return self.rate(self.planned)
-
     def _set_rate(self):
         for group in self.optimizer.param_groups:
-            group["lr"] = self.lr * group.get("scale", 1.0)
+            group["lr"] = self.rate(self.planned) * group.get("scale", 1.0)
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:

@@ -110,7 +110,7 @@ def test_after_an_epoch_that_began_again_all_epochs_are_whole_and_the_learning_r
     state.load(state.tensors(), facts)
     rates = []
     while not state.finished:
-        rates.append(state.lr)
+        rates.append(state.rate(state.planned))
         state.step, state.position = state.step + 1, min(630, state.position + 64)
         assert state.total_steps == 37
         assert state.evaluation_due == state.epoch_over
