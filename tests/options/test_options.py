@@ -211,7 +211,8 @@ FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "do
         "progress", "tensorboard",
         "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
         "balance",
-        "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience", "memory_tier"}
+        "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience", "memory_tier",
+        "best"}
 
 
 def another(value):
