@@ -30,6 +30,7 @@ from common.checkpoint.manifest import (
     checkpoints,
     digest_of,
     facts_to_json,
+    folder_name,
     free_names,
     is_there,
     verify,
@@ -80,7 +81,7 @@ class Writer:
         return self._name(aside, facts["step"])
 
     def _aside(self, step):
-        return self.staging / f"step-{step}.{os.getpid()}.{next(self.numbers)}"
+        return self.staging / f"{folder_name(step)}.{os.getpid()}.{next(self.numbers)}"
 
     def _write_tensors(self, aside, images, ends=None):
         return {name: blocks.write_file(aside / name, images[part].bytes, self._move, ends and ends[part])

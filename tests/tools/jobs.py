@@ -247,9 +247,12 @@ def last_loss(run):
 
 
 def weights(run):
-    """Every tensor of the newest whole checkpoint, by name."""
+    """Every tensor of the newest whole checkpoint, by name; of a sharded one, its rows are put together."""
+    import torch
     from safetensors.torch import load_file
-    newest = sorted((Path(run) / "checkpoints").glob("step-*"))[-1]
-    optimizer = load_file(newest / "optimizer.safetensors")
-    return load_file(newest / "model.safetensors") | {f"optimizer {name}": tensor for name,
-                                                      tensor in optimizer.items()}
+    newest, found = sorted((Path(run) / "checkpoints").glob("step-*"))[-1], {}
+    for kind, prefix in (("model", ""), ("optimizer", "optimizer ")):
+        for path in sorted(newest.rglob(f"{kind}.safetensors")):
+            for name, tensor in load_file(path).items():
+                found.setdefault(prefix + name, []).append(tensor)
+    return {name: pieces[0] if len(pieces) == 1 else torch.cat(pieces) for name, pieces in found.items()}
