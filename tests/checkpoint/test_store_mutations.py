@@ -138,7 +138,7 @@ MUTANTS = {
     "blocks of parts cross those of the whole": (
         "checkpoint.layout", "blocks.BLOCK_BYTES - at % blocks.BLOCK_BYTES)", "blocks.BLOCK_BYTES)", *ROWS, 24),
     "a block is skipped": ("checkpoint.blocks", "in blocks[first::count]:",
-                           "in blocks[first + first // 3::count]:", *BLOCKS),
+                           "in blocks[first + (first > 0)::count]:", *BLOCKS),
     "a thread's damage is not heard of": ("checkpoint.blocks", "range(count)]:\n                each.result()\n",
                                           "range(count)]:\n                each.exception()\n", *BLOCKS),
     "the last block is not compared": ("checkpoint.blocks", "if at + len(piece) == end and",
