@@ -4,20 +4,34 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from common.checkpoint.commit import Hurried
+from common.checkpoint.commit import Hurried, Writer
 from common.checkpoint.files import Damaged, room
+from common.checkpoint.handover import Handover
 from common.checkpoint.manifest import checkpoints
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
+from common.ledger import Ledger
+from common.options import Options
 
 MOST_FAILURES = 3     # saves that fail in a row: then the run stops with exit code 4
 
 
 class Saving:
     """The half of CheckpointStore behind a save."""
+
+    opts: Options
+    ledger: Ledger | None
+    report: Callable[[str], None]
+    root: Path
+    writer: Writer
+    handover: Handover
+    wait: Callable[..., None]
+    save: Callable[[Any], None]
 
     def __init__(self) -> None:
         self.state: Any = None

@@ -233,9 +233,9 @@ class TrainState:
 
         If the order of samples is another one, the epoch begins again, unless it was complete.
         """
-        for part, live in self.tensors().items() if tensors else ():
-            for name, tensor in live.items():
-                tensor.copy_(tensors[part][name])
+        for part, named in (tensors or {}).items():
+            for name, tensor in self.tensors()[part].items():
+                tensor.copy_(named[name])
         for name, buffer in self.net.named_buffers():
             buffer.copy_(self.buffers[name])
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]

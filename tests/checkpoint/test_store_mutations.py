@@ -18,9 +18,10 @@ import ranks
 import common
 
 DEADLINE = 100
-STORE = ("world", "world.agreement", "checkpoint", *(f"checkpoint.{name}" for name in (
-    "files", "blocks", "manifest", "lock_file", "fence", "identity", "owner", "tensor_file", "layout", "reading",
-    "load", "commit", "parts", "saving", "store")), *("rescue", "rescue.rescue", "rescue.watchdog"))
+ROOM = Path(common.__file__).parent / "checkpoint"
+STORE = ("world", "world.agreement", "checkpoint",
+         *sorted(f"checkpoint.{path.stem}" for path in ROOM.glob("[a-z]*.py")),
+         "rescue", "rescue.rescue", "rescue.watchdog")
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
 BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips")
 LENGTHS = ("damage", "every_length_of_every_file_but_the_right_one_falls_back")
