@@ -34,7 +34,7 @@ def from_workers(shares, cuts, count, pin):
     loader = DataLoader(shares, batch_sampler=cuts, num_workers=count,
                         collate_fn=as_it_is, pin_memory=pin,
                         generator=torch.Generator(),  # the default one belongs to training
-                        worker_init_fn=functools.partial(shelter, shared) if linux else None,
+                        worker_init_fn=functools.partial(shelter, shared, os.getpid()) if linux else None,
                         multiprocessing_context="fork" if linux else None)
     previous = signal.getsignal(signal.SIGCHLD)
     found = begin(loader, shared, previous) if linux else iter(loader)
@@ -159,7 +159,7 @@ def as_it_is(share):
     return share
 
 
-def shelter(shared, number):
+def shelter(shared, rank, number):
     """Ignore signals: torchrun and Slurm signal every process, but only the rank should react.
 
     A worker that dies would break its rank's save. SIGTERM counts once the rank is leaving, because then the
@@ -169,4 +169,6 @@ def shelter(shared, number):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0) if shared[0] else None)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: for a rank that was killed
+    if os.getppid() != rank:  # killed before that line: nothing would end this process
+        os._exit(0)
     shared[1 + number] = 1

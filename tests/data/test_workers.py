@@ -128,11 +128,11 @@ def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(how, code):
 def test_a_loading_process_that_dies_before_it_begins_is_replaced_at_once(monkeypatch, tmp_path):
     once = tmp_path / "once"
 
-    def dies_once(shared, number):
+    def dies_once(shared, rank, number):
         if number == 1 and not once.exists():
             once.touch()
             os._exit(1)
-        real(shared, number)
+        real(shared, rank, number)
 
     real = workers.shelter
     monkeypatch.setattr(workers, "shelter", dies_once)
@@ -145,11 +145,11 @@ def test_a_loading_process_that_dies_before_it_begins_is_replaced_at_once(monkey
 def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkeypatch, tmp_path):
     once = tmp_path / "once"
 
-    def hangs_once(shared, number):
+    def hangs_once(shared, rank, number):
         if number == 1 and not once.exists():
             once.touch()
             signal.pause()
-        real(shared, number)
+        real(shared, rank, number)
 
     real = workers.shelter
     monkeypatch.setattr(workers, "shelter", hangs_once)
@@ -158,3 +158,12 @@ def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkey
     found = [ids for batch in batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2))
              for ids in batch.ids]
     assert found == list(range(12)) and once.exists()
+
+
+def test_a_loading_process_whose_rank_died_before_it_began_ends_by_itself():
+    gone, shared = os.getpid() + 1, bytearray(2)  # no process's child has this parent
+    pid = os.fork()
+    if pid == 0:
+        workers.shelter(shared, gone, 0)
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
