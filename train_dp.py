@@ -50,7 +50,8 @@ def main(opts):
             for batch in clock.timed(batches(data.train, order, opts)):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
-                rescue.all_sum(totals)  # of one process: itself, and what RUN/control/ asks for
+                if (state.step + 1) % opts.log_every == 0:
+                    rescue.all_sum(totals)  # of one process: itself, and what RUN/control/ asks for
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 audit.done(state.step)
                 clock.stepped(state.step)

@@ -89,6 +89,10 @@ class Elastic:
         open_life(self.log, self.ledger, clock, opts, world, self.data, self.state, source)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:  # also where the script has left its loop before the end
+            self.store.save(self.state)
+            self.store.close()
+            self.clock.close()
         self.stack.__exit__(kind, error, trace)
         if isinstance(error, UserError):
             fail(error)
@@ -117,8 +121,6 @@ class Elastic:
             state.end_epoch()
             self.store.save(state)
             self.clock.pause()
-        self.store.close()
-        self.clock.close()
 
     def model(self, *inputs: Any, **named: Any) -> Any:
         """The net's output; called once a step, so that gradients are averaged over the ranks."""
@@ -142,8 +144,9 @@ class Elastic:
         samples = len(batch.ids)
         if world.size > 1 and state.buffers:
             average_buffers(state, world, samples / batch.size)
-        self.totals = torch.tensor([float(loss.detach()), float(count)], dtype=torch.float64)
-        state.count(self.totals[1].to(world.device), batch.size, world.all_sum)
+        numbers = (torch.as_tensor(number, device=world.device) for number in (loss, count))
+        self.totals = torch.stack([number.detach().double() for number in numbers])
+        state.count(self.totals[1], batch.size, world.all_sum)
         if (state.step + 1) % self.opts.log_every == 0:
             self.rescue.all_sum(self.totals)  # and what RUN/control/ asks for
         state.update(batch.size)

@@ -88,9 +88,9 @@ class Handover:
         """Whether these ranks, which have ended, were killed: none of them has signed off."""
         return bool(self.memory and ranks) and not any(map(self.memory.has_signed_off, ranks))
 
-    def end(self):
-        """The run is complete, or the disk has everything: nothing stays in memory."""
-        if self.memory:
+    def end(self, step):
+        """The disk has this step, and no life follows: nothing stays in memory but a newer one of a peer."""
+        if self.memory and not any(newer > step for newer, _ in images_in(self.memory.folder)):
             remove(self.memory.folder)
 
 
@@ -165,6 +165,8 @@ def load_from_memory(world, memory, images, saved, report):
         if best == [step, content]:
             try:
                 facts, found = read_image(step, folder, images)
+            except FileNotFoundError:
+                pass  # another rank of this machine found it damaged first
             except Damaged as reason:
                 report(f"{folder}: {reason}; deleted")
                 remove(folder)

@@ -171,7 +171,7 @@ class CheckpointStore(Saving):
 
     def release(self) -> None:
         """The run is complete, and all ranks have met."""
-        self.handover.end()
+        self.handover.end(self.state.step)
         self.fence and self.fence.release()
 
     def rescue(self, state: Any, in_memory: bool = False) -> bool | str:
@@ -193,7 +193,7 @@ class CheckpointStore(Saving):
                     state.half_updated = True  # the main thread may come to where it makes this step
                     done = self._rescue(state)
                 if not state.half_updated:
-                    self.handover.end()
+                    self.handover.end(state.step)
                 return done
 
     def _rescue(self, state):
