@@ -55,6 +55,17 @@ def test_an_image_holds_every_tensor_and_the_newest_comes_first(tmp_path, tier):
     assert not memory.has(at_step(tiny_state(opts), 7).facts())
 
 
+def test_a_rank_that_has_saved_an_older_step_to_the_disk_leaves_a_peers_newer_one(tmp_path, tier):
+    opts = options(tmp_path)
+    side = handover.Handover("auto")
+    side.memory = memory = begun(opts, tier)
+    write(memory, opts, 6)
+    side.end(5)
+    assert [step for step, _ in images_in(memory.folder)] == [6]
+    side.end(6)
+    assert not memory.folder.exists()
+
+
 def test_any_flipped_bit_of_an_image_is_refused(tmp_path, tier):
     opts = options(tmp_path)
     memory = begun(opts, tier)

@@ -72,3 +72,10 @@ def test_a_batch_that_was_not_trained_on_is_an_error(jobs, script, tmp_path):
     script.write_text(script.read_text().replace("run.step(loss, count=len(batch.y))", "pass"))
     job = jobs.start(script)
     assert job.wait() == 1 and "a batch was not trained on: call run.step(" in job.output, job.output
+
+
+def test_a_loop_that_is_left_early_has_saved_its_last_step(jobs, script, tmp_path):
+    text = script.read_text()
+    script.write_text(text + "                break\n")
+    assert jobs.start(script).wait() == 0
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*")) == ["step-00000009"]
