@@ -81,7 +81,6 @@ def main(opts):
                 log.evaluation(state, state.record_evaluation(evaluate(net, data.test, state, world)))
             state.end_epoch()
             store.save(state)
-            clock.pause()
         if state.evaluation_missing:  # --eval-only, or the run was stopped between its last step and this
             log.evaluation(state, state.record_evaluation(evaluate(net, data.test, state, world)))
             store.save(state)

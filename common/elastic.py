@@ -120,7 +120,6 @@ class Elastic:
                     break
             state.end_epoch()
             self.store.save(state)
-            self.clock.pause()
 
     def model(self, *inputs: Any, **named: Any) -> Any:
         """The net's output; called once a step, so that gradients are averaged over the ranks."""

@@ -2,9 +2,9 @@
 from common.ledger.account import history, summarize
 from common.ledger.audit import audit
 from common.ledger.clock import Clock
-from common.ledger.control import NAMES as CONTROLS
 from common.ledger.lines import Audit, Ledger
 from common.ledger.lives import lives_of
 from common.ledger.log import Log
+from common.ledger.status import CONTROLS
 
 __all__ = ["CONTROLS", "Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of", "summarize"]

@@ -42,38 +42,32 @@ def main(argv=None):
     if (given.prometheus or given.stale is not None) and not given.status:
         parser.error("--prometheus and --stale belong to --status")
     try:
-        if given.audit:
-            return print_audit(given.run)
-        if len(given.run) > 1:
-            raise UserError(f"the report reads one folder, not {len(given.run)}\nname one, or add --audit")
-        (run,) = given.run
-        if given.status:
-            return print_status(run, given)
-        if given.html is not None or given.compare:
-            return write_page(run, given)
-        if given.json:
-            facts = summarize(run)
-            print(json.dumps({key: facts[key] for key in SHOWN}))
-        else:
-            print("\n".join(by_host(run) if given.by_host else report(run)))
-        return 0
+        return show(given)
     except (UserError, OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def print_status(run, given):
-    status = read_status(run)
-    print("\n".join(prometheus(status, run)) if given.prometheus else json.dumps(status, indent=1))
-    return int(given.stale is not None and time.time() - status["t"] >= given.stale)
-
-
-def write_page(run, given):
-    text = page(*filter(None, (run, given.compare)))
-    path = Path(given.html or run / "report.html")
-    path.write_text(text, encoding="utf-8")
-    path.chmod(0o600)
-    print(f"{path}: {len(text) / 1000:,.0f} kB")
+def show(given):
+    """Print or write what was asked for; returns the exit code."""
+    run, *others = given.run
+    if given.audit:
+        return print_audit(given.run)
+    if others:
+        raise UserError(f"the report reads one folder, not {len(given.run)}\nname one, or add --audit")
+    if given.status:
+        status = read_status(run)
+        print("\n".join(prometheus(status, run)) if given.prometheus else json.dumps(status, indent=1))
+        return int(given.stale is not None and time.time() - status["t"] >= given.stale)
+    if given.html is not None or given.compare:
+        text, path = page(*filter(None, (run, given.compare))), Path(given.html or run / "report.html")
+        path.write_text(text, encoding="utf-8")
+        path.chmod(0o600)
+        print(f"{path}: {len(text) / 1000:,.0f} kB")
+        return 0
+    facts = summarize(run)
+    print(json.dumps({key: facts[key] for key in SHOWN}) if given.json else
+          "\n".join(by_host(facts) if given.by_host else [f"{run}:", *report(facts)]))
     return 0
 
 

@@ -14,12 +14,11 @@ ENDING, STARTING = ("detection", "rescue", "down"), ("start", "import", "rendezv
 
 
 def summarize(run_dir: Path | str) -> dict[str, Any]:
-    """Return lives, deaths, events and seconds by name, buckets, and goodput (None if no step was timed).
+    """Return lives, deaths, counts of events, buckets, and goodput (None if no step was timed).
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
     lives = lives_of(run_dir)
-    everything = [event for events in lives for event in events]
     accounts = list(account(lives))
     buckets = {name: sum(parts.get(name, 0.0) for _, parts in accounts) for name in BUCKETS}
     if other := sum(parts.get("other", 0.0) for _, parts in accounts):
@@ -28,8 +27,7 @@ def summarize(run_dir: Path | str) -> dict[str, Any]:
     for number, (events, (start, spent)) in enumerate(zip(lives, accounts, strict=True)):
         before = accounts[number - 1][1] if number else {}
         told.append({
-            **events[0], "saved": saved_step(events), "seconds": _seconds(events), "start": start,
-            "buckets": spent,
+            **events[0], "saved": saved_step(events), "start": start, "buckets": spent,
             "gap": {name: parts[name] for names, parts in ((ENDING, before), (STARTING, spent))
                     for name in names if number and parts.get(name)},  # since the life before
             "again": bool(number) and events[0].get("job") == lives[number - 1][0].get("job"),
@@ -37,7 +35,7 @@ def summarize(run_dir: Path | str) -> dict[str, Any]:
                for kind in ("hang", "straggler")}})
     return {
         "lives": told, "deaths": deaths_of(lives), "step": max(saved_step(events) for events in lives),
-        "events": dict(Counter(event["event"] for event in everything)), "seconds": _seconds(everything),
+        "events": dict(Counter(event["event"] for events in lives for event in events)),
         "buckets": buckets, "wall_s": wall,
         "goodput": buckets["steps"] / wall if wall > 0 and buckets["steps"] else None}
 
@@ -75,9 +73,9 @@ def account(lives):
     pieces = None
     for number, events in enumerate(lives):
         life, later = events[0], [other[0] for other in lives[number + 1:]]
-        pieces = _Pieces(pieces.end if pieces else _began(life))
-        start, kept = pieces.end, min((other["step"] for other in later), default=None)
-        _cut(pieces, events, kept, later[0] if later else None)
+        start = pieces.end if pieces else _began(life)
+        pieces = _Pieces(start)
+        _cut(pieces, events, min((other["step"] for other in later), default=None), later[0] if later else None)
         yield start, dict(pieces.seconds)
 
 
@@ -104,7 +102,7 @@ class _Pieces:
 
 def _cut(pieces, events, kept, following):
     """Cuts one life; what follows its last process is `down`, or the start of a life of the same job."""
-    life, entries = events[0], own(events, "steps", "t")
+    life, entries, timed = events[0], own(events, "steps", "t"), own(events, "steps", "t", "at", "steps_s")
     lefts, first = own(events, "left", "t", "stepped", "noticed"), own(events, "first_step", "t", "step")
     laps = {name: life[lap] for lap, name in LAPS.items() if is_number(life.get(lap))}
     pieces.until(life["t"], "start", laps)
@@ -112,7 +110,8 @@ def _cut(pieces, events, kept, following):
     noticed = min((event["noticed"] for event in lefts), default=0)
     reached, inside = first[0]["step"] if first else life["step"], False
     if first:
-        each = _typical(entries, reached)
+        made = max((entry["at"] for entry in timed), default=reached) - reached
+        each = sum(entry["steps_s"] for entry in timed) / max(1, made)  # the first step also warmed up
         pieces.until(first[0]["t"], "start", _of_steps(each, reached - 1, reached, kept))
     elif not entries:
         pieces.until(max(stepped, noticed), "start")
@@ -133,21 +132,8 @@ def _cut(pieces, events, kept, following):
         pieces.until(_began(following), "down")
 
 
-def _typical(entries, first):
-    """Seconds of one step of this life; its first step took longer, for it warmed up."""
-    seconds = sum(entry["steps_s"] for entry in entries if is_number(entry.get("steps_s")))
-    made = max((entry["at"] for entry in entries if is_number(entry.get("at"))), default=first) - first
-    return seconds / made if made > 0 else 0.0
-
-
 def _of_steps(seconds, first, last, kept):
     """{bucket: seconds} of the steps after `first` up to `last`, of which the next lives keep `kept`."""
     share = 1.0 if kept is None or kept >= last else max(0.0, (kept - first) / max(1, last - first))
     return {"steps": seconds * share, "redone": seconds * (1 - share)}
 
-
-def _seconds(events):
-    total = Counter()
-    for event in events:
-        total.update({name: s for name, s in event.items() if name.endswith("_s") and is_number(s)})
-    return dict(total)

@@ -10,7 +10,7 @@ import threading
 import time
 
 from common.errors import UserError, one_line
-from common.ledger.metrics import kind_of
+from common.ledger.lines import kind_of
 from common.ledger.status import replace_json
 from common.options import call_user
 
@@ -22,7 +22,7 @@ class Board:
         self.folder, self.step, self.note = os.path.join(opts.run_dir, "tb"), step, note
         self.queue, self.thread = queue.SimpleQueue(), None
         self.curves = opts.tensorboard
-        self.tracker = Tracker(opts.run_dir, opts.log_to) if opts.log_to else None
+        self.tracker = Tracker(opts.run_dir, opts.log_to, note) if opts.log_to else None
         if self.curves and os.path.islink(self.folder):
             raise UserError(f"{self.folder} is a link; it is not followed\nremove it")
         if self.tracker:
@@ -30,11 +30,8 @@ class Board:
 
     def put(self, line, facts=()):
         """`facts` are for TensorBoard only."""
-        if not self.curves and not self.tracker:
-            return
-        if self.thread is None:  # not earlier: a finished run with nothing to add imports nothing
-            self._start()
-        if self.thread.is_alive():
+        if self.curves or self.tracker:
+            self._start()  # not earlier: a finished run with nothing to add imports nothing
             self.queue.put((time.time(), line, dict(facts)))
 
     def close(self):
@@ -43,27 +40,30 @@ class Board:
             self.thread.join(10)  # a rescue has little time; metrics.jsonl has all of it
 
     def _start(self):
-        self.thread = threading.Thread(target=self._work, daemon=True, name="tensorboard")
-        self.thread.start()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._work, daemon=True, name="tensorboard")
+            self.thread.start()
 
     def _work(self):
+        writer = None
         if self.tracker:
-            self.tracker.catch_up(self.note)
-        try:
-            with contextlib.ExitStack() as closing:
-                writer = None
-                while item := self.queue.get():
-                    when, line, facts = item
-                    if self.tracker:
-                        self.tracker.tell(line, self.note)
-                    if self.curves:
-                        writer = writer or closing.enter_context(self._open())
-                        self._draw(writer, when, line, facts)
-        except ImportError:
-            self.note("tensorboard is not installed: no curves "
-                      "(pip install tensorboard, or --no-tensorboard)")
-        except Exception as error:  # a full disk, say
-            self.note(f"{self.folder} cannot be written ({error}); training continues without curves")
+            self.tracker.catch_up()
+        while item := self.queue.get():
+            when, line, facts = item
+            if self.tracker:
+                self.tracker.tell(line)
+            try:
+                if self.curves:
+                    writer = writer or self._open()
+                    self._draw(writer, when, line, facts)
+            except Exception as error:  # a full disk, say
+                self.curves = False
+                self.note("tensorboard is not installed: no curves (pip install tensorboard, or "
+                          "--no-tensorboard)" if isinstance(error, ImportError) else
+                          f"{self.folder} cannot be written ({error}); training continues without curves")
+        if writer:
+            with contextlib.suppress(Exception):
+                writer.close()
 
     def _open(self):
         from torch.utils.tensorboard import SummaryWriter
@@ -93,19 +93,19 @@ class Tracker:
     tell is told by the next life.
     """
 
-    def __init__(self, run_dir, spec):
+    def __init__(self, run_dir, spec, note):
         self.rows, self.path = os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "log-to.json")
-        self.spec, self.told = spec, {"train": -1, "val": -1}
+        self.spec, self.note, self.told = spec, note, {"train": -1, "val": -1}
         with contextlib.suppress(OSError, ValueError), open(self.path) as file:
             self.told |= {kind: step for kind, step in json.load(file).items() if isinstance(step, int)}
 
-    def catch_up(self, note):
+    def catch_up(self):
         with contextlib.suppress(OSError), open(self.rows, "rb") as file:
             for line in file:
                 with contextlib.suppress(ValueError):
-                    self.tell(json.loads(line), note)
+                    self.tell(json.loads(line))
 
-    def tell(self, line, note):
+    def tell(self, line):
         if self.spec is None or line["step"] <= self.told[kind_of(line)]:
             return
         try:
@@ -114,5 +114,5 @@ class Tracker:
             replace_json(self.path, self.told)
         except Exception as error:
             why = one_line(error.__cause__ or error)
-            note(f"--log-to {self.spec}: {why}; it is called again in the next life")
+            self.note(f"--log-to {self.spec}: {why}; it is called again in the next life")
             self.spec = None

@@ -94,10 +94,6 @@ class Clock:
         self.add("evaluation")
         self.evaluating = False
 
-    def pause(self) -> None:
-        """An epoch is over and saved."""
-        self.add("save_stall")
-
     def shares(self) -> dict[str, float]:
         """Goodput of the run so far, and the share of this life that was spent waiting for data."""
         spent, life = self.whole + self.spent, max(1e-9, time.time() - self.began)

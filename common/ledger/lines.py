@@ -1,10 +1,11 @@
-"""Append-only files of JSON lines: the ledger of a run and the audit of one rank.
+"""Append-only files of JSON lines: a run's ledger and metrics, and the audit of one rank.
 
 Training neither waits for them nor fails because of them: a full disk costs a warning and lines, never a
 step.
 """
 import errno
 import json
+import math
 import os
 import stat
 import sys
@@ -13,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import say
+from common.errors import UserError, say
 from common.ledger.status import Status
 
 
@@ -97,6 +98,60 @@ class Ledger:
             lines = Lines(path)
             lines.append({"event": "order", **facts})
             lines.close()
+
+
+class Metrics:
+    """RUN/metrics.jsonl, cleaned for a life that resumed at `step`: no later, no torn line, no step twice.
+
+    `note` gets one warning when the disk fails: training continues without the lines.
+    """
+
+    def __init__(self, run_dir, step, note):
+        self.lines, self.on = Lines(Path(run_dir) / "metrics.jsonl", note), True
+        self.last = {"train": -1, "val": -1}  # the newest step of each kind of line
+        path = self.lines.path
+        try:
+            self.lines.open()
+            lines = path.read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if self._belongs(line, step)]
+            if kept != lines:
+                with open(f"{path}.new", "wb") as aside:  # a log needs no fsync
+                    aside.writelines(kept)
+                os.replace(aside.name, path)
+                self.lines.close()  # the first line opens the new file
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                self.lines.close()
+                raise UserError(f"{path} is a link or no plain file: it is not followed\nremove it") from None
+            self.lines.give_up(error)
+            self.on = False  # a file that was not cleaned would hold steps twice
+
+    def write(self, line):
+        """Append a line with its "step"; False if the file has that step already."""
+        if new := self._is_new(line):
+            if self.on:
+                # JSON has no nan and no infinity: null stands for both.
+                self.lines.append({k: None if isinstance(v, float) and not math.isfinite(v) else v
+                                   for k, v in line.items()})
+        return new
+
+    def _belongs(self, line, step):
+        """Whether a line is whole, not later than `step`, and the first one of its step."""
+        try:
+            line = json.loads(line)
+            return line["step"] <= step and self._is_new(line)
+        except (ValueError, RecursionError, TypeError, KeyError):
+            return False
+
+    def _is_new(self, line):
+        kind = kind_of(line)
+        new = line["step"] > self.last[kind]
+        self.last[kind] = max(self.last[kind], line["step"])
+        return new
+
+
+def kind_of(line):
+    return "val" if any(name.startswith("val_") for name in line) else "train"
 
 
 class Audit:

@@ -2,18 +2,22 @@
 
 A log never stops a training: a closed pipe or a full disk costs lines, not steps.
 """
+import os
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
+from common.errors import Outlet
 from common.ledger.board import Board
 from common.ledger.clock import Clock
-from common.ledger.console import Console
-from common.ledger.metrics import Metrics
+from common.ledger.lines import Metrics
 from common.options import Options
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
+DRAW_EVERY_SECONDS = 0.1
+BAR = 10                 # characters
 
 
 class Log:
@@ -58,30 +62,28 @@ class Log:
         """Log a step: `record` holds numbers by name (loss, lr, acc, ...); tensors are read here."""
         if not self.speaks:
             return
-        values = {name: _number(value) for name, value in record.items()}
+        values = _numbers(record)
         now, position = time.monotonic(), state.position
         before, step, epoch, start = self.previous
-        steps = state.step - step
-        samples = position - start if epoch == state.epoch else steps * self.opts.global_batch_size
-        rate = samples / (now - before) if now > before and samples > 0 else 0.0
+        samples = position - start if epoch == state.epoch else \
+            (state.step - step) * self.opts.global_batch_size
+        self.rate = samples / (now - before) if now > before and samples > 0 else 0.0
         self.previous = (now, state.step, state.epoch, position)
         norm = getattr(state, "grad_norm", None)
-        norm = {} if norm is None else {"grad_norm": float(norm)}
-        self._keep({"step": state.step, "epoch": state.epoch} | values, norm |
-                   self.facts | {"samples_per_s": rate} | (self.clock.shares() if self.clock else {}))
+        self._keep({"step": state.step, "epoch": state.epoch} | values, self.facts | (
+            {} if norm is None else {"grad_norm": float(norm)}) | {"samples_per_s": self.rate} | (
+            self.clock.shares() if self.clock else {}))
         parts = {name: f"{name} {values[name]:{_format(name, values[name])}}"
                  for name in dict.fromkeys((*FORMATS, *values))
                  if name not in ("step", "epoch") and isinstance(values.get(name), (int, float))}
-        if rate:
-            parts["rate"] = f"{rate:,.0f} samples/s"
-        where = f"step {state.step}"
-        self.rate = rate
+        if self.rate:
+            parts["rate"] = f"{self.rate:,.0f} samples/s"
+        where = f"epoch {state.epoch + 1}/{self.opts.epochs}  step {state.step}"
         if self.total:
             where += f"/{self.total}  eta {timedelta(seconds=round(self.eta(state.step)))}"
-        head = [f"epoch {state.epoch + 1}/{self.opts.epochs}", where]
-        short = [parts[name] for name in parts if name != "lr"]
-        self.console.step(state.step, "  ".join([*head, *parts.values()]), "  ".join(
-            [*head, *short, *(f"{name} {value}" for name, value in self.facts.items())]))
+        short = [part for name, part in parts.items() if name != "lr"]
+        self.console.step(state.step, "  ".join([where, *parts.values()]), "  ".join(
+            [where, *short, *(f"{name} {value}" for name, value in self.facts.items())]))
 
     def eta(self, step: int) -> float:
         """Seconds until the last step, at the pace of this life."""
@@ -93,13 +95,12 @@ class Log:
             return
         if self.clock:
             self.clock.evaluated()
-        values = {name: _number(value) for name, value in metrics.items()}
-        lists = [f"{name} [{' '.join(map(str, value))}]" for name, value in values.items()
-                 if isinstance(value, list)]
-        values = {name: value for name, value in values.items() if not isinstance(value, list)}
-        self._keep({"step": state.step} | values)
-        self.note("  ".join([f"step {state.step}", *(f"{name} {value:.4f}" for name, value in values.items()
-                                                     if isinstance(value, float)), *lists]))
+        values = _numbers(metrics)
+        self._keep({"step": state.step} | {n: v for n, v in values.items() if not isinstance(v, list)})
+        shown = {name: f"{value:.4f}" for name, value in values.items() if isinstance(value, float)} | \
+            {name: f"[{' '.join(map(str, value))}]" for name, value in values.items()
+             if isinstance(value, list)}
+        self.note("  ".join([f"step {state.step}", *(f"{name} {text}" for name, text in shown.items())]))
         if getattr(state, "impatient", False):
             self.note(f"stopped: no better evaluation since step {state.best['step']} "
                       f"(--patience {self.opts.patience})")
@@ -114,7 +115,7 @@ class Log:
         """Write what is left; may be called twice."""
         if self.speaks:
             self.board.close()
-            self.metrics.close()
+            self.metrics.lines.close()
             self.console.close()
 
     def __enter__(self) -> "Log":
@@ -132,5 +133,60 @@ def _format(name, value):
     return FORMATS.get(name, "," if isinstance(value, int) else ".4g")
 
 
-def _number(value):
-    return value.item() if hasattr(value, "item") else value
+def _numbers(record):
+    return {name: value.item() if hasattr(value, "item") else value for name, value in record.items()}
+
+
+class Console:
+    """Lines on stdout, or one bar below them on a terminal; it counts the steps of the whole run."""
+
+    def __init__(self, opts, step, total):
+        self.out, self.total = Outlet(sys.stdout), total
+        self.text, self.length, self.drawn, self.at = "", 0, 0.0, step
+        able = self.out.isatty() and os.environ.get("TERM") != "dumb"
+        self.bar = opts.progress == "on" or opts.progress == "auto" and able
+
+    def step(self, step, text, short=""):
+        """Show a step: `text` as a line, or `short` in the bar."""
+        if not self.bar:
+            return self.line(text)
+        self.at, self.text = step, short or text
+        if time.monotonic() - self.drawn > DRAW_EVERY_SECONDS:
+            self._draw()
+
+    def line(self, text):
+        self._clear()
+        self.out.write(text + "\n")
+        self._draw()
+        self.out.flush()
+
+    def close(self):
+        """A bar that is full stays; the next life draws one that is not."""
+        if self.text and self.at >= self.total:
+            self._draw()
+            self.out.write("\n")
+        else:
+            self._clear()
+        self.text, self.length = "", 0
+        self.out.flush()
+
+    def _draw(self):
+        if not self.text:
+            return
+        share = min(1.0, self.at / self.total) if self.total else 0.0
+        full = int(share * BAR)
+        text = f"{share:4.0%}|{'█' * full}{' ' * (BAR - full)}| {self.text}"[:self._columns() - 1]
+        self.out.write("\r" + text.ljust(self.length))  # other processes may have written over it
+        self.out.flush()
+        self.length, self.drawn = len(text), time.monotonic()
+
+    def _clear(self):
+        if self.length:
+            self.out.write("\r" + " " * self.length + "\r")
+            self.length = 0
+
+    def _columns(self):
+        try:  # some terminals report a width of 0 (serial lines)
+            return os.get_terminal_size(self.out.fileno()).columns or 80
+        except (OSError, ValueError, AttributeError):
+            return 200  # no terminal, but --progress on

@@ -1,5 +1,6 @@
 """One page that shows a run, or two laid over each other: HTML and inline SVG, no scripts, no network."""
 import json
+import math
 from array import array
 from collections import defaultdict
 from contextlib import suppress
@@ -7,12 +8,12 @@ from html import escape
 from pathlib import Path
 
 from common.ledger.account import summarize
-from common.ledger.chart import COLUMNS, bar, chart, svg
 from common.ledger.lives import is_number, lives_of, own
-from common.ledger.report import death_in_words
+from common.ledger.report import death_in_words, report
 
-MOST_CHARTS, MOST_LIVES = 16, 200
-FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
+MOST_CHARTS = 16
+COLUMNS, HEIGHT = 600, 160                          # of a chart
+MARKS = {"rescue": ("green", 120), "resize": ("violet", 0), "death": ("red", 0)}  # colour, upper end
 COLOUR = {name: f"hsl({hue} 55% {light}%)" for name, hue, light in (
     ("steps", 140, 45), ("redone", 0, 55), ("down", 0, 35), ("detection", 20, 55), ("rescue", 40, 55),
     ("data_wait", 200, 60), ("evaluation", 220, 60), ("save_stall", 260, 60), ("start", 290, 60),
@@ -32,11 +33,9 @@ figure p{display:flex;justify-content:space-between;margin:0}
 polyline,line,path{fill:none;stroke-width:1.5;vector-effect:non-scaling-stroke}
 path{stroke-width:6;stroke-linecap:round}polyline.dots{stroke-dasharray:4 3}
 .a{stroke:var(--a);color:var(--a)}.b{stroke:var(--b);color:var(--b)}span{stroke:none}
-.red{stroke:#d1242f}.violet{stroke:#8250df}.green{stroke:#2da44e;stroke-width:3}.scroll{overflow-x:auto}
-table{border-collapse:collapse;font-size:13px}td,th{text-align:left;padding:.2em .8em .2em 0}
-tr+tr td{border-top:1px solid var(--line)}
-.life{fill:#2da44e}.scroll table{min-width:600px}
-.key{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
+.red{stroke:#d1242f}.violet{stroke:#8250df}.green{stroke:#2da44e;stroke-width:3}
+table{border-collapse:collapse;font-size:13px}td{padding:.2em .8em .2em 0}pre{overflow-x:auto;font-size:12px}
+.life{fill:#2da44e}.key{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
 """
 
 
@@ -48,12 +47,10 @@ def page(*run_dirs):
     first = [name for name in ("loss", "acc", "lr", "samples/s") if name in titles]
     titles = (first + [name for name in titles if name not in first])[:MOST_CHARTS]
     marks = [mark for run in runs for mark in run.marks]
-    charts = []
-    for title in titles:
-        charts.append(chart(title, [
-            (name, style + " dots" * name.startswith("val_"), *run.curves[name])
-            for run, style in zip(runs, "ab", strict=False)
-            for name in (title, f"val_{title}") if name in run.curves], marks))
+    charts = [chart(title, [(name, style + " dots" * name.startswith("val_"), *run.curves[name])
+                            for run, style in zip(runs, "ab", strict=False)
+                            for name in (title, f"val_{title}") if name in run.curves], marks)
+              for title in titles]
     heading = escape(" and ".join(str(run.folder) for run in runs))
     return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{heading}</title>'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -72,27 +69,22 @@ class Run:
         self.curves = defaultdict(lambda: (array("d"), array("d")))
         with suppress(OSError), open(self.folder / "metrics.jsonl", "rb") as file:
             for line in file:
-                with suppress(ValueError):
-                    self._add(json.loads(line))
-        self._throughput()
-        self.marks = list(self._marks())
-
-    def _add(self, row):
-        for name, value in row.items():
-            if name not in ("step", "epoch") and is_number(value) and is_number(row.get("step")):
-                self._point(name, row["step"], value)
-
-    def _point(self, name, step, value):
-        steps, values = self.curves[name]
-        steps.append(step), values.append(value)
-
-    def _throughput(self):
+                with suppress(ValueError, TypeError, AttributeError):
+                    row = json.loads(line)
+                    for name in row.keys() - {"step", "epoch"}:
+                        self._point(name, row.get("step"), row[name])
         for events in self.lives:
             entries, size = own(events, "steps", "t", "at"), events[0].get("global_batch_size", 0)
             for old, new in zip(entries, entries[1:], strict=False):
                 if new["t"] > old["t"] and new["at"] > old["at"]:
                     rate = (new["at"] - old["at"]) * size / (new["t"] - old["t"])
                     self._point("samples/s", new["at"], rate)
+        self.marks = list(self._marks())
+
+    def _point(self, name, step, value):
+        if is_number(step) and is_number(value):
+            steps, values = self.curves[name]
+            steps.append(step), values.append(value)
 
     def _marks(self):
         for death in self.facts["deaths"]:
@@ -106,19 +98,19 @@ class Run:
 
     def section(self):
         """What is told of each run apart."""
-        facts, spent = self.facts, {n: s for n, s in self.facts["buckets"].items() if s}
-        wall, goodput = facts["wall_s"] or 1.0, facts["goodput"]
-        keys = "".join(f'<tr><td><span class="key" style="background:{COLOUR[name]}"></span>'
-                       f"{name.replace('_', ' ')}<td>{seconds:,.1f} s<td>{seconds / wall:.1%}</tr>"
-                       for name, seconds in spent.items())
-        counted = f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saved step {facts['step']}"
-        return (f"<h2>{escape(str(self.folder))}: where {facts['wall_s']:,.1f} s went</h2>"
-                f"<p>goodput {'unknown' if goodput is None else f'{goodput:.1%}'}, {counted}</p>"
-                + bar({name: (seconds / wall, COLOUR[name]) for name, seconds in spent.items()})
-                + f"<table>{keys}</table><h2>Number of processes over time, life by life</h2>"
-                f'{self._time_line()}<div class="scroll"><table><tr><th>life<th>processes<th>steps<th>seconds'
-                f'<th>what changed<th>who died</tr>{"".join(self._rows())}</table></div><h2>Options</h2>'
-                f'<div class="scroll"><table>{"".join(self._options())}</table></div>')
+        spent, wall = self.facts["buckets"], self.facts["wall_s"] or 1.0
+        at, parts, keys = 0.0, [], []
+        for name, seconds in ((name, seconds) for name, seconds in spent.items() if seconds):
+            words = f"{name.replace('_', ' ')}<td>{seconds:,.1f} s<td>{seconds / wall:.1%}"
+            keys.append(f'<tr><td><span class="key" style="background:{COLOUR[name]}"></span>{words}')
+            parts.append(f'<rect x="{at / wall * COLUMNS:.2f}" width="{seconds / wall * COLUMNS:.2f}" '
+                         f'height="28" fill="{COLOUR[name]}"><title>{name}</title></rect>')
+            at += seconds
+        rows = (f"<tr><td>{escape(str(name))}<td>{escape(str(value))}" for name, value in self._options())
+        return (f"<h2>{escape(str(self.folder))}: where {self.facts['wall_s']:,.1f} s went</h2>"
+                f'{svg(parts, 28)}<table>{"".join(keys)}</table><h2>Number of processes over time, life by '
+                f'life</h2>{self._time_line()}<pre>{escape(chr(10).join(report(self.facts)))}</pre>'
+                f'<h2>Options</h2><table>{"".join(rows)}</table>')
 
     def _time_line(self):
         start, wall = self.facts["lives"][0]["start"], self.facts["wall_s"] or 1.0
@@ -132,27 +124,55 @@ class Run:
                          f'height="{high:.1f}" class="life"><title>{escape(words)}</title></rect>')
         return f"<figure><i>{most} processes</i>{svg(drawn, 80)}<p><i>0</i><i>{wall:,.1f} s</i></p></figure>"
 
-    def _rows(self):
-        told = [{}, *self.facts["lives"]]
-        for before, life in list(zip(told, told[1:], strict=False))[-MOST_LIVES:]:
-            dead = "; ".join(death_in_words(d) for d in self.facts["deaths"] if d["life"] == life["life"])
-            seconds = sum(life["buckets"].values())
-            cells = (life["life"], life["world"], f"{life['step']} to {life['saved']}", f"{seconds:,.1f}",
-                     "; ".join(changes(before, life)) if before else "", dead)
-            yield "<tr>" + "".join(f"<td>{escape(str(cell))}" for cell in cells) + "</tr>"
-
     def _options(self):
         options = {}
         with suppress(OSError, ValueError, KeyError):
             options = json.loads((self.folder / "options.json").read_text(encoding="utf-8"))["options"]
-        options |= self.facts["lives"][-1].get("options", {})
-        for name, value in options.items():
-            yield f"<tr><td>{escape(str(name))}<td>{escape(str(value))}</tr>"
+        return (options | self.facts["lives"][-1].get("options", {})).items()
 
 
-def changes(before, life):
-    """What differs between two lives: flags, processes, hosts, data."""
-    old, new = ({name: told.get(name) for name in FACTS} | told.get("options", {})
-                | {"hosts": " ".join(sorted(set(told.get("hosts", []))))} for told in (before, life))
-    return [f"{name} {old.get(name, 'default')} → {new.get(name, 'default')}" for name in {**old, **new}
-            if old.get(name) != new.get(name)]
+def chart(title, curves, marks):
+    """A <figure>; `curves`: (name, css class, xs, ys), `marks`: (x, kind, words) as lines over the height."""
+    left, right = min(min(xs) for *_, xs, _ in curves), max(max(xs) for *_, xs, _ in curves)
+    low, high = min(min(ys) for *_, ys in curves), max(max(ys) for *_, ys in curves)
+    across, up = COLUMNS / ((right - left) or 1), HEIGHT / ((high - low) or 1)
+    drawn = []
+    for x, kind, words in sorted(marks, key=lambda mark: list(MARKS).index(mark[1])):
+        colour, top = MARKS[kind]
+        if left <= x <= right:
+            at = f"{(x - left) * across:.1f}"
+            drawn.append(f'<line class="{colour}" x1="{at}" x2="{at}" y1="{top}" y2="{HEIGHT}">'
+                         f"<title>{escape(words)}</title></line>")
+    for name, style, xs, ys in curves:
+        points = [f"{(x - left) * across:.1f},{HEIGHT - (y - low) * up:.1f}"
+                  for x, y in thin(xs, ys, left, right)]
+        drawn.append(f'<polyline class="{style}" points="{" ".join(points)}">'
+                     f"<title>{escape(name)}</title></polyline>")
+        if len(points) == 1 or "dots" in style:
+            drawn.append(f'<path class="{style}" d="{"".join(f"M{point}h0" for point in points)}"/>')
+    names = "".join(f'<span class="{style}">{escape(name)} {ys[-1]:.4g}</span>'
+                    for name, style, _, ys in curves)
+    return (f'<figure><figcaption><b>{escape(title)}</b>{names}</figcaption><i>{high:.4g}</i>{svg(drawn)}'
+            f"<p><i>{low:.4g}</i><i>step {left:,.6g} to {right:,.6g}</i></p></figure>")
+
+
+def svg(parts, height=HEIGHT):
+    return (f'<svg viewBox="0 0 {COLUMNS} {height}" preserveAspectRatio="none" style="height:{height}px">'
+            f'{"".join(parts)}</svg>')
+
+
+def thin(xs, ys, left, right):
+    """At most two points a column, the least and the largest value in the order they came: no spike is lost.
+    """
+    columns = {}
+    for x, y in zip(xs, ys, strict=True):
+        kept = columns.setdefault(math.floor((x - left) * COLUMNS / ((right - left) or 1)), [])
+        kept.append((x, y))
+        if len(kept) == 3:
+            low, high = min(kept, key=_height), max(kept, key=_height)
+            kept[:] = sorted({low, high})
+    return [point for kept in columns.values() for point in kept]
+
+
+def _height(point):
+    return point[1]

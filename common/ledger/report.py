@@ -2,14 +2,14 @@
 from collections import Counter
 from statistics import median
 
-from common.ledger.account import summarize
+
+FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
 
 
-def report(run_dir):
-    """Yield the lines of the goodput report."""
-    facts = summarize(run_dir)
-    events, goodput = facts["events"], facts["goodput"]
-    yield f"{run_dir}: lives {events['life']}, last saved step {facts['step']}"
+def report(facts):
+    """Yield the lines of the goodput report, from what `summarize` returned."""
+    events, goodput, before = facts["events"], facts["goodput"], None
+    yield f"lives {events['life']}, last saved step {facts['step']}"
     for life in facts["lives"]:
         if life["gap"]:
             how = "restart" if life["again"] else "started again after"
@@ -17,6 +17,9 @@ def report(run_dir):
         own = {name: value for name, value in life["buckets"].items() if name not in life["gap"]}
         yield (f"  life {life['life']}  world {life['world']}  restart {life.get('restart', '?')}  "
                f"resumed at step {life['step']}, saved up to {life['saved']}  {_spell(own)}".rstrip())
+        if before and (changed := "; ".join(_changes(before, life))):
+            yield f"    changed: {changed}"
+        before = life
         dead = [death for death in facts["deaths"] if death["life"] == life["life"]]
         yield from (f"    {death_in_words(death)}" for death in dead)
     whole = [sum(life["gap"].values()) for life in facts["lives"] if life["again"]]
@@ -27,9 +30,8 @@ def report(run_dir):
     yield f"goodput {goodput} (time in steps that are in the final model / wall)"
 
 
-def by_host(run_dir):
+def by_host(facts):
     """Yield a line per host: processes, deaths, hangs and slow spells, so that a bad machine shows."""
-    facts = summarize(run_dir)
     hosts, sick = Counter(), {name: Counter() for name in ("death", "hang", "straggler")}
     for life in facts["lives"]:
         names = life.get("hosts", ["?"] * life["world"])
@@ -48,6 +50,14 @@ def by_host(run_dir):
 def death_in_words(death):
     where = f" on {death['host']}" if death["host"] else ""
     return f"rank {death['rank']} (pid {death['pid'] or '?'}{where}) {death['cause']}"
+
+
+def _changes(before, life):
+    """What differs between two lives: flags, processes, hosts, data."""
+    old, new = ({name: told.get(name) for name in FACTS} | told.get("options", {})
+                | {"hosts": " ".join(sorted(set(told.get("hosts", []))))} for told in (before, life))
+    return [f"{name} {old.get(name, 'default')} → {new.get(name, 'default')}" for name in {**old, **new}
+            if old.get(name) != new.get(name)]
 
 
 def _spell(seconds):

@@ -1,4 +1,7 @@
-"""RUN/status.json: how the run is now, for a probe, a dashboard or a person; a reader finds it old or new."""
+"""RUN/status.json says how the run is now, to a probe, a dashboard or a person; RUN/control/ asks it for more.
+
+A reader of status.json finds it old or new, never half.
+"""
 import contextlib
 import json
 import os
@@ -7,13 +10,49 @@ import time
 from pathlib import Path
 
 from common.errors import UserError, note_reason
-from common.ledger.control import Control
 
+CONTROLS = ("save", "evaluate", "stop", "stop-epoch")  # a file of this name in RUN/control/
 STOPPED = 143            # exit code: asked to stop, and saved
 WRITE_EVERY_SECONDS, LOOK_EVERY_SECONDS = 10.0, 0.5
 QUICK = ("t", "step", "eta_s", "last_save_age_s", "samples_per_s", "goodput")  # no reason to write now
 FIELDS = ("state", "step", "total", "epoch", "eta_s", "world", "hosts", "life", "restarts", "last_save_step",
           "last_save_age_s", "samples_per_s", "goodput", "reason", "exit_code", "t")
+
+
+class Control:
+    """What a person asks of a running training: `wanted` here, `agreed` by all ranks, `doing` since a step.
+
+    The file goes when it is done.
+    """
+
+    def __init__(self, run_dir):
+        self.folder = Path(run_dir) / "control"
+        self.wanted, self.agreed, self.doing = set(), set(), {}
+
+    def look(self, step, saved):
+        """Call it on rank 0 from time to time, on a thread: a network disk may hang."""
+        self.close([name for name, since in list(self.doing.items())
+                    if (saved if name == "save" else step - 1) >= since])
+        with contextlib.suppress(OSError):
+            self.wanted |= {path.name for path in self.folder.iterdir()} & set(CONTROLS) - set(self.doing)
+
+    def agree(self, names, step):
+        """All ranks do these from this step on."""
+        self.doing |= dict.fromkeys(names, step)
+        self.wanted -= set(names)
+        self.agreed |= set(names)
+
+    def take(self, name):
+        """Whether it has been agreed on; once."""
+        agreed = name in self.agreed
+        self.agreed.discard(name)
+        return agreed
+
+    def close(self, names=CONTROLS):
+        for name in names:
+            if self.doing.pop(name, None) is not None:
+                with contextlib.suppress(OSError):
+                    (self.folder / name).unlink()
 
 
 class Status:
@@ -26,7 +65,8 @@ class Status:
 
     def start(self, look):
         self.look = look
-        self.control.open()
+        with contextlib.suppress(OSError):
+            self.control.folder.mkdir(mode=0o700, exist_ok=True)
         self._write(dict.fromkeys(FIELDS) | {"state": "starting"} | look())
         threading.Thread(target=self._work, daemon=True, name="status").start()
 

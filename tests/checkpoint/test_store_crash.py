@@ -16,7 +16,7 @@ from stores import a_life, at_step, images_are_at, images_for, load_into, option
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import checkpoints, verify
 from common.ledger import Audit, Ledger
-from common.ledger.metrics import Metrics
+from common.ledger.lines import Metrics
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
 

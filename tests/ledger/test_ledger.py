@@ -126,7 +126,7 @@ def test_the_buckets_of_any_ledger_add_up_to_the_wall_time(tmp_path):
         if steady and missing is None and len(lines) == len(events):
             first, moments = events[0], [event["t"] for event in events[:-1 if torn else None]]
             assert abs(facts["wall_s"] - (max(moments) - (first["began"] or first["t"]))) < 1e-6
-        assert "\n".join(report(tmp_path)) and "\n".join(by_host(tmp_path))
+        assert "\n".join(report(facts)) and "\n".join(by_host(facts))
 
 
 def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):

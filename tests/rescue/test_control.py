@@ -5,7 +5,7 @@ import signal
 import pytest
 from jobs import PACED, ROOT, STEPS, audit, events, reached, until, wait_for
 
-from common.ledger.control import Control
+from common.ledger.status import Control
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
@@ -89,7 +89,7 @@ def test_stop_epoch_ends_after_the_evaluation_of_the_epoch(jobs, tmp_path):
 
 def test_a_wish_is_taken_once_and_its_file_goes_when_it_is_done(tmp_path):
     control = Control(tmp_path)
-    control.open()
+    control.folder.mkdir()
     for name in ("save", "evaluate", "nonsense"):
         (control.folder / name).touch()
     control.look(4, 0)
