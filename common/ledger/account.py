@@ -72,10 +72,10 @@ def account(lives):
     """
     pieces = None
     for number, events in enumerate(lives):
-        life, later = events[0], [other[0] for other in lives[number + 1:]]
-        start = pieces.end if pieces else _began(life)
+        later = [other[0] for other in lives[number + 1:]]
+        start, kept = pieces.end if pieces else _began(events[0]), [other["step"] for other in later]
         pieces = _Pieces(start)
-        _cut(pieces, events, min((other["step"] for other in later), default=None), later[0] if later else None)
+        _cut(pieces, events, min(kept, default=None), later[0] if later else None)
         yield start, dict(pieces.seconds)
 
 

@@ -2,7 +2,6 @@
 from collections import Counter
 from statistics import median
 
-
 FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
 
 

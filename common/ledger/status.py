@@ -1,4 +1,4 @@
-"""RUN/status.json says how the run is now, to a probe, a dashboard or a person; RUN/control/ asks it for more.
+"""RUN/status.json says how the run is now, to a probe or a person; RUN/control/ asks something of it.
 
 A reader of status.json finds it old or new, never half.
 """
