@@ -7,7 +7,16 @@ import os
 import sys
 from pathlib import Path
 
-from common.data.pictures import complaint
+from common.data.pictures import decode
+from common.errors import UserError
+
+
+def complaint(path):
+    """The first line of what is wrong with an image, or None."""
+    try:
+        decode(path, "")
+    except (UserError, OSError) as error:
+        return next(iter(str(error).splitlines()))
 
 
 def main(arguments):

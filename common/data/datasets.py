@@ -7,46 +7,48 @@ DATASET_FLAGS in common/options/rules.py. Code that lives elsewhere needs no edi
 path/to/file.py:function`. Files are not trusted: their sizes are checked before memory is taken, and nothing
 in them is ever executed.
 """
+import contextlib
 import gzip
 import math
+import os
 import struct
+import tempfile
 import zlib
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from common.data.pictures import imagefolder
 from common.data.shards import tar
 from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
-from common.data.text import text
-from common.data.tokens import tokens
+from common.data.tokens import text, tokens
 from common.errors import UserError, did_you_mean, one_line
 from common.options import call_user
 
 LARGEST_BYTES = 2**31  # that an IDX file may unpack to
+# names in torchvision.datasets
+DOWNLOADS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}
 
 
 # ---- MNIST and its relatives: IDX files ----
 def mnist(opts):
     """Handwritten digits, 60,000 to train and 10,000 to test, from DATA_DIR/MNIST/raw."""
-    return read_mnist(opts, "MNIST", tuple("0123456789"), mean=(0.1307,), std=(0.3081,))
+    return read_mnist(opts, mean=(0.1307,), std=(0.3081,))
 
 
 def fashion_mnist(opts):
     """Pictures of clothes in the format of MNIST, from DATA_DIR/FashionMNIST/raw."""
-    names = "T-shirt,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot".split(",")
-    return read_mnist(opts, "FashionMNIST", tuple(names), mean=(0.2860,), std=(0.3530,), augment="flip")
+    return read_mnist(opts, mean=(0.2860,), std=(0.3530,), augment="flip")
 
 
-def read_mnist(opts, name, class_names, **facts):
-    folder = Path(opts.data_dir) / name / "raw"
-    pairs = []
+def read_mnist(opts, **facts):
+    folder, pairs = Path(opts.data_dir, DOWNLOADS[opts.dataset], "raw"), []
     for part in ("train", "t10k"):
         images = read_idx(opts, folder / f"{part}-images-idx3-ubyte", 3)
-        labels = read_idx(opts, folder / f"{part}-labels-idx1-ubyte", 1)
-        pairs.append((images.unsqueeze(1), labels.long()))
-    return Source(*pairs, classes=10, class_names=class_names, **facts)
+        pairs.append((images.unsqueeze(1), read_idx(opts, folder / f"{part}-labels-idx1-ubyte", 1).long()))
+    return Source(*pairs, classes=10, **facts)
 
 
 def read_idx(opts, path, dims):
@@ -61,24 +63,16 @@ def read_idx(opts, path, dims):
             if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
                 raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\n"
                                 f"it begins with {head[:4]!r}")
-            shape = struct.unpack(f">{dims}I", head[4:])
-            claimed, size = math.prod(shape), path.stat().st_size
-            most = size - len(head) if not packed else min(LARGEST_BYTES, size * 1032)  # deflate's best
-            if claimed > most or (not packed and claimed != most):
-                holds = "unpacks to less" if packed else f"holds {most:,}"
-                raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, "
-                                f"the file {holds}\nfetch it again")
-            content = bytearray(claimed)
-            count = file.readinto(content)
-            if count != claimed or file.read(1):
-                more = "fewer" if count != claimed else "more"
-                raise UserError(f"{path} holds {more} bytes than the {claimed:,} its header claims\n"
-                                "fetch it again")
+            shape, size = struct.unpack(f">{dims}I", head[4:]), path.stat().st_size
+            claimed = math.prod(shape)
+            most = min(LARGEST_BYTES, size * 1032) if packed else size  # deflate packs no better
+            content = bytearray(file.read(claimed + 1) if claimed <= most else b"")
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read\n{one_line(error)}") from error
-    if not claimed:  # frombuffer refuses an empty buffer; load_data has a clearer error for an empty dataset
-        return torch.empty(shape, dtype=torch.uint8)
-    return torch.frombuffer(content, dtype=torch.uint8).view(shape)
+    if len(content) != claimed:
+        raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, "
+                        f"the file holds {'more' if len(content) > claimed else 'fewer'}\nfetch it again")
+    return torch.from_numpy(np.frombuffer(content, np.uint8)).view(shape)
 
 
 def missing(opts, path):
@@ -99,8 +93,7 @@ def cifar10(opts):
         pairs = [unpickle_cifar(opts, train) for train in (True, False)]
     else:
         raise missing(opts, folder)
-    names = "airplane automobile bird cat deer dog frog horse ship truck"
-    return Source(*pairs, classes=10, class_names=tuple(names.split()), augment="crop_flip",
+    return Source(*pairs, classes=10, augment="crop_flip",
                   mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
@@ -131,48 +124,50 @@ def user_dataset(opts):
 
     The number of classes is a Dataset's attribute `classes` (a number, or the names), or it has `targets`.
     """
-    found, name, labels = call_user(opts.dataset, opts), opts.dataset, opts.task == "classify"
-    found = found if isinstance(found, (tuple, list)) else (found,)
-    kinds = "".join("t" if isinstance(part, torch.Tensor) else "d" for part in found)
+    found, name = call_user(opts.dataset, opts), opts.dataset
+    found = list(found) if isinstance(found, (tuple, list)) else [found]
     if any(isinstance(part, IterableDataset) for part in found):
         raise UserError(f"dataset {name} is an iterable: a restart could not find its place in it again\n"
                         "give it an index, __len__ and __getitem__(i); an attribute `groups`, the sizes of "
                         "shards or row groups, keeps neighbours together\nfor tar shards: --dataset tar")
-    if kinds == "tttt":
-        parts = [(found[0], found[1]), (found[2], found[3])]
-    elif kinds == "dd" and all(isinstance(part, TensorDataset) and len(part.tensors) == 2 for part in found):
-        parts = [part.tensors for part in found]
-    elif kinds == "dd" and all(hasattr(part, "__len__") and hasattr(part, "__getitem__") for part in found):
-        try:
-            known = [fact for part in found for fact in [count_classes(part)] if fact]
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            if labels:
-                raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\n"
-                                "wanted: a whole number for each sample, 0 or more") from error
-            known = []
-        names = getattr(found[0], "classes", None)
-        vocab = getattr(found[0], "vocab", None)
-        return Source(*found, classes=max(known, default=None),
-                      vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
-                      class_names=tuple(map(str, names)) if isinstance(names, (list, tuple)) else None,
-                      fingerprint=getattr(found[0], "fingerprint", None))
-    else:
-        types = ", ".join(type(part).__name__ for part in found)
-        raise UserError(f"dataset {name} returned ({types})\n"
+    if all(isinstance(part, TensorDataset) and len(part.tensors) == 2 for part in found):
+        found = [tensor for part in found for tensor in part.tensors]
+    if len(found) == 4 and all(map(torch.is_tensor, found)):
+        found = [tensor.detach().cpu() for tensor in found]
+        inputs, targets = found[::2], found[1::2]
+        words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x in inputs)
+        classed = all(y.dim() == 1 and y.numel() and not y.is_floating_point() for y in targets)
+        return Source(*zip(inputs, targets, strict=True), vocab=highest(inputs) if words else None,
+                      classes=highest(targets) if classed else None)
+    if len(found) != 2 or any(not hasattr(part, "__len__") or not hasattr(part, "__getitem__")
+                              for part in found):
+        raise UserError(f"dataset {name} returned ({', '.join(type(part).__name__ for part in found)})\n"
                         "wanted: (train, test), two Datasets with __len__ and __getitem__, "
                         "or (x, y, x_test, y_test), four tensors")
-    parts = [(x.detach().cpu(), y.detach().cpu()) for x, y in parts]
-    for x, y in parts:
-        lost = x.is_complex() or y.is_complex() or y.is_floating_point() or y.dim() != 1
-        if not x.numel() or not y.numel() or labels and (x.dim() < 2 or lost):
-            raise UserError(f"dataset {name}: samples {tuple(x.shape)} with labels {tuple(y.shape)}, "
-                            f"{x.dtype} and {y.dtype}\n"
-                            "wanted: at least one sample, of one dimension or more, with a whole number\n"
-                            "for other targets write a task: --task path/to/file.py:function")
-    words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x, _ in parts)
-    classed = all(y.dim() == 1 and not y.is_floating_point() for _, y in parts)
-    return Source(*parts, classes=max(int(y.max()) for _, y in parts) + 1 if classed else None,
-                  vocab=max(int(x.max()) for x, _ in parts) + 1 if words else None)
+    try:
+        classes = max(filter(None, map(count_classes, found)), default=None)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        if opts.task == "classify":
+            raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\n"
+                            "wanted: a whole number for each sample, 0 or more") from error
+        classes = None
+    vocab = getattr(found[0], "vocab", None)
+    return Source(*found, classes=classes, vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
+                  fingerprint=getattr(found[0], "fingerprint", None))
+
+
+def highest(tensors):
+    """As many classes or words as the numbers in these tensors need."""
+    return max(int(tensor.max()) for tensor in tensors) + 1
+
+
+def inherited(dataset, name):
+    """An attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
+    while dataset is not None:
+        if (found := getattr(dataset, name, None)) is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
 
 
 def whole(label):
@@ -183,16 +178,11 @@ def whole(label):
 
 
 def count_classes(dataset):
-    while dataset is not None:
-        classes = getattr(dataset, "classes", None)
-        if classes is not None:
-            return classes if isinstance(classes, int) else len(classes)
-        targets = getattr(dataset, "targets", None)
-        if targets is not None and len(targets):
-            labels = torch.as_tensor(targets if torch.is_tensor(targets) else list(targets))
-            return max(map(whole, [labels.max(), *labels[labels != labels.long()][:1]])) + 1
-        dataset = getattr(dataset, "dataset", None)  # of a Subset, which random_split makes
-    return None
+    classes, targets = inherited(dataset, "classes"), inherited(dataset, "targets")
+    if classes is None and targets is not None and len(targets):
+        labels = torch.as_tensor(targets if torch.is_tensor(targets) else list(targets))
+        classes = max(map(whole, [labels.max(), *labels[labels != labels.long()][:1]])) + 1
+    return classes if classes is None or isinstance(classes, int) else len(classes)
 
 
 # ---- all of them ----
@@ -210,3 +200,38 @@ def find_source(opts):
         raise UserError(f"unknown dataset {opts.dataset!r}{did_you_mean(opts.dataset, DATASETS, 3)}\n"
                         f"there are {', '.join(DATASETS)}, and path/to/file.py:function")
     return DATASETS[name](opts)
+
+
+def make_ready(opts, world):
+    """--download, or the index of tar shards: one rank of each node makes what is missing, all wait."""
+    if opts.dataset != "tar" and opts.dataset not in DOWNLOADS:
+        raise UserError(f"dataset {opts.dataset} has nothing to download\n"
+                        f"leave --download out, it is for {', '.join(DOWNLOADS)}")
+    with world.all_or_none("download"):
+        try:
+            if world.local_rank == 0:
+                (find_source if opts.dataset == "tar" else download)(opts)
+        except UserError:
+            raise
+        except Exception as error:  # of any kind: the other ranks wait
+            raise UserError(f"dataset {opts.dataset} cannot be downloaded to {opts.data_dir}\n"
+                            f"{one_line(error)}") from error
+
+
+def download(opts):
+    """Fetches a dataset through torchvision, which knows its checksum, unless it is there and whole."""
+    with contextlib.suppress(UserError):  # missing or damaged
+        find_source(opts)
+        return
+    from torchvision import datasets
+    # Into a folder aside, and each file is renamed when all are whole: neither a later start nor another node
+    # that shares the folder can take half a download for data.
+    os.makedirs(opts.data_dir, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".download-", dir=opts.data_dir) as aside:
+        for train in (True, False):
+            getattr(datasets, DOWNLOADS[opts.dataset])(aside, train=train, download=True)
+        for path in sorted(Path(aside).rglob("*")):
+            if path.is_file() and path.suffix != ".gz":
+                target = Path(opts.data_dir, path.relative_to(aside))
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(path, target)

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from common.data.datasets import find_source
-from common.data.download import download
+from common.data.datasets import find_source, make_ready
 from common.data.prefetch import Cuts, Shares, from_workers, map_tensors
 from common.data.splits import AUGMENTATIONS, DatasetSplit, FetchSplit, TensorSplit, as_input
 from common.data.synthetic import Source
@@ -21,13 +20,12 @@ class Data:
     """A dataset, and the facts a model is built from."""
 
     name: str
-    train: Any  # a TensorSplit, a DatasetSplit or text.Windows
+    train: Any  # a split
     test: Any
     known_classes: int | None
     sample_shape: tuple
     vocab: int | None
     fingerprint: str  # a hash of all tensors; for files, of names and sizes
-    class_names: tuple | None = None
 
     @property
     def classes(self) -> int:
@@ -59,12 +57,12 @@ class Batch(NamedTuple):
 def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
     """The dataset that `opts.dataset` names, or `source`; call on every rank, because of --download."""
     if opts.download or opts.dataset == "tar":
-        download(opts, world)
+        make_ready(opts, world)
     source, name, labels = source or find_source(opts), opts.dataset, opts.task == "classify"
     splits: list[Any] = []
     for part, samples in (("training", source.train), ("test", source.test)):
         augment = source.augment if part == "training" else None
-        if not len(samples[1] if isinstance(samples, tuple) else samples):
+        if not (samples[1].numel() if isinstance(samples, tuple) else len(samples)):
             raise UserError(f"dataset {name}: the {part} set is empty\nat least one sample is needed")
         if isinstance(samples, tuple):
             x, y = checked(name, part, source, labels, *samples)
@@ -74,22 +72,25 @@ def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
         else:
             splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain, labels,
                                        opts.bad_samples == "skip"))
-    shapes = [split.shape for split in splits]
-    if shapes[0] != shapes[1] and all(getattr(split, "labels", True) for split in splits):
-        raise UserError(f"dataset {name}: training samples have shape {shapes[0]}, test samples {shapes[1]}")
-    fingerprint = source.fingerprint or hash_splits(name, splits, source.classes, shapes[0])
+    train, test = splits
+    if train.shape != test.shape and all(getattr(split, "labels", True) for split in splits):
+        raise UserError(f"dataset {name}: samples to train on have shape {train.shape}, to test {test.shape}")
+    fingerprint = source.fingerprint or hash_splits(name, splits, source.classes, train.shape)
     if callable(fingerprint):  # it takes long, and the ranks of a node see the same files
         fingerprint = world.once_per_node("fingerprint", fingerprint)
-    if order := ElasticSampler(splits[0], 1).name:
+    if order := ElasticSampler(train, 1).name:
         fingerprint = hashlib.sha256(f"{fingerprint} {order}".encode()).hexdigest()
-    return Data(name, splits[0], splits[1], source.classes, shapes[0], source.vocab, fingerprint,
-                source.class_names)
+    return Data(name, train, test, source.classes, train.shape, source.vocab, fingerprint)
 
 
 def checked(name, part, source, labels, x, y):
-    if (y.shape if labels else y.shape[:1]) != x.shape[:1]:
-        raise UserError(f"dataset {name}: {len(x)} {part} samples, labels {tuple(y.shape)}\n"
-                        "wanted: one label for each sample")
+    """Tensors that can be trained on."""
+    odd = x.is_complex() or y.is_complex() or y.is_floating_point() or y.dim() != 1
+    if not x.numel() or x.shape[:1] != y.shape[:1] or labels and (x.dim() < 2 or odd):
+        raise UserError(f"dataset {name}: {part} samples {tuple(x.shape)} with labels {tuple(y.shape)}, "
+                        f"{x.dtype} and {y.dtype}\n"
+                        "wanted: a label for each sample, which has one dimension or more; a whole number\n"
+                        "for other targets write a task: --task path/to/file.py:function")
     if labels and (y.min() < 0 or y.max() >= source.classes):
         raise UserError(f"dataset {name}: {part} labels from {y.min()} to {y.max()}\n"
                         f"wanted: 0 to {source.classes - 1}")

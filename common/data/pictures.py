@@ -31,8 +31,8 @@ def imagefolder(opts):
         raise UserError(f"dataset imagefolder: {opts.train_folder} and {opts.val_folder} of {opts.data_dir} "
                         "have different classes\n"
                         f"in one alone: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
-    return Source(*parts, classes=len(parts[0].classes), class_names=tuple(parts[0].classes),
-                  fingerprint=lambda: hash_files(parts), **squares(opts.image_size))
+    return Source(*parts, classes=len(parts[0].classes), fingerprint=lambda: hash_files(parts),
+                  **squares(opts.image_size))
 
 
 def squares(size):
@@ -95,11 +95,3 @@ def hash_files(parts):
             digest.update(f"{os.path.relpath(path, part.root)}\0{label}\0{os.path.getsize(path)}\n".encode())
         digest.update(b"--\n")
     return digest.hexdigest()
-
-
-def complaint(path):
-    """The first line of what is wrong with an image, or None."""
-    try:
-        decode(path, "")
-    except (UserError, OSError) as error:
-        return next(iter(str(error).splitlines()))

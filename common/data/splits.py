@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import default_collate, get_worker_info
 
-from common.data.datasets import whole
+from common.data.datasets import inherited, whole
 from common.data.prefetch import map_tensors
 from common.errors import UserError, one_line, out_of_memory, say
 from common.sampler import seeded, uniforms
@@ -213,15 +213,6 @@ def stacked(samples, most):
         x[len(labels)] = image
         labels.append(label)
     return None if x is None else (x[:len(labels)], torch.tensor(labels))
-
-
-def inherited(dataset, name):
-    """An attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
-    while dataset is not None:
-        if (found := getattr(dataset, name, None)) is not None:
-            return found
-        dataset = getattr(dataset, "dataset", None)
-    return None
 
 
 def leaves(tree):

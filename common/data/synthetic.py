@@ -4,6 +4,7 @@ All random numbers are integers from one seeded generator, and pictures are comp
 neither the CPU nor the version of torch can change the data, and with it the fingerprint of a run.
 """
 import random
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,6 @@ class Source:
     test: Any
     classes: int | None
     vocab: int | None = None
-    class_names: tuple | None = None
     mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel
     std: tuple = (1.0,)
     # for tensors: a name in AUGMENTATIONS of loading.py; for a Dataset: a transform of a sample
@@ -51,9 +51,7 @@ def digits(opts):
     bank = glyph_bank()
     x, y = zip(*(draw_digits(1000, bank, rng) for _ in range(14)), strict=True)
     x, y = torch.cat(x), torch.cat(y)
-    names = tuple("0123456789")
-    return Source((x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, class_names=names,
-                  mean=(0.22,), std=(0.27,))
+    return Source((x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, mean=(0.22,), std=(0.27,))
 
 
 def glyph_bank():
@@ -100,54 +98,42 @@ BAD = "bad awful boring dull sad stupid dark cold".split()
 PLAIN = "this movie is was the film story and it actor long short we saw really quite so very today".split()
 
 
-def encode(text, vocab):
-    """The numbers of the words; a word outside the vocabulary ("This", for example) becomes <UNK>."""
-    return [vocab.get(word, vocab["<UNK>"]) for word in text.split()]
-
-
 def sentiment(opts):
     """The two sentences of the tutorial, both for training and for the test."""
-    x = torch.tensor([encode(text, VOCAB) for text in ("I love this movie", "This movie is terrible")])
+    sentences = "I love this movie", "This movie is terrible"  # "This" is not "this"
+    x = torch.tensor([[VOCAB.get(word, VOCAB["<UNK>"]) for word in text.split()] for text in sentences])
     both = x, torch.tensor([1, 0])
-    return Source(both, both, 2, vocab=len(VOCAB), class_names=("negative", "positive"))
+    return Source(both, both, 2, vocab=len(VOCAB))
 
 
 def sentiment_large(opts):
     """5,000 sentences, each with one word that praises or blames; "not" before it means the opposite."""
     words = ["<PAD>", "<UNK>", "not", *GOOD, *BAD, *PLAIN]
-    vocab = {word: number for number, word in enumerate(words)}
-    rng = random.Random(DIGITS_SEED)
+    rng, rows, y = random.Random(DIGITS_SEED), [], torch.arange(5000) % 2
 
     def pick(choices):
-        # Python promises only random() to stay the same over versions
-        return choices[int(rng.random() * len(choices))]
+        return choices[int(rng.random() * len(choices))]  # Python promises only random() to stay the same
 
-    rows, labels = [], []
-    for number in range(5000):
-        label, negated = number % 2, rng.random() < 0.3
-        core = (["not"] if negated else []) + [pick(GOOD if label != negated else BAD)]
+    for label in y.tolist():
+        negated = rng.random() < 0.3
+        core = ["not"] * negated + [pick(GOOD if label != negated else BAD)]
         before, after = int(rng.random() * 6) + 2, int(rng.random() * 4) + 1
-        text = " ".join([pick(PLAIN) for _ in range(before)] + core + [pick(PLAIN) for _ in range(after)])
+        sentence = [pick(PLAIN) for _ in range(before)] + core + [pick(PLAIN) for _ in range(after)]
         # padded in front, so that the last hidden state of an LSTM belongs to the last word
-        rows.append([0] * (13 - len(text.split())) + encode(text, vocab))
-        labels.append(label)
-    x, y = torch.tensor(rows), torch.tensor(labels)
-    return Source((x[:4000], y[:4000]), (x[4000:], y[4000:]), 2, vocab=len(words),
-                  class_names=("negative", "positive"))
+        rows.append([0] * (13 - len(sentence)) + [words.index(word) for word in sentence])
+    x = torch.tensor(rows)
+    return Source((x[:4000], y[:4000]), (x[4000:], y[4000:]), 2, vocab=len(words))
 
 
 # ---- random ----
 def random_numbers(opts):
     """`random:NxF`: N samples of F normal numbers, labels from a coin; 100x5 by default, as in tutorials."""
-    _, _, size = opts.dataset.partition(":")
-    try:
-        samples, features = (int(part) for part in (size or "100x5").split("x"))
-        if not (samples > 0 and features > 0 and samples * features <= 10**8):
-            raise ValueError
-    except ValueError:
+    size = re.fullmatch(r"(\d{1,9})x(\d{1,9})", opts.dataset.partition(":")[2] or "100x5")
+    samples, features = map(int, size.groups()) if size else (0, 0)
+    if not 0 < samples * features <= 10**8:
         raise UserError(f"{opts.dataset!r} is no size\n"
                         "write random:NxF, N samples of F numbers, at most 10^8 in all\n"
-                        "for example random:100x10") from None
+                        "for example random:100x10")
     rng = torch.Generator().manual_seed(DIGITS_SEED)
     x = torch.randn(samples, features, generator=rng)
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number

@@ -1,51 +1,94 @@
-"""Files of tokens for a language model, as nanoGPT writes them: they stay on disk, however large.
+"""Samples for a language model, from a file of text or from files of tokens as nanoGPT writes them.
 
-    --dataset tokens:1024 --data-dir DIR --vocab-size 50304        # DIR/train.bin and DIR/val.bin
+    --dataset text:128 --data-dir FILE                         # each byte is a token; the last tenth tests
+    --dataset tokens:1024 --data-dir DIR --vocab-size 50304    # DIR/train.bin and DIR/val.bin
 
-DIR/meta.json may tell {"vocab_size": 50304, "dtype": "uint32"}. Without it numbers have 16 bits, or 32 if the
-vocabulary needs them. meta.pkl is a pickle: it is never opened.
+Files of tokens stay on disk, however large. DIR/meta.json may tell {"vocab_size": 50304, "dtype": "uint32"}.
+Without it numbers have 16 bits, or 32 if the vocabulary needs them. meta.pkl is a pickle: it is never opened.
 """
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from common.data.synthetic import Source
-from common.data.text import Windows, length_of
 from common.errors import UserError, one_line
 from common.sampler import hash_seed
 
+DEFAULT_LENGTH = 128    # tokens per sample; text:LENGTH and tokens:LENGTH change it
+TEST_PART = 10          # the last 1/10 of a text is the test set
+MOST_ZEROS = 0.01       # share of bytes 0 in a text; random bytes have 0.004, 16-bit tokens 0.04 or more
 DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 BLOCK, BLOCKS = 2**16, 256  # bytes and number of the parts of a file that are looked at when a run starts
 
 
-class TokenWindows(Windows):
-    """Windows that follow each other through the file: each epoch reads every token once.
+class Windows:
+    """Sample i is tokens i*L to i*L+L of a file; its target is the L tokens that begin one later.
 
-    In training they begin at another place in each epoch, so that a token gets every context, as with
-    nanoGPT's windows at random places; the file is then a ring, and one window leads from its end to its
-    beginning.
+    With a seed they begin at another place in each epoch of the training, so that a token gets every context,
+    as with nanoGPT's windows at random places. Each epoch still reads every token once: the file is then a
+    ring, and one window leads from its end to its beginning.
     """
 
-    def __init__(self, path, dtype, length, vocab, seed):
-        super().__init__(np.memmap(path, DTYPES[dtype], "r"), length)
-        self.path, self.vocab, self.seed = path, vocab, seed
+    in_memory = True
+
+    def __init__(self, numbers, length, vocab, path, seed=None):
+        self.numbers, self.length, self.vocab, self.path, self.seed = numbers, length, vocab, path, seed
+        self.shape, self.tokens = (length,), length
+
+    def __len__(self):
+        return max(0, (len(self.numbers) - 1) // self.length)
 
     def fetch(self, ids, epoch=0, augment=False):
         """(x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
         starts = np.asarray(ids, dtype=np.int64).reshape(-1, 1) * self.length
-        if augment:
+        if augment and self.seed is not None:
             starts += hash_seed("windows", self.seed, epoch) % self.length
         places = (starts + np.arange(self.length + 1)) % (len(self) * self.length + 1)
-        tokens = torch.from_numpy(np.asarray(self.text)[places].astype(np.int64))
-        if tokens.numel() and tokens.max() >= self.vocab:
-            raise too_high(self.path, int(tokens.max()), self.vocab)
-        return tokens[:, :-1], tokens[:, 1:]
+        found = torch.from_numpy(np.asarray(self.numbers)[places].astype(np.int64))
+        if found.numel() and found.max() >= self.vocab:
+            raise too_high(self.path, int(found.max()), self.vocab)
+        return found[:, :-1], found[:, 1:]
 
 
+def length_of(opts):
+    """LENGTH of `text:LENGTH`: how many tokens a sample has."""
+    name, _, size = opts.dataset.partition(":")
+    if size and not re.fullmatch("[1-9][0-9]{0,5}", size):
+        raise UserError(f"dataset {name}:{size}: the length of a sample is a number from 1 to 999999\n"
+                        f"for example {name}:{DEFAULT_LENGTH}")
+    return int(size or DEFAULT_LENGTH)
+
+
+# ---- text ----
+def text(opts):
+    """The file that --data-dir names."""
+    length, path = length_of(opts), Path(opts.data_dir)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"dataset text reads one file, but --data-dir {path}: {error.strerror}\n"
+                        "give --data-dir FILE, any text file") from error
+    if len(content) < (least := TEST_PART * (length + 1)):
+        raise UserError(f"dataset text: {path} has {len(content):,} bytes, "
+                        f"samples of {length} need {least:,} or more\n"
+                        "give a longer file, or a shorter --dataset text:LENGTH")
+    if (zeros := content.count(0)) > len(content) * MOST_ZEROS:
+        raise UserError(f"dataset text: {path} is no text: {zeros:,} of its {len(content):,} bytes are 0, "
+                        "as in numbers of 16 bits or more\n"
+                        "every byte is one token; for a file of tokens: "
+                        "--dataset tokens:LENGTH --data-dir FOLDER")
+    numbers, cut = np.frombuffer(content, np.uint8), len(content) - len(content) // TEST_PART
+    parts = [Windows(part, length, 256, path) for part in (numbers[:cut], numbers[cut:])]
+    fingerprint = hashlib.sha256(f"text {length} {TEST_PART} ".encode() + content).hexdigest()
+    return Source(*parts, classes=256, vocab=256, fingerprint=fingerprint)
+
+
+# ---- tokens ----
 def tokens(opts):
     """DATA_DIR/train.bin and DATA_DIR/val.bin."""
     length, folder = length_of(opts), Path(opts.data_dir)
@@ -56,7 +99,7 @@ def tokens(opts):
             look(path, dtype, length, vocab, digest)
         except OSError as error:
             raise UserError(f"dataset tokens: {path} cannot be read\n{one_line(error)}") from error
-        parts.append(TokenWindows(path, dtype, length, vocab, opts.seed))
+        parts.append(Windows(np.memmap(path, DTYPES[dtype], "r"), length, vocab, path, opts.seed))
     return Source(*parts, classes=vocab, vocab=vocab, fingerprint=digest.hexdigest())
 
 

@@ -162,9 +162,9 @@ def load(tmp_path, text, **changed):
 
 
 @pytest.mark.parametrize("x, y, said", [
-    ("torch.zeros(0, 2)", "torch.zeros(0).long()", "(0, 2)"),
+    ("torch.zeros(0, 2)", "torch.zeros(0).long()", "is empty"),
     ("torch.zeros(3, 2)", "torch.tensor([0, 1, -1])", "-1 to 1"),
-    ("torch.zeros(3, 2)", "torch.tensor([0, 1])", "one label for each sample"),
+    ("torch.zeros(3, 2)", "torch.tensor([0, 1])", "a label for each sample"),
     ("torch.zeros(3, 2)", "torch.zeros(3)", "float32"),
     ("torch.zeros(3, 2)", "torch.zeros(3, 1).long()", "(3, 1)"),
     ("torch.zeros(())", "torch.tensor(0)", "samples () with labels ()"),

@@ -38,7 +38,7 @@ def test_a_folder_of_images_gives_the_same_batches_with_workers_and_at_any_world
     pytest.importorskip("torchvision")
     opts = options("imagefolder", write_images(tmp_path), workers=2)
     data = load_data(opts, ALONE)
-    assert (data.sample_shape, data.classes, data.class_names) == ((3, 224, 224), 2, ("cat", "dog"))
+    assert (data.sample_shape, data.classes) == ((3, 224, 224), 2)
     alone = list(batches(data.train, ElasticSampler(data.train, 4), options("imagefolder")))
     halves = [list(batches(data.train, ElasticSampler(data.train, 4, rank, 2), opts)) for rank in range(2)]
     for whole, left, right in zip(alone, *halves, strict=True):
@@ -199,8 +199,7 @@ def mine(tmp_path, text):
 def test_a_users_datasets_are_trained_on(tmp_path, workers):
     opts = options(mine(tmp_path, "def make(): return Squares(6), Squares(3)\n"), workers=workers)
     data = load_data(opts, ALONE)
-    assert (data.classes, data.class_names, data.sample_shape, len(data.test)) == (2, ("even", "odd"), (2,),
-                                                                                   3)
+    assert (data.classes, data.sample_shape, len(data.test)) == (2, (2,), 3)
     batch, = batches(data.train, ElasticSampler(data.train, 6, shuffle=False), opts)
     assert batch.x[:, 0].tolist() == [0, 1, 4, 9, 16, 25] and batch.x.dtype == torch.float32
     assert batch.y.tolist() == [0, 1, 0, 1, 0, 1]

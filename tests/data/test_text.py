@@ -102,7 +102,7 @@ def test_gpt_learns_a_sentence_by_heart(path):
     ("gpt:5", "text:16", TEXT, "LxHxD"), ("gpt:1x3x16", "text:16", TEXT, "multiple"),
     ("gpt", "random", None, "--dataset text"),
     ("gpt", "text:0", TEXT, "1 to 999999"), ("gpt", "text", b"short", "bytes"),
-    ("gpt", "text", None, "does not exist"),
+    ("gpt", "text", None, "No such file"),
     ("net", "text:16", TEXT, "gpt"), ("resnet18", "text:16", TEXT, "gpt")])
 def test_what_cannot_be_is_said_in_three_lines(tmp_path, name, dataset, text, said):
     if text:
@@ -128,7 +128,7 @@ def test_a_file_of_tokens_is_not_read_as_text_but_a_text_with_a_few_zeros_is(tmp
 
 
 def test_a_folder_in_place_of_a_text_is_refused(tmp_path):
-    with pytest.raises(UserError, match="a folder"):
+    with pytest.raises(UserError, match="Is a directory"):
         load_data(options(tmp_path), ALONE)
 
 
