@@ -28,7 +28,7 @@ from common.ledger import Audit, Clock, Ledger, Log
 from common.options import Options, die_with_the_agent
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
-from common.training import TrainState, average_buffers, distribute, placed, seed
+from common.training import TrainState, distribute, placed, seed
 from common.world import join, leave
 
 UNUSED = ("amp", "compile", "task", "virtual_ranks", "micro_batch_size", "model", "optimizer", "lr_schedule")
@@ -140,9 +140,7 @@ class Elastic:
         if not batch.size:
             return
         (loss * (world.size / batch.size)).backward()
-        samples = len(batch.ids)
-        if world.size > 1 and state.buffers:
-            average_buffers(state, world, samples / batch.size)
+        state.buffers.average(world, len(batch.ids) / batch.size)
         numbers = (torch.as_tensor(number, device=world.device) for number in (loss, count))
         self.totals = torch.stack([number.detach().double() for number in numbers])
         state.count(self.totals[1], batch.size, world.all_sum)

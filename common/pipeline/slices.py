@@ -63,7 +63,7 @@ def _forward(model, v, n, part, came, size, state):
         task.add(totals, found)
         out = found[task.names[0]][0] / size
         out = state.scaler.scale(out) if state.scaler else out
-    return x, out, totals, tree.moves(v, n / size)
+    return x, out, totals, tree.buffers.moves(n / size, v == tree.count - 1)
 
 
 def _add_nothing(tree, slices):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from common.data import forward_sizes
 from common.pipeline.cut import belongs, count, place, prune
 from common.sampler import hash_seed
-from common.training import average_buffers, loss, placed
+from common.training import loss, placed
 
 BUCKET_BYTES = 25 << 20      # of gradients summed at once
 
@@ -109,8 +109,7 @@ class Pipeline(nn.Module):
         state.own_seconds += time.monotonic() - began
         if world.replicas > 1:
             self._sum_gradients()
-            if state.buffers:
-                average_buffers(state, world, n / batch.size)
+            state.buffers.average(world, n / batch.size)
         totals = totals.to(world.device)
         state.count(totals[1], batch.size, world.all_sum)
         return totals

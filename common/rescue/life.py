@@ -1,5 +1,4 @@
 """How a life begins: what a person reads first, and the refusal of a run that makes no progress."""
-import contextlib
 import functools
 import itertools
 import os
@@ -97,20 +96,30 @@ def _parts_of_a_batch(opts, world):
 
 def _pause(opts, state):
     """Waits if the last lives began here too: they made steps, and died before these were saved."""
-    with contextlib.suppress(UserError):  # this life is the first
-        end = time.monotonic() + (0 if state.finished else pause_seconds(lives_of(opts.run_dir), state.step))
-        while time.monotonic() < end:
-            state.progress += 1  # this is no hang
-            time.sleep(0.1)
+    end = time.monotonic() + (0 if state.finished else pause_seconds(_lives(opts), state.step))
+    while time.monotonic() < end:
+        state.progress += 1  # this is no hang
+        time.sleep(0.1)
 
 
 def pause_seconds(lives, step):
     """1, 2, 4 and so on, if three, four, five lives in a row began at this step and nobody stopped them."""
-    begun = list(itertools.takewhile(
+    over = len(_begun_at(step, lives)) - LIVES_WITHOUT_PROGRESS
+    return min(2 ** over, LONGEST_PAUSE_SECONDS) if over >= 0 else 0
+
+
+def _begun_at(step, lives):
+    """The lives in a row, newest first, that began at this step and that nobody stopped."""
+    return list(itertools.takewhile(
         lambda events: events[0]["step"] == step and not {event["event"] for event in events} & ENDED_WELL,
         reversed(lives)))
-    over = len(begun) - LIVES_WITHOUT_PROGRESS
-    return min(2 ** over, LONGEST_PAUSE_SECONDS) if over >= 0 else 0
+
+
+def _lives(opts):
+    try:
+        return lives_of(opts.run_dir)
+    except UserError:
+        return []  # this life is the first
 
 
 def refuse_without_progress(ledger, opts, data, state):
@@ -118,20 +127,12 @@ def refuse_without_progress(ledger, opts, data, state):
 
     Raised once: the next start has three attempts again, for a person has mended something.
     """
-    try:
-        lives = lives_of(opts.run_dir)
-    except UserError:
-        return  # a first life
-    failed = []
-    for events in reversed(lives):
-        names = {event["event"] for event in events}
+    def in_vain(events):
         further = any(event["step"] > state.step for event in events if type(event.get("step")) is int)
-        mended = events[0].get("data", data.fingerprint[:12]) != data.fingerprint[:12]
-        progress = events[0]["step"] != state.step or further or state.finished
-        if progress or mended or names & {"stop", "refused"}:
-            break
-        failed.append(events)
-    if len(failed) < LIVES_WITHOUT_PROGRESS:
+        return not further and events[0].get("data", data.fingerprint[:12]) == data.fingerprint[:12]
+
+    failed = list(itertools.takewhile(in_vain, _begun_at(state.step, _lives(opts))))
+    if state.finished or len(failed) < LIVES_WITHOUT_PROGRESS:
         return
     ledger.event("refused", step=state.step)
     errors = (event["why"] for events in reversed(failed) for event in events if event["event"] == "error")

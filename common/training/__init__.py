@@ -2,7 +2,6 @@
 import common.training.loss as loss
 from common.training.backward import backward, placed, seed
 from common.training.bitwise.buckets import dense
-from common.training.bitwise.buffers import average_buffers
 from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer
 from common.training.prepare import distribute, fit, prepare, replicate
@@ -10,6 +9,6 @@ from common.training.state import TrainState
 from common.training.task import find_task
 
 __all__ = [
-    "TrainState", "average_buffers", "backward", "build_optimizer", "dense", "distribute", "evaluate",
-    "find_task", "fit", "loss", "placed", "prepare", "replicate", "seed",
+    "TrainState", "backward", "build_optimizer", "dense", "distribute", "evaluate", "find_task", "fit",
+    "loss", "placed", "prepare", "replicate", "seed",
 ]

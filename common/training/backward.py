@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data import Batch, map_tensors
 from common.options import Options
 from common.sampler import hash_seed
-from common.training.bitwise.buffers import average_buffers
 from common.training.state import TrainState
 from common.world import World
 
@@ -43,8 +42,7 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
             scaled = loss * (world.size / batch.size)
             (state.scaler.scale(scaled) if state.scaler else scaled).backward()
         samples += n
-    if world.size > 1 and state.buffers:
-        average_buffers(state, world, samples / batch.size)
+    state.buffers.average(world, samples / batch.size)
     state.count(totals[1], batch.size, world.all_sum)
     return totals
 
@@ -66,7 +64,7 @@ def backward_slices(model, batch, state, world):
             if n:
                 totals = state.task.zeros(world.device, tree.kind)
                 loss = forward(model.net, placed(part, world.device, state.opts, own=True), state, totals)
-                tree.measure(totals, tree.moves(v, n / batch.size))
+                tree.measure(totals, tree.buffers.moves(n / batch.size, v == tree.count - 1))
                 scaled = loss / batch.size
                 (state.scaler.scale(scaled) if state.scaler else scaled).backward()
     return tree.finish(batch, state)

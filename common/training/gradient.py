@@ -1,4 +1,7 @@
-"""A gradient made ready for the optimizer: overflows found, divided by what the task counts, clipped."""
+"""A gradient made ready for the optimizer: overflows found, divided by what the task counts, clipped.
+
+Nothing here reads a number from a GPU, which would make the program wait for it.
+"""
 from typing import Any
 
 import torch
@@ -6,17 +9,18 @@ import torch
 
 def finish_gradient(state: Any) -> None:
     """On every rank, as ranks that hold parts of one net tell each other overflows and lengths."""
-    clip, scaler = state.opts.clip_grad_norm, state.scaler
-    if scaler and (clip or state.all_sum or state.divisor is not None):
+    clip, scaler, divisor = state.opts.clip_grad_norm, state.scaler, state.divisor
+    if scaler and (clip or state.all_sum or divisor is not None):
         unscale(state)
-    shown = state.opts.tensorboard and (state.step + 1) % state.opts.log_every == 0
-    if shown and not scaler and not state.all_sum:
-        norm = state.norm([p.grad for p in state.names if p.grad is not None])  # for the log
-        state.grad_norm = float(norm) / (1.0 if state.divisor is None else float(state.divisor))
-    if state.divisor is not None:
-        divide(state, float(state.divisor))
+    gradients = [p.grad for p in state.names if p.grad is not None]
+    logged = state.opts.tensorboard and (state.step + 1) % state.opts.log_every == 0
+    shown = logged and not scaler and not state.all_sum
+    norm = state.norm(gradients) if clip or shown else None
+    if shown:
+        state.grad_norm = norm if divisor is None else norm / divisor
+    if divisor is not None:
+        divide(state, gradients, divisor, norm)
     elif clip:
-        norm = state.norm([p.grad for p in state.names if p.grad is not None])
         torch.nn.utils.clip_grads_with_norm_(state.names, clip, norm)
 
 
@@ -34,13 +38,16 @@ def unscale(state):
         found[none.device] = overflows
 
 
-def divide(state, divisor):
+def divide(state, gradients, divisor, norm):
     """Ends the mean over the global count: in one pass with the clipping, or inside a fused optimizer."""
-    gradients, factor = [p.grad for p in state.names if p.grad is not None], 1 / divisor
-    if state.opts.clip_grad_norm:
-        factor *= min(1.0, state.opts.clip_grad_norm / (float(state.norm(gradients)) / divisor + 1e-6))
+    factor = 1 / divisor
+    if clip := state.opts.clip_grad_norm:
+        factor = factor * (clip / (norm.double() / divisor + 1e-6)).clamp(max=1.0)
     elif not state.scaler and all(group.get("fused") for group in state.optimizer.param_groups) and all(
             g.dtype == torch.float32 for g in gradients):
-        state.optimizer.grad_scale = torch.tensor(divisor, device=next(iter(state.names)).device)
+        state.optimizer.grad_scale = divisor.float()
         return
-    torch._foreach_mul_([g.to_local() if hasattr(g, "to_local") else g for g in gradients], factor)
+    gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    for device, kind in {(g.device, g.dtype) for g in gradients}:
+        alike = [g for g in gradients if (g.device, g.dtype) == (device, kind)]
+        torch._foreach_mul_(alike, factor.to(device, torch.promote_types(kind, torch.float32)))

@@ -155,11 +155,8 @@ def show_scatter(model, net):
     def sizes(x, output):
         return f"input size {tuple(x.shape)} output size {tuple(output.shape)}"
 
-    if model is not net:
-        model.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))
     net.register_forward_hook(lambda _, inputs, output: print("In Model: ", sizes(inputs[0], output)))
-    if model is net:
-        net.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))
+    model.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))
 
 
 SINGLE_REFUSED = "more than 1 value per channel"     # from torch's ValueError

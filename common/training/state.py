@@ -15,6 +15,7 @@ from torch import nn
 from common.errors import UserError
 from common.models import tied_names
 from common.options import Options
+from common.training.buffers import Buffers
 from common.training.gradient import finish_gradient
 from common.training.optimizer import learning_rate, make_state
 from common.training.task import Task, best_of, find_task
@@ -50,8 +51,7 @@ class TrainState:
         self.tied = tied_names(net)  # for --export
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
         self.own_weights: dict[str, torch.Tensor] = {}  # the net's own, while it holds the averaged ones
-        # Forward changes buffers within a step; a checkpoint takes these, of the last step.
-        self.buffers = {n: b.detach().clone() for n, b in net.named_buffers()}
+        self.buffers = Buffers(net)
         self._set_rate()
         make_state(optimizer)
 
@@ -109,7 +109,7 @@ class TrainState:
             if self.ema:
                 weights = [p.detach() for p in self.names]
                 torch._foreach_lerp_(list(self.ema.values()), weights, 1 - self.opts.ema_decay)
-            self.take_buffers()
+            self.buffers.take()
             self.step += 1
             self.position += size
             self.progress += 1
@@ -195,12 +195,6 @@ class TrainState:
     def net_is_on_gpu(self) -> bool:
         return next(iter(self.names)).is_cuda
 
-    @torch.no_grad()
-    def take_buffers(self) -> None:
-        """Copies the net's buffers as those of the last step."""
-        for name, buffer in self.net.named_buffers():
-            self.buffers[name].copy_(buffer)
-
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts -----------------
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
@@ -215,7 +209,8 @@ class TrainState:
 
     def _named(self):
         own = self.own_weights
-        model = {n: own[n] if n in own else self.buffers.get(n, t) for n, t in self.net.state_dict().items()}
+        held = self.buffers.committed
+        model = {n: own[n] if n in own else held.get(n, t) for n, t in self.net.state_dict().items()}
         optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
                      for key, value in values.items() if torch.is_tensor(value)}
         optimizer |= {f"{n}/ema": t for n, t in self.ema.items()}
@@ -236,8 +231,7 @@ class TrainState:
         for part, named in (tensors or {}).items():
             for name, tensor in self.tensors()[part].items():
                 tensor.copy_(named[name])
-        for name, buffer in self.net.named_buffers():
-            buffer.copy_(self.buffers[name])
+        self.buffers.restore()
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
         if (order := facts.get("order", self.order)) != self.order:
             self.position = self.samples if len(order) > 1 and self.position >= order[0] else 0

@@ -226,7 +226,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
         if world.rank == 1:
             with torch.no_grad():
                 if flip == "a buffer":
-                    state.buffers["1.num_batches_tracked"] += 1
+                    state.buffers.committed["1.num_batches_tracked"] += 1
                 elif flip.startswith("the"):
                     state.net[0].weight.view(torch.int32)[1, 2] ^= 1
                 else:

@@ -16,7 +16,6 @@ import torch
 
 from common.sampler import share
 from common.training.bitwise.buckets import Bucket
-from common.training.bitwise.buffers import Buffers
 from common.training.bitwise.order import blocks_of_ranks, carries, merges
 
 FIRST_BUCKET_BYTES = 1 << 20     # small, to leave early; as in DDP
@@ -28,7 +27,7 @@ class Tree:
 
     def __init__(self, net, world, slices):
         self.world, self.count, self.slices = world, slices, share(slices, world.replica, world.replicas)
-        self.net, self.buckets, self.rows, self.sending = net, [], [], False
+        self.buckets, self.rows, self.sending = [], [], False
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.tail = len(self.params)  # index of the tensor after the gradients: changes of buffers, totals
         if world.replicas > 1:
@@ -37,8 +36,8 @@ class Tree:
 
     def _plan(self, task):
         """Before the first step: how many totals there are decides the last bucket."""
-        self.buffers = Buffers(self.net, self.world.device, exact=not task.ahead)
-        self.kind, self.totals = self.buffers.dtype, len(task.zeros(self.world.device))
+        exact = not task.ahead or any(b.dtype == torch.float64 for b in self.buffers.committed.values())
+        self.kind, self.totals = torch.float64 if exact else torch.float32, len(task.zeros(self.world.device))
         self.nothing = torch.full((self.buffers.numel + self.totals,), -0.0, dtype=self.kind,
                                   device=self.world.device)  # the tail of a slice without samples
         shapes = [*self.params, self.nothing]
@@ -50,10 +49,10 @@ class Tree:
     # ---- this rank's slices -----------------------------------------------------------------------
     def begin(self, state):
         """Begins a step; the buffers are those of the last one."""
+        self.rows, self.buffers = [], state.buffers
         if not self.buckets:
             self._plan(state.task)
-        self.rows = []
-        self.buffers.begin(state.buffers)
+        self.buffers.begin(self.world.device, self.kind)
 
     @contextlib.contextmanager
     def leaf(self, v):
@@ -75,11 +74,6 @@ class Tree:
         self.sending = False
         if self.carries > 1:
             del self.rows[1 - self.carries:]
-
-    @torch.no_grad()
-    def moves(self, v, weight):
-        """After the forward of a slice: its part in the changes of the buffers."""
-        return self.buffers.moves(weight, counts=v == self.count - 1)
 
     @torch.no_grad()
     def measure(self, totals, moves):
