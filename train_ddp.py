@@ -25,7 +25,16 @@ from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, distribute, evaluate, find_task, prepare
+from common.training import (
+    CrossCheck,
+    TrainState,
+    backward,
+    build_optimizer,
+    distribute,
+    evaluate,
+    find_task,
+    prepare,
+)
 from common.world import join, leave
 
 
@@ -47,6 +56,7 @@ def main(opts):
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = distribute(net, opts, world)
+    check = CrossCheck(model, data.train, order, state, world)  # of another rank's numbers
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
@@ -58,6 +68,8 @@ def main(opts):
             for batch in clock.timed(batches(data.train, order, opts)):
                 audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
+                if check.due:
+                    store.trust(state, check.odd_rank())
                 if (state.step + 1) % opts.log_every == 0:
                     rescue.all_sum(totals)  # before the update: a rank that makes the step knows its loss
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing

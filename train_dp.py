@@ -19,7 +19,7 @@ from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, evaluate, find_task, prepare, replicate
+from common.training import TrainState, backward, build_optimizer, distribute, evaluate, find_task, prepare
 from common.world import join, leave
 
 
@@ -38,7 +38,7 @@ def main(opts):
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
-    model = replicate(net, opts, world)
+    model = distribute(net, opts, world)
     with Log(opts, world, state.step, state.total_steps, state.records) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)

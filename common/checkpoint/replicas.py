@@ -1,5 +1,6 @@
 """Whether the replicas still hold the same weights; if not, what was saved since may be a diverged one's."""
 from common.checkpoint.manifest import checkpoints
+from common.errors import UserError
 from common.world import fingerprint_of, odd_ranks
 
 
@@ -16,7 +17,20 @@ def agree(store, state):
             f"step {state.step}: the weights of {rank} differ from the others; "
             f"going back to step {store.agreed}, where all agreed" if store.agreed is not None else
             f"step {state.step}: {rank} starts with other weights than the others")
-    store.agreed = state.step
+    if store.agreed is None or not store.opts.cross_check:  # which finds more than equal weights show
+        store.agreed = state.step
+
+
+def trust(store, state, fact):
+    """After a --cross-check: what was saved before it is trusted, or if `fact` names a rank, the run ends."""
+    if not fact:
+        store.agreed = state.step
+        return
+    state.half_updated = True
+    _withdraw(store)
+    state.verdict = UserError(f"{fact}; going back to step {store.agreed} or before, on which ranks agreed\n"
+                              "keep the run off that device, then start the same command again", code=7)
+    raise state.verdict
 
 
 def _withdraw(store):

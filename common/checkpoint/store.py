@@ -16,7 +16,7 @@ from common.checkpoint.load import choices_at, load_newest, take
 from common.checkpoint.manifest import checkpoints, is_there, numbers_of
 from common.checkpoint.owner import claim
 from common.checkpoint.parts import PartWriter
-from common.checkpoint.replicas import agree
+from common.checkpoint.replicas import agree, trust
 from common.checkpoint.saving import Saving
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError, say
@@ -98,6 +98,10 @@ class CheckpointStore(Saving):
         """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
         if not self.opts.shard:  # a shard is like no other
             agree(self, state)
+
+    def trust(self, state: Any, fact: str) -> None:
+        """Ends the run if `fact` names a rank that computes wrong numbers; call on every rank."""
+        trust(self, state, fact)
 
     def _load(self, root, choices, key):
         """Loads the newest of all nodes' checkpoints that verifies; its step is -1 if there is none."""

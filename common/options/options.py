@@ -132,6 +132,8 @@ class Options:
     tensorboard: bool = free(True, SWITCH, "no curves for TensorBoard in RUN/tb")
     hang_timeout: int = free(0, whole(0), "seconds without progress; 0: automatic", scripts="ddp mp")
     check_every: int = free(500, whole(0), "steps between checks of replicas; 0: never", scripts="ddp mp")
+    cross_check: int = free(0, whole(0), "steps between slices that a second rank computes too; 0: never",
+                            scripts="ddp")
     audit: bool = free(False, SWITCH, "note each rank's samples, for python -m common.ledger RUN --audit")
     profile: bool = free(False, SWITCH, "a trace of a few steps in RUN")
     debug: bool = free(False, SWITCH, "tracebacks and torch's own debug checks")

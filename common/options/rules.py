@@ -65,6 +65,9 @@ def check_together(opts):
          f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size {opts.global_batch_size} into "
          "slices without samples\n"
          f"use --virtual-ranks {opts.global_batch_size} at most"),
+        (opts.cross_check and not opts.virtual_ranks,
+         "--cross-check needs --virtual-ranks: without it no two ranks compute the same bits\n"
+         "give --virtual-ranks N, or leave it out"),
         (opts.virtual_ranks and other,
          f"{other} cannot take effect with --virtual-ranks: {NOT_WITH_VIRTUAL_RANKS.get(other)}\n" + one),
         (opts.sync_bn and opts.bad_samples == "skip",

@@ -2,13 +2,14 @@
 import common.training.loss as loss
 from common.training.backward import backward, placed, seed
 from common.training.bitwise.buckets import dense
+from common.training.cross_check import CrossCheck
 from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer
-from common.training.prepare import distribute, fit, prepare, replicate
+from common.training.prepare import distribute, fit, prepare
 from common.training.state import TrainState
 from common.training.task import find_task
 
 __all__ = [
-    "TrainState", "backward", "build_optimizer", "dense", "distribute", "evaluate", "find_task", "fit",
-    "loss", "placed", "prepare", "replicate", "seed",
+    "CrossCheck", "TrainState", "backward", "build_optimizer", "dense", "distribute", "evaluate",
+    "find_task", "fit", "loss", "placed", "prepare", "seed",
 ]

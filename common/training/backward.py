@@ -60,14 +60,19 @@ def backward_slices(model, batch, state, world):
             state.own_seconds += time.monotonic() - began  # the exchange that follows waits for other ranks
         if v > tree.slices.start:
             tree.buffers.restore()
-        with tree.leaf(v):
-            if n:
-                totals = state.task.zeros(world.device, tree.kind)
-                loss = forward(model.net, placed(part, world.device, state.opts, own=True), state, totals)
-                tree.measure(totals, tree.buffers.moves(n / batch.size, v == tree.count - 1))
-                scaled = loss / batch.size
-                (state.scaler.scale(scaled) if state.scaler else scaled).backward()
+        one_slice(model.net, tree, v, n, part, batch.size, state, world)
     return tree.finish(batch, state)
+
+
+def one_slice(net, tree, v, n, part, size, state, world):
+    """Forward and backward of slice v, which has n of the `size` samples of the global batch."""
+    with tree.leaf(v):
+        if n:
+            totals = state.task.zeros(world.device, tree.kind)
+            loss = forward(net, placed(part, world.device, state.opts, own=True), state, totals)
+            tree.measure(totals, tree.buffers.moves(n / size, v == tree.count - 1))
+            scaled = loss / size
+            (state.scaler.scale(scaled) if state.scaler else scaled).backward()
 
 
 def seed(world: World, *key: object) -> None:

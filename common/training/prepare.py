@@ -49,7 +49,9 @@ def fit(net: nn.Module, opts: Options, world: World, data: Any, task: Task) -> n
 
 
 def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
-    """For train_ddp.py: a replica on every rank; gradients are averaged while backward still runs."""
+    """A replica on every rank; gradients are averaged while backward runs. In train_dp.py one a device."""
+    if opts.script == "dp":
+        return replicate(net, opts, world)
     if opts.virtual_ranks:
         return Sliced(net, opts, world)
     net = torch.compile(net) if opts.compile else net
@@ -63,8 +65,8 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     return DistributedDataParallel(Replica(net), **flags)
 
 
-def replicate(net: nn.Module, opts: Options, world: World) -> nn.Module:
-    """For train_dp.py: one process, which scatters the batch over its devices."""
+def replicate(net, opts, world):
+    """One process, which scatters the batch over its devices."""
     if len(world.devices) == 1:
         model = torch.compile(net) if opts.compile else net
     elif world.device.type == "cuda":

@@ -209,7 +209,7 @@ FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "do
         "devices",
         "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every",
         "progress", "tensorboard",
-        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
+        "hang_timeout", "check_every", "cross_check", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
         "balance",
         "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience", "memory_tier",
         "best"}

@@ -10,7 +10,7 @@ from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare, replicate
+from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare
 from common.training.backward import forward
 from common.training.loss import mix
 from common.training.prepare import CpuReplicas
@@ -107,7 +107,7 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     state = SimpleNamespace(net=net, opts=opts, step=0)
     world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
     state.task, batch = find_task(opts), batch_of(7)
-    forward(replicate(net, opts, world), (batch.x.float(), batch.y), state, state.task.zeros(world.device))
+    forward(distribute(net, opts, world), (batch.x.float(), batch.y), state, state.task.zeros(world.device))
     assert sorted(seen, key=str) == [(3, torch.float16), (4, torch.float16)]
 
 

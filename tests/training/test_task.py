@@ -19,16 +19,7 @@ from common.options.rules import check_together
 from common.pipeline import backward as staged
 from common.pipeline import split
 from common.sampler import ElasticSampler
-from common.training import (
-    TrainState,
-    backward,
-    build_optimizer,
-    distribute,
-    evaluate,
-    find_task,
-    prepare,
-    replicate,
-)
+from common.training import TrainState, backward, build_optimizer, distribute, evaluate, find_task, prepare
 from common.training.evaluate import block_size
 from common.world import World
 
@@ -60,7 +51,7 @@ class Life:
             net = self.model.net
         else:
             self.run, net = backward, prepare(net, opts, world, self.data, self.task)
-            self.model = (replicate if opts.script == "dp" else distribute)(net, opts, world)
+            self.model = distribute(net, opts, world)
         norm = (self.model.norm, world.all_sum) if opts.script == "mp" else ()
         n = len(self.data.train)
         self.state = TrainState(net, build_optimizer(net, opts), opts, n, *norm, task=self.task)

@@ -12,7 +12,7 @@ Floating-point addition is not associative: only a fixed tree gives the same bit
 and the world are powers of two, each rank's slices are one subtree, so it sends one sum. No tree does that
 for all divisors: halves and thirds of six slices overlap, and subtrees of one tree never do.
 """
-from common.sampler import share
+from common.sampler import hash_seed, share
 
 
 def carries(v, start):
@@ -21,6 +21,19 @@ def carries(v, start):
     while (v + 1) % (2 << count) == 0 and v + 1 - (2 << count) >= start:
         count += 1
     return count
+
+
+def checked(opts, step, world):
+    """(rank, one of its slices, another rank): who computes a slice twice after `step` steps (--cross-check).
+
+    None if nobody does.
+    """
+    if world == 1 or not opts.cross_check or (step + 1) % opts.cross_check:
+        return None
+    rank, nth, other = (hash_seed(word, opts.seed, step) for word in ("rank", "slice", "second"))
+    mine = share(opts.virtual_ranks, rank % world, world)
+    alone = [v for v in mine if not carries(v, mine.start)]  # its gradient is not added to another's at once
+    return rank % world, alone[nth % len(alone)], (rank + 1 + other % (world - 1)) % world
 
 
 def blocks(mine):

@@ -16,7 +16,8 @@ import torch
 
 from common.sampler import share
 from common.training.bitwise.buckets import Bucket
-from common.training.bitwise.order import blocks_of_ranks, carries, merges
+from common.training.bitwise.order import blocks_of_ranks, carries, checked, merges
+from common.world import fingerprint_of
 
 FIRST_BUCKET_BYTES = 1 << 20     # small, to leave early; as in DDP
 BUCKET_BYTES = 25 << 20      # of the other buckets
@@ -25,8 +26,10 @@ BUCKET_BYTES = 25 << 20      # of the other buckets
 class Tree:
     """In each step: `begin`, one `leaf` around the backward of each of this rank's `slices`, `finish`."""
 
-    def __init__(self, net, world, slices):
-        self.world, self.count, self.slices = world, slices, share(slices, world.replica, world.replicas)
+    def __init__(self, net, world, slices, mine=None):
+        self.world, self.count = world, slices
+        self.slices = mine or share(slices, world.replica, world.replicas)
+        self.seen = 0  # the bits of the slice that a second rank computes too (--cross-check)
         self.buckets, self.rows, self.sending = [], [], False
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.tail = len(self.params)  # index of the tensor after the gradients: changes of buffers, totals
@@ -53,6 +56,7 @@ class Tree:
         if not self.buckets:
             self._plan(state.task)
         self.buffers.begin(self.world.device, self.kind)
+        self.checked = checked(state.opts, state.step, self.world.size)
 
     @contextlib.contextmanager
     def leaf(self, v):
@@ -72,6 +76,8 @@ class Tree:
             while self.done < len(self.buckets):
                 self._collect()
         self.sending = False
+        if self.checked and self.checked[:2] == (self.world.rank, v):
+            self.seen = fingerprint_of(dict(enumerate(self.rows[-1])))
         if self.carries > 1:
             del self.rows[1 - self.carries:]
 

@@ -1,0 +1,82 @@
+"""--cross-check: a rank whose device computes wrong numbers is found by another rank, and named."""
+import socket
+from types import SimpleNamespace
+
+import pytest
+import torch
+from ranks import fork_ranks
+from test_bitwise import CNN, life, options, run
+
+import train_ddp
+from common.errors import UserError
+from common.options import Options
+from common.options.rules import check_together
+from common.training.bitwise.order import carries, checked
+
+EVERY = {"cross_check": 2, "epochs": 3, "save_every": 1, "keep": 20}
+
+
+def broken(world, opts, rank, first, last, again):
+    """A life in which one rank's products of matrices have a wrong bit from step `first` to step `last`.
+
+    With `again` also when it computes a slice once more.
+    """
+    linear, original, wrong = torch.nn.functional.linear, train_ddp.backward, []
+
+    def backward(model, batch, state, world):
+        wrong[:] = [True] * (first <= state.step + 1 <= last)
+        totals = original(model, batch, state, world)
+        wrong[:] = wrong * again
+        return totals
+
+    def flipped(*args):
+        out = linear(*args)
+        if wrong:
+            out.detach().view(torch.int32).flatten()[0] ^= 1 << 20
+        return out
+
+    if world.rank == rank:
+        train_ddp.backward, torch.nn.functional.linear = backward, flipped
+    return life(world, train_ddp, opts)
+
+
+@pytest.mark.parametrize("ranks, rank, first, last, again, named", [
+    (3, 1, 5, 99, True, "rank 1"),           # a device that is always wrong: a third decides
+    (3, 2, 6, 6, False, "rank 2"),           # wrong once, in the slice that is compared
+    (2, 0, 6, 6, False, "rank 0"),           # of two, the one that computes something else the second time
+    (2, 1, 5, 99, True, "rank 0 or rank 1")])  # of two that stay different nobody can tell
+def test_a_device_that_computes_wrong_numbers_is_named_and_the_run_goes_back(
+        tmp_path, capfd, ranks, rank, first, last, again, named):
+    opts = options(tmp_path / "run", CNN | EVERY)
+    codes = fork_ranks(ranks, broken, opts, rank, first, last, again, may_die=range(ranks))
+    assert codes == [7] * ranks
+    host = socket.gethostname()
+    told = capfd.readouterr().err
+    assert named.replace(" or", f" (host {host}) or") + f" (host {host}) computes slice" in told
+    steps = sorted(int(folder.name[5:]) for folder in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert steps and steps[-1] <= 5, "nothing that was saved after the last comparison stays"
+    if again:
+        return
+    ended = run(tmp_path / "run", ranks, CNN | EVERY)  # on sound devices
+    assert ended == run(tmp_path / "whole", 1, CNN | {"epochs": 3})
+
+
+def test_a_run_that_is_compared_in_each_step_ends_in_the_same_bits(tmp_path, capfd):
+    plain = run(tmp_path / "plain", 1, CNN | {"epochs": 3})
+    assert run(tmp_path / "compared", 3, CNN | {"epochs": 3, "cross_check": 1}) == plain
+    assert capfd.readouterr().out.count("--cross-check: ") == 1, "the cost is printed once"
+
+
+def test_the_slices_that_are_compared_are_each_alone_and_reach_every_rank():
+    opts = SimpleNamespace(seed=3, virtual_ranks=7, cross_check=10)
+    assert checked(opts, 9, 1) is None and checked(opts, 8, 3) is None
+    found = [checked(opts, step, 3) for step in range(9, 2000, 10)]
+    assert {rank for rank, _, _ in found} == {second for _, _, second in found} == {0, 1, 2}
+    for rank, v, second in found:
+        assert rank != second
+        assert v in range(7 * rank // 3, 7 * (rank + 1) // 3) and not carries(v, 7 * rank // 3)
+
+
+def test_without_virtual_ranks_nothing_can_be_compared():
+    with pytest.raises(UserError, match="--cross-check needs --virtual-ranks"):
+        check_together(Options(cross_check=5))
