@@ -22,7 +22,8 @@ import uuid
 
 from patience import Patience
 
-FINAL = (2, 3, 4, 5, 6)  # bad input, no whole checkpoint, saves fail, no progress, the run is another job's
+# bad input, no whole checkpoint, saves fail, no progress, another job's run, a device computes wrong numbers
+FINAL = (2, 3, 4, 5, 6, 7)
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STOPPED = 143
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -208,8 +208,8 @@ def test_the_script_is_known_by_its_file_name(monkeypatch):
 FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device",
         "devices",
         "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every",
-        "progress", "tensorboard",
-        "hang_timeout", "check_every", "cross_check", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
+        "progress", "tensorboard", "cross_check",
+        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
         "balance",
         "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience", "memory_tier",
         "best"}
