@@ -13,7 +13,7 @@ from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from common.errors import UserError
 from common.sampler import share
@@ -111,14 +111,11 @@ class Cuts:
             yield [ids[end - n:end] for n, end in zip(sizes, ends, strict=True)]
 
 
-class Shares(Dataset):
+class Shares:
     """A split as shares: ([(number of samples, what `fetch` made of them) for each forward], ids)."""
 
     def __init__(self, split, epoch, augment, hollow):
         self.split, self.epoch, self.augment, self.hollow = split, epoch, augment, hollow
-
-    def __len__(self):
-        return len(self.split)
 
     def load(self, cut):
         parts = [(len(ids), self.split.fetch(ids, self.epoch, self.augment) if ids else self.nothing())

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import default_collate, get_worker_info
+from torch.utils.data import default_collate
 
 from common.data.datasets import inherited, whole
 from common.data.prefetch import map_tensors
@@ -100,11 +100,7 @@ class DatasetSplit:
 
         With --bad-samples skip it lacks those that cannot be read; it is None if it lacks all.
         """
-        read = (sample for id in ids for sample in self.readable(id, epoch, augment))
-        if self.labels:
-            return stacked(read, len(ids))
-        samples = list(read)
-        if not samples:
+        if not (samples := [sample for id in ids for sample in self.readable(id, epoch, augment)]):
             return None
         try:
             with seeded(self.seed, epoch, "collate", ids[0]):  # it may mask words at random
@@ -198,21 +194,6 @@ class FetchSplit:
                             "wanted: whole numbers, 0 or more: the mean counts ignored targets (-100) too\n"
                             "use --task tokens, whose mean leaves them out, or a task of your own")
         return batch
-
-
-def stacked(samples, most):
-    """(x, y) of up to so many pairs, each copied to its place at once; None of no pair."""
-    x, labels = None, []
-    for image, label in samples:
-        if x is None:
-            x = torch.empty(0, dtype=image.dtype)
-            if get_worker_info():  # the rank takes it from shared memory
-                x.set_(torch.UntypedStorage._new_shared(most * image.nbytes), 0, (most, *image.shape))
-            else:
-                x.resize_(most, *image.shape)
-        x[len(labels)] = image
-        labels.append(label)
-    return None if x is None else (x[:len(labels)], torch.tensor(labels))
 
 
 def leaves(tree):

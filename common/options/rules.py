@@ -15,10 +15,21 @@ DATASET_FLAGS = {  # the flags that can take effect with this dataset, of those 
 SIZED = ("random", "text", "tokens")  # their names may end in :SIZE
 
 TASKS = ("classify", "tokens")
-NOT_WITH_VIRTUAL_RANKS = {  # and why
-    "--micro-batch-size": "a slice is one forward, so its size is already fixed",
-    "--sync-bn": "statistics over all ranks would depend on their number",
-    "--compile": "compiled code depends on the shapes a process has seen, so on the world"}
+ONE, OUT = "leave out one of them", "leave it out"
+CLASHES = (  # the first cannot take effect with the second, because ...
+    ("--shard", "--virtual-ranks", "its sums depend on the number of replicas"),
+    ("--micro-batch-size", "--virtual-ranks", "a slice is one forward, so its size is already fixed"),
+    ("--sync-bn", "--virtual-ranks", "statistics over all ranks would depend on their number"),
+    ("--compile", "--virtual-ranks", "compiled code depends on the shapes a process saw, so on the world"),
+    ("--schedule", "--virtual-ranks", "slices are summed in a fixed order"),
+    ("--cross-check", "--virtual-ranks 0", "without slices no two ranks compute the same bits"),
+    ("--sync-bn", "--bad-samples", "it needs a sample in each forward of each rank"),
+    ("--sync-bn", "--device cpu", "it works on GPUs only"),
+    ("--amp fp16", "--device cpu", "it works on GPUs only, --amp bf16 on all"),
+    ("--patience", "--eval-every 0", "it counts evaluations"),
+    ("--lr-schedule", "--optimizer rprop", "it looks at lr once"),
+    ("--warmup-epochs", "--optimizer rprop", "it looks at lr once"),
+    ("--min-lr", "--lr-schedule constant", "nothing falls"))
 
 
 def uses(dataset):
@@ -31,65 +42,54 @@ def uses(dataset):
 
 def check_together(opts):
     """Flags that contradict each other or cannot take effect together."""
-    name, known, defaults = opts.dataset, uses(opts.dataset), type(opts)(dataset=opts.dataset)
+    defaults = type(opts)(dataset=opts.dataset)
+
+    def given(flag):
+        name, _, value = flag[2:].partition(" ")
+        found = getattr(opts, name.replace("-", "_"))
+        return str(found) == value if value else found != getattr(defaults, name.replace("-", "_"))
+
+    name, known, own = opts.dataset, uses(opts.dataset), ".py" in opts.task
     idle = [f for f in dict.fromkeys(FILES + FOLDERS + ("vocab_size",))
             if f not in known and getattr(opts, f) != getattr(defaults, f)]
-    other = next((flag for flag in NOT_WITH_VIRTUAL_RANKS if getattr(opts, flag[2:].replace("-", "_"))), "")
+    shaped = [flag for flag in ("--label-smoothing", "--mixup", "--cutmix")
+              if given(flag) and (own or opts.task != "classify" and flag != "--label-smoothing")]
     kinds = {device.partition(":")[0] for device in opts.devices}
-    checkpoint, one = opts.resume not in ("auto", "none"), "leave out one of them"
-    smooth = opts.label_smoothing and "--label-smoothing" if ".py" in opts.task else ""
-    shaped = smooth or opts.task != "classify" and (opts.mixup and "--mixup" or opts.cutmix and "--cutmix")
+    devices = f"--devices {','.join(opts.devices)}"
     _refuse(
-        (".py" not in opts.task and opts.task not in TASKS,
+        (not own and opts.task not in TASKS,
          f"--task: {opts.task!r} is no task{did_you_mean(opts.task, TASKS)}\n"
          f"there are {', '.join(TASKS)}, and path/to/file.py:function"),
-        (shaped, f"{shaped} cannot take effect with --task {opts.task}\nleave it out"),
-        (opts.shard and opts.virtual_ranks,
-         "--shard cannot take effect with --virtual-ranks: its sums depend on the replicas' number\n" + one),
-        (opts.script == "mp" and opts.virtual_ranks and opts.schedule != "1f1b",
-         "--schedule cannot take effect with --virtual-ranks: slices are summed in a fixed order\n" + one),
+        (shaped, f"{', '.join(shaped)} cannot take effect with --task {opts.task}\n{OUT}"),
         (name not in DATASET_FLAGS and not known,
          f"--dataset: {name!r} is no dataset{did_you_mean(name, DATASET_FLAGS)}\n"
          f"there are {', '.join(DATASET_FLAGS)}, and path/to/file.py:function"),
-        (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --dataset {name}\nleave it out"),
+        (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --dataset {name}\n{OUT}"),
         (opts.init_skip and not opts.init_from,
          "--init-skip cannot take effect without --init-from\nname the file of weights with --init-from"),
-        (opts.init_from and checkpoint,
-         "--init-from and --resume PATH both say where the weights come from\n" + one),
+        (opts.init_from and opts.resume not in ("auto", "none"),
+         f"--init-from and --resume PATH both say where the weights come from\n{ONE}"),
         (opts.eval_only and opts.resume == "none" and not opts.init_from,
          "--eval-only with --resume none: there is nothing to evaluate\n"
          "leave out --resume none, or give --init-from"),
-        (opts.patience and not opts.eval_every,
-         "--patience cannot take effect with --eval-every 0: it counts evaluations\n" + one),
         (opts.virtual_ranks > opts.global_batch_size,
          f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size {opts.global_batch_size} into "
-         "slices without samples\n"
-         f"use --virtual-ranks {opts.global_batch_size} at most"),
-        (opts.cross_check and not opts.virtual_ranks,
-         "--cross-check needs --virtual-ranks: without it no two ranks compute the same bits\n"
-         "give --virtual-ranks N, or leave it out"),
-        (opts.virtual_ranks and other,
-         f"{other} cannot take effect with --virtual-ranks: {NOT_WITH_VIRTUAL_RANKS.get(other)}\n" + one),
-        (opts.sync_bn and opts.bad_samples == "skip",
-         "--sync-bn needs a sample in each forward of each rank, --bad-samples skip may leave none\n" + one),
-        (opts.sync_bn and opts.device == "cpu",
-         "--sync-bn works on GPUs only, but --device is cpu\n" + one),
-        (opts.amp == "fp16" and opts.device == "cpu",
-         "--amp fp16 works on GPUs only, but --device is cpu\nuse --amp bf16, or leave out --device cpu"),
+         f"slices without samples\nuse --virtual-ranks {opts.global_batch_size} at most"),
         (opts.device in ("cpu", "cuda") and kinds - {opts.device},
-         f"--devices {','.join(opts.devices)} contradicts --device {opts.device}\n" + one),
+         f"{devices} contradicts --device {opts.device}\n{ONE}"),
         (opts.script == "dp" and len(kinds) > 1,
-         f"--devices {','.join(opts.devices)}: train_dp.py needs devices of one kind\nname one kind"),
+         f"{devices}: train_dp.py needs devices of one kind\nname one kind"),
         (opts.script == "mp" and len(opts.devices) == 1,
-         f"--devices {','.join(opts.devices)}: a model is split over two devices or more\n"
-         "for example --devices cpu,cpu"))
+         f"{devices}: a model is split over two devices or more\nfor example --devices cpu,cpu"))
     check_optimizer(opts)
+    _refuse(*((given(flag) and given(other), f"{flag} cannot take effect with {other}: {why}\n{ONE}")
+              for flag, other, why in CLASHES))
 
 
 def check_optimizer(opts):
     """Flags of the update rule, each of which the chosen one must take."""
     name, args, given = opts.optimizer, keywords(opts.optimizer_args), [f for f in FLAGS if getattr(opts, f)]
-    own, schedule = ".py" in name, opts.lr_schedule
+    own, theirs = ".py" in name, "let the function do it"
     arguments = {} if own or name not in known() else takes(name)
     idle = [f for f in given if f not in arguments and not own]
     unknown, both = [a for a in args if a not in arguments], [a for a in args if a in given]
@@ -99,27 +99,20 @@ def check_optimizer(opts):
          "or write a function: path/to/file.py:function"),
         (name in REFUSED, f"--optimizer {name} cannot train here: {REFUSED.get(name)}\nchoose another"),
         (own and (args or opts.no_decay_1d),
-         f"--{'optimizer-args' if args else 'no-decay-1d'} cannot take effect with a function\n"
-         "let the function do it"),
+         f"--{'optimizer-args' if args else 'no-decay-1d'} cannot take effect with a function\n{theirs}"),
         (unknown, f"--optimizer-args: {name} takes no {', '.join(unknown)}\nit takes {', '.join(arguments)}"),
         (both, f"--optimizer-args: {', '.join(both)} has a flag of its own\n"
          f"use {' '.join(map(flag_of, both))} alone"),
         (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --optimizer {name}\n"
-         f"leave it out; {name} takes {', '.join(arguments)}"),
+         f"{OUT}; {name} takes {', '.join(arguments)}"),
         (args.get("dampening"),
-         "--optimizer-args: dampening would also damp the first step, which torch does not\nleave it out"),
+         f"--optimizer-args: dampening would also damp the first step, which torch does not\n{OUT}"),
         (opts.shard and name not in LR,
          f"--shard works with {', '.join(LR)}; {name} may need a whole weight at once\nchoose one of them"),
         (opts.no_decay_1d and not (opts.weight_decay or args.get("weight_decay")),
-         "--no-decay-1d cannot take effect without --weight-decay\nleave it out"),
-        (name == "rprop" and (schedule != "constant" or opts.warmup_epochs),
-         "--lr-schedule and --warmup-epochs cannot take effect with --optimizer rprop: it looks at lr once\n"
-         "leave them out"),
-        (".py" in schedule and (opts.warmup_epochs or opts.min_lr),
-         "--warmup-epochs and --min-lr cannot take effect with a function as --lr-schedule\n"
-         "let the function do it"),
-        (opts.min_lr and schedule == "constant",
-         "--min-lr cannot take effect with --lr-schedule constant\nuse step or cosine"),
+         f"--no-decay-1d cannot take effect without --weight-decay\n{OUT}"),
+        (".py" in opts.lr_schedule and (opts.warmup_epochs or opts.min_lr),
+         f"--warmup-epochs and --min-lr cannot take effect with a function as --lr-schedule\n{theirs}"),
         (opts.min_lr >= opts.lr, f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it"))
 
 
@@ -177,29 +170,27 @@ def check_places(opts):
     """The files and folders that flags name; checked without torch, before the processes meet."""
     run, own_folder = opts.run_dir, "\ngive the run a folder of its own"
     try:
-        if opts.resume not in ("auto", "none") and not os.path.isdir(opts.resume):
-            raise UserError(f"--resume: {opts.resume!r} is no folder\n"
-                            "give a checkpoint's folder, auto or none")
-        if opts.init_from not in ("", "pretrained") and not os.path.isfile(opts.init_from):
-            raise UserError(f"--init-from: {opts.init_from!r} is no file\n"
-                            "give a file of weights, .safetensors or written by torch.save")
-        if opts.memory_tier not in ("auto", "off") and not os.path.isdir(opts.memory_tier):
-            raise UserError(f"--memory-tier: {opts.memory_tier!r} is no folder\n"
-                            "name a folder in memory, as /dev/shm, or use auto or off")
-        if opts.log_to and not os.path.isfile(opts.log_to.rpartition(":")[0]):
-            raise UserError(f"--log-to: {opts.log_to!r} names no file\nwrite path/to/file.py:function")
-        whole_path = run.resolve()
-        if whole_path == Path(whole_path.anchor):
-            raise UserError(f"--run-dir: {str(run)!r} is the root of the file system{own_folder}")
-        if whole_path == Path(opts.data_dir).resolve():
-            raise UserError(f"--run-dir: {str(run)!r} is also the data folder{own_folder}")
+        _refuse(
+            (opts.resume not in ("auto", "none") and not os.path.isdir(opts.resume),
+             f"--resume: {opts.resume!r} is no folder\ngive a checkpoint's folder, auto or none"),
+            (opts.init_from not in ("", "pretrained") and not os.path.isfile(opts.init_from),
+             f"--init-from: {opts.init_from!r} is no file\n"
+             "give a file of weights, .safetensors or written by torch.save"),
+            (opts.memory_tier not in ("auto", "off") and not os.path.isdir(opts.memory_tier),
+             f"--memory-tier: {opts.memory_tier!r} is no folder\n"
+             "name a folder in memory, as /dev/shm, or use auto or off"),
+            (opts.log_to and not os.path.isfile(opts.log_to.rpartition(":")[0]),
+             f"--log-to: {opts.log_to!r} names no file\nwrite path/to/file.py:function"),
+            (run.resolve() == Path(run.resolve().anchor),
+             f"--run-dir: {str(run)!r} is the root of the file system{own_folder}"),
+            (run.resolve() == Path(opts.data_dir).resolve(),
+             f"--run-dir: {str(run)!r} is also the data folder{own_folder}"))
         check_data(opts)
         there = next(place for place in (run, *run.parents) if os.path.lexists(place))
-        if not there.is_dir():
-            raise UserError(f"--run-dir: {str(there)!r} is not a folder{own_folder}")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise UserError(f"--run-dir: {str(there)!r} is not writable\n"
-                            "choose another place, or change its permissions")
+        _refuse(
+            (not there.is_dir(), f"--run-dir: {str(there)!r} is not a folder{own_folder}"),
+            (not os.access(there, os.W_OK | os.X_OK),
+             f"--run-dir: {str(there)!r} is not writable\nchoose another place, or change its permissions"))
         os.stat(run)
     except FileNotFoundError:
         pass

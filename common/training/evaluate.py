@@ -9,7 +9,6 @@ from common.sampler import share
 from common.training.backward import placed
 from common.training.loss import SHOWN_SAMPLES
 from common.training.state import TrainState
-from common.training.task import StandIn
 from common.world import World
 
 BLOCK = 256                 # samples per forward: the same blocks at every world size
@@ -60,19 +59,10 @@ def block_size(split, opts):
 
 def judge(model, part, state):
     """What the task returns of a block; None on a rank that does not hold the last stage."""
-    class Elsewhere(BaseException):
-        """Ends the task early, past every `except Exception` of it."""
-
-    def answer(x):
-        if (out := model(x)) is None:
-            raise Elsewhere
-        return out
-
-    try:
-        net = StandIn(state.net, answer) if hasattr(model, "stages") else model
-        return state.task(net, part, state)
-    except Elsewhere:
-        return None
+    if not hasattr(model, "stages"):
+        return state.task(model, part, state)
+    out = model(state.task.input_of(part, state))
+    return None if out is None else state.task.answered(out, part, state)
 
 
 @contextlib.contextmanager

@@ -20,25 +20,16 @@ IGNORED = -100           # a target that does not count, as torch's cross entrop
 def classify(net, batch, state):
     """The built-in task `classify`: the mean over samples, and over the tokens of a sample."""
     x, y = pair(batch, "classify")
-    if not state.net.training:
-        loss, right = judged(net, x, y, state)
-        return {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": (right, y.numel())}
-    x, targets = mix(x, y, state)
-    out = outputs(net, x, y, state)
-    return {"loss": (summed_loss(out, targets, state.opts), len(y)), "acc": (hits(out, y, state), y.numel())}
+    loss, right = judged(net, x, y, state)
+    return {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": (right, y.numel())}
 
 
 def tokens(net, batch, state):
     """The built-in task `tokens`: the mean over all targets that are not IGNORED."""
     x, y = pair(batch, "tokens")
+    loss, right = judged(net, x, y, state)
     count = (y != IGNORED).sum()
-    if not state.net.training:
-        loss, right = judged(net, x, y, state)
-        return {"loss": (loss, count), "acc": (right, count)}
-    out = outputs(net, x, y, state)
-    out = out.float() if state.opts.amp != "off" else out
-    loss = criterion(out, y, reduction="sum", label_smoothing=state.opts.label_smoothing)
-    return {"loss": (loss, count), "acc": (hits(out, y, state), count)}
+    return {"loss": (loss, count), "acc": (right, count)}
 
 
 def pair(batch: Any, task: str) -> tuple[Any, Tensor]:
@@ -52,9 +43,10 @@ def pair(batch: Any, task: str) -> tuple[Any, Tensor]:
                     "for any other sample write your own: --task path/to/file.py:function")
 
 
-def describe(batch):
+def describe(batch: Any) -> str:
+    """Types, for a person: (Tensor, int), {'x': Tensor}."""
     if isinstance(batch, Mapping):
-        return f"a dict of {', '.join(map(str, batch))}"
+        return "{" + ", ".join(f"{name!r}: {type(value).__name__}" for name, value in batch.items()) + "}"
     if isinstance(batch, (tuple, list)):
         return f"({', '.join(type(part).__name__ for part in batch)})"
     return type(batch).__name__
@@ -72,15 +64,15 @@ def criterion(out, y, **how):
     return F.cross_entropy(out.flatten(0, -2), y.flatten(), **how)
 
 
-def summed_loss(out: Tensor, targets: list, opts: Options) -> Tensor:
-    """The training loss of each sample, added up; of a sample with many tokens, the mean over them."""
-    out, many = out.float() if opts.amp != "off" else out, targets[0][1].shape[1:].numel()
-    return sum(weight * criterion(out, y, reduction="sum", label_smoothing=opts.label_smoothing)
-               for weight, y in targets) / many
-
-
 def judged(net, x, y, state):
-    """(summed loss, right answers) of an evaluation: in double precision, without label smoothing."""
+    """(summed loss, right answers); of an evaluation in double precision, without label smoothing."""
+    if state.net.training:
+        x, targets = mix(x, y, state)
+        out = outputs(net, x, y, state)
+        out = out.float() if state.opts.amp != "off" else out
+        return sum(weight * criterion(out, target, reduction="sum",
+                                      label_smoothing=state.opts.label_smoothing)
+                   for weight, target in targets), hits(out, y, state)
     out = outputs(net, x, y, state)
     rows = max(1, DOUBLES // max(1, out.shape[-1]))
     pieces = zip(out.flatten(0, -2).split(rows), y.flatten().split(rows), strict=True)

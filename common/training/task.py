@@ -21,7 +21,7 @@ from common.data import map_tensors
 from common.errors import UserError, did_you_mean
 from common.options import Options, call_user, find_user
 from common.sampler import seeded
-from common.training.loss import autocast, classify, tokens
+from common.training.loss import autocast, classify, describe, tokens
 
 OWN = "the script"                   # its loop computes the loss (elastic.py)
 TAKEN = ("step", "epoch", "lr")      # names in a line of metrics.jsonl
@@ -115,7 +115,7 @@ class Task:
         """Takes names and shapes from what the function returned of one sample."""
         values = list(found.values()) if isinstance(found, dict) and all(map(named, found)) else []
         if not values or not all(map(counted, values)) or isinstance(values[0], Tensor):
-            raise UserError(f"--task {self.spec} returned {shape_of(found)}\n"
+            raise UserError(f"--task {self.spec} returned {describe(found)}\n"
                             'wanted: {"loss": (sum, count), ...}, the first one to be minimised: sums over '
                             "the samples, not means\nor, after it, tensors of whole numbers; "
                             f"no name begins with val_ or is one of {', '.join(TAKEN)}")
@@ -137,12 +137,6 @@ def counted(value):
         return not value.is_floating_point() and not value.is_complex()
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(
         part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, (int, float)) for part in value)
-
-
-def shape_of(found):
-    if not isinstance(found, dict):
-        return type(found).__name__
-    return "{" + ", ".join(f"{name!r}: {type(value).__name__}" for name, value in found.items()) + "}"
 
 
 def find_task(opts: Options) -> Task:
