@@ -74,8 +74,8 @@ class Elastic:
                                     opts.seed)
         self.net.to(world.device)
         clock.lap("load")
-        self.state = OwnRate(self.schedule, self.net, self.optimizer, opts, len(self.data.train),
-                             order=self.order.name)
+        self.state = TrainState(self.net, self.optimizer, opts, len(self.data.train), order=self.order.name,
+                                rate=self._rate)
         self.ledger = Ledger(opts.run_dir)
         self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
         self.store = CheckpointStore(opts, world, self.data.fingerprint, self.ledger)
@@ -180,24 +180,17 @@ class Elastic:
         if self.rescue.asked:
             self.rescue.leave()
 
-    def _nothing(self):
-        """The part of a batch without samples."""
-        return 0, map_tensors(lambda t: t[:0], self.data.train.fetch([0]))
-
-
-class OwnRate(TrainState):
-    """A TrainState whose learning rate a function of the script decides."""
-
-    def __init__(self, schedule: Callable | None, *args: Any, **kwargs: Any):
-        self.schedule = schedule
-        super().__init__(*args, **kwargs)
-
-    def rate(self, planned: int) -> float:
+    def _rate(self, planned):
+        """The optimizer's own rate, times what `schedule` says of a step."""
         if self.schedule is None:
             return self.opts.lr
-        total = max(1, self.opts.epochs * self.steps_per_epoch)
-        factor = self.schedule(planned, total)
+        total = self.opts.epochs * -(-len(self.data.train) // self.opts.global_batch_size)
+        factor = self.schedule(planned, max(1, total))
         if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
             raise UserError(f"schedule returned {factor!r} for step {planned}\n"
                             "wanted: a factor of the optimizer's lr, a number from 0")
         return self.opts.lr * factor
+
+    def _nothing(self):
+        """The part of a batch without samples."""
+        return 0, map_tensors(lambda t: t[:0], self.data.train.fetch([0]))

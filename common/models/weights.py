@@ -1,4 +1,5 @@
 """What a net begins with: weights from elsewhere (--init-from), and layers that stand still (--freeze)."""
+import hashlib
 import zipfile
 from pathlib import Path
 
@@ -80,6 +81,10 @@ def published(model):
     if not path.is_file():
         raise UserError(f"--init-from pretrained: {path} is not there, and nothing is downloaded\n"
                         f"fetch {url}, or set TORCH_HOME to where hub/checkpoints/{path.name} is")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    if not digest.startswith(path.stem.rpartition("-")[2]):  # with which its name ends
+        raise UserError(f"--init-from pretrained: {path} is damaged or changed: its SHA-256 begins with "
+                        f"{digest[:8]}, not as its name says\ndelete it and fetch {url}")
     return path
 
 

@@ -26,9 +26,10 @@ class TrainState:
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
                  norm: Callable = torch.nn.utils.get_total_norm, all_sum: Callable | None = None,
-                 order: str = "", task: Task | None = None):
+                 order: str = "", task: Task | None = None, rate: Callable | None = None):
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
+        self.rate = rate or (lambda planned: learning_rate(planned, opts, self.steps_per_epoch))
         # `position` counts in this order of the samples
         self.order = [samples, opts.seed, order] if order else [samples, opts.seed]
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
@@ -60,9 +61,6 @@ class TrainState:
         """Steps up to this position; `step` is larger if an epoch has begun again."""
         left = -(-(self.samples - self.position) // self.opts.global_batch_size)
         return (self.epoch + 1) * self.steps_per_epoch - left
-
-    def rate(self, planned: int) -> float:
-        return learning_rate(planned, self.opts, self.steps_per_epoch)
 
     def _set_rate(self):
         for group in self.optimizer.param_groups:

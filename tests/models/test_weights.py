@@ -1,5 +1,6 @@
 """What a net begins with: weights from elsewhere, whole or in part, and layers that stand still."""
 import argparse
+import hashlib
 import os
 from types import SimpleNamespace
 
@@ -153,6 +154,11 @@ def test_published_weights_are_taken_from_the_machine_and_never_fetched(monkeypa
     path.parent.mkdir(parents=True)
     published = models.squeezenet1_1().state_dict()
     torch.save(published, path)
+    assert f"delete it and fetch https://download.pytorch.org/models/{name}" in refused("SHA-256", build)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path = path.rename(path.with_name(f"squeezenet1_1-{digest[:8]}.pth"))
+    weights = SimpleNamespace(DEFAULT=SimpleNamespace(url=f"https://example.org/{path.name}"))
+    monkeypatch.setattr(models, "get_model_weights", lambda name: weights)
     assert "--init-skip classifier.1." in refused("2 tensors do not fit", build)
     features = {n.removeprefix("features."): t for n, t in published.items()}
     assert same(build(init_skip=("classifier.",)).features, features)
