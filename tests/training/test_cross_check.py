@@ -78,5 +78,5 @@ def test_the_slices_that_are_compared_are_each_alone_and_reach_every_rank():
 
 
 def test_without_virtual_ranks_nothing_can_be_compared():
-    with pytest.raises(UserError, match="--cross-check needs --virtual-ranks"):
+    with pytest.raises(UserError, match="--cross-check cannot take effect with --virtual-ranks 0"):
         check_together(Options(cross_check=5))
