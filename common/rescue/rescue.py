@@ -223,8 +223,8 @@ class Rescue(Wishes):
                 deadline = time.monotonic() + (0 if self.parting else STEP_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
                 self.leave()  # the main thread did not come: it waits for a dead peer
-            if hung := self.watchdog.beat():
-                say(hung, sys.stderr)
+            if (hung := self.watchdog.beat()) is not None:
+                say(hung, sys.stderr) if hung else None
                 self._end(hung=True)
 
     def _go(self, code):

@@ -5,6 +5,7 @@ waits for another's evaluation or for a slow disk does not hang. Three things ca
 (this thread notices); the whole process in C code that holds Python's lock (guard.py ends it); a stopped
 or disconnected process (its peers notice, the agent kills it).
 """
+import json
 import os
 import signal
 import statistics
@@ -25,10 +26,14 @@ LATE_SECONDS = 1.5             # between two beats: more means that this process
 SILENT_SECONDS = 2.0           # without a sign of life: a process with a core to spare is faster
 STRAGGLER_RATIO = 2.0          # own work of a straggler, compared with the others' median
 STRAGGLER_EVERY_SECONDS = 60.0
+SHOWN_RANKS = 16               # at one place
 
 
 class Watchdog:
-    """Call `beat()` every second from a thread: it returns a report when this rank hangs, else None."""
+    """Call `beat()` every second from a thread: None, or a report when this rank hangs.
+
+    The report is empty where another rank of this machine waits at the same place and reports.
+    """
 
     def __init__(self, state, world, hang_timeout, note):
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note
@@ -37,7 +42,9 @@ class Watchdog:
         self.beaten = self.moved = self.others_moved = time.monotonic()  # the latest beat and moves
         self.steps = []  # (moment, step) of the latest beats that found progress
         self.lock, self.stopped, self.guard = threading.Lock(), threading.Event(), Guard()
-        self.views, self.heard = [], {}  # what each rank wrote last, and when that changed
+        self.views, self.heard = [], {}  # on rank 0: what each rank wrote last, and when that changed
+        self.moves, self.odd, self.places = "", [], "rank 0's store does not answer"  # as rank 0 tells all
+        self.beats, self.seen = 0, {}  # on rank 0: (step, own seconds) of each rank when it compared them
         self.named, self.thread = -STRAGGLER_EVERY_SECONDS, None  # the moment a straggler was named
         if world.size > 1:
             self.thread = threading.Thread(target=self._exchange, daemon=True, name="watchdog")
@@ -69,11 +76,14 @@ class Watchdog:
             return None
         if now - max(self.moved, self.others_moved) < self.limit:
             return None
-        frame = sys._current_frames().get(self.main)
+        if self.world.local_rank and self.world.rank not in self.odd:
+            return ""
+        frame = sys._current_frames().get(self.main) if self.world.rank in (0, *self.odd) else None
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
         seconds = f"{now - self.moved:.0f} s at step {self.state.step}"
-        return (f"rank {self.world.rank}: no progress for {seconds}; {self._where_ranks_are()}\n"
-                f"its main thread is here:\n{stack}").rstrip()
+        places = self.places if self.world.size > 1 else "alone"
+        told = f"rank {self.world.rank}: no progress for {seconds}; {places}"
+        return f"{told}\nits main thread is here:\n{stack}".rstrip() if stack else told
 
     def pause_process(self):
         """Ctrl-Z: stops this process until `fg`, which is no hang. Call on the thread that beats."""
@@ -96,23 +106,34 @@ class Watchdog:
 
     # ---- what the ranks tell each other, over a second connection: the main thread may block the first one
     def _exchange(self):
-        """Writes this rank's (step, beats, own seconds, place, progress); rank 0 names stragglers."""
-        client, seen, beats, refused = None, {}, 0, 0
+        """Writes this rank's (step, beats, own seconds, place, progress); rank 0 reads them and tells all.
+
+        So a second costs rank 0's store a few requests a rank, however many ranks are worried.
+        """
+        client, refused = None, 0
         while refused < STORE_TRIES and not self.stopped.wait(min(1.0, self.limit / 10)):
             try:
                 client = client or self.world.new_store_client()
-                frame, beats = sys._current_frames().get(self.main), beats + 1
-                place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
-                state = self.state
-                client.set(f"pulse/{self.world.rank}",
-                           f"{state.step} {beats} {state.own_seconds:.3f} {place} {state.progress}")
-                if self.world.rank == 0 or time.monotonic() - self.moved > self.limit / 2:
-                    self._read_all(client)
-                if self.world.rank == 0:
-                    seen = self._name_the_slow(seen)
+                self._tell(client)
                 refused = 0
             except Exception:  # a busy machine, or the store died with rank 0
                 client, refused = None, refused + 1  # a late answer must not meet another question
+
+    def _tell(self, client):
+        frame, state = sys._current_frames().get(self.main), self.state
+        place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
+        self.beats += 1
+        client.set(f"pulse/{self.world.rank}",
+                   f"{state.step} {self.beats} {state.own_seconds:.3f} {place} {state.progress}")
+        if self.world.rank == 0:
+            self._read_all(client)
+            client.set("pulse", json.dumps([self.moves, self.odd, self.places]))
+            self._name_the_slow()
+        elif time.monotonic() - self.moved > self.limit / 2:
+            moves, self.odd, self.places = json.loads(client.get("pulse"))
+            if self.moves not in ("", moves):
+                self.others_moved = time.monotonic()
+            self.moves = moves
 
     def _read_all(self, client):
         names = [f"pulse/{rank}" for rank in range(self.world.size)]
@@ -125,11 +146,11 @@ class Watchdog:
                 self.heard[rank] = (view, time.monotonic())
             if old and view and old[4] != view[4] and rank != self.world.rank:
                 self.others_moved = time.monotonic()
+        self.moves = str(sum(int(view[4]) for view in self.views if view))
+        self._find_places()
 
-    def _where_ranks_are(self):
+    def _find_places(self):
         """The place of each rank: the one that hangs is at another place than those that wait for it."""
-        if not self.views:
-            return "alone" if self.world.size == 1 else "rank 0's store does not answer"
         places, now = {}, time.monotonic()
         for rank, view in enumerate(self.views):
             place = f"step {view[0]}, {view[3]}" if view else "never heard of"
@@ -137,18 +158,23 @@ class Watchdog:
             if silent > max(SILENT_SECONDS, self.limit / 4):
                 place += f", gives no sign of life for {silent:.0f} s (stopped, cut off, or a lock held in C)"
             places.setdefault(place, []).append(rank)
-        return "; ".join(f"rank {','.join(map(str, ranks))}: {place}" for place, ranks in places.items())
+        groups = sorted(places.values(), key=len)
+        waiting = groups[-1] if len(groups) == 1 or len(groups[-1]) > len(groups[-2]) else []
+        self.odd = [rank for ranks in groups for rank in ranks if ranks is not waiting][:SHOWN_RANKS]
+        self.places = "; ".join(f"rank {_list(ranks)}: {place}" for place, ranks in places.items())
 
-    def _name_the_slow(self, seen):
+    def _name_the_slow(self):
         """Compares the seconds of own work a step since the last call; waiting for others does not count."""
-        now, pace = time.monotonic(), {}
+        now, pace, seen = time.monotonic(), {}, self.seen
         read = {rank: (int(view[0]), float(view[2])) for rank, view in enumerate(self.views) if view}
         for rank, (step, own) in read.items():
             old = seen.get(rank, (step, own))
             if step - old[0] >= 5:
                 pace[rank] = (own - old[1]) / (step - old[0])
         if len(pace) < self.world.size:
-            return read | seen
+            self.seen = read | seen
+            return
+        self.seen = read
         slowest = max(pace, key=pace.get)
         typical = statistics.median(v for r, v in pace.items() if r != slowest)
         slow = pace[slowest] > STRAGGLER_RATIO * typical and pace[slowest] - typical > 0.01
@@ -156,4 +182,8 @@ class Watchdog:
             self.named = now
             self.note(f"rank {slowest} is a straggler: {pace[slowest] * 1e3:.0f} ms of own work a step, "
                       f"{typical * 1e3:.0f} ms on the others")
-        return read
+
+
+def _list(ranks):
+    return ",".join(map(str, ranks[:SHOWN_RANKS])) + f" and {len(ranks) - SHOWN_RANKS} more" * (
+        len(ranks) > SHOWN_RANKS)

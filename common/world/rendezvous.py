@@ -38,17 +38,16 @@ def fresh_store(rank, size):
         store = _find_store(host, int(agent.get(f"port/{nonce}")))
         store.add("joined", 1)
         return store
-    store = _open_store(host, 0)
-    deadline, answered = time.monotonic() + JOINING.total_seconds(), {}
+    store, hellos, answered = _open_store(host, 0), [f"hello/{other}" for other in range(1, size)], set()
+    deadline = time.monotonic() + JOINING.total_seconds()
     while store.add("joined", 0) < size - 1:
         if time.monotonic() > deadline:
-            arrived = store.add("joined", 0) + 1
+            arrived = 1 + sum(agent.check([hello]) for hello in hellos)
             raise TimeoutError(f"only {arrived} of {size} processes arrived within {JOINING}")
-        for other in range(1, size):
-            nonce = agent.get(f"hello/{other}") if agent.check([f"hello/{other}"]) else None
-            if nonce and answered.get(other) != nonce:
-                agent.set(f"port/{nonce.decode()}", str(store.port))
-                answered[other] = nonce
+        # two questions a turn for all ranks: nobody can begin before the last one is here
+        for nonce in set(agent.multi_get(hellos)) - answered if agent.check(hellos) else ():
+            agent.set(f"port/{nonce.decode()}", str(store.port))
+            answered.add(nonce)
         time.sleep(0.01)
     return store
 

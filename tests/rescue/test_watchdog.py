@@ -16,7 +16,7 @@ def state_at(step=0):
 
 
 def alone():
-    return SimpleNamespace(rank=0, size=1)
+    return SimpleNamespace(rank=0, size=1, local_rank=0)
 
 
 def test_a_rank_that_does_not_move_is_named_with_its_stack_and_one_that_moves_is_not():
@@ -127,7 +127,7 @@ def one_is_stopped(world):
     while "gives no sign of life" not in word and time.monotonic() < deadline:
         time.sleep(0.1)
         found.beat()
-        word = found._where_ranks_are()
+        word = found.places
     if world.rank == 2:
         world.store.get("seen")
         os.kill(int(world.store.get("pid")), signal.SIGCONT)

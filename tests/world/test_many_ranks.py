@@ -1,0 +1,104 @@
+"""What 16 to 1,024 ranks ask of rank 0's store, counted: it grows with the number of ranks, not its square."""
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from common.rescue.watchdog import Watchdog
+from common.world import rendezvous
+
+
+class Store:
+    """A key-value store in this process that counts requests and bytes."""
+
+    def __init__(self):
+        self.told, self.changed, self.requests, self.bytes, self.port = {}, threading.Condition(), 0, 0, 7
+
+    def _count(self, *texts):
+        self.requests, self.bytes = self.requests + 1, self.bytes + sum(map(len, texts))
+
+    def set(self, key, value):
+        with self.changed:
+            self._count(key, value)
+            self.told[key] = value.encode() if isinstance(value, str) else value
+            self.changed.notify_all()
+
+    def add(self, key, number):
+        with self.changed:
+            self._count(key)
+            self.told[key] = self.told.get(key, 0) + number
+            return self.told[key]
+
+    def get(self, key):
+        with self.changed:
+            assert self.changed.wait_for(lambda: key in self.told, 60)
+            self._count(key, self.told[key])
+            return self.told[key]
+
+    def check(self, keys):
+        with self.changed:
+            self._count(*keys)
+            return set(keys) <= self.told.keys()
+
+    def multi_get(self, keys):
+        with self.changed:
+            found = [self.told[key] for key in keys]
+            self._count(*keys, *found)
+            return found
+
+
+def start(size, monkeypatch):
+    """(requests,) of one start; an agent's store that still has the words of a life before."""
+    agent, life = Store(), Store()
+    for rank in range(1, size):
+        agent.set(f"hello/{rank}", f"{rank:032}")
+    agent.requests = agent.bytes = 0
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setattr(rendezvous.dist, "PrefixStore", lambda prefix, store: store)
+    monkeypatch.setattr(rendezvous, "_find_store", lambda host, port: life if port == life.port else agent)
+    monkeypatch.setattr(rendezvous, "_open_store", lambda host, port: life)
+    met = []
+    ranks = [threading.Thread(target=lambda r=rank: met.append(rendezvous.fresh_store(r, size)), daemon=True)
+             for rank in range(size)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert met == [life] * size
+    return (agent.requests + life.requests,)
+
+
+def hang(size):
+    """(requests, bytes, lines) of a second in which no rank moves, eight ranks a node; one is elsewhere."""
+    store, dogs, stuck = Store(), [], threading.Event()
+    other = threading.Thread(target=stuck.wait, daemon=True)
+    other.start()
+    for rank in range(size):
+        state = SimpleNamespace(step=3, progress=7, own_seconds=0.1)
+        dog = Watchdog(state, SimpleNamespace(size=1), 1, print)
+        dog.world = SimpleNamespace(rank=rank, size=size, local_rank=rank % 8)
+        dog.moved, dog.guard = dog.moved - 100, SimpleNamespace(beat=lambda limit: None, stop=list)
+        dog.main = other.ident if rank == 5 else dog.main
+        dogs.append(dog)
+    try:
+        for _ in range(3):  # in the first one rank 0 does not know all, in the second it tells the others
+            store.requests = store.bytes = 0
+            for dog in dogs:
+                dog.others_moved = dog.moved
+                dog._tell(store)
+        reports = [dog.beat() for dog in dogs]
+    finally:
+        stuck.set()
+        for dog in dogs:
+            dog.stop(0)
+    assert "rank 5: step 3, threading.py" in reports[0] and "rank 5: no progress" in reports[5]
+    return store.requests, store.bytes, sum(report.count("\n") + 1 for report in reports if report)
+
+
+@pytest.mark.parametrize("count", [start, hang])
+def test_what_the_ranks_ask_grows_with_their_number_and_not_with_its_square(count, monkeypatch):
+    found = {size: count(size, monkeypatch) if count is start else count(size) for size in (16, 64, 256, 1024)}
+    print(count.__doc__, found)
+    assert all(b < 1.5 * 1024 / 16 * a for a, b in zip(found[16], found[1024], strict=True)), found
