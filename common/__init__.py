@@ -1,7 +1,9 @@
-"""The map of common/: nine rooms on two stones.
+"""The map of common/: ten rooms on two stones.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
 not know each other (tests/whole/test_house.py checks this).
+
+    replay       makes steps of a run once more, and compares: verify, step, diff
 
     pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
     elastic      the loop of train_ddp.py as an iterator, for a script of one's own

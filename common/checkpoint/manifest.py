@@ -39,7 +39,7 @@ ASIDE = "damaged-"  # a checkpoint that is not trusted is kept under this name u
 
 
 @patient
-def checkpoints(root):
+def checkpoints(root: Path | str) -> list[tuple[int, Path]]:
     """Committed checkpoints under `root`, newest first, as (step, folder); not verified.
 
     Of one step the latest facts come first: `step-N.2`, `step-N.1`, `step-N`.
@@ -167,7 +167,7 @@ def verify(step, folder, use=None, from_disk=False, moved=None):
     return manifest, facts
 
 
-def describe(step, folder):
+def describe(step: int, folder: Path) -> tuple[bool, str]:
     """(whether it is whole, a line about it that ends with its digest or the damage)."""
     hashes = {name: {} for name in TENSORS.values()}
 

@@ -1,4 +1,7 @@
-"""Whether the replicas still hold the same weights; if not, what was saved since may be a diverged one's."""
+"""Fingerprints of the state: whether the replicas still agree, and what a later recomputation compares with.
+
+If replicas differ, what was saved since they agreed may be a diverged one's.
+"""
 from common.checkpoint.manifest import checkpoints
 from common.errors import UserError
 from common.world import fingerprint_of, odd_ranks
@@ -31,6 +34,14 @@ def trust(store, state, fact):
     state.verdict = UserError(f"{fact}; going back to step {store.agreed} or before, on which ranks agreed\n"
                               "keep the run off that device, then start the same command again", code=7)
     raise state.verdict
+
+
+def note_digest(store):
+    """--digest-every: a fingerprint of weights and optimizer, in the ledger."""
+    state, every = store.state, store.opts.digest_every
+    if every and store.fence and store.ledger and state.step % every == 0:
+        sums = {part: fingerprint_of(tensors) for part, tensors in state.tensors().items()}
+        store.ledger.event("digest", step=state.step, **sums)
 
 
 def _withdraw(store):

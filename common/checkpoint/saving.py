@@ -13,6 +13,7 @@ from common.checkpoint.commit import Hurried, Writer
 from common.checkpoint.files import Damaged, room
 from common.checkpoint.handover import Handover
 from common.checkpoint.manifest import checkpoints
+from common.checkpoint.replicas import note_digest
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
 from common.ledger import Ledger
@@ -42,8 +43,9 @@ class Saving:
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
 
     def check(self) -> None:
-        """Reports a failed save; after three in a row the run stops."""
+        """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
         self.handover.begin(self)
+        note_digest(self)
         if self.error:
             error, self.error = self.error, None
             if isinstance(error, UserError):
@@ -123,11 +125,13 @@ class Saving:
                     self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
 
     def let_go(self, facts: dict[str, Any]) -> None:
-        """Deletes all but the newest `keep`, the best, and the newest on which all ranks agreed."""
+        """Deletes all but the newest `keep`, --keep-every, the best, the newest on which all ranks agreed."""
         self.handover.free(facts["step"])
-        last = -1 if self.agreed is None else self.agreed
-        agreed = [step for step, _ in checkpoints(self.root) if step <= last]
-        self.writer.delete_old(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed[:1]})
+        last, every = -1 if self.agreed is None else self.agreed, self.opts.keep_every
+        steps = [step for step, _ in checkpoints(self.root)]
+        agreed = [step for step in steps if step <= last][:1]
+        for_good = [step for step in steps if every and step % every == 0]
+        self.writer.delete_old(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed, *for_good})
 
 
 class Background:

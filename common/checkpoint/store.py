@@ -147,8 +147,9 @@ class CheckpointStore(Saving):
 
         Stages must save at the same step: they give `told`, the sum of all ranks' `overdue`.
         """
-        every, told = self.opts.save_every, self.overdue() if told is None else told
-        return self.writes and bool(told or every and state.step % every == 0) and state.facts() != self.saved
+        told = self.overdue() if told is None else told
+        at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
+        return self.writes and bool(told or at) and state.facts() != self.saved
 
     def save(self, state: Any) -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""

@@ -20,8 +20,6 @@ from common.ledger.page import page
 from common.ledger.report import by_host, report
 from common.ledger.status import prometheus, read_status
 
-SHOWN = ("wall_s", "buckets", "goodput", "lives", "deaths")
-
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__,
@@ -65,8 +63,8 @@ def show(given):
         path.chmod(0o600)
         print(f"{path}: {len(text) / 1000:,.0f} kB")
         return 0
-    facts = summarize(run)
-    print(json.dumps({key: facts[key] for key in SHOWN}) if given.json else
+    facts, told = summarize(run), ("wall_s", "buckets", "goodput", "lives", "deaths")
+    print(json.dumps({key: facts[key] for key in told}) if given.json else
           "\n".join(by_host(facts) if given.by_host else [f"{run}:", *report(facts)]))
     return 0
 

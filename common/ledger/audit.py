@@ -31,21 +31,21 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
     if lacks := {"n", "global_batch_size", "seed"} - set(first):
         raise UserError(f"{run_dirs[0]}: the first life lacks {sorted(lacks)}, from which the order follows")
     found: dict[str, Any] = {"missed": 0, "repeated": 0, "lost": lost, "redone": redone}
-    ids_of = _orders(folders, first["seed"])
+    unproven, ids_of = [], _orders(folders, first["seed"])
     for step, epoch, batch, data in _planned([events[0] for events in lives], reached, explain):
         expected = Counter(ids_of(*data, batch, epoch))
         trained = Counter(chain.get(step, ()))
         missed, repeated = (expected - trained).total(), (trained - expected).total()
         spans = next((spans for resumed, spans in reversed(makers) if resumed < step), [range(0)])
         if missed and not all(step in span for span in spans):
-            found.setdefault("unproven", []).append(step)
+            unproven.append(step)
             missed = 0
         if missed or repeated:
             explain(f"step {step} (epoch {epoch}, position {batch.start}): "
                     f"missed {missed}, repeated {repeated}")
         found["missed"] += missed
         found["repeated"] += repeated
-    return found
+    return found | ({"unproven": unproven} if unproven else {})
 
 
 def _follow(folders, lives):
@@ -77,18 +77,17 @@ def _follow(folders, lives):
 def _read_life(folders, life):
     """Return {step: ids any rank began}, {step: how often the busiest rank did it}, {rank: steps noted}."""
     begun, done, spans = {}, Counter(), {}
-    for path in sorted(path for folder in folders for path in folder.glob(f"life-{life}-rank*.jsonl")):
-        own, steps = Counter(), []
+    for path in (path for folder in folders for path in folder.glob(f"life-{life}-rank*.jsonl")):
+        own, steps = Counter(), set()
         for record in read(path):
             match record:
                 case {"event": "begin", "step": int(step), "ids": list(ids)}:
                     begun.setdefault(step, array("q")).extend(ids)  # 8 bytes a sample: an audit may hold many
-                    steps.append(step)
+                    steps.add(step)
                 case {"event": "done", "step": int(step)}:
                     own[step] += 1
-                    steps.append(step)
         done |= own  # the larger of both counts
-        if steps:
+        if steps := steps | own.keys():
             spans[int(path.stem.rpartition("rank")[2])] = range(min(steps), max(steps) + 1)
     return begun, done, spans
 
@@ -102,12 +101,11 @@ def _orders(folders, seed):
     @functools.cache
     def order(n, name):
         files = [path for folder in folders for path in folder.glob(f"order-{name}.jsonl")] if name else []
-        facts = [{kind: record[kind] for kind in ("groups", "weights") if kind in record}
-                 for path in files for record in read(path)]
-        if name and not facts:
+        facts = [record for path in files for record in read(path)] or [{}]
+        if name and not facts[0]:
             raise UserError(f"{folders[0]} has no order-{name}.jsonl, from which the order follows\n"
                             "name the run folders of all machines")
-        return Order(n, seed, **(facts[0] if name else {}))
+        return Order(n, seed, facts[0].get("groups"), facts[0].get("weights"))
 
     return lambda n, name, at, epoch: order(n, name).ids(torch.arange(at.start, at.stop), epoch).tolist()
 

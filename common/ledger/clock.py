@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from common.ledger.lines import Ledger
+from common.options import this_process
 
 ENTRY_EVERY = 10.0      # seconds between two entries in the ledger, and
 ENTRY_SHARE = 0.01      # of a life's age, if that is less: a kill loses no more than that
@@ -56,21 +57,19 @@ class Clock:
 
     def timed(self, batches: Iterable) -> Iterator:
         """The same batches; time between them counts as data_wait, and what follows a step as save_stall."""
-        source = iter(batches)
-        while True:
-            self.add("save_stall")
-            batch = next(source, None)
+        self.add("save_stall")
+        for batch in batches:
             self.add("data_wait")
-            if batch is None:
-                break
             yield batch
+            self.add("save_stall")
+        self.add("data_wait")
         self.evaluating = True  # it may follow: a kill in it costs no time of steps
         self.enter()
 
     def add(self, bucket: str) -> None:
         """The time since the last call goes to this bucket; before the first step it belongs to the start."""
-        now = time.monotonic()
         if self.first:
+            now = time.monotonic()
             self.spent[bucket] += now - self.mark
             self.mark = now
 
@@ -111,19 +110,16 @@ class Clock:
 
     def close(self) -> None:
         """Write down what is left; the profile ends."""
-        if self.profiler:
-            self.profiler.stop()
-            self.profiler = None
+        self.profiler, profiler = None, self.profiler
+        if profiler:
+            profiler.stop()
         self.enter()
 
 
 def _process_start():
     """Unix time at which this process was started; now, where /proc does not tell."""
     try:
-        with open("/proc/self/stat", "rb") as file:
-            ticks = int(file.read().rsplit(b")", 1)[1].split()[19])
-        with open("/proc/uptime", "rb") as file:
-            up = float(file.read().split()[0])
-        return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError):
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        return time.time() - since_boot + this_process()["started"] / os.sysconf("SC_CLK_TCK")
+    except (OSError, TypeError, AttributeError):
         return time.time()

@@ -30,10 +30,10 @@ class Lines:
     def append(self, record):
         line = (json.dumps(record, default=_plain) + "\n").encode()
         try:
-            self.open()
-            # One write: with O_APPEND the kernel puts it at the end as a whole, although other processes of
-            # this machine write too, and a killed process leaves whole lines. Two NFS clients may overwrite
-            # each other.
+            if self.fd is None:
+                self.open()
+            # One write with O_APPEND: the lines of this machine's processes stay whole, also of a killed one.
+            # Two NFS clients may overwrite each other.
             if os.write(self.fd, line) < len(line):
                 raise OSError("the disk took only part of a line")
         except OSError as error:
@@ -41,8 +41,6 @@ class Lines:
 
     def open(self):
         """Follows no planted link; a last line that a full disk or a power cut tore gets its end."""
-        if self.fd is not None:
-            return
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
@@ -93,9 +91,8 @@ class Ledger:
 
     def order(self, name: str, facts: dict[str, Any]) -> None:
         """Notes once from what the order of samples follows, besides the seed: the audit needs it."""
-        path = self.lines.path.parent / "audit" / f"order-{name}.jsonl"
-        if name and not path.exists():
-            lines = Lines(path)
+        lines = Lines(self.lines.path.parent / "audit" / f"order-{name}.jsonl")
+        if name and not lines.path.exists():
             lines.append({"event": "order", **facts})
             lines.close()
 

@@ -37,14 +37,11 @@ class Log:
         self.console = Console(opts, state_step, total_steps)
         self.metrics = Metrics(opts.run_dir, state_step, self.note)
         self.board = Board(opts, state_step, self.note)
-        self.clock: Clock | None = None
         self.rate = 0.0  # samples a second
-        self.facts: dict[str, int] = {}
+        self.start(())
         for record in records:
             if record.get("step", state_step + 1) <= state_step:
                 self._keep(record)
-        self.began = time.monotonic()
-        self.previous = (self.began, state_step, None, 0)  # time, step, epoch, position of the line before
 
     def start(self, lines: Iterable[str], clock: Clock | None = None, **facts: int) -> None:
         """Print the facts of this life, once; the clock of samples/s starts here.
@@ -56,19 +53,16 @@ class Log:
             for text in lines:
                 self.note(text)
             self.began = time.monotonic()
-            self.previous = (self.began, *self.previous[1:])
+            self.previous = self.began, self.first  # time and step of the line before
 
     def step(self, state: Any, record: Mapping[str, Any]) -> None:
         """Log a step: `record` holds numbers by name (loss, lr, acc, ...); tensors are read here."""
         if not self.speaks:
             return
         values = _numbers(record)
-        now, position = time.monotonic(), state.position
-        before, step, epoch, start = self.previous
-        samples = position - start if epoch == state.epoch else \
-            (state.step - step) * self.opts.global_batch_size
-        self.rate = samples / (now - before) if now > before and samples > 0 else 0.0
-        self.previous = (now, state.step, state.epoch, position)
+        (before, step), self.previous = self.previous, (time.monotonic(), state.step)
+        seconds = self.previous[0] - before
+        self.rate = (state.step - step) * self.opts.global_batch_size / seconds if seconds > 0 else 0.0
         norm = getattr(state, "grad_norm", None)
         self._keep({"step": state.step, "epoch": state.epoch} | values, self.facts | (
             {} if norm is None else {"grad_norm": float(norm)}) | {"samples_per_s": self.rate} | (
@@ -97,15 +91,14 @@ class Log:
             self.clock.evaluated()
         values = _numbers(metrics)
         self._keep({"step": state.step} | {n: v for n, v in values.items() if not isinstance(v, list)})
-        shown = {name: f"{value:.4f}" for name, value in values.items() if isinstance(value, float)} | \
-            {name: f"[{' '.join(map(str, value))}]" for name, value in values.items()
-             if isinstance(value, list)}
-        self.note("  ".join([f"step {state.step}", *(f"{name} {text}" for name, text in shown.items())]))
+        shown = [f"{name} " + (f"{value:.4f}" if isinstance(value, float) else str(value).replace(",", ""))
+                 for name, value in values.items() if isinstance(value, float | list)]
+        self.note("  ".join([f"step {state.step}", *shown]))
         if getattr(state, "impatient", False):
             self.note(f"stopped: no better evaluation since step {state.best['step']} "
                       f"(--patience {self.opts.patience})")
         # the time of an evaluation does not count as time of steps
-        self.previous = (time.monotonic(), state.step, state.epoch, state.position)
+        self.previous = time.monotonic(), state.step
 
     def note(self, text: str) -> None:
         if self.speaks:

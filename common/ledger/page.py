@@ -11,7 +11,7 @@ from common.ledger.account import summarize
 from common.ledger.lives import is_number, lives_of, own
 from common.ledger.report import death_in_words, report
 
-MOST_CHARTS = 16
+MOST_CHARTS, FIRST = 16, ("loss", "acc", "lr", "samples/s")
 COLUMNS, HEIGHT = 600, 160                          # of a chart
 MARKS = {"rescue": ("green", 120), "resize": ("violet", 0), "death": ("red", 0)}  # colour, upper end
 COLOUR = {name: f"hsl({hue} 55% {light}%)" for name, hue, light in (
@@ -42,10 +42,8 @@ table{border-collapse:collapse;font-size:13px}td{padding:.2em .8em .2em 0}pre{ov
 def page(*run_dirs):
     """The whole page, from the runs' files alone."""
     runs = [Run(run_dir) for run_dir in run_dirs]
-    names = list(dict.fromkeys(name for run in runs for name in run.curves))
-    titles = list(dict.fromkeys(name.removeprefix("val_") for name in names))
-    first = [name for name in ("loss", "acc", "lr", "samples/s") if name in titles]
-    titles = (first + [name for name in titles if name not in first])[:MOST_CHARTS]
+    titles = sorted({name.removeprefix("val_"): 0 for run in runs for name in run.curves},
+                    key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))[:MOST_CHARTS]
     marks = [mark for run in runs for mark in run.marks]
     charts = [chart(title, [(name, style + " dots" * name.startswith("val_"), *run.curves[name])
                             for run, style in zip(runs, "ab", strict=False)

@@ -42,8 +42,6 @@ def by_host(facts):
         yield (f"{host}: {hosts[host]} processes in {len(facts['lives'])} lives, "
                f"deaths {sick['death'][host]}, hangs {sick['hang'][host]}, "
                f"straggler {sick['straggler'][host]} times")
-    for death in facts["deaths"]:
-        yield f"  {death['host'] or '?'}: {death_in_words(death)}"
 
 
 def death_in_words(death):

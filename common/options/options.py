@@ -120,6 +120,9 @@ class Options:
     save_every: int = free(500, whole(0), "steps between checkpoints; 0: off", "saving and watching")
     save_seconds: int = free(300, whole(0), "seconds between checkpoints; 0: off")
     keep: int = free(3, whole(2), "checkpoints to keep")
+    keep_every: int = free(0, whole(0), "steps between checkpoints that are kept for good; 0: off")
+    digest_every: int = free(0, whole(0), "steps between fingerprints of the state in the ledger; 0: off",
+                             scripts="ddp dp", why="each rank has a part of the net")
     memory_tier: str = free("auto", PATH, "where survivors leave their state for the next life: auto: in "
                             "/dev/shm if it has room; off: on the disk; or a folder in memory",
                             scripts="ddp mp", why="a single process leaves no survivor")

@@ -63,7 +63,7 @@ def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
         "rank": 0, "host": "x", "pid": 7, "cause": "was killed by SIGKILL"}
     assert main([str(tmp_path), "--by-host"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("x: 1 processes in 2 lives, deaths 1") and "y: 2 processes" in lines[-2]
+    assert lines[0].startswith("x: 1 processes in 2 lives, deaths 1") and "y: 2 processes" in lines[-1]
 
 
 @pytest.mark.parametrize("life", [

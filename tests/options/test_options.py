@@ -212,7 +212,7 @@ FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "do
         "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
         "balance",
         "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience", "memory_tier",
-        "best"}
+        "best", "keep_every", "digest_every"}
 
 
 def another(value):

@@ -40,8 +40,8 @@ def test_all_that_a_door_hands_out_says_its_types(room):
             if isinstance(method,
                           ast.FunctionDef) and (method.name == "__init__" or not method.name.startswith("_")):
                 missing += untyped(method, f"{name}.")
-    assert (definitions(room)
-            and not missing), f"common/{room} hands this out without types: {', '.join(missing)}"
+    assert bool(definitions(room)) == bool(door(room))
+    assert not missing, f"common/{room} hands this out without types: {', '.join(missing)}"
 
 
 def test_a_type_checker_finds_nothing(tmp_path):
