@@ -8,13 +8,17 @@
 RUN may also be the folder of one checkpoint. Without --best the newest one is exported.
 """
 import argparse
+import os
 import sys
 from pathlib import Path
 
-from common.checkpoint.export import export
+import torch
+
 from common.checkpoint.files import parse_json, read_small
-from common.checkpoint.manifest import STATE, checkpoints, describe
+from common.checkpoint.manifest import STATE, checkpoints, describe, read_manifest
 from common.errors import UserError
+
+EMA = "/ema"  # the end of an average's name
 
 
 def main(arguments):
@@ -61,6 +65,31 @@ def best(newest, found):
     if chosen is None or not describe(*chosen)[0]:
         raise UserError(f"no whole checkpoint of the best evaluation, which was at step {step}", code=3)
     return chosen
+
+
+def export(step, folder, target):
+    """Writes the weights of a whole checkpoint to `target`; returns what was written, in words.
+
+    Averages, if there are any, are the weights; tied weights are there once.
+    """
+    from safetensors.torch import load_file, save_file
+    weights, optimizer = {}, {}
+    for name in sorted(read_manifest(step, folder)["files"], key=lambda name: (len(name), name)):
+        found = weights if name.endswith("model.safetensors") else optimizer
+        for tensor, rows in load_file(folder / name).items() if name.endswith(".safetensors") else ():
+            found.setdefault(tensor, []).append(rows)  # of a sharded net the first rows are in the first file
+    averages = {name.removesuffix(EMA): rows for name, rows in optimizer.items() if name.endswith(EMA)}
+    tied = parse_json(read_small(folder / STATE), STATE).get("tied")
+    if averages and tied is None:
+        raise UserError(f"{folder} does not say which weights are tied: an earlier version saved it\n"
+                        "resume the run, so that it saves again")
+    chosen = {name: torch.cat(rows) if len(rows) > 1 else rows[0]
+              for name, rows in (weights | averages).items() if name not in (tied or {})}
+    save_file(chosen, f"{target}.new", {"format": "pt"})
+    os.rename(f"{target}.new", target)
+    notes = [f"{len(chosen)} tensors of step {step}", *["averaged"] * bool(averages),
+             *[f"{name} is {first}" for name, first in (tied or {}).items()]]
+    return f"{target}: {', '.join(notes)}"
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Files in blocks: each block has a SHA-256 of its own, so that threads hash, write and read side by side.
+"""Files in blocks: each block has a hash of its own, so that threads hash, write and read side by side.
 
 The manifest's entry of a file is {"bytes": its size, "sha256": one hash, "blocks": [[end, SHA-256], ...]}. A
 file of one block has no "blocks", and its "sha256" is that of its bytes; else that of the blocks' hashes.
+What lies in memory has "crc32" for "sha256": it need not outlast bad disks, and a death waits for it.
 """
 import contextlib
 import hashlib
 import os
-import threading
+import zlib
 from collections import deque
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
 from common.checkpoint.files import Damaged, opened, sync_folder
 
@@ -24,8 +24,29 @@ def threads(processes=1):
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
 
 
+class Crc:
+    """A CRC-32 as hashlib would have it, in as many digits as a SHA-256."""
+
+    def __init__(self, data=b""):
+        self.value = zlib.crc32(data)
+
+    def update(self, data):
+        self.value = zlib.crc32(data, self.value)
+
+    def hexdigest(self):
+        return f"{self.value:08x}".ljust(64, "0")
+
+
+HASHES = {"sha256": hashlib.sha256, "crc32": Crc}
+
+
 def sha(data):
     return hashlib.sha256(data).hexdigest()
+
+
+def kind_of(entry):
+    """Which of HASHES an entry of the manifest has."""
+    return next((kind for kind in HASHES if kind in entry), None)
 
 
 def root(hashes):
@@ -33,17 +54,17 @@ def root(hashes):
     return hashes[0] if len(hashes) == 1 else sha("".join(hashes).encode())
 
 
-def entry_of(ends, hashes):
+def entry_of(ends, hashes, kind="sha256"):
     """A file's entry in the manifest."""
-    entry = {"bytes": ends[-1] if ends else 0, "sha256": root(hashes)}
+    entry = {"bytes": ends[-1] if ends else 0, kind: root(hashes)}
     if len(hashes) > 1:
         entry["blocks"] = [[end, found] for end, found in zip(ends, hashes, strict=True)]
     return entry
 
 
 def spans(entry):
-    """(start, end, SHA-256) of each block."""
-    blocks = entry.get("blocks") or [[entry["bytes"], entry["sha256"]]]
+    """(start, end, hash) of each block."""
+    blocks = entry.get("blocks") or [[entry["bytes"], entry[kind_of(entry)]]]
     starts = [0, *(end for end, _ in blocks)]
     return [(start, end, stated) for start, (end, stated) in zip(starts, blocks, strict=False)]
 
@@ -53,50 +74,61 @@ def cut(size):
     return [*range(BLOCK_BYTES, size, BLOCK_BYTES), size] if size else []
 
 
-class Inline:
-    """A pool without threads."""
+class Inline(Executor):
+    """No thread but the caller's: for little work, or where no more can be started."""
 
     def submit(self, act, *args):
-        value = act(*args)
-        return SimpleNamespace(result=lambda: value)
+        future = Future()
+        try:
+            future.set_result(act(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
 
 
-def pool_of(count):
-    """Threads that are gone at the end of the `with` block; one thread alone is the caller's own."""
-    return ThreadPoolExecutor(count) if count > 1 else contextlib.nullcontext(Inline())
+def pool_of(count, name=""):
+    """So many threads, or none."""
+    pool = ThreadPoolExecutor(count, name)
+    try:
+        pool.submit(int)
+    except RuntimeError:
+        return Inline()
+    return pool
 
 
-def write_file(path, data, moved=None, ends=None):
+def write_file(path, data, moved=None, ends=None, kind="sha256"):
     """Writes and syncs a new file; returns its entry. `ends` are those of its blocks, if not all are as long.
+
+    `data` has a length, and `data[start:end]` is a buffer.
 
     O_EXCL and O_NOFOLLOW: it never writes into an old file or a planted link. After a failed fsync the kernel
     counts the file's pages as clean, so the caller must drop it and write another.
     """
-    view = memoryview(data).cast("B")
-    ends, count = cut(len(view)) if ends is None else ends, threads()
+    ends, count = cut(len(data)) if ends is None else ends, threads()
     hashing, syncing, hashes, start = deque(), deque(), [], 0
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        with pool_of(1 if len(ends) < 2 else count + 1) as pool:
+        with pool_of(count + 1) if len(ends) > 1 else Inline() as pool:
             for end in ends:
-                hashing.append(pool.submit(sha, view[start:end]))  # of what goes to the disk
-                _write(fd, view[start:end])
-                if start // SYNC_BYTES != end // SYNC_BYTES and end < len(view):
+                view = memoryview(data[start:end])
+                hashing.append(pool.submit(HASHES[kind], view))  # of what goes to the disk
+                _write(fd, view)
+                if start // SYNC_BYTES != end // SYNC_BYTES and end < len(data):
                     syncing.append(pool.submit(os.fdatasync, fd))
                 if len(syncing) > 1:  # the disk is slower than this: wait, or its cache would fill the memory
                     syncing.popleft().result()
                 if len(hashing) > 2 * count:
-                    hashes.append(hashing.popleft().result())
+                    hashes.append(hashing.popleft().result().hexdigest())
                 start = end
                 if moved:
                     moved()
-            hashes += [each.result() for each in hashing]
+            hashes += [each.result().hexdigest() for each in hashing]
             for each in syncing:
                 each.result()
         os.fsync(fd)
     finally:
         os.close(fd)
-    return entry_of(ends, hashes)
+    return entry_of(ends, hashes, kind)
 
 
 def _write(fd, view):
@@ -124,8 +156,8 @@ def read_file(path, entry, use=None, wanted=None, from_disk=False, moved=None, c
     `wanted(start, end)` chooses among the blocks. `from_disk` drops the kernel's cache of the file first: so
     it reads what a power loss would leave. Follows no link; refuses other kinds of files and another size.
     """
-    name, blocks = path.name, [span for span in spans(entry) if wanted is None or wanted(*span[:2])]
-    stop = threading.Event()
+    kind, name = kind_of(entry), path.name
+    chosen = [span for span in spans(entry) if wanted is None or wanted(*span[:2])]
     with opened(path) as fd:
         if (there := os.fstat(fd).st_size) != entry["bytes"]:
             raise Damaged(f"{name} is {there:,} bytes, manifest says {entry['bytes']:,}")
@@ -134,19 +166,13 @@ def read_file(path, entry, use=None, wanted=None, from_disk=False, moved=None, c
 
         def work(first):
             scratch = memoryview(bytearray(min(BLOCK_BYTES, entry["bytes"])))
-            try:
-                for start, end, stated in blocks[first::count]:
-                    if not stop.is_set():
-                        _read_block(fd, name, start, end, stated, scratch, use)
-                        moved and moved()
-            except BaseException:
-                stop.set()
-                raise
+            for span in chosen[first::count]:
+                _read_block(fd, name, kind, span, scratch, use)
+                moved and moved()
 
-        count = min(count, len(blocks)) or 1
-        with pool_of(count) as pool:
-            for each in [pool.submit(work, first) for first in range(count)]:
-                each.result()
+        count = min(count, len(chosen)) or 1
+        with pool_of(count) if count > 1 else Inline() as pool:
+            list(pool.map(work, range(count)))  # raises what a thread has raised
 
 
 def put(memory, start, data):
@@ -166,15 +192,16 @@ def read_range(path, entry, start, end):
     return bytes(found)
 
 
-def _read_block(fd, name, start, end, stated, scratch, use):
+def _read_block(fd, name, kind, span, scratch, use):
     """In format 1 a block is a whole file. A longer one is used piece by piece, before its end proves it."""
-    digest, at = hashlib.sha256(), start
+    (start, end, stated), digest = span, HASHES[kind]()
+    at = start
     while True:
         piece = scratch[:end - at]
         _fill(fd, piece, at, name)
         digest.update(piece)
         if at + len(piece) == end and digest.hexdigest() != stated:
-            raise Damaged(f"{name} has SHA-256 {digest.hexdigest()[:12]}... in bytes {start:,} to {end:,}, "
+            raise Damaged(f"{name} has {kind} {digest.hexdigest()[:12]}... in bytes {start:,} to {end:,}, "
                           f"manifest says {stated[:12]}...")
         if use:
             use(at, piece)

@@ -33,6 +33,7 @@ from common.checkpoint.manifest import (
     folder_name,
     free_names,
     is_there,
+    roots_of,
     verify,
     write_manifest,
 )
@@ -51,8 +52,8 @@ class Writer:
     If the folder is gone, another life has taken over (Fenced). `marks` goes into each manifest.
     """
 
-    def __init__(self, root, staging, marks):
-        self.root, self.staging, self.marks = root, staging, marks
+    def __init__(self, root, staging, marks, kind="sha256"):
+        self.root, self.staging, self.marks, self.kind = root, staging, marks, kind
         self.numbers, self.moved, self.renew, self.hurry = itertools.count(), 0, None, False
         self.door, self.inside, self.announced = threading.Lock(), 0, None
         self.layout = None  # as soon as the state is known
@@ -76,21 +77,20 @@ class Writer:
     def _commit(self, aside, images, facts):
         os.mkdir(aside, 0o700)
         written = self._write_tensors(aside, images)
-        roots = {part: written[name]["sha256"] for part, name in TENSORS.items()}
-        self._write_manifest(aside, aside, facts, written, digest_of(roots))
+        self._write_manifest(aside, aside, facts, written, digest_of(roots_of(written)))
         return self._name(aside, facts["step"])
 
     def _aside(self, step):
         return self.staging / f"{folder_name(step)}.{os.getpid()}.{next(self.numbers)}"
 
     def _write_tensors(self, aside, images, ends=None):
-        return {name: blocks.write_file(aside / name, images[part].bytes, self._move, ends and ends[part])
-                for part, name in TENSORS.items()}
+        return {name: blocks.write_file(aside / name, images[part].bytes, self._move, ends and ends[part],
+                                        self.kind) for part, name in TENSORS.items()}
 
     def _write_manifest(self, aside, final, facts, written, digest):
         """Written aside, so that two ranks may do it at once; then renamed to `final`."""
         parent = next((step for step, _ in checkpoints(self.root)), -1)
-        written |= {STATE: blocks.write_file(aside / STATE, facts_to_json(facts))}
+        written |= {STATE: blocks.write_file(aside / STATE, facts_to_json(facts), kind=self.kind)}
         fields = self.marks | {"step": facts["step"], "parent": parent}
         blocks.write_file(aside / MANIFEST, write_manifest(fields, written, digest))
         for name in (STATE, MANIFEST) if aside != final else ():

@@ -107,14 +107,14 @@ class Fence:
 
     def release(self):
         with contextlib.suppress(OSError):  # or the next life does it
-            _move_away(self.staging)
+            move_away(self.staging)
         if self.held:
             self.held.close()
             self.held = None
 
     def _check(self):
         if not self.held.is_ours():
-            _move_away(self.staging)
+            move_away(self.staging)
             raise self._fenced()
 
     def _fenced(self):
@@ -142,7 +142,7 @@ class Fence:
                         _wait_for_rescue(node, still=NODE_STILL, most=NODE_WAIT)
                     for lock in (self.root / name).glob(f"*{RESCUE}"):
                         _wait_for_rescue(lock)
-                _move_away(self.root / name)
+                move_away(self.root / name)
         for name in os.listdir(self.path.parent):
             if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):  # its process died as it wrote
                 with contextlib.suppress(OSError):
@@ -228,9 +228,9 @@ def exists(staging):
     return os.path.isdir(staging)
 
 
-def _move_away(path):
+def move_away(path):
     """Renames it in one step, then deletes it: no process can rename half a folder out of it."""
-    gone = path.parent / f".gone-{uuid.uuid4().hex[:12]}"
+    gone = path.with_name(f"{path.name}.gone-{uuid.uuid4().hex[:12]}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
         if os.path.isdir(gone) and not os.path.islink(gone):

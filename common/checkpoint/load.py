@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 from common.checkpoint.blocks import threads
-from common.checkpoint.files import Damaged, parse_json, patient
-from common.checkpoint.manifest import STATE, checkpoints, facts_to_json, numbers_of, read_facts
+from common.checkpoint.files import Damaged, patient
+from common.checkpoint.manifest import checkpoints, numbers_of, read_facts
 from common.checkpoint.reading import DAMAGED, FINE, LACKS, UNREAD, Reading
 from common.errors import UserError
 from common.world import progress, send
@@ -25,17 +25,18 @@ MOST_SOURCES = 3  # ranks that are asked in turn for what others could not read
 @dataclass(frozen=True)
 class Found:
     step: int      # the newest that verifies anywhere, or -1
-    name: str      # of its folder
-    own: bool      # whether the folder that this rank sees has it
+    name: str      # where it lies: checkpoints/step-N, memory/step-N
+    own: bool      # whether the disk that this rank sees has it
     facts: dict
-    skipped: list  # damaged ones in the folder that this rank owns
-    damaged: int   # how many there are in the folder that has most
+    skipped: list  # damaged ones among the choices of this rank
+    damaged: int   # how many a rank has, at most
 
 
-def load_newest(world, layout, choices, place, key, report):
+def load_newest(world, layout, choices, places, key, report):
     """Reads the newest checkpoint into the tensors of every rank; call on every rank.
 
-    `choices` is None on ranks that own no folder; `place(name)` is a checkpoint's folder on this machine.
+    `choices` are (step, folder, kind) of what this rank proposes; on this machine those of a kind lie in
+    `places[kind]`.
     """
     _same_nets(world, layout)
     own, turn = Choices(choices, layout, report), 0
@@ -45,61 +46,62 @@ def load_newest(world, layout, choices, place, key, report):
         if best < 0:
             return Found(-1, "", False, {}, own.skipped, damaged)
         told = json.loads(send(world, json.dumps(told).encode() if world.rank == source else None, source))
-        reading = Reading(layout, place(told["name"]), told)
+        kind, name = told["name"].split("/")
+        reading = Reading(layout, places[kind] / name, told)
         how, text = reading.read(best, progress(world.store), threads(world.local_size))
         world.barrier(f"loaded {key} {turn}")
         loaded, hows = _share_out(world, reading, how)
         if how in (UNREAD, DAMAGED) and hows.index(how) == world.rank:
             way_out = "received from another rank" if loaded else "trying the one before"
-            report(f"{reading.folder.parent.name}/{told['name']}: {text}; {way_out}")
+            report(f"{told['name']}: {text}; {way_out}")
         own.judge(told["name"], how, loaded, DAMAGED in hows, world.rank == source, text)
         if loaded:
-            return Found(best, told["name"], how == FINE, told["facts"], own.skipped, damaged)
+            own_disk = how == FINE and kind != "memory"
+            return Found(best, told["name"], own_disk, told["facts"], own.skipped, damaged)
         turn += 1
 
 
 class Choices:
-    """The checkpoints of the folder that this rank owns, newest first; none where it owns no folder."""
+    """The checkpoints that this rank proposes, newest first; none where it owns no folder."""
 
     def __init__(self, choices, layout, report):
-        self.left, self.layout, self.report = list(choices or []), layout, report
+        # of one step, what a survivor left in memory is no older than what the disk has
+        self.left = sorted(((step, kind == "memory", numbers_of(folder.name)[1]),
+                            f"{kind}/{folder.name}", folder) for step, folder, kind in choices)
+        self.layout, self.report = layout, report
         self.skipped, self.unread = [], (-1, "")  # unread: (step, text) of the newest that could not be read
 
     def propose(self):
         """All that a rank must know to read the newest one left, or None; what cannot be used is dropped."""
         while self.left:
-            step, folder = self.left[0]
+            (step, *_), name, folder = self.left[-1]
             try:
                 manifest, facts = read_facts(step, folder)
-                return {"name": folder.name, "files": manifest["files"], "facts": facts,
+                return {"name": name, "files": manifest["files"], "facts": facts,
                         "segments": patient(self.layout.segments)(folder, manifest)}
             except Damaged as reason:
-                self.skipped.append(folder)
-                self._drop(f"{reason}; skipped")
+                self._drop(DAMAGED, text := f"{reason}; skipped")
             except OSError as error:
-                self.unread = max(self.unread, (step, f"{folder}: cannot be read: {error.strerror or error}"))
-                self._drop(error.strerror or error)
+                self._drop(UNREAD, text := error.strerror or str(error))
+            self.report(f"{name}: {text}, trying the one before")
         return None
 
-    def _drop(self, text):
-        folder = self.left.pop(0)[1]
-        self.report(f"{folder.parent.name}/{folder.name}: {text}, trying the one before")
+    def _drop(self, how, text):
+        (step, *_), _, folder = self.left.pop()
+        if how == DAMAGED:
+            self.skipped.append(folder)
+        else:
+            self.unread = max(self.unread, (step, f"{folder}: cannot be read: {text}"))
 
     def judge(self, name, how, loaded, damaged, mine, text):
         """Drops the proposal if it is of this folder and could not be loaded; `mine`: this rank made it."""
-        if not self.left or self.left[0][1].name != name or how == LACKS and not mine:
-            return
-        step, folder = self.left[0]
-        if how == DAMAGED or damaged and not loaded:
-            self.skipped.append(folder)
-        elif not loaded:
-            self.unread = max(self.unread, (step, f"{folder}: cannot be read: {text}"))
-        if not loaded:
-            del self.left[0]
+        failed = how == DAMAGED or not loaded and (mine or how != LACKS)
+        if failed and self.left and self.left[-1][1] == name:
+            self._drop(DAMAGED if damaged else UNREAD, text)
 
     def numbers(self):
-        """[step, k] of the proposal, [-1, 0] if there is none."""
-        return numbers_of(self.left[0][1].name) if self.left else (-1, 0)
+        """What tells which proposal is the newest; -1 comes first if there is none."""
+        return self.left[-1][0] if self.left else (-1, 0, 0)
 
 
 def _agree(world, own, key):
@@ -107,13 +109,13 @@ def _agree(world, own, key):
     world.barrier(f"read {key}")  # a collective would not wait as long as reading takes
     mine = torch.tensor([*own.numbers(), len(own.skipped)])
     views = [tuple(view.tolist()) for view in world.all_gather(mine)]
-    newest = max(view[:2] for view in views)
+    newest = max(view[:-1] for view in views)
     with world.all_or_none(f"unread {key}"):
         if own.unread[0] > newest[0]:  # exit code 1: when the agent starts again, the disk may answer
             raise UserError(f"{own.unread[1]}; nothing shows that it is damaged, so it is not skipped\n"
                             "start again once it can be read, or move that folder away to resume from the "
                             "one before", code=1)
-    return newest[0], [view[:2] for view in views].index(newest), max(view[2] for view in views)
+    return newest[0], [view[:-1] for view in views].index(newest), max(view[-1] for view in views)
 
 
 def _share_out(world, reading, how):
@@ -139,22 +141,6 @@ def _same_nets(world, layout):
     if len(marks) > 1 or not layout.fits:
         raise UserError("the ranks have different nets or optimizers: names, shapes or types differ\n"
                         "run the same code and options on every node")
-
-
-def send_facts(world, facts, source):
-    """The facts of rank `source`, as read from JSON, on every rank."""
-    return parse_json(send(world, facts and facts_to_json(facts), source), STATE)
-
-
-def take(state, tensors, facts, data, report):
-    """Loads the state; `tensors` is None if they are in place, `data` the present dataset's fingerprint."""
-    if facts["order"] == [data]:
-        facts["order"] = state.order
-    state.load(tensors, facts)
-    if state.position < facts["position"] and report:
-        report(f"step {state.step} was saved at position {facts['position']:,} of other data or of another "
-               f"order; epoch {state.epoch + 1} begins again with {state.samples:,} samples, "
-               "some of them for the second time")
 
 
 def choices_at(path):

@@ -11,7 +11,7 @@ import stat
 from functools import partial
 from pathlib import Path
 
-from common.checkpoint.blocks import put, read_file, root, sha, threads
+from common.checkpoint.blocks import kind_of, put, read_file, root, sha, threads
 from common.checkpoint.files import (
     SMALL,
     Damaged,
@@ -80,6 +80,11 @@ def digest_of(roots):
     return sha("".join(roots[part] for part in TENSORS).encode())
 
 
+def roots_of(files):
+    """{part: the one hash of its file}"""
+    return {part: files[name][kind_of(files[name])] for part, name in TENSORS.items()}
+
+
 def parts_of(files):
     """What the names of each part's files begin with; of one part it is nothing."""
     count = max(1, len(files) // len(TENSORS))
@@ -112,14 +117,14 @@ def read_manifest(step, folder):
     if set(files) != set(expected):
         raise Damaged(f"{MANIFEST} lists {sorted(files)[:5]}, expected {sorted(expected)[:5]}")
     for name, entry in files.items():
-        if not (isinstance(entry, dict) and {"bytes", "sha256"} <= set(entry) <= {"bytes", "sha256", "blocks"}
-                and type(entry["bytes"]) is int and entry["bytes"] >= 0 and _is_hash(entry["sha256"])):
-            raise Damaged(f"{MANIFEST}: no size or SHA-256 for {name}")
+        kind = kind_of(entry) if isinstance(entry, dict) else None
+        if not (kind and {"bytes"} <= set(entry) <= {"bytes", kind, "blocks"}
+                and type(entry["bytes"]) is int and entry["bytes"] >= 0 and _is_hash(entry[kind])):
+            raise Damaged(f"{MANIFEST}: no size or hash for {name}")
         if "blocks" in entry and not _are_blocks(entry):
-            raise Damaged(f"{MANIFEST}: the blocks of {name} are not those of its size and SHA-256")
+            raise Damaged(f"{MANIFEST}: the blocks of {name} are not those of its size and hash")
     # that of parts is over whole files, which are not there
-    digest = digest_of({part: files[name]["sha256"] for part, name in TENSORS.items()}) \
-        if TENSORS["model"] in files else manifest["digest"]
+    digest = digest_of(roots_of(files)) if TENSORS["model"] in files else manifest["digest"]
     if manifest["digest"] != digest or not _is_hash(digest):
         raise Damaged(f"{MANIFEST}: its digest is not that of its files")
     return manifest
@@ -138,7 +143,7 @@ def _are_blocks(entry):
     ends, hashes = zip(*pairs, strict=True)
     known = all(type(end) is int for end in ends) and all(map(_is_hash, hashes))
     rising = known and all(a < b for a, b in zip((0, *ends), ends, strict=False))
-    return rising and ends[-1] == entry["bytes"] and root(hashes) == entry["sha256"]
+    return rising and ends[-1] == entry["bytes"] and root(hashes) == entry[kind_of(entry)]
 
 
 @patient
@@ -155,36 +160,28 @@ def read_facts(step, folder, from_disk=False):
 
 
 @patient
-def verify(step, folder, use=None, from_disk=False, moved=None):
-    """(manifest, facts), after reading and comparing each byte; `use(name, start, data)` gets each piece.
+def verify(step, folder, from_disk=False, moved=None):
+    """(manifest, facts), after reading and comparing each byte.
 
     Damaged: proven wrong. OSError: could not be read, even some seconds later; its content is unknown.
     """
     manifest, facts = read_facts(step, folder, from_disk)
     for name, entry in manifest["files"].items():
         if name != STATE:
-            read_file(folder / name, entry, use and partial(use, name), None, from_disk, moved, threads())
+            read_file(folder / name, entry, None, None, from_disk, moved, threads())
     return manifest, facts
 
 
 def describe(step: int, folder: Path) -> tuple[bool, str]:
     """(whether it is whole, a line about it that ends with its digest or the damage)."""
-    hashes = {name: {} for name in TENSORS.values()}
-
-    def note(name, start, data):
-        if name in hashes:
-            hashes[name][start] = sha(data)
     try:
-        manifest, _ = verify(step, folder, note)
+        manifest, _ = verify(step, folder)
     except Damaged as reason:
         return False, f"{folder.name}  damaged: {reason}"
     except OSError as error:
         return False, f"{folder.name}  could not be read: {error}"
-    digest, size = manifest["digest"], sum(entry["bytes"] for entry in manifest["files"].values())
-    if manifest["format"] == 1:  # its digest is over whole files, and not comparable
-        digest = digest_of({part: root([found for _, found in sorted(hashes[name].items())])
-                            for part, name in TENSORS.items()})
-    return True, f"{folder.name}  whole  {size:,} bytes  {digest}"
+    size = sum(entry["bytes"] for entry in manifest["files"].values())
+    return True, f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
 
 
 @patient

@@ -1,6 +1,5 @@
 """Reads the files of one checkpoint straight into this rank's tensors, or gets them from another rank."""
 import bisect
-import hashlib
 import os
 import queue
 import threading
@@ -9,7 +8,7 @@ from functools import partial
 import torch
 
 import common.checkpoint.blocks as blocks
-from common.checkpoint.blocks import read_file, spans
+from common.checkpoint.blocks import HASHES, kind_of, read_file, spans
 from common.checkpoint.files import Damaged, patient
 from common.checkpoint.manifest import read_manifest
 
@@ -80,7 +79,7 @@ class Reading:
             threading.Thread(target=self._feed, args=(pieces,), daemon=True).start()
         for file, jobs in self.jobs.items():
             for start, end, stated in spans(self.files[file]):
-                digest = hashlib.sha256()
+                digest = HASHES[kind_of(self.files[file])]()
                 for at in range(start, end, blocks.BLOCK_BYTES):
                     piece = torch.zeros(min(blocks.BLOCK_BYTES, end - at) + 1, dtype=torch.uint8)
                     if world.rank == source and (data := pieces.get()) is not None:

@@ -1,20 +1,19 @@
 """How a copied state gets to the disk: a thread writes it, reads it back, and lets old ones go."""
-import atexit
 import contextlib
-import queue
-import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+from common.checkpoint.blocks import pool_of
 from common.checkpoint.commit import Hurried, Writer
+from common.checkpoint.fence import HUNG_SECONDS
 from common.checkpoint.files import Damaged, room
-from common.checkpoint.handover import Handover
 from common.checkpoint.manifest import checkpoints
+from common.checkpoint.memory import Memory
 from common.checkpoint.replicas import note_digest
-from common.checkpoint.tensor_file import TensorFile
+from common.checkpoint.tensor_file import Live, TensorFile, not_finite
 from common.errors import UserError
 from common.ledger import Ledger
 from common.options import Options
@@ -30,22 +29,47 @@ class Saving:
     report: Callable[[str], None]
     root: Path
     writer: Writer
-    handover: Handover
-    wait: Callable[..., None]
-    save: Callable[[Any], None]
+    memory: Memory
+    fence: Any
+    layout: Any
 
     def __init__(self) -> None:
         self.state: Any = None
         self.images: dict[str, TensorFile] = {}
-        self.background = Background()
+        self.pool: futures.Executor | None = None
+        self.jobs: list[futures.Future] = []  # of the last save: it writes, then reads back
+        self.begun = self.unsaved = False  # a step was made; this disk lacks the state that was loaded
         self.committed, self.agreed = -1, None  # steps
         self.saved: Any = None  # the facts that were saved last
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
 
+    @property
+    def writes(self) -> bool:
+        """Whether this rank saves."""
+        return self.layout.writes if self.layout.parts > 1 else bool(self.fence)
+
+    def save(self, state: Any) -> None:
+        """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
+        if not self.writes or self.opts.eval_only or state.half_updated or state.facts() == self.saved:
+            return
+        self.wait(read_back=False)
+        with state.lock:
+            for part, tensors in state.tensors().items():
+                self.images[part].copy(tensors)
+            facts = state.facts()
+        self.saved_at, self.saved, self.unsaved = time.monotonic(), facts, False
+        written = self._do(self._write_noting, facts)
+        self.jobs = [written, self._do(self._confirm, facts, written, self.committed)]
+
     def check(self) -> None:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
-        self.handover.begin(self)
         note_digest(self)
+        if self.unsaved:
+            self.save(self.state)
+        if not self.begun:  # the first save need not wait for new pages, nor the first step
+            self.begun = True
+            for image in self.images.values() if self.writes else ():
+                self._do(image.touch)
         if self.error:
             error, self.error = self.error, None
             if isinstance(error, UserError):
@@ -59,25 +83,48 @@ class Saving:
 
     def close(self) -> None:
         """Ends the writer thread, once the last save is on the disk or has failed three times."""
-        self.handover.begin(self)
+        if self.unsaved:
+            self.save(self.state)
         self.wait()
         while self.error:
             self.check()
             self.save(self.state)
             self.wait()
-        self.background.close()
+        if self.pool:
+            self.pool.shutdown()
 
-    def _snapshot(self, state):
-        for part, tensors in state.tensors().items():
-            self.images[part].copy(tensors)
-        return state.facts()
+    def wait(self, hurry: bool = False, read_back: bool = True) -> None:
+        """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
+        self.writer.hurry, moved, since = hurry, None, time.monotonic()
+        while futures.wait(self.jobs[:1 + read_back], 0.2).not_done:
+            if moved != self.writer.moved:
+                moved, since = self.writer.moved, time.monotonic()
+            if self.state and time.monotonic() - since < HUNG_SECONDS:
+                self.state.progress += 1
 
-    def _write_noting(self, facts, images):
-        """Saves, and returns what is left to do once the images are free: training need not wait for that."""
-        before, began = self.committed, time.monotonic()
+    def write_live(self, writer: Writer, state: Any, facts: dict[str, Any]) -> Path | None:
+        """Writes the tensors themselves; the caller holds them still."""
+        return self._write(writer, facts, {part: Live(self.images[part], tensors)
+                                           for part, tensors in state.tensors().items()})
+
+    def _do(self, act, *args):
+        """One thread for all saves: starting one makes training wait."""
+        self.pool = self.pool or pool_of(1, "writer")
+        return self.pool.submit(act, *args)
+
+    def _write(self, writer, facts, images):
+        """The folder of the new checkpoint, None if parts of other ranks are missing; or raises."""
+        if name := not_finite(images["model"].views, self.state.names.values()):
+            self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
+        return writer.commit(images, facts)
+
+    def _write_noting(self, facts):
         with self._noting():
-            folder = self._commit(facts, images) if images else self._write(facts)
-            return lambda: self._confirm(facts, folder, before, began)
+            for image in self.images.values():
+                image.wait()
+            if folder := self._write(self.writer, facts, self.images):
+                self.committed = facts["step"]
+            return folder
 
     @contextlib.contextmanager
     def _noting(self):
@@ -90,25 +137,11 @@ class Saving:
                 needed = sum(image.size for image in self.images.values())
                 error = room(error, error.filename or self.root, needed)
             self.error = error
+            raise
 
-    def _write(self, facts):
-        """The folder of the new checkpoint, None if parts of other ranks are missing; or raises."""
-        for image in self.images.values():
-            image.wait()
-        self.refuse_infinite(self.images["model"], facts)
-        return self._commit(facts, self.images)
-
-    def refuse_infinite(self, image: TensorFile, facts: dict[str, Any]) -> None:
-        if name := image.not_finite(self.state.names.values()):
-            self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
-
-    def _commit(self, facts, images):
-        if folder := self.writer.commit(images, facts):
-            self.committed = facts["step"]
-        return folder
-
-    def _confirm(self, facts, folder, before, began):
-        """Reads the checkpoint back; only then deletes older ones."""
+    def _confirm(self, facts, written, before):
+        """Reads the checkpoint back; only then deletes older ones. Training need not wait for that."""
+        folder, began = written.result(), self.saved_at
         with self._noting():
             try:
                 if folder:
@@ -126,72 +159,9 @@ class Saving:
 
     def let_go(self, facts: dict[str, Any]) -> None:
         """Deletes all but the newest `keep`, --keep-every, the best, the newest on which all ranks agreed."""
-        self.handover.free(facts["step"])
+        self.memory.free(facts["step"])
         last, every = -1 if self.agreed is None else self.agreed, self.opts.keep_every
         steps = [step for step, _ in checkpoints(self.root)]
         agreed = [step for step in steps if step <= last][:1]
         for_good = [step for step in steps if every and step % every == 0]
         self.writer.delete_old(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed, *for_good})
-
-
-class Background:
-    """One thread for all saves: starting one makes training wait. `busy` is held while images are in use."""
-
-    def __init__(self):
-        self.busy, self.work, self.thread = threading.Lock(), queue.SimpleQueue(), None
-        self.left, self.quiet = 0, threading.Condition()  # saves that are not over
-        self.closing = False
-
-    def do(self, task):
-        """Hands the task to the thread and returns at once."""
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._serve, daemon=True, name="writer")
-            try:
-                self.thread.start()
-                atexit.register(self.close)
-            except RuntimeError:  # no thread can be started
-                self.thread = None
-                return task()
-        self.work.put(task)
-
-    def save(self, act):
-        """Like `do`; the caller has taken `busy`. `act` returns what is left to do once that is free."""
-        with self.quiet:
-            self.left += 1
-        self.do(partial(self._save, act))
-
-    def wait(self, timeout=None, afterwards=True):
-        """Waits until the images are free, and until what is done afterwards is over; False if in vain."""
-        if afterwards:
-            with self.quiet:
-                return self.quiet.wait_for(lambda: not self.left, timeout)
-        if self.busy.acquire(timeout=-1 if timeout is None else timeout):
-            self.busy.release()
-            return True
-        return False
-
-    def close(self):
-        self.wait()
-        self.closing = True
-        if self.thread:
-            self.work.put(None)
-            self.thread.join()
-            self.thread = None
-            atexit.unregister(self.close)
-
-    def _serve(self):
-        while task := self.work.get():
-            task()
-
-    def _save(self, act):
-        try:
-            try:
-                afterwards = act()
-            finally:
-                self.busy.release()
-            if afterwards:
-                afterwards()
-        finally:
-            with self.quiet:
-                self.left -= 1
-                self.quiet.notify_all()

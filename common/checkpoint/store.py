@@ -2,18 +2,18 @@
 
 commit.py explains the crash points of a save, fence.py who may write, manifest.py what a load checks.
 """
+import contextlib
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from common.checkpoint.commit import Writer
-from common.checkpoint.fence import HUNG_SECONDS
-from common.checkpoint.handover import Handover
+from common.checkpoint.fence import Fenced, move_away
 from common.checkpoint.identity import marks, versions
 from common.checkpoint.layout import Layout
-from common.checkpoint.load import choices_at, load_newest, take
+from common.checkpoint.load import choices_at, load_newest
 from common.checkpoint.manifest import checkpoints, is_there, numbers_of
+from common.checkpoint.memory import open_memory
 from common.checkpoint.owner import claim
 from common.checkpoint.parts import PartWriter
 from common.checkpoint.replicas import agree, trust
@@ -40,8 +40,7 @@ class CheckpointStore(Saving):
         super().__init__()
         self.fence: Any = None
         self.layout: Any = None
-        # a machine may have only some of the parts
-        self.handover = Handover("off" if parts > 1 else opts.memory_tier)
+        self.rescued_to = "disk"
 
     # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
     def restore(self, state: Any) -> str | None:
@@ -55,22 +54,27 @@ class CheckpointStore(Saving):
         self.writer.renew = self.fence and self.fence.renew
         self.layout = self.writer.layout = Layout(state, self.world, self.opts.shard)
         self._refuse_two_folders()
-        self.images = {part: TensorFile(tensors) for part, tensors in self.layout.written.items()}
-        source = self.handover.load(self) or self._load_from_disk()
-        state.images = self.images
-        for image in self.images.values():
-            image.open(touch=False) if self.writes else image.close()
+        self.images = state.images = {part: TensorFile(own) for part, own in self.layout.written.items()}
+        # a machine may have only some of the parts
+        self.memory = open_memory("off" if self.layout.parts > 1 else self.opts.memory_tier,
+                                  sum(image.size for image in self.images.values()), self.world, self.fence,
+                                  self.run_dir, self.writer.marks, self.report)
+        source = self._load()
+        for image in self.images.values() if self.writes else ():
+            image.open()
         self.agree(state)
         return source
 
-    def _load_from_disk(self):
+    def _load(self):
+        """Loads the newest checkpoint that verifies, on any machine's disk or in its memory; its name."""
         state, source = self.state, None
-        found = self._load(self.root, checkpoints(self.root), "own")
+        own = [(step, folder, "checkpoints") for step, folder in checkpoints(self.root) if self.fence]
+        left = [(step, folder, "memory") for step, folder in self.memory.checkpoints()
+                if self.world.local_rank == 0]
+        found = self._take(own + left, {"checkpoints": self.root, "memory": self.memory.root}, "own")
         if found.step >= 0:
-            source = f"checkpoints/{found.name}"
-            self.saved = state.facts()
-            if self.fence:
-                self._settle(found)
+            source = found.name
+            self._settle(found)
         elif found.damaged:
             raise UserError(
                 f"{self.root}: {found.damaged} checkpoints found, none verifies "
@@ -78,7 +82,9 @@ class CheckpointStore(Saving):
                 "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
         elif self.opts.resume not in ("auto", "none"):
             source = self.opts.resume
-            given = self._load(*choices_at(source), "given")
+            root, choices = choices_at(source)
+            choices = [(*choice, "checkpoints") for choice in choices if self.fence]
+            given = self._take(choices, {"checkpoints": root}, "given")
             if given.step < 0:
                 raise UserError(f"--resume {source}: {given.damaged} checkpoints, none verifies", code=3)
         elif self.opts.init_from:
@@ -103,38 +109,41 @@ class CheckpointStore(Saving):
         """Ends the run if `fact` names a rank that computes wrong numbers; call on every rank."""
         trust(self, state, fact)
 
-    def _load(self, root, choices, key):
-        """Loads the newest of all nodes' checkpoints that verifies; its step is -1 if there is none."""
-        found = load_newest(self.world, self.layout, choices if self.fence else None, root.joinpath, key,
-                            self.report)
-        if found.step >= 0:
-            take(self.state, None, found.facts, self.fingerprint, self.fence and self.report)
+    def _take(self, choices, places, key):
+        """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.
+
+        If another dataset's order was saved, the epoch begins again.
+        """
+        state, found = self.state, load_newest(self.world, self.layout, choices, places, key, self.report)
+        if facts := found.facts:
+            if facts["order"] == [self.fingerprint]:  # of an earlier version
+                facts["order"] = state.order
+            state.load(None, facts)
+            if state.position < facts["position"] and self.fence:
+                self.report(f"step {state.step} was saved at position {facts['position']:,} of other data or "
+                            f"of another order; epoch {state.epoch + 1} begins again with "
+                            f"{state.samples:,} samples, some of them for the second time")
         return found
 
-    def take(self, images: dict[str, TensorFile], facts: dict[str, Any]) -> None:
-        """Loads the state from these images."""
-        tensors = {part: image.views for part, image in images.items()}
-        take(self.state, tensors, facts, self.fingerprint, self.fence and self.report)
-
     def _settle(self, found):
-        """Puts aside what is newer than the step that was loaded; a node that lacks that step saves it."""
+        """Puts aside what is newer than the step that was loaded; what this disk lacks is saved to it."""
         for folder in found.skipped:
+            if folder.parent == self.memory.root:
+                self.report(f"{folder}: deleted")
+                move_away(folder)
+                continue
             ahead = numbers_of(folder.name)[0] - found.step
             again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
             self.report(f"checkpoints/{folder.name}: put aside{again}")
             self.writer.put_aside(folder)
-        if found.own:
+        self.memory.free(found.step - 1)
+        if self.fence and not found.own:
+            self.committed, self.unsaved = max((step for step, _ in checkpoints(self.root)), default=-1), True
+            return self.report(f"step {found.step} was not on this disk and is saved here too")
+        self.saved = self.state.facts()
+        if self.fence:
             self.committed = found.step
             self.let_go(found.facts)
-        else:
-            self.committed = max((step for step, _ in checkpoints(self.root)), default=-1)
-            self.report(f"step {found.step} was received from another node and is saved here too")
-            self._begin(self.state)  # this node may be the one that survives
-
-    @property
-    def writes(self) -> bool:
-        """Whether this rank saves."""
-        return self.layout.writes if self.layout.parts > 1 else bool(self.fence)
 
     # ---- saving -----------------------------------------------------------------------------------
     def overdue(self) -> float:
@@ -151,32 +160,9 @@ class CheckpointStore(Saving):
         at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
         return self.writes and bool(told or at) and state.facts() != self.saved
 
-    def save(self, state: Any) -> None:
-        """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
-        if not self.writes or self.opts.eval_only or state.half_updated or state.facts() == self.saved:
-            return
-        self.handover.begin(self)
-        self.wait(read_back=False)
-        self._begin(state)
-
-    def _begin(self, state):
-        with state.lock:
-            self.background.busy.acquire()  # the writer thread releases it
-            try:
-                facts = self._snapshot(state)
-            except BaseException:
-                self.background.busy.release()
-                raise
-        self.start_writing(facts)
-
-    def start_writing(self, facts: dict[str, Any], images: dict[str, TensorFile] | None = None) -> None:
-        """Call it with full images and `busy` taken: the writer thread releases it."""
-        self.saved_at, self.saved = time.monotonic(), facts
-        self.background.save(partial(self._write_noting, facts, images))
-
     def release(self) -> None:
         """The run is complete, and all ranks have met."""
-        self.handover.end(self.state.step)
+        self.memory.end(self.state.step)
         self.fence and self.fence.release()
 
     def rescue(self, state: Any, in_memory: bool = False) -> bool | str:
@@ -188,32 +174,26 @@ class CheckpointStore(Saving):
         `in_memory`: the next life is sure to come; it takes the state from memory, and saves it.
         """
         with self.writer.rescuing(state.step):  # before it waits: a new owner would sweep the staging away
-            if in_memory and (left := self.handover.leave(self, state)) is not None:
-                return left
+            if in_memory and self.memory.used:
+                with contextlib.suppress(OSError, Fenced):  # no room, say: the disk has some
+                    return self._rescue(state, self.memory.writer, "memory")
             self.wait(hurry=True, read_back=False)
-            with state.lock, self.background.busy:
-                done = not state.half_updated and self._rescue(state)
+            with state.lock:
+                done = self._rescue(state, self.writer, "disk")
                 if self.layout.parts > 1 and state.ready and not state.half_updated:
                     state.update(state.ready)
                     state.half_updated = True  # the main thread may come to where it makes this step
-                    done = self._rescue(state)
+                    done = self._rescue(state, self.writer, "disk")
                 if not state.half_updated:
-                    self.handover.end(state.step)
+                    self.memory.end(state.step)
                 return done
 
-    def _rescue(self, state):
-        if is_there(self.root, state.facts()):
-            return False
-        facts = self._snapshot(state)
-        return bool(self._write(facts)) or (
-            f"step {facts['step']}: this rank's part is written; it counts once every stage's is, "
-            "until then the newest checkpoint stands")
-
-    def wait(self, hurry: bool = False, read_back: bool = True) -> None:
-        """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
-        self.writer.hurry, moved, since = hurry, None, time.monotonic()
-        while not self.background.wait(0.2, read_back):
-            if moved != self.writer.moved:
-                moved, since = self.writer.moved, time.monotonic()
-            if self.state and time.monotonic() - since < HUNG_SECONDS:
-                self.state.progress += 1
+    def _rescue(self, state, writer, where):
+        with state.lock:
+            facts = state.facts()
+            if state.half_updated or any(is_there(root, facts) for root in {self.root, writer.root}):
+                return False
+            self.rescued_to = where
+            return bool(self.write_live(writer, state, facts)) or (
+                f"step {facts['step']}: this rank's part is written; it counts once every stage's is, "
+                "until then the newest checkpoint stands")

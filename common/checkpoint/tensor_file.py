@@ -2,12 +2,11 @@
 
 Names, shapes and types come from the live net. A file whose header is not exactly ours is refused.
 """
+import bisect
 import contextlib
-import copy
 import ctypes
 import json
 import mmap
-import os
 from math import prod
 
 import torch
@@ -20,12 +19,11 @@ DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torc
           torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
           torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
 LARGE = 1 << 14     # bytes: from here on a plain memmove beats torch's copy
-PAGE = mmap.PAGESIZE
 # madvise: a child gets zeros. Shared pages would be copied one by one in the first save after a fork. Without
 # a mapping (MADV_DONTFORK), a child that drops the buffer would unmap what it has placed there since.
 WIPE_ON_FORK = 18
-POPULATE_READ, POPULATE_WRITE = 22, 23  # madvise: all pages at once
-TOUCHED = 1 << 26   # bytes at once
+POPULATE_WRITE = 23  # madvise: all pages at once
+TOUCHED_BYTES = 1 << 26  # at once
 LIBC = ctypes.CDLL(None)
 CHECKED = 1 << 22   # elements checked at once: bounds the memory of the check
 
@@ -77,8 +75,8 @@ class TensorFile:
         self.buffer = self.bytes = self.stream = self.copied = None
         self.views = {}
 
-    def open(self, touch=True):
-        """Allocates the buffer, once, and touches every page, so that no save waits for the kernel.
+    def open(self):
+        """Allocates the buffer, once.
 
         Not in huge pages: they make the copy 5 % faster, but finding them may take 3 s/GB.
         """
@@ -86,50 +84,19 @@ class TensorFile:
             memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # unknown to this kernel: then that save is slower
                 memory.madvise(WIPE_ON_FORK)
-            self._lie_over(memory)
+            self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
+            self.views = {name: self.buffer[at:at + size].view(dtype).view(shape)
+                          for name, (at, size, dtype, shape) in self.places.items()}
             self.bytes[:len(self.header)] = self.header
             if len(self.gpus) == 1:
                 self._pin(*self.gpus)
-        if touch:
-            self.buffer[::PAGE].bitwise_or_(0)  # changes nothing
         return self
 
-    def mapped(self, path, keep):
-        """This file over the bytes of `path`; with `keep`, what is written here is written there."""
-        fd, twin = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC), copy.copy(self)
-        try:
-            if (there := os.fstat(fd).st_size) != self.size:
-                raise Damaged(f"{path.name} is {there:,} bytes, this model and optimizer need {self.size:,}")
-            memory = mmap.mmap(fd, self.size, flags=mmap.MAP_SHARED if keep else mmap.MAP_PRIVATE)
-        finally:
-            os.close(fd)
-        twin.stream = twin.copied = None
-        twin._lie_over(memory)
-        twin.touch(POPULATE_WRITE if keep else POPULATE_READ)
-        return twin
-
-    def touch(self, how=POPULATE_WRITE):
+    def touch(self):
         """Asks the kernel for all pages at once, and changes none; an older kernel does nothing."""
-        start = self.buffer.data_ptr() if self.buffer is not None else 0
-        for at in range(0, self.size if start else 0, TOUCHED):
-            LIBC.madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(min(TOUCHED, self.size - at)), how)
-
-    def check_header(self, file_name):
-        """Damaged if the image that was mapped has another header than this net."""
-        if self.bytes[:len(self.header)] != self.header:
-            raise Damaged(f"{file_name}: its header is not the one this model and optimizer need")
-
-    def _lie_over(self, memory):
-        self.buffer, self.bytes = torch.frombuffer(memory, dtype=torch.uint8), memoryview(memory)
-        self.views = {name: self.buffer[at:at + size].view(dtype).view(shape)
-                      for name, (at, size, dtype, shape) in self.places.items()}
-
-    def close(self):
-        """Frees the buffer; open() allocates it again."""
-        if self.stream is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())
-        self.buffer = self.bytes = self.stream = self.copied = None
-        self.views = {}
+        for at in range(0, self.size, TOUCHED_BYTES):
+            start, length = self.buffer.data_ptr() + at, min(TOUCHED_BYTES, self.size - at)
+            LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), POPULATE_WRITE)
 
     def _pin(self, gpu):
         """Page-locked where the driver allows it. (torch's own pinned memory comes in powers of two.)"""
@@ -142,8 +109,7 @@ class TensorFile:
 
         It may run beside the next forward and backward: an update waits for it (TrainState.changing).
         """
-        self.open(touch=False)
-        self.bytes[:len(self.header)] = self.header  # a mapped file may hold anything
+        self.open()
         base, targets, sources = self.buffer.data_ptr(), [], []
         for name, (at, size, dtype, shape) in self.places.items():
             tensor = tensors[name].detach()
@@ -172,13 +138,41 @@ class TensorFile:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def not_finite(self, names):
-        """The first of `names` that holds a NaN or an infinity, or None."""
-        for name in names:
-            view = self.views.get(name)
-            if view is not None and view.is_floating_point() and view.element_size() > 1:
-                for piece in view.view(-1).split(CHECKED):
-                    # the sum alone may overflow
-                    if not piece.sum().isfinite() and not piece.isfinite().all():
-                        return name
-        return None
+
+class Live:
+    """The same file out of the tensors themselves: a rescue needs no second copy of the state."""
+
+    def __init__(self, image, tensors):
+        self.header, self.places, self.size, self.views = image.header, image.places, image.size, tensors
+        self.names, self.starts = list(image.places), [at for at, *_ in image.places.values()]
+        self.bytes = self
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, span):
+        """Without a copy where the bytes lie in one tensor of this machine's memory."""
+        found = [torch.frombuffer(bytearray(self.header), dtype=torch.uint8)[span]]
+        for i in range(max(0, bisect.bisect_right(self.starts, span.start) - 1), len(self.names)):
+            if self.starts[i] >= span.stop:
+                break
+            low, high = max(0, span.start - self.starts[i]), span.stop - self.starts[i]
+            found.append(flat_bytes(self.views[self.names[i]])[low:high].cpu())
+        return memoryview((found[0] if len(found) == 1 else torch.cat(found)).numpy())
+
+
+def flat_bytes(tensor):
+    """Its bytes; of one with holes those of a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def not_finite(tensors, names):
+    """The first of `names` that holds a NaN or an infinity, or None."""
+    for name in names:
+        tensor = tensors.get(name)
+        if tensor is not None and tensor.is_floating_point() and tensor.element_size() > 1:
+            for piece in tensor.detach().reshape(-1).split(CHECKED):
+                # the sum alone may overflow
+                if not piece.sum().isfinite() and not piece.isfinite().all():
+                    return name
+    return None

@@ -32,7 +32,7 @@ def restart_is_sure(rescue):
     """
     if rescue.asked not in (None, "SIGTERM"):
         return False
-    killed = rescue.store.handover.died([rank for rank, _, _ in ended_here(rescue.places)])
+    killed = rescue.store.memory.died([rank for rank, _, _ in ended_here(rescue.places)])
     return killed and os.getppid() == rescue.agent and min(left for *_, left in rescue.places) > 0
 
 

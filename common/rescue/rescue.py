@@ -202,7 +202,7 @@ class Rescue(Wishes):
             return f"saving step {state.step} failed: {failure}", False, getattr(failure, "code", UNSAVED)
         if saved is not True:
             return (saved, False, STOPPED) if saved else there
-        rank, seconds, where = self.world.rank, round(time.monotonic() - began, 3), self.store.handover.where
+        rank, seconds, where = self.world.rank, round(time.monotonic() - began, 3), self.store.rescued_to
         self.ledger.event("rescue", step=state.step, rank=rank, why=why, rescue_s=seconds, where=where)
         by = f" by rank {rank}" * (self.world.size > 1) + " in memory" * (where == "memory")
         return f"step {state.step} saved{by}", True, STOPPED
@@ -241,7 +241,7 @@ class Rescue(Wishes):
         os._exit(code)
 
     def _sign_off(self):
-        self.store.handover.sign_off(self.world.rank)
+        self.store.memory.sign_off(self.world.rank)
         self.ledger.event("left", life=self.world.life, rank=self.world.rank,
                           stepped=round(self.state.stepped, 3), noticed=round(self.noticed, 3))
 

@@ -154,21 +154,20 @@ def test_a_reader_of_some_blocks_reads_and_compares_those_alone(tmp_path, small)
         blocks.read_file(path, entry, partial(blocks.put, found),
                          lambda start, end: BLOCK <= start and end <= 4 * BLOCK, count=count)
         assert found == bytes(BLOCK) + data[BLOCK:4 * BLOCK] + bytes(len(data) - 4 * BLOCK)
-        with pytest.raises(Damaged, match=f"file has SHA-256 .* in bytes 0 to {BLOCK}"):
+        with pytest.raises(Damaged, match=f"file has sha256 .* in bytes 0 to {BLOCK}"):
             blocks.read_file(path, entry, count=count)
 
 
-def test_a_long_file_of_an_old_checkpoint_is_verified_as_one_and_has_the_digest_of_a_new_one(tmp_path, small):
+def test_a_long_file_of_an_old_checkpoint_is_verified_as_one(tmp_path, small):
     opts, root = two_checkpoints(tmp_path)
     images, folder = images_for(opts), root / "step-00000002"
-    whole, said = describe(2, folder)
 
     def old(files):
         for name, entry in copy.deepcopy(files).items():
             data = (folder / name).read_bytes()
             files[name] = {"bytes": entry["bytes"], "sha256": hashlib.sha256(data).hexdigest()}
     replant(folder, old, format=1)
-    assert load(root, images) == (2, True) and describe(2, folder) == (whole, said) and whole
+    assert load(root, images) == (2, True) and describe(2, folder)[0]
     with open(folder / "model.safetensors", "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\xff")

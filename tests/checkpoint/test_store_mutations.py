@@ -59,10 +59,10 @@ MUTANTS = {
         "checkpoint.commit", "        os.mkdir(aside, 0o700)\n",
         '        aside = self.root / next(free_names(self.root, facts["step"]))\n        os.mkdir(aside, 0o700)\n', *CRASH),
     "renamed before the manifest is there": (
-        "checkpoint.commit", "        self._write_manifest(aside, aside, facts, written, digest_of(roots))\n"
+        "checkpoint.commit", "        self._write_manifest(aside, aside, facts, written, digest_of(roots_of(written)))\n"
         '        return self._name(aside, facts["step"])\n',
         '        aside = self._name(aside, facts["step"])\n'
-        "        self._write_manifest(aside, aside, facts, written, digest_of(roots))\n        return aside\n", *CRASH),
+        "        self._write_manifest(aside, aside, facts, written, digest_of(roots_of(written)))\n        return aside\n", *CRASH),
     "old ones deleted before the new one is written": (
         "checkpoint.commit", "        for attempt in (1, 2):\n",
         "        self.delete_old(1, set())\n        for attempt in (1, 2):\n", *CRASH),
@@ -138,10 +138,10 @@ MUTANTS = {
     "other rows are taken": ("checkpoint.reading", "flat, low - first))", "flat, low - at))", *ROWS, 24),
     "blocks of parts cross those of the whole": (
         "checkpoint.layout", "blocks.BLOCK_BYTES - at % blocks.BLOCK_BYTES)", "blocks.BLOCK_BYTES)", *ROWS, 24),
-    "a block is skipped": ("checkpoint.blocks", "in blocks[first::count]:",
-                           "in blocks[first + (first > 0)::count]:", *BLOCKS),
-    "a thread's damage is not heard of": ("checkpoint.blocks", "range(count)]:\n                each.result()\n",
-                                          "range(count)]:\n                each.exception()\n", *BLOCKS),
+    "a block is skipped": ("checkpoint.blocks", "in chosen[first::count]:",
+                           "in chosen[first + (first > 0)::count]:", *BLOCKS),
+    "a thread's damage is not heard of": ("checkpoint.blocks", "            list(pool.map(work, range(count)))",
+                                          "            pool.map(work, range(count))", *BLOCKS),
     "the last block is not compared": ("checkpoint.blocks", "if at + len(piece) == end and",
                                        "if end < os.fstat(fd).st_size and", *BLOCKS),
     "hashes in another order": ("checkpoint.blocks", "hashes.append(hashing.popleft()",
@@ -151,7 +151,7 @@ MUTANTS = {
                                       *OTHER_BLOCKS, "without the last", True),
     "blocks need not rise": ("checkpoint.manifest", "all(a < b for a, b in", "all(a < b or True for a, b in",
                              *OTHER_BLOCKS, "an empty one more", True),
-    "the one hash need not be that of the blocks": ("checkpoint.manifest", ' and root(hashes) == entry["sha256"]',
+    "the one hash need not be that of the blocks": ("checkpoint.manifest", ' and root(hashes) == entry[kind_of(entry)]',
                                                     "", "blocks", "the_one_hash_of_a_file_is_that_of_its_blocks"),
     "a long file whose sync fails counts": (
         "checkpoint.blocks", "pool.submit(os.fdatasync, fd)", "pool.submit(lambda: None)",
@@ -213,10 +213,10 @@ MUTANTS = {
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
     "failures are not counted": ("checkpoint.saving", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
-    "half a step is saved": ("checkpoint.store", " or state.half_updated or state.facts() == self.saved:", " or state.facts() == self.saved:", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
-    "half a step is rescued": ("checkpoint.store", "done = not state.half_updated and self._rescue(state)", "done = self._rescue(state)", "",
+    "half a step is saved": ("checkpoint.saving", " or state.half_updated or state.facts() == self.saved:", " or state.facts() == self.saved:", "", "a_state_cut_in_two_is_never_saved"),  # noqa: E501
+    "half a step is rescued": ("checkpoint.store", "if state.half_updated or any(", "if any(", "",
                                "a_state_cut_in_two_is_never_saved"),
-    "NaN is saved": ("checkpoint.saving", 'if name := image.not_finite(self.state.names.values()):', "if name := None:", "",  # noqa: E501
+    "NaN is saved": ("checkpoint.saving", 'if name := not_finite(images["model"].views, self.state.names.values()):', "if name := None:", "",  # noqa: E501
                      "a_state_that_is_not_finite_is_never_saved"),
     "the best one is pruned": ("checkpoint.saving", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed',
                                "",

@@ -121,7 +121,7 @@ def test_a_bit_that_flips_in_a_part_before_it_is_named_is_found_and_the_next_sav
         return errors
 
     errors = "".join(fork_ranks(STAGES, live))
-    assert "model.safetensors has SHA-256" in errors
+    assert "model.safetensors has sha256" in errors
     opts = options(tmp_path, script="mp")
     assert steps_of(opts) == [2] and verify(2, opts.run_dir / "checkpoints/step-00000002")
     with a_life(opts, whole_net()) as life:
@@ -139,7 +139,7 @@ def test_damage_that_one_rank_alone_reads_makes_all_take_the_one_before(tmp_path
     flip(tmp_path / f"run/checkpoints/step-00000002/{part}{which}.safetensors")
     found = load_in_stages(tmp_path)
     assert [(step, whole) for step, whole, _ in found] == [(1, True)] * 2
-    assert sum(f"{which}.safetensors has SHA-256" in text for _, _, said in found for text in said) == 1
+    assert sum(f"{which}.safetensors has sha256" in text for _, _, said in found for text in said) == 1
     assert (tmp_path / "run/checkpoints/damaged-step-00000002").is_dir()
 
 
@@ -275,7 +275,7 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path, monkeypatc
                 assert all(torch.equal(t, tensors[n][start:start + rows] if n == "a" else tensors[n])
                            for n, t in own.items())
         flip(folder / f"part-{len(cuts):05d}/model.safetensors")
-        with pytest.raises(blocks.Damaged, match="has SHA-256"):
+        with pytest.raises(blocks.Damaged, match="has sha256"):
             blocks.read_file(folder / f"part-{len(cuts):05d}/model.safetensors",
                              files[f"part-{len(cuts):05d}/model.safetensors"])
     assert len(hashes) == 1

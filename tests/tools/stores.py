@@ -100,7 +100,7 @@ def refused(opts, match, fingerprint="f" * 64):
 def end(store):
     """What the death of the process would do to its lock."""
     store.error = None
-    store.background.close()
+    store.pool and store.pool.shutdown()
     if store.fence:
         store.fence.release()
         store.fence = None
@@ -134,7 +134,8 @@ def load_into(images, root, report=lambda text: None):
     state = SimpleNamespace(tensors=lambda: tensors, rows=dict)
     world = world_of_one()
     layout = Layout(state, world, shard=False)
-    return load_newest(world, layout, checkpoints(root), root.joinpath, "test", report)
+    choices = [(*choice, "checkpoints") for choice in checkpoints(root)]
+    return load_newest(world, layout, choices, {"checkpoints": root}, "test", report)
 
 
 def load(root, images):
