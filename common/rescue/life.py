@@ -3,12 +3,13 @@ import functools
 import itertools
 import os
 import socket
+import sys
 import time
 from typing import Any
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, say
 from common.ledger import Clock, Ledger, Log, history, lives_of
 from common.options import Options, job_id, life_is_open
 from common.sampler import ElasticSampler
@@ -79,6 +80,12 @@ def _who_is_there(world):
     pids, hosts = zip(*((pid, bytes(name).rstrip(b"\0").decode(errors="replace"))
                         for pid, *name in (row.tolist() for row in rows)), strict=True)
     return list(pids), list(hosts)
+
+
+def note_slow(rescue, rank, text):
+    """Tells it, and enters it in the ledger."""
+    say(text, sys.stderr)
+    rescue.ledger.event("straggler", life=rescue.world.life, rank=rank, step=rescue.state.step)
 
 
 def _tell_of_the_restart(log, words, stepped):

@@ -24,6 +24,7 @@ from common.errors import UserError, dismiss_agent, say
 from common.ledger import Ledger
 from common.options import machine_id
 from common.rescue.death import dead_peer, in_words, restart_is_sure
+from common.rescue.life import note_slow
 from common.rescue.watchdog import Watchdog
 from common.rescue.wishes import Wishes
 from common.world import WATCHED, World
@@ -49,7 +50,7 @@ class Rescue(Wishes):
         self.ending, self.over = threading.Lock(), threading.Event()
         self.speaks = self.parting = self.parted = False  # waits for all ranks at the end; has met them
         self.under_agent, self.agent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
-        self.watchdog = Watchdog(state, world, state.opts.hang_timeout, lambda text: say(text, sys.stderr))
+        self.watchdog = Watchdog(state, world, state.opts.hang_timeout, functools.partial(note_slow, self))
 
     def __enter__(self) -> "Rescue":
         self.world.watched()
@@ -223,8 +224,7 @@ class Rescue(Wishes):
                 deadline = time.monotonic() + (0 if self.parting else STEP_SECONDS)
             if deadline is not None and time.monotonic() > deadline:
                 self.leave()  # the main thread did not come: it waits for a dead peer
-            if (hung := self.watchdog.beat()) is not None:
-                say(hung, sys.stderr) if hung else None
+            if self.watchdog.beat():
                 self._end(hung=True)
 
     def _go(self, code):

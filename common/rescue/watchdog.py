@@ -8,6 +8,7 @@ or disconnected process (its peers notice, the agent kills it).
 import json
 import os
 import signal
+import socket
 import statistics
 import sys
 import threading
@@ -15,6 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
+from common.errors import say
 from common.rescue.guard import Guard
 
 LEAST_LIMIT_SECONDS = 60.0     # without progress: the hang limit, or
@@ -26,14 +28,11 @@ LATE_SECONDS = 1.5             # between two beats: more means that this process
 SILENT_SECONDS = 2.0           # without a sign of life: a process with a core to spare is faster
 STRAGGLER_RATIO = 2.0          # own work of a straggler, compared with the others' median
 STRAGGLER_EVERY_SECONDS = 60.0
-SHOWN_RANKS = 16               # at one place
+SHOWN_RANKS, NAMED_RANKS = 16, 4   # of those at one place; with the names of their hosts
 
 
 class Watchdog:
-    """Call `beat()` every second from a thread: None, or a report when this rank hangs.
-
-    The report is empty where another rank of this machine waits at the same place and reports.
-    """
+    """Call `beat()` every second from a thread."""
 
     def __init__(self, state, world, hang_timeout, note):
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note
@@ -44,6 +43,7 @@ class Watchdog:
         self.lock, self.stopped, self.guard = threading.Lock(), threading.Event(), Guard()
         self.views, self.heard = [], {}  # on rank 0: what each rank wrote last, and when that changed
         self.moves, self.odd, self.places = "", [], "rank 0's store does not answer"  # as rank 0 tells all
+        self.host, self.hosts = socket.gethostname(), {}  # on rank 0: of each rank, if there are several
         self.beats, self.seen = 0, {}  # on rank 0: (step, own seconds) of each rank when it compared them
         self.named, self.thread = -STRAGGLER_EVERY_SECONDS, None  # the moment a straggler was named
         if world.size > 1:
@@ -60,27 +60,34 @@ class Watchdog:
         return max(LEAST_LIMIT_SECONDS, LIMIT_STEPS * self._median())
 
     def beat(self):
+        """Whether this rank hangs; then it reports."""
         now = time.monotonic()
         paused, self.beaten = max(0.0, now - self.beaten - LATE_SECONDS), now
         # SIGSTOP, a debugger, a machine that slept: no hang
         self.moved, self.others_moved = self.moved + paused, self.others_moved + paused
         with self.lock:
             if self.stopped.is_set():
-                return None
+                return False
             self.guard.beat(LOCKED_LIMITS * self.limit + 1)
         if self.state.progress != self.progress:
             if self.first_progress is None:
                 self.first_progress = self.progress
             self.progress, self.moved = self.state.progress, now
             self.steps = [*self.steps[-20:], (now, self.state.step)]
-            return None
+            return False
         if now - max(self.moved, self.others_moved) < self.limit:
-            return None
+            return False
+        if report := self.report():
+            say(report, sys.stderr)
+        return True
+
+    def report(self):
+        """Empty where another rank of this machine waits at the same place and reports."""
         if self.world.local_rank and self.world.rank not in self.odd:
             return ""
         frame = sys._current_frames().get(self.main) if self.world.rank in (0, *self.odd) else None
         stack = "".join(traceback.format_stack(frame)[-6:]) if frame else ""
-        seconds = f"{now - self.moved:.0f} s at step {self.state.step}"
+        seconds = f"{time.monotonic() - self.moved:.0f} s at step {self.state.step}"
         places = self.places if self.world.size > 1 else "alone"
         told = f"rank {self.world.rank}: no progress for {seconds}; {places}"
         return f"{told}\nits main thread is here:\n{stack}".rstrip() if stack else told
@@ -124,7 +131,7 @@ class Watchdog:
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
         self.beats += 1
         client.set(f"pulse/{self.world.rank}",
-                   f"{state.step} {self.beats} {state.own_seconds:.3f} {place} {state.progress}")
+                   f"{state.step} {self.beats} {state.own_seconds:.3f} {place} {state.progress} {self.host}")
         if self.world.rank == 0:
             self._read_all(client)
             client.set("pulse", json.dumps([self.moves, self.odd, self.places]))
@@ -147,6 +154,8 @@ class Watchdog:
             if old and view and old[4] != view[4] and rank != self.world.rank:
                 self.others_moved = time.monotonic()
         self.moves = str(sum(int(view[4]) for view in self.views if view))
+        hosts = {rank: view[5] for rank, view in enumerate(self.views) if view}
+        self.hosts = hosts if len(set(hosts.values())) > 1 else {}
         self._find_places()
 
     def _find_places(self):
@@ -161,7 +170,7 @@ class Watchdog:
         groups = sorted(places.values(), key=len)
         waiting = groups[-1] if len(groups) == 1 or len(groups[-1]) > len(groups[-2]) else []
         self.odd = [rank for ranks in groups for rank in ranks if ranks is not waiting][:SHOWN_RANKS]
-        self.places = "; ".join(f"rank {_list(ranks)}: {place}" for place, ranks in places.items())
+        self.places = "; ".join(f"rank {self._names(ranks)}: {place}" for place, ranks in places.items())
 
     def _name_the_slow(self):
         """Compares the seconds of own work a step since the last call; waiting for others does not count."""
@@ -180,10 +189,11 @@ class Watchdog:
         slow = pace[slowest] > STRAGGLER_RATIO * typical and pace[slowest] - typical > 0.01
         if slow and now - self.named > STRAGGLER_EVERY_SECONDS:
             self.named = now
-            self.note(f"rank {slowest} is a straggler: {pace[slowest] * 1e3:.0f} ms of own work a step, "
-                      f"{typical * 1e3:.0f} ms on the others")
+            self.note(slowest, f"rank {self._names([slowest])} is a straggler: {pace[slowest] * 1e3:.0f} ms "
+                      f"of own work a step, {typical * 1e3:.0f} ms on the others")
 
-
-def _list(ranks):
-    return ",".join(map(str, ranks[:SHOWN_RANKS])) + f" and {len(ranks) - SHOWN_RANKS} more" * (
-        len(ranks) > SHOWN_RANKS)
+    def _names(self, ranks):
+        named = self.hosts if len(ranks) <= NAMED_RANKS else {}
+        shown = ",".join(f"{rank} ({named[rank]})" if rank in named else str(rank)
+                         for rank in ranks[:SHOWN_RANKS])
+        return shown + f" and {len(ranks) - SHOWN_RANKS} more" * (len(ranks) > SHOWN_RANKS)

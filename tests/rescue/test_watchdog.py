@@ -24,10 +24,11 @@ def test_a_rank_that_does_not_move_is_named_with_its_stack_and_one_that_moves_is
     found = Watchdog(state, alone(), 1, print)
     try:
         deadline = time.monotonic() + 20
-        while (word := found.beat()) is None and time.monotonic() < deadline:
+        while not found.beat() and time.monotonic() < deadline:
             if time.monotonic() < deadline - 18.5:
                 state.progress += 1  # moving: not a word, although the limit is over
             time.sleep(0.05)
+        word = found.report()
         assert "rank 0: no progress" in word and "step 7" in word and "test_a_rank_that_does_not_move" in word
     finally:
         found.stop()
@@ -56,7 +57,7 @@ def test_seconds_in_which_this_process_stood_still_are_no_hang(monkeypatch):
     try:
         for seconds, hangs in ((1, False), (600, False), (1, False), (1, False), (1, True)):
             now[0] += seconds
-            assert bool(found.beat()) is hangs
+            assert found.beat() is hangs
     finally:
         found.stop()
 
@@ -79,7 +80,7 @@ class Client:
 def test_the_places_of_a_thousand_ranks_are_two_questions_to_the_store():
     found = Watchdog(state_at(3), alone(), 5, print)
     found.world = SimpleNamespace(rank=0, size=1024)
-    client = Client({f"pulse/{rank}": b"3 1 0.0 file.py:1 7" for rank in range(1024)})
+    client = Client({f"pulse/{rank}": b"3 1 0.0 file.py:1 7 host" for rank in range(1024)})
     try:
         found._read_all(client)
         assert client.asked == 2 and len(found.views) == 1024
@@ -147,7 +148,8 @@ def test_a_stopped_process_is_told_apart_from_those_that_wait_for_it():
 
 def name_the_slow(world):
     said, state = [], state_at()
-    found = Watchdog(state, world, 60, said.append)
+    found = Watchdog(state, world, 60, lambda rank, text: said.append((rank, text)))
+    found.host = f"host-{world.rank}"
     deadline = time.monotonic() + 90
     while not (said if world.rank == 0 else world.store.check(["named"])) and time.monotonic() < deadline:
         state.step, state.progress = state.step + 1, state.progress + 1
@@ -161,5 +163,5 @@ def name_the_slow(world):
 
 def test_a_slow_rank_is_named_as_a_straggler_and_lives():
     said, *others = fork_ranks(3, name_the_slow)
-    assert said == ["rank 2 is a straggler: 300 ms of own work a step, 30 ms on the others"]
+    assert said == [(2, "rank 2 (host-2) is a straggler: 300 ms of own work a step, 30 ms on the others")]
     assert others == [[], []]

@@ -88,7 +88,7 @@ def hang(size):
             for dog in dogs:
                 dog.others_moved = dog.moved
                 dog._tell(store)
-        reports = [dog.beat() for dog in dogs]
+        reports = [dog.report() for dog in dogs]
     finally:
         stuck.set()
         for dog in dogs:
