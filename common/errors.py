@@ -105,7 +105,7 @@ def dismiss_agent(environ: Mapping[str, str] = os.environ) -> None:
         left = int(environ["TORCHELASTIC_MAX_RESTARTS"]) - int(environ["TORCHELASTIC_RESTART_COUNT"])
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
             command = file.read()
-        agent = any(word in command for word in (b"torchrun", b"torch.distributed", b"warm.py"))
+        agent = any(word in command for word in (b"torchrun", b"torch.distributed"))
     except (KeyError, ValueError, OSError):
         return
     if left > 0 and agent:

@@ -36,15 +36,12 @@ fi
     fail "--nproc: '$nproc' is not a whole number from 1 to 999" "for example --nproc 2"
 
 set_up "$root/requirements.txt"
-agent=(launch/warm.py --nproc "$nproc")            # restarts in tenths of a second, but not with GPUs
-if [ "$gpus" -gt 0 ] || [ -e /dev/nvidia0 ] || [ "$(uname -s)" != Linux ]; then
-    agent=(launch/torchrun.py --nproc_per_node="$nproc")
-fi
-[ -z "$check" ] || agent=(launch/doctor.py --nproc_per_node="$nproc")
+agent=torchrun.py
+[ -z "$check" ] || agent=doctor.py
 script=$root/train_ddp.py
 if [[ ${flags[0]-} == *.py ]]; then
     script=${flags[0]}
     flags=("${flags[@]:1}")
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 fi
-exec "$PYTHON" "$root/${agent[0]}" "${agent[@]:1}" "$script" ${flags[@]+"${flags[@]}"}
+exec "$PYTHON" "$root/launch/$agent" --nproc_per_node="$nproc" "$script" ${flags[@]+"${flags[@]}"}

@@ -1,31 +1,37 @@
-"""torchrun with the settings that this project needs, for GPUs and several machines; options are torchrun's.
+"""torchrun with the settings that this project needs; a restart takes tenths of a second.
 
-    python launch/torchrun.py --nproc_per_node=2 train_ddp.py
+    python launch/torchrun.py --nproc_per_node=2 train_ddp.py           # all options are torchrun's
     python launch/torchrun.py --nnodes=1:4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=JOB \\
         --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run    # on each of one to four machines
 
-It refuses a wrong flag of the training before it starts a process, and returns the training's exit code,
-where torchrun itself turns every code into 1. A signal before there are processes ends it at once, with 143.
-Machines that cannot meet end with 1, for another try may succeed. `--check` as the first word only looks
-whether the training could run (launch/doctor.py).
+It refuses a wrong flag of the training before it starts a process, imports what the training imports, and
+forks its processes (workers.py). `--start_method=spawn` lets each one start Python afresh instead. It returns
+the training's exit code, where torchrun itself turns every code into 1. A signal before there are processes
+ends it at once, with 143. Machines that cannot meet end with 1, for another try may succeed. `--check` as the
+first word only looks whether the training could run (doctor.py).
 """
+import ast
+import atexit
 import contextlib
-import logging
+import gc
 import os
-import select
+import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
-import time
+import traceback
 import uuid
 from pathlib import Path
 
-from patience import Patience
-from warm import FINAL, STOP, STOPPED, check_options
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+
+from workers import STOP, STOPPED, Workers, run_script  # noqa: E402
+
+from common.errors import say  # noqa: E402
+from common.options.environment import flag_in  # noqa: E402
 
 SETTINGS = {
     # Each node counts its own and other nodes' failures, and the first node to run out ends the job for all.
@@ -34,95 +40,123 @@ SETTINGS = {
     # With one store for all restarts, workers on other nodes keep the address of a dead rank 0; and that
     # store listens on every network interface.
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 3 instead of 30. The
-    # nodes' clocks must differ by less than 6 seconds, or a live node counts as dead.
-    "PET_RDZV_CONF": "last_call_timeout=3,keep_alive_interval=2,keep_alive_max_attempt=3",
-    # Slurm's early warning also reaches the workers, which save; under nohup SIGHUP stays ignored.
-    "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGUSR1" + (
-        "" if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else ",SIGHUP"),
-    "OMP_NUM_THREADS": "1",  # torchrun's own default, without its warning; --threads says otherwise
+    # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one
+    # that comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a
+    # live node counts as dead.
+    "PET_RDZV_CONF": "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3",
+    # numpy starts threads when imported, and a fork has none of them
+    "OPENBLAS_NUM_THREADS": "1",
+    # counting GPUs must not touch CUDA in a process that forks
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
-SILENCE_SECONDS = 20  # without workers: a message
 MEETING = ("nnodes", "rdzv", "standalone", "master", "node")
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Worker(subprocess.Popen):
-    """What torchrun starts its workers with; keeps those of the newest life, for their exit codes."""
-
-    started = []
-    starting = threading.RLock()  # held while one starts, so that this process does not exit without it
-
-    def __init__(self, *args, **kwargs):
-        with self.starting:
-            super().__init__(*args, **kwargs)
-            if kwargs.get("start_new_session"):
-                self.started[:] = [worker for worker in self.started if worker.returncode is None] + [self]
-
-    def alive(self):
-        return [worker.pid for worker in self.started if worker.poll() is None]
-
-    def wait(self, timeout=None):
-        """torchrun gives workers 30 s to end, too few to save a large state: those that work get more."""
-        if timeout and timeout > 1:
-            patience = Patience(self.alive())
-            while (alive := self.alive()) and patience.lasts(alive):
-                time.sleep(0.05)
-            timeout = 0.05
-        return super().wait(timeout)
-
-
-def leave_before_there_are_workers(folder):
-    """Ends this process on a signal: torchrun handles signals only once its workers run."""
-    def wait_for_a_signal():
-        if not select.select([reader], [], [], SILENCE_SECONDS)[0] and not Worker.started:
-            print(f"torchrun: nothing has met for {SILENCE_SECONDS} s: the rendezvous does not answer, "
-                  "or machines are missing", file=sys.stderr, flush=True)
-        while True:
-            number = os.read(reader, 1)[0]
-            with Worker.starting:
-                if number in STOP and all(worker.returncode is not None for worker in Worker.started):
-                    shutil.rmtree(folder, ignore_errors=True)
-                    os._exit(code_of_a_stop())
-
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    for number in STOP:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda *_: None)
-    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    threading.Thread(target=wait_for_a_signal, daemon=True).start()
-
-
-def main(arguments, folder):
-    """Runs torchrun with these arguments and our settings; returns its exit code. `folder` is temporary."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from common.options.environment import flag_in
+def main(arguments):
+    """Returns the exit code."""
     if arguments[:1] == ["--check"]:
         from doctor import main as look
         return look(arguments[1:])
-    scripts = [i for i, text in enumerate(arguments) if Path(text).name in ("train_ddp.py", "train_mp.py")]
-    at = scripts[0] if scripts else len(arguments)
-    if at < len(arguments) and Path(arguments[at]).is_file():
-        sys.argv = arguments[at:]
-        check_options(arguments[at], count(arguments[:at]))
+    before = {number: signal.getsignal(number) for number in STOP}
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:  # also as process 1, which has no default handlers
+            signal.signal(number, lambda *_: os._exit(STOPPED))
+    at = next((i for i, text in enumerate(arguments) if text.endswith(".py") and Path(text).is_file()),
+              len(arguments))
+    own, script = arguments[:at], arguments[at:]
+    for name in PLACES:
+        os.environ.pop(name, None)  # of an outer job: each worker gets its own
+    opts = script and check_options(script, count(own))
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
+    if count(own) != 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
+    forks = bool(script) and preload(script, own, opts)
+    folder = tempfile.mkdtemp(prefix="torchelastic_")
+    line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    launcher, agent = os.getpid(), os.fork()
+    if agent == 0:
+        code = 1
+        try:
+            line.close()
+            from agent import serve
+            code = serve(settled(own, folder) + script, theirs, launcher)
+        except SystemExit as end:  # a wrong flag
+            code = end.code
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    theirs.close()
+    try:
+        return Workers(agent, line, run_script if forks else None, say, deaths_in(opts)).serve()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_options(script, processes):
+    """Refuses a wrong flag before torch is imported; `processes` is 0 if the number is not known yet.
+
+    None for a script that has flags of its own, or none.
+    """
+    sys.argv = script
+    text = Path(script[0]).read_text(encoding="utf-8")
+    if "parse_options" not in text:
+        return None
+    from common.options import parse_options
+    return parse_options(ast.get_docstring(ast.parse(text)) or "", processes=processes)
+
+
+def deaths_in(opts):
+    """What notes the death of a worker."""
+    from common.ledger import Ledger
+    return Ledger(opts.run_dir).death if opts else lambda rank, how: None
+
+
+def preload(script, own, opts):
+    """Imports everything that a worker will import; returns whether to fork workers."""
+    if "spawn" in (flag_in(own, "start_method", os.environ) or ("" if sys.platform == "linux" else "spawn")):
+        return False
+    sys.path.insert(0, str(Path(script[0]).resolve().parent))
+    gc.disable()  # imports make no garbage
+    if opts:
+        runpy.run_path(script[0], run_name="preload")
+        if "--no-tensorboard" not in script:
+            with contextlib.suppress(ImportError):
+                import torch.utils.tensorboard  # noqa: F401
+    else:  # its code may lack `if __name__ == "__main__"`
+        import common.elastic  # noqa: F401
+    gc.freeze()  # the collector leaves these objects alone: processes share their memory without a copy
+    atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
+    gc.enable()
+    import torch
+    if torch.cuda.is_initialized() or sys.platform == "linux" and len(os.listdir("/proc/self/task")) > 1:
+        say("torchrun: the imports have touched a GPU or started threads, which no fork can use: "
+            "each process will import for itself", sys.stderr)
+        return False
+    return True
+
+
+def settled(own, folder):
+    """torchrun's arguments with our settings; `folder` is temporary."""
     # The command line's settings are added to these: torchrun alone would drop those of the environment.
     conf = ("--rdzv_conf=", "--rdzv-conf=")
-    arguments = [text.replace("=", f"={os.environ['PET_RDZV_CONF']},", 1) if text.startswith(conf) else text
-                 for text in arguments[:at]] + arguments[at:]
-    subprocess.Popen = Worker  # before torch takes it from there
+    own = [text.replace("=", f"={os.environ['PET_RDZV_CONF']},", 1) if text.startswith(conf) else text
+           for text in own]
     os.environ.setdefault("PET_LOG_DIR", folder)  # else torchrun leaves a folder behind at every start
-    elsewhere = any(text.lstrip("-").startswith(MEETING) for text in arguments[:at])
+    elsewhere = any(text.lstrip("-").startswith(MEETING) for text in own)
     if not elsewhere and not {"PET_NNODES", "PET_RDZV_ENDPOINT", "PET_STANDALONE"} & set(os.environ):
         # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
         os.environ["PET_RDZV_CONF"] += ",store_type=file"
-        return run(["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous",
-                    f"--rdzv_id={uuid.uuid4()}", "--local_addr=127.0.0.1", *arguments])
-    address = address_towards(flag_in(arguments[:at], "rdzv_endpoint", os.environ))
-    if address and not flag_in(arguments[:at], "local_addr", os.environ):
-        arguments = [f"--local_addr={address}", *arguments]
-    return run(arguments)
+        os.environ.setdefault("PET_MONITOR_INTERVAL", "0.02")
+        return ["--rdzv_backend=c10d", f"--rdzv_endpoint={folder}/rendezvous", f"--rdzv_id={uuid.uuid4()}",
+                "--local_addr=127.0.0.1", *own]
+    if flag_in(own, "local_addr", os.environ):
+        return own
+    address = address_towards(flag_in(own, "rdzv_endpoint", os.environ))
+    return [f"--local_addr={address}", *own] if address else own
 
 
 def address_towards(endpoint):
@@ -137,69 +171,11 @@ def address_towards(endpoint):
         return None if address.startswith("127.") else address
 
 
-def count(arguments):
+def count(own):
     """How many processes torchrun will start; 0 if only torchrun knows (several machines, one per GPU)."""
-    from common.options.environment import flag_in
-    each, nodes = (flag_in(arguments, name, os.environ) for name in ("nproc_per_node", "nnodes"))
+    each, nodes = (flag_in(own, name, os.environ) for name in ("nproc_per_node", "nnodes"))
     return int(each or 1) if nodes in (None, "1", "1:1") and (each or "1").isdecimal() else 0
 
 
-def run(arguments):
-    """torchrun; returns the exit code."""
-    began = time.monotonic()
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.run import main as torchrun
-    if "LOGLEVEL" not in os.environ:
-        for name in ("agent.server.api", "multiprocessing.api"):  # they report each signal they pass on
-            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.ERROR)
-    try:
-        torchrun(arguments)
-        return 0
-    except SignalException:
-        return code_of_a_stop()
-    except (ChildFailedError, RendezvousError) as error:
-        if final := [code for code in codes() if code in FINAL]:
-            return final[0]
-        child = isinstance(error, ChildFailedError)
-        seconds = time.monotonic() - began
-        print(error if child else f"error: {not_met(error, arguments, seconds)}", file=sys.stderr)
-        return 1
-
-
-def codes():
-    """The exit codes of the newest life's workers, the last one first."""
-    return [worker.returncode for worker in reversed(Worker.started)]
-
-
-def code_of_a_stop():
-    """The exit code after a requested stop."""
-    found = codes()
-    if final := [code for code in found if code in FINAL]:
-        return final[0]
-    return STOPPED if STOPPED in found or -signal.SIGKILL not in found else 1  # killed: nothing was saved
-
-
-def not_met(error, arguments, seconds):
-    """Why the machines did not find each other, in three lines."""
-    from common.options.environment import flag_in
-    place, name = (flag_in(arguments, flag, os.environ) for flag in ("rdzv_endpoint", "rdzv_id"))
-    match type(error).__name__:
-        case "RendezvousClosedError":
-            return (f"job {name} at {place} is over: it is complete, or a machine gave it up\n"
-                    "       to train on, start all machines again with a new --rdzv_id")
-        case "RendezvousTimeoutError":
-            return (f"job {name} at {place}: too few machines came in {seconds:.0f} s\n"
-                    "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?")
-    words = " ".join(str(error).split())[:100]
-    return (f"job {name}: no rendezvous at {place} in {seconds:.0f} s ({words})\n"
-            "       does `python launch/store.py` run there? "
-            "is the address one of that machine, not 127.0.1.1?\n"
-            "       does a firewall stand between? then start it again")
-
-
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory(prefix="torchelastic_") as notes:
-        leave_before_there_are_workers(notes)
-        sys.exit(main(sys.argv[1:], notes))
+    sys.exit(main(sys.argv[1:]))

@@ -3,8 +3,8 @@
     python tests/bench/restart.py --rounds 7
 
 Interleaved: a bare DDP script under torchrun (no checkpoint, nothing to restore: the floor of every cold
-restart), this project under plain torchrun, and this project under launch/warm.py. Medians, and ratios to the
-bare script of the same round.
+restart), this project under plain torchrun, and this project under launch/torchrun.py. Medians, and ratios
+to the bare script of the same round.
 """
 import argparse
 import contextlib
@@ -97,7 +97,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
-    draw, seconds = random.Random(given.seed), {"bare": [], "torchrun": [], "warm": []}
+    draw, seconds = random.Random(given.seed), {"bare": [], "torchrun": [], "ours": []}
     with tempfile.TemporaryDirectory() as folder:
         bare = Path(folder, "bare.py")
         bare.write_text(BARE)
@@ -110,7 +110,7 @@ def main():
                          "--log-every", "100",
                          "--save-every", "0"]
                 command = {"bare": [*TORCHRUN, bare, f"{run}.log"], "torchrun": [*TORCHRUN, *flags],
-                           "warm": [sys.executable, "launch/warm.py", "--nproc", "2", *flags]}[name]
+                           "ours": [sys.executable, "launch/torchrun.py", "--nproc_per_node=2", *flags]}[name]
                 job = Job(list(map(str, command)), f"{run}.log" if name == "bare" else run / "ledger.jsonl")
                 try:
                     job.wait_for(1)

@@ -78,7 +78,7 @@ def test_the_manifests_obey_the_published_schemas(path):
 @FILE
 def test_only_what_another_try_cannot_mend_fails_the_job(path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "launch")
-    final = {*importlib.import_module("warm").FINAL}
+    final = {*importlib.import_module("workers").FINAL}
     job, pod, container = training(path)
     disrupted, fail, stopped = job["podFailurePolicy"]["rules"]
     assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget",

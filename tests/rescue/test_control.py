@@ -56,15 +56,15 @@ def test_a_signal_saves_and_the_run_goes_on(jobs, tmp_path):
     assert job.wait() == 0 and events(run, "save")[0]["step"] == events(run, "control")[0]["step"], job.output
 
 
-@pytest.mark.parametrize("how", ["torchrun", "warm", "alone"])
+@pytest.mark.parametrize("how", ["torchrun", "launcher", "alone"])
 def test_stop_ends_all_processes_after_one_step_with_143_and_no_new_life(jobs, tmp_path, how):
     run = tmp_path / "run"
     flags = (*PACED, f"--run-dir={run}")
     if how == "torchrun":
         job = jobs.torchrun(2, "train_ddp.py", *flags, PACE="0.05")
     else:
-        warm = ("launch/warm.py", "--nproc", 2, ROOT / "train_ddp.py")
-        job = jobs.python(*(warm if how == "warm" else warm[-1:]), *flags, PACE="0.05")
+        words = ("launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py")
+        job = jobs.python(*(words if how == "launcher" else words[-1:]), *flags, PACE="0.05")
     wait_for(run, 2, 0, job)
     ask(run, "stop", job)
     code = job.wait(40)

@@ -115,7 +115,7 @@ class Jobs:
     def _warm_up(self):
         if self.warm:
             return
-        self.warm = subprocess.Popen([sys.executable, str(TESTS / "warm.py")], stdin=subprocess.PIPE,
+        self.warm = subprocess.Popen([sys.executable, str(TESTS / "warm_torchrun.py")], stdin=subprocess.PIPE,
                                      stdout=subprocess.PIPE,
                                      env=self.environment(), start_new_session=True)
         self.warm.stdout.readline()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKEN = f"tests-{uuid.uuid4().hex}"  # in the environment of all that a test starts
-KEPT = ("tests/tools/warm.py", "resource_tracker")  # processes that live as long as pytest
+KEPT = ("tests/tools/warm_torchrun.py", "resource_tracker")  # processes that live as long as pytest
 # torch's cache; what torchrun itself leaves; what multiprocessing cannot remove when its process is killed.
 NOT_OURS = ("torchinductor_", "torchelastic_", "pymp-", "__pycache__", ".pytest_cache", ".ruff_cache")
 PATIENCE = 5.0                                                       # seconds

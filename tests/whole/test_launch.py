@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from jobs import PACED, ROOT, audit, children, lives, state, until, wait_for
@@ -60,8 +59,8 @@ def clone(tmp_path):
         shutil.copy(ROOT / name, root / name)
     for name in ("requirements.txt", "tests/requirements.txt"):
         (root / name).write_text("# nothing\n\npip >= 9\n")
-    for name in ("warm.py", "torchrun.py"):
-        (root / "launch" / name).write_text("import json, sys; print(json.dumps([sys.prefix, *sys.argv]))")
+    said = "import json, sys; print(json.dumps([sys.prefix, *sys.argv]))"
+    (root / "launch/torchrun.py").write_text(said)
     return root
 
 
@@ -77,11 +76,11 @@ def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_f
     assert "making " in first.stdout
     prefix, agent, *rest = given(first)
     assert Path(prefix) == clone / ".venv" and Path(agent).parent == clone / "launch"
-    assert rest[-len(words) - 1:] == [str(clone / "train_ddp.py"), *words] and "3" in rest[:2][-1]
+    assert rest == ["--nproc_per_node=3", str(clone / "train_ddp.py"), *words]
     assert not {"x", "y"} & {path.name for path in tmp_path.iterdir()}
     made = (clone / ".venv/pyvenv.cfg").stat().st_mtime_ns
     second = sh(clone / "launch/local.sh", cwd=tmp_path, NPROC="5", CUDA_VISIBLE_DEVICES="")
-    assert len(second.stdout.splitlines()) == 1 and "5" in given(second)[2:][1] + given(second)[2]
+    assert len(second.stdout.splitlines()) == 1 and given(second)[2] == "--nproc_per_node=5"
     assert (clone / ".venv/pyvenv.cfg").stat().st_mtime_ns == made
 
     shutil.rmtree(next((clone / ".venv/lib").glob("python*/site-packages")) / "pip")  # as if cut short
@@ -206,18 +205,15 @@ def test_help_is_that_of_the_training():
 
 def test_settings_on_the_command_line_come_on_top_of_the_launchers_own(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "launch")
-    monkeypatch.setattr(subprocess, "Popen", subprocess.Popen)  # which main() replaces
-    for name in ("PET_RDZV_CONF", "PET_LOG_DIR", "PET_MAX_RESTARTS", "PET_SIGNALS_TO_HANDLE",
-                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
-        monkeypatch.setenv(name, "")  # so that monkeypatch takes back what main() sets
+    for name in ("PET_LOG_DIR", "PET_MONITOR_INTERVAL"):
+        monkeypatch.setenv(name, "")  # so that monkeypatch takes back what is set
         monkeypatch.delenv(name)
     launcher = importlib.import_module("torchrun")
-    monkeypatch.setattr(launcher, "run", lambda arguments: arguments)
-    own, rest = launcher.SETTINGS["PET_RDZV_CONF"], ["nowhere/train_ddp.py", "--rdzv_conf=its=own"]
-    assert launcher.main(["--nnodes=1:2", "--rdzv_conf=is_host=0,last_call_timeout=9", *rest],
-                         str(tmp_path)) == [
-        "--nnodes=1:2", f"--rdzv_conf={own},is_host=0,last_call_timeout=9", *rest]
-    assert launcher.main(["--nproc_per_node=2", *rest], str(tmp_path))[0] == "--rdzv_backend=c10d"
+    own = launcher.SETTINGS["PET_RDZV_CONF"]
+    monkeypatch.setenv("PET_RDZV_CONF", own)
+    assert launcher.settled(["--nnodes=1:2", "--rdzv_conf=is_host=0,last_call_timeout=9"], str(tmp_path)) == [
+        "--nnodes=1:2", f"--rdzv_conf={own},is_host=0,last_call_timeout=9"]
+    assert launcher.settled(["--nproc_per_node=2"], str(tmp_path))[0] == "--rdzv_backend=c10d"
 
 
 @pytest.mark.parametrize("own, endpoint, address", [
@@ -276,40 +272,26 @@ def test_the_launcher_counts_processes_as_torchrun_does_or_not_at_all(monkeypatc
 
 
 @pytest.mark.parametrize("codes, left_with", [
-    ([143, 143], 143), ([143, -9], 143), ([-9, -9], 1), ([-15, -15], 143), ([], 143), ([143, 3], 3)])
+    ([143, 143], 143), ([143, -9], 143), ([-9, -9], 1), ([-15, -15], 143), ([], 143), ([143, 3], 3),
+    ([0, 0], 0)])
 def test_a_stop_is_143_unless_everybody_was_killed_before_it_had_saved(monkeypatch, codes, left_with):
-    import torch.distributed.run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-
-    def torchrun(arguments):
-        raise SignalException("stop", signal.SIGTERM)
-
     monkeypatch.syspath_prepend(ROOT / "launch")
-    launcher = importlib.import_module("torchrun")
-    monkeypatch.setattr(torch.distributed.run, "main", torchrun)
-    monkeypatch.setattr(launcher.Worker, "started", [SimpleNamespace(returncode=code) for code in codes])
-    assert launcher.run([]) == left_with
+    workers = importlib.import_module("workers").Workers(0, None)
+    workers.codes, workers.asked, workers.code = codes, True, 143
+    assert workers.verdict() == left_with
 
 
 @pytest.mark.parametrize("name, words", [
     ("RendezvousConnectionError", "no rendezvous at there:29400 in"),
     ("RendezvousTimeoutError", "too few machines came in"),
     ("RendezvousClosedError", "is over: it is complete, or a machine gave it up")])
-def test_machines_that_do_not_meet_are_told_where_how_long_and_what_to_look_at(monkeypatch, capsys, name,
-                                                                               words):
+def test_machines_that_do_not_meet_are_told_where_how_long_and_what_to_look_at(monkeypatch, name, words):
     import torch.distributed.elastic.rendezvous as rendezvous
-    import torch.distributed.run
-
-    def torchrun(arguments):
-        raise getattr(rendezvous, name)("The connection\nhas failed. See inner exception for details.")
-
     monkeypatch.syspath_prepend(ROOT / "launch")
-    launcher = importlib.import_module("torchrun")
-    monkeypatch.setattr(torch.distributed.run, "main", torchrun)
-    monkeypatch.setattr(launcher.Worker, "started", [])
-    assert launcher.run(["--rdzv_id=J7", "--rdzv_endpoint", "there:29400"]) == 1  # another try may succeed
-    said = capsys.readouterr().err
-    assert said.startswith("error: job J7") and words in said and said.count("\n") <= 3
+    error = getattr(rendezvous, name)("The connection\nhas failed. See inner exception for details.")
+    words_given = ["--rdzv_id=J7", "--rdzv_endpoint", "there:29400"]
+    said = importlib.import_module("agent").not_met(error, words_given, 9)
+    assert said.startswith("job J7") and words in said and said.count("\n") <= 2
 
 
 def hears(pid):
@@ -322,7 +304,7 @@ WAITS = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_id=one", "--rdzv_endpoint=
          "--rdzv_conf=store_type=file"]
 
 
-@pytest.mark.parametrize("agent, when", [(["warm.py"], hears), (["torchrun.py", *WAITS], hears),
+@pytest.mark.parametrize("agent, when", [(["torchrun.py"], hears), (["torchrun.py", *WAITS], hears),
                                          (["torchrun.py", *WAITS], lambda _: os.path.getsize("meeting"))])
 def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(start, monkeypatch, tmp_path, agent,
                                                                           when):
@@ -341,7 +323,7 @@ def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(start,
 
 def test_a_worker_that_still_saves_is_given_time_and_one_that_does_nothing_is_not(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "launch")
-    launcher = importlib.import_module("patience")
+    launcher = importlib.import_module("workers")
 
     def waited_for(code):
         with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{code}"],
@@ -389,7 +371,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
 
     job = start(*command, **env)
     life = wait_for(run, 3, job=job)
-    assert len(life["pids"]) == 2 == len(children(job.pid))
+    assert len(life["pids"]) == 2 and {*life["pids"]} < {*children(job.pid)}
     for pid in (job.pid, *life["pids"]):
         assert all(LOOPBACK.match(place) for place in listeners(pid).values()), listeners(pid)
     os.kill(life["pids"][1], signal.SIGKILL)

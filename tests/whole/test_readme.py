@@ -23,8 +23,7 @@ PAGES = [ROOT / "README.md",
 README, COMMON, LAUNCH = [(ROOT / name / "README.md").read_text(encoding="utf-8")
                           for name in ("", "common", "launch")]
 # flags of their own
-LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/warm.py": {"--nproc", "--max-restarts"},
-             "launch/ssh.sh": set()}
+LAUNCHERS = {"launch/local.sh": {"--nproc"}, "launch/ssh.sh": set()}
 MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "status.json", "model.", "optimizer.",
         "state.json", "manifest.json", "tb/",
         "audit/")  # by a reader or by a run
@@ -236,8 +235,8 @@ def test_the_readmes_name_the_rooms_of_common_and_no_other():
 
 def test_the_exit_codes_in_the_readmes_are_those_of_the_launcher(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "launch")
-    warm = import_module("warm")
-    codes = {0, *warm.FINAL, warm.STOPPED}
+    workers = import_module("workers")
+    codes = {0, *workers.FINAL, workers.STOPPED}
     said = README.partition("Exit codes:")[2].partition("\n\n")[0]
     assert {int(n) for n in re.findall(r"(?:^|· |\n)\s*(\d+) [a-z]", said)} == codes | {1}
     assert {int(cells[0]) for cells in rows(LAUNCH, "code |")} == codes | {1}
@@ -350,7 +349,7 @@ def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(tmp_p
     shown = next(text for text in fenced(README, "") if text.startswith("run runs/net-digits")).splitlines()
     shapes = {shape(line) for line in shown if line.startswith(("going", "resuming", "epoch", "step"))}
     assert len(shapes) == 3 and shapes <= {shape(line) for line in printed.splitlines()}
-    code = "".join(path.read_text() for path in [*(ROOT / "common").rglob("*.py"), ROOT / "launch/warm.py"])
+    code = "".join(path.read_text() for room in ("common", "launch") for path in (ROOT / room).rglob("*.py"))
     for words in ("stopped on ", "was killed by ", " by rank "):
         assert words in code and words in "\n".join(shown), words
     made = {path.name for path in (tmp_path / "run").rglob("*")}

@@ -53,8 +53,8 @@ def test_kills_leave_one_bar_that_is_not_torn_and_a_sentence_for_each_death(jobs
     run, pids = tmp_path / "run", []
     with Terminal() as terminal:
         (jobs.folder / f"output-{jobs.count + 1}").symlink_to(os.ttyname(terminal.theirs))
-        job = jobs.start(ROOT / "launch/warm.py", "--nproc", 2, ROOT / "train_ddp.py", *PACED, "--epochs=3",
-                         "--run-dir", run, TERM="xterm", PACE="0.02")
+        job = jobs.start(ROOT / "launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py", *PACED,
+                         "--epochs=3", "--run-dir", run, TERM="xterm", PACE="0.02")
         for life in (0, 1):
             pids.append(wait_for(run, 6 + 8 * life, life)["pids"][life])
             assert jobs.kill(pids[-1])

@@ -1,0 +1,246 @@
+"""The processes of a launcher: forked with everything imported, watched, ended; what their ends mean.
+
+    launcher -+- agent: torch's, which meets the other machines and asks over `line` for a life, or its end
+              +- worker, worker, ...
+
+The launcher forks and therefore has one thread and never touches a GPU: a fork lacks the other threads, and
+CUDA cannot be used in it. All that needs threads or a GPU happens in the agent and in the workers.
+"""
+import atexit
+import contextlib
+import ctypes
+import json
+import os
+import runpy
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+
+# bad input, no whole checkpoint, saves fail, no progress, another job's run, a device computes wrong numbers
+FINAL = (2, 3, 4, 5, 6, 7)
+STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOPPED = 143
+MESSAGE_BYTES = 1 << 18
+SILENCE_SECONDS = 20     # without workers: a message
+LEAVE_SECONDS = 5.0      # for the agent to tell the others, once it has no workers and shall end
+GRACE_SECONDS = 30.0     # from the first signal to SIGKILL for workers that do nothing, as with torchrun
+LONGEST_SECONDS = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
+
+
+class Workers:
+    """Those of the newest life that run, by pid, and the exit codes of those that have ended."""
+
+    def __init__(self, agent, line, run=None, say=print, died=lambda rank, how: None):
+        """`run(words)` is what a forked worker does; without it `words` are executed afresh."""
+        self.agent, self.line, self.run, self.say, self.died = agent, line, run, say, died
+        self.running, self.codes, self.cause, self.patience, self.asked = {}, [], "", None, False
+
+    def serve(self):
+        """Starts and ends workers as the agent asks, and ends it on a signal; returns the exit code."""
+        self.wake = os.pipe()
+        for end in self.wake:
+            os.set_blocking(end, False)
+        for number in (*STOP, signal.SIGCHLD):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(self.wake[1], warn_on_full_buffer=False)
+        self.code, heard, silent, self.until = None, [self.line], True, float("inf")
+        self.bury()  # what ended before
+        while self.code is None or self.running:
+            wait = 1 if self.patience or self.asked else SILENCE_SECONDS if silent else None
+            ready = select.select([self.wake[0], *heard], [], [], wait)[0]
+            if silent and not ready and not self.asked:
+                self.say(f"torchrun: nothing has met for {SILENCE_SECONDS} s: "
+                         "the rendezvous does not answer, or machines are missing", sys.stderr)
+            silent = False
+            if self.line in ready:
+                if words := self.hear():
+                    self.obey(*json.loads(words))
+                else:  # it has ended
+                    heard = []
+            for number in os.read(self.wake[0], 256) if self.wake[0] in ready else b"":
+                self.bury() if number == signal.SIGCHLD else self.stop(number)
+            if self.running and self.patience and not self.patience.lasts(self.running):
+                self.signal(signal.SIGKILL)
+            if self.asked and not self.running and time.monotonic() > self.until:
+                os.kill(self.agent, signal.SIGKILL)
+        return self.verdict()
+
+    def hear(self):
+        with contextlib.suppress(ConnectionError):
+            return self.line.recv(MESSAGE_BYTES)
+
+    def obey(self, what, *words):
+        """A message of the agent's."""
+        if what == "end":
+            self.end(*words)
+        elif self.asked and not self.code:  # it has not heard yet
+            os.kill(self.agent, signal.SIGKILL)
+        elif what == "life":
+            if self.cause:
+                self.say(f"torchrun: {self.cause}, starting again", sys.stderr)
+            self.codes, self.cause, self.patience = [], "", None
+        else:
+            self.start(*words)
+
+    def start(self, place, words, environ, files):
+        """Forks a worker, number `place` of this machine; its output goes into these files, if named."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        launcher = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # else the child would tell us of its signals
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                die_with(launcher, signal.SIGTERM)
+                os.setsid()  # Ctrl-C reaches the launcher, and through it the workers
+                self._begin_anew()
+                for stream, path in enumerate(files, 1):
+                    if path:
+                        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
+                os.environ.update(environ)
+                code = self.run(words) if self.run else os.execvp(words[0], words)
+            except OSError as error:
+                print(f"error: {words[0]}: {error}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(code)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        self.running[pid] = place, int(environ["RANK"])
+        self.tell("began", place, pid)
+
+    def _begin_anew(self):
+        signal.set_wakeup_fd(-1)
+        for number in (*STOP, signal.SIGCHLD):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        self.line.close()
+        for end in self.wake:
+            os.close(end)
+
+    def bury(self):
+        """Takes note of every process that has ended; one SIGCHLD may stand for several."""
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, code = found[0], os.waitstatus_to_exitcode(found[1])
+                self.until = time.monotonic() + LEAVE_SECONDS
+                if pid == self.agent:
+                    self.code = code
+                    self.end(signal.SIGTERM)
+                elif pid in self.running:
+                    place, rank = self.running.pop(pid)
+                    self.codes.append(code)
+                    self.tell("ended", place, code)
+                    if code:
+                        self.failed(pid, rank, code)
+
+    def failed(self, pid, rank, code):
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        if not self.patience:  # else it was told to end
+            self.cause = f"rank {rank} (pid {pid}) {how}"
+        if code not in (1, STOPPED, *FINAL):
+            self.died(rank, how)  # the others may stop before they miss it
+        if code in FINAL:
+            self.stop(signal.SIGTERM)
+        self.end(signal.SIGTERM)  # a survivor saves, if it has not done so already
+
+    def stop(self, number):
+        """A signal: the workers get it too, and there will be no other life."""
+        again, self.asked = self.asked, True
+        if self.running or self.codes and not again:
+            self.tell("leave", number)
+            self.end(number)
+        elif self.code is None:
+            os.kill(self.agent, signal.SIGKILL)
+
+    def end(self, number):
+        if self.running:
+            self.signal(number)
+            self.patience = self.patience or Patience(self.running)
+            self.patience.lasts(self.running)
+
+    def signal(self, number):
+        for pid in self.running:
+            os.kill(pid, number)
+
+    def tell(self, *words):
+        with contextlib.suppress(OSError):  # it has ended
+            self.line.send(json.dumps(words).encode())
+
+    def verdict(self):
+        """The launcher's exit code."""
+        if final := [code for code in self.codes if code in FINAL]:
+            return final[0]
+        if self.codes and not any(self.codes) and (self.asked or not self.code):
+            return 0
+        if not self.asked:
+            return self.code if self.code in (0, 1) else 1
+        # killed: it had no time to save
+        return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1
+
+
+class Patience:
+    """How long to wait for workers that must end: while they work (they save), at most LONGEST_SECONDS."""
+
+    def __init__(self, pids, grace=GRACE_SECONDS, longest=LONGEST_SECONDS):
+        self.grace, self.work = grace, work_of(pids)
+        self.look, self.last = time.monotonic() + grace, time.monotonic() + longest
+
+    def lasts(self, pids):
+        """Whether to wait longer; resumes stopped workers, which nothing else would resume."""
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        now, before = time.monotonic(), self.work
+        if now >= self.look:
+            self.look, self.work = now + self.grace, work_of(pids)
+            return now < self.last and self.work != before
+        return now < self.last
+
+
+def work_of(pids):
+    """A number that changes while these processes compute, read, write, or wait for a disk."""
+    done = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/io") as file:
+                done += sum(int(line.split()[1]) for line in file)
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                done += int(fields[11]) + int(fields[12]) + (time.monotonic_ns() if fields[0] == "D" else 0)
+        except OSError:
+            pass  # it has ended, or this is no Linux
+    return done
+
+
+def die_with(parent, number):
+    """Lets the kernel send this process the signal when its parent dies: no orphan trains."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, number, 0, 0, 0)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def run_script(words):
+    """Does in this process what `python -u SCRIPT ...` does; returns its exit code."""
+    code, sys.argv = 0, words[2:]
+    sys.stdout.reconfigure(write_through=True)
+    try:
+        runpy.run_path(words[2], run_name="__main__")
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(OSError, ValueError):
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
