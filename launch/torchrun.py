@@ -1,6 +1,6 @@
 """torchrun with the settings that this project needs; a restart takes tenths of a second.
 
-    python launch/torchrun.py --nproc_per_node=2 train_ddp.py           # all options are torchrun's
+    python launch/torchrun.py --nproc_per_node=2 train_ddp.py       # takes all options of torchrun
     python launch/torchrun.py --nnodes=1:4 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_id=JOB \\
         --rdzv_endpoint=HOST:29400 train_ddp.py --run-dir /shared/run    # on each of one to four machines
 
