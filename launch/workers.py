@@ -1,8 +1,8 @@
 """The processes of a launcher: forked with everything imported, watched, ended; what their ends mean.
 
 The launcher is the parent of all: of the agent, which meets the other machines and asks over `line` for a
-life or for its end, and of the workers. Because it forks, it has one thread and never touches a GPU: a fork lacks
-all other threads, and CUDA could not be used in it.
+life or for its end, and of the workers. Because it forks, it has one thread and never touches a GPU: a fork
+lacks all other threads, and CUDA could not be used in it.
 """
 import atexit
 import contextlib
