@@ -26,7 +26,7 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "launch")]
+sys.path.insert(0, str(ROOT))
 
 from workers import STOP, STOPPED, Workers, run_script  # noqa: E402
 
