@@ -72,7 +72,7 @@ def export(step, folder, target):
 
     Averages, if there are any, are the weights; tied weights are there once.
     """
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file, save
     weights, optimizer = {}, {}
     for name in sorted(read_manifest(step, folder)["files"], key=lambda name: (len(name), name)):
         found = weights if name.endswith("model.safetensors") else optimizer
@@ -85,8 +85,12 @@ def export(step, folder, target):
                         "resume the run, so that it saves again")
     chosen = {name: torch.cat(rows) if len(rows) > 1 else rows[0]
               for name, rows in (weights | averages).items() if name not in (tied or {})}
-    save_file(chosen, f"{target}.new", {"format": "pt"})
-    os.rename(f"{target}.new", target)
+    aside, content = Path(f"{target}.new"), save(chosen, {"format": "pt"})
+    aside.write_bytes(content)
+    if aside.read_bytes() != content:
+        aside.unlink()
+        raise UserError(f"{target}: what was written reads back as something else\nexport to another disk")
+    os.rename(aside, target)
     notes = [f"{len(chosen)} tensors of step {step}", *["averaged"] * bool(averages),
              *[f"{name} is {first}" for name, first in (tied or {}).items()]]
     return f"{target}: {', '.join(notes)}"

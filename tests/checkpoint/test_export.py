@@ -1,5 +1,6 @@
 """What a finished run is good for: its best checkpoint by name, its weights as a file that anybody reads."""
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,6 +51,14 @@ def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys)
     assert main([str(run), "--best", "--export", str(file)]) == 3 and not file.exists()
     assert main([str(run / "checkpoints/step-00000001"), "--export", str(file)]) == 3 and not file.exists()
     assert main([str(run), "--export", str(file)]) == 0 and "of step 2" in capsys.readouterr().out
+
+
+def test_an_export_that_reads_back_as_something_else_leaves_no_file(tmp_path, capsys, monkeypatch):
+    run, file = trained(tmp_path), tmp_path / "w.safetensors"
+    write = Path.write_bytes
+    monkeypatch.setattr(Path, "write_bytes", lambda path, content: write(path, content[:-1] + b"!"))
+    assert main([str(run), "--export", str(file)]) == 2
+    assert "reads back as something else" in capsys.readouterr().err and not list(tmp_path.glob("w*"))
 
 
 def test_what_is_exported_loads_strictly_into_the_bare_net(tmp_path, capsys):

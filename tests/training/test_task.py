@@ -1,11 +1,13 @@
 """Tasks of one's own: exact means, the same bits at any world; what cannot be is refused at the start."""
 import math
+import sys
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import tasks
 import torch
+from fakes import SyncedNorm
 from jobs import TESTS, audit
 from ranks import fork_ranks
 from samples import share_of
@@ -180,6 +182,51 @@ def test_replicas_in_one_process_take_and_give_trees(name):
     assert found == pytest.approx(loss, rel=1e-12) and judged == pytest.approx(metrics, rel=1e-12)
     for key, tensor in weights.items():
         torch.testing.assert_close(moved[key], tensor, rtol=0, atol=1e-12)
+
+
+# ---- what GPUs alone have: the scale of fp16, BatchNorm over all ranks ---------------------------------
+def scaled(world, name, scale):
+    life = Life(sgd(name, amp="fp16"), world)
+    life.state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for module in life.state.net.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    life.epoch(1)
+    return life.weights(), life.state.scaler.get_scale()
+
+
+@pytest.mark.parametrize("name", ["regression", "padded"])
+def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count_and_all_skip_an_overflow(name, monkeypatch):
+    monkeypatch.setattr(sys.modules["common.training.prepare"], "fit", lambda net, *_: net)  # it refuses CPUs
+    wanted, before = full_batch(name, 11)[0], build_model(options(name), None).state_dict()
+    for world in (1, 2, 5):
+        for weights, scale in fork_ranks(world, scaled, name, 1024.0):
+            assert scale == 1024.0
+            for key, tensor in wanted.items():
+                moved = (tensor - before[key]).abs().max()
+                torch.testing.assert_close(weights[key].double(), tensor, rtol=0, atol=0.01 * moved + 1e-6)
+        for weights, scale in fork_ranks(world, scaled, name, 2.0**60):
+            assert scale == 2.0**59 and all(map(torch.equal, weights.values(), before.values()))
+
+
+def with_norm(net, opts, world, *_):
+    norm = SyncedNorm(8) if world.size > 1 else torch.nn.BatchNorm1d(8)
+    return torch.nn.Sequential(net[0], norm.double(), *net[1:])
+
+
+@pytest.mark.parametrize("world, size, micro", [(2, 11, 0), (3, 2, 0), (3, 11, 2)])
+def test_with_sync_bn_the_ranks_of_a_task_make_each_forward_together(world, size, micro, monkeypatch):
+    monkeypatch.setattr(sys.modules["common.training.prepare"], "fit", with_norm)
+    step = partial(one_step, sync_bn=True, micro_batch_size=micro)
+    found = fork_ranks(world, step, "weighted", size)
+    for key, tensor in found[0][0].items():
+        assert all(torch.equal(weights[key], tensor) for weights, _ in found) or "running" in key
+    if not micro:  # one BatchNorm over the global batch
+        (alone, record), = fork_ranks(1, step, "weighted", size)
+        assert found[0][1] == pytest.approx(record, rel=1e-12)
+        for key, tensor in alone.items():
+            if "1." not in key or "weight" in key or "bias" in key:
+                torch.testing.assert_close(found[0][0][key], tensor, rtol=0, atol=1e-12)
 
 
 # ---- what is refused, before the first step -----------------------------------------------------------

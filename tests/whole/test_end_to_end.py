@@ -145,6 +145,37 @@ def test_plain_torchrun_without_a_variable_survives_kills_in_a_row(jobs, run, un
     assert_same(run, unbroken)
 
 
+SLOW = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from tasks import padded, padded_data, padded_net
+
+def slow(net, batch):
+    time.sleep(float(os.environ.get("PACE", "0")))
+    return padded(net, batch)
+"""
+
+
+def test_a_task_with_its_own_collate_ends_with_the_same_bits_after_a_kill_and_in_another_world(jobs, run,
+                                                                                            tmp_path):
+    mine, unbroken = tmp_path / "mine.py", tmp_path / "unbroken"
+    mine.write_text(SLOW.format(tests=str(TESTS)))
+    flags = (f"--task={mine}:slow", f"--model={mine}:padded_net", f"--dataset={mine}:padded_data", "--audit",
+             "--virtual-ranks=4", "--global-batch-size=11", "--epochs=3", "--log-every=1", "--no-tensorboard")
+    assert jobs.python("train_ddp.py", *flags, f"--run-dir={unbroken}").wait() == 0
+    job = jobs.torchrun(2, "train_ddp.py", *flags, f"--run-dir={run}", PACE="0.02")
+    jobs.kill(wait_for(run, 5, job=job)["pids"][1])
+    wait_for(run, 9, 1, job)
+    job.kill(signal.SIGTERM)
+    assert job.wait() != 0
+    assert jobs.torchrun(3, "train_ddp.py", *flags, f"--run-dir={run}").wait() == 0
+    assert [life["world"] for life in lives(run)] == [2, 2, 3] and audit(run) == CLEAN
+    newest = [max((folder / "checkpoints").glob("step-*")) for folder in (run, unbroken)]
+    digests = [json.loads((folder / "manifest.json").read_text())["digest"] for folder in newest]
+    assert newest[0].name == newest[1].name and digests[0] == digests[1]
+    assert last_loss(run) == last_loss(unbroken)
+
+
 def test_workers_die_with_their_agent_and_the_next_job_loses_nothing(jobs, run, unbroken):
     job = ddp(jobs, 2, run)
     pids = wait_for(run, 5, 0, job)["pids"]
