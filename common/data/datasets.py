@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from common.data.pictures import imagefolder
 from common.data.shards import tar
+from common.data.splits import crop_flip, flip, inherited, whole
 from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
 from common.data.tokens import text, tokens
 from common.errors import UserError, did_you_mean, one_line
@@ -36,7 +37,7 @@ def mnist(opts):
 
 def fashion_mnist(opts):
     """Pictures of clothes in the format of MNIST, from DATA_DIR/FashionMNIST/raw."""
-    return read_mnist(opts, mean=(0.2860,), std=(0.3530,), augment="flip")
+    return read_mnist(opts, mean=(0.2860,), std=(0.3530,), augment=flip)
 
 
 def read_mnist(opts, **facts):
@@ -84,7 +85,7 @@ def cifar10(opts):
         pairs = [unpickle_cifar(opts, train) for train in (True, False)]
     else:
         raise missing(opts, folder)
-    return Source(*pairs, classes=10, augment="crop_flip",
+    return Source(*pairs, classes=10, augment=crop_flip,
                   mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
@@ -150,22 +151,6 @@ def user_dataset(opts):
 def highest(tensors):
     """As many classes or words as the numbers in these tensors need."""
     return max(int(tensor.max()) for tensor in tensors) + 1
-
-
-def inherited(dataset, name):
-    """An attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
-    while dataset is not None:
-        if (found := getattr(dataset, name, None)) is not None:
-            return found
-        dataset = getattr(dataset, "dataset", None)
-    return None
-
-
-def whole(label):
-    """The number of a class; a ValueError if int() would round it."""
-    if float(label) != int(label):
-        raise ValueError(f"label {float(label):g} is not a whole number")
-    return int(label)
 
 
 def count_classes(dataset):

@@ -8,7 +8,7 @@ import torch
 
 from common.data.datasets import find_source, make_ready
 from common.data.prefetch import Cuts, Shares, from_workers, map_tensors
-from common.data.splits import AUGMENTATIONS, DatasetSplit, FetchSplit, TensorSplit, as_input
+from common.data.splits import DatasetSplit, FetchSplit, TensorSplit, as_input
 from common.data.synthetic import Source
 from common.errors import UserError
 from common.options import Options
@@ -66,7 +66,7 @@ def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
             raise UserError(f"dataset {name}: the {part} set is empty\nat least one sample is needed")
         if isinstance(samples, tuple):
             x, y = checked(name, part, source, labels, *samples)
-            splits.append(TensorSplit(x, y, source, opts.seed, AUGMENTATIONS[augment]))
+            splits.append(TensorSplit(x, y, source, opts.seed, augment))
         elif hasattr(samples, "fetch"):
             splits.append(FetchSplit(samples, name, source.classes, labels))
         else:

@@ -97,14 +97,13 @@ def look_through(paths):
     rows, groups, digest = array("q"), [], hashlib.sha256()
     for shard, path in enumerate(paths):
         samples = {}
-        for name, offset, size in members(path):
+        for name, offset, size, content in members(path):
             folder, _, file = name.rpartition("/")
             key, _, kind = file.lower().partition(".")
             if kind in IMAGES:
                 samples.setdefault((folder, key), {})["image"] = shard, offset, size
             elif kind in ("cls", "json"):
-                label = label_in(path, name, offset, size)
-                samples.setdefault((folder, key), {}).setdefault("label", label)
+                samples.setdefault((folder, key), {}).setdefault("label", label_in(path, name, content()))
             digest.update(f"{name}\0{size}\n".encode(errors="surrogateescape"))
         for (_, key), sample in samples.items():
             if lacks := {"image", "label"} - sample.keys():
@@ -118,13 +117,13 @@ def look_through(paths):
 
 
 def members(path):
-    """Yield (name, offset, size) of each file in a shard; UserError if the shard is damaged."""
+    """Yield (name, offset, size, how to read it) of each file in a shard; UserError if it is damaged."""
     try:
         with tarfile.open(path, "r:") as shard:
             while member := shard.next():
                 shard.members.clear()  # or all of them stay in memory
                 if member.isreg():
-                    yield member.name, member.offset_data, member.size
+                    yield member.name, member.offset_data, member.size, shard.extractfile(member).read
             shard.fileobj.seek(shard.offset)
             rest = shard.fileobj.read(2**20)
             if len(rest) < 512 or rest.strip(b"\0"):  # here tarfile ends without an error
@@ -133,10 +132,8 @@ def members(path):
         raise UserError(f"dataset tar: {path} is damaged, or no plain tar\n{one_line(error)}") from error
 
 
-def label_in(path, name, offset, size):
+def label_in(path, name, content):
     """The whole number in a .cls or .json."""
-    with open(path, "rb") as file:
-        content = os.pread(file.fileno(), size, offset)
     try:
         found = json.loads(content)
         found = found.get("cls", found.get("label")) if isinstance(found, dict) else found

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import default_collate
 
-from common.data.datasets import inherited, whole
 from common.data.prefetch import map_tensors
 from common.errors import UserError, one_line, out_of_memory, say
 from common.sampler import seeded, uniforms
@@ -33,9 +32,6 @@ def crop_flip(x, u):
     columns = right + torch.where(mirrored == 1, width - 1 - columns, columns)
     where = (rows.unsqueeze(2) + columns.unsqueeze(1)).view(n, 1, -1).expand(n, channels, -1)
     return F.pad(x, (4, 4, 4, 4)).view(n, channels, -1).gather(2, where).view(x.shape)
-
-
-AUGMENTATIONS = {None: None, "flip": flip, "crop_flip": crop_flip}
 
 
 # ---- splits ----
@@ -194,6 +190,22 @@ class FetchSplit:
                             "wanted: whole numbers, 0 or more: the mean counts ignored targets (-100) too\n"
                             "use --task tokens, whose mean leaves them out, or a task of your own")
         return batch
+
+
+def inherited(dataset, name):
+    """An attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
+    while dataset is not None:
+        if (found := getattr(dataset, name, None)) is not None:
+            return found
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+def whole(label):
+    """The number of a class; a ValueError if int() would round it."""
+    if float(label) != int(label):
+        raise ValueError(f"label {float(label):g} is not a whole number")
+    return int(label)
 
 
 def leaves(tree):
