@@ -57,7 +57,7 @@ def main(opts):
     clock.lap("restore")
     model = distribute(net, opts, world)
     check = CrossCheck(model, data.train, order, state, world)  # of another rank's numbers
-    with Log(opts, world, state.step, state.total_steps, state.records) as log, \
+    with Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         while not state.finished:  # a finished run falls through and exits 0
@@ -73,7 +73,7 @@ def main(opts):
                 if (state.step + 1) % opts.log_every == 0:
                     rescue.all_sum(totals)  # before the update: a rank that makes the step knows its loss
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
-                audit.done(state.step)
+                audit.done(state.whole)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
                     log.step(state, state.note(totals))

@@ -39,7 +39,7 @@ def main(opts):
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = distribute(net, opts, world)
-    with Log(opts, world, state.step, state.total_steps, state.records) as log, \
+    with Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)
         while not state.finished:  # a finished run falls through and exits 0
@@ -53,7 +53,7 @@ def main(opts):
                 if (state.step + 1) % opts.log_every == 0:
                     rescue.all_sum(totals)  # of one process: itself, and what RUN/control/ asks for
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
-                audit.done(state.step)
+                audit.done(state.whole)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
                     log.step(state, state.note(totals) | world.memory())

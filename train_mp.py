@@ -49,7 +49,7 @@ def main(opts):
     store = CheckpointStore(opts, world, data.fingerprint, ledger)
     source = store.restore(state)  # the newest checkpoint that verifies; none is fine
     clock.lap("restore")
-    with Log(opts, world, state.step, state.total_steps, state.records) as log, \
+    with Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source, sum(model.parameters_of))
         for line in model.describe(-(-opts.global_batch_size // world.replicas), state.optimizer):
@@ -66,7 +66,7 @@ def main(opts):
                 totals = torch.tensor([*totals.tolist(), store.overdue()], dtype=torch.float64)
                 rescue.all_sum(totals)  # no stage updates before all of them can
                 state.update(batch.size)  # optimizer, averages, counters: or nothing
-                audit.done(state.step)
+                audit.done(state.whole)
                 clock.stepped(state.step)
                 if state.step % opts.log_every == 0:
                     log.step(state, state.note(totals[:-1]) | world.memory())

@@ -13,7 +13,6 @@ A batch may be empty: in the last step of an epoch with fewer samples than ranks
 before it had reported must report now. The sum of nothing is 0, so a script needs no special case.
 """
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from common.ledger import Audit, Clock, Ledger, Log
 from common.options import Options, die_with_the_agent
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
-from common.training import TrainState, distribute, placed, seed
+from common.training import TrainState, distribute, factor, placed, seed
 from common.world import join, leave
 
 UNUSED = ("amp", "compile", "task", "virtual_ranks", "micro_batch_size", "model", "optimizer", "lr_schedule")
@@ -74,8 +73,8 @@ class Elastic:
                                     opts.seed)
         self.net.to(world.device)
         clock.lap("load")
-        self.state = TrainState(self.net, self.optimizer, opts, len(self.data.train), order=self.order.name,
-                                rate=self._rate)
+        state = self.state = TrainState(self.net, self.optimizer, opts, len(self.data.train),
+                                        order=self.order.name, rate=self._rate)
         self.ledger = Ledger(opts.run_dir)
         self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
         self.store = CheckpointStore(opts, world, self.data.fingerprint, self.ledger)
@@ -83,7 +82,7 @@ class Elastic:
         clock.lap("restore")
         self.wrapped = distribute(self.net, opts, world)
         self.log = self.stack.enter_context(
-            Log(opts, world, self.state.step, self.state.total_steps, self.state.records))
+            Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)))
         self.rescue = self.stack.enter_context(Rescue(
             self.store, self.state, world, self.ledger, closing=[self.log.close, clock.close]))
         open_life(self.log, self.ledger, clock, opts, world, self.data, self.state, source)
@@ -168,7 +167,7 @@ class Elastic:
 
     def _end_step(self):
         state, store, opts = self.state, self.store, self.opts
-        self.audit.done(state.step)
+        self.audit.done(state.whole)
         self.clock.stepped(state.step)
         if state.step % opts.log_every == 0:
             self.log.step(state, state.note(self.totals))
@@ -185,11 +184,7 @@ class Elastic:
         if self.schedule is None:
             return self.opts.lr
         total = self.opts.epochs * -(-len(self.data.train) // self.opts.global_batch_size)
-        factor = self.schedule(planned, max(1, total))
-        if not isinstance(factor, (int, float)) or not 0 <= factor < math.inf:
-            raise UserError(f"schedule returned {factor!r} for step {planned}\n"
-                            "wanted: a factor of the optimizer's lr, a number from 0")
-        return self.opts.lr * factor
+        return self.opts.lr * factor(self.schedule(planned, max(1, total)), "schedule", planned)
 
     def _nothing(self):
         """The part of a batch without samples."""

@@ -50,6 +50,7 @@ class Saving:
 
     def save(self, state: Any) -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
+        state.updates.settle()  # not under the lock: a rescue needs it if a collective hangs
         if not self.writes or self.opts.eval_only or state.half_updated or state.facts() == self.saved:
             return
         self.wait(read_back=False)
@@ -102,10 +103,10 @@ class Saving:
             if self.state and time.monotonic() - since < HUNG_SECONDS:
                 self.state.progress += 1
 
-    def write_live(self, writer: Writer, state: Any, facts: dict[str, Any]) -> Path | None:
+    def write_live(self, writer: Writer, state: Any) -> Path | None:
         """Writes the tensors themselves; the caller holds them still."""
-        return self._write(writer, facts, {part: Live(self.images[part], tensors)
-                                           for part, tensors in state.tensors().items()})
+        found, facts = state.snapshot()
+        return self._write(writer, facts, {part: Live(self.images[part], own) for part, own in found.items()})
 
     def _do(self, act, *args):
         """One thread for all saves: starting one makes training wait."""

@@ -173,7 +173,7 @@ class CheckpointStore(Saving):
         next step, ranks that had not have only this one, and one of the two is then complete.
         `in_memory`: the next life is sure to come; it takes the state from memory, and saves it.
         """
-        with self.writer.rescuing(state.step):  # before it waits: a new owner would sweep the staging away
+        with self.writer.rescuing(state.whole):  # before it waits: a new owner would sweep the staging away
             if in_memory and self.memory.used:
                 with contextlib.suppress(OSError, Fenced):  # no room, say: the disk has some
                     return self._rescue(state, self.memory.writer, "memory")
@@ -194,6 +194,6 @@ class CheckpointStore(Saving):
             if state.half_updated or any(is_there(root, facts) for root in {self.root, writer.root}):
                 return False
             self.rescued_to = where
-            return bool(self.write_live(writer, state, facts)) or (
+            return bool(self.write_live(writer, state)) or (
                 f"step {facts['step']}: this rank's part is written; it counts once every stage's is, "
                 "until then the newest checkpoint stands")

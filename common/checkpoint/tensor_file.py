@@ -102,12 +102,15 @@ class TensorFile:
         """Page-locked where the driver allows it. (torch's own pinned memory comes in powers of two.)"""
         if int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), self.size, 0)) == 0:
             self.stream, self.copied = torch.cuda.Stream(gpu), torch.cuda.Event()
+        else:
+            with contextlib.suppress(RuntimeError):  # the next kernel would raise the refusal: let this one
+                torch.zeros(1, device=gpu)
 
     @torch.no_grad()
     def copy(self, tensors):
         """The one copy that training waits for. Of a GPU's tensors it is only begun: `wait` before you read.
 
-        It may run beside the next forward and backward: an update waits for it (TrainState.changing).
+        An update waits for it, and it waits for nothing: the weights are whole (training/updates.py).
         """
         self.open()
         base, targets, sources = self.buffer.data_ptr(), [], []
@@ -125,7 +128,6 @@ class TensorFile:
             if targets:
                 torch._foreach_copy_(targets, sources)
             return
-        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         with torch.cuda.stream(self.stream):
             torch._foreach_copy_(targets, sources, non_blocking=True)
             for source in sources:

@@ -118,7 +118,7 @@ def batches(split: Any, order: ElasticSampler, opts: Options) -> Iterator[Batch]
     A share may be empty, without any part: every rank yields the same number of batches.
     """
     shares = Shares(split, order.epoch, opts.augment != "none", opts.sync_bn or opts.shard)
-    cuts, pin = Cuts(order, opts), torch.cuda.is_available() and opts.device != "cpu"
+    cuts, pin = Cuts(order, opts), torch.cuda.is_available() and "cpu" not in (opts.device, *opts.devices)
     loaded: Any = map(shares.load, cuts)
     if opts.workers and not split.in_memory:
         loaded = from_workers(shares, cuts, opts.workers, pin)

@@ -158,13 +158,17 @@ class Audit:
     """
 
     def __init__(self, run_dir: Path | str, life: str, rank: int, on: bool = True) -> None:
-        self.on, self.lines = on, Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
+        self.on, self.made = on, 0  # the newest step that is made
+        self.lines = Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
 
     def begin(self, step: int, epoch: int, position: int, ids: list[int]) -> None:
         if self.on:
+            self.made = self.made or step - 1
             self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position,
                                "ids": ids})
 
     def done(self, step: int) -> None:
-        if self.on:
+        """The newest step that is made: a GPU may make it after the next one has begun."""
+        if self.on and step > self.made:
             self.lines.append({"event": "done", "step": step})
+            self.made = step

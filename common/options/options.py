@@ -113,6 +113,7 @@ class Options:
     recompute: bool = free(False, SWITCH, "compute activations again instead of keeping them", scripts="mp")
     amp: str = fixed("off", one_of("off", "bf16", "fp16"), "mixed precision")
     compile: bool = fixed(False, SWITCH, "torch.compile")
+    tf32: bool = fixed(False, SWITCH, "matrix products in TF32: faster, less exact (GPUs only)")
     channels_last: bool = fixed(False, SWITCH, "memory layout for convolutions")
     sync_bn: bool = fixed(False, SWITCH, "batch norm statistics over all ranks (GPUs only)", scripts="ddp")
     threads: int = free(0, whole(0, 4096), "CPU threads per process; 0: leave it to torch")

@@ -57,15 +57,12 @@ def machine_id() -> int:
 
 def end_of(pid: int) -> str | None:
     """How a process of this machine has ended, in words, or None; a zombie still has its exit code."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rsplit(b")", 1)[1].split()
-        if fields[0] not in DEAD:
-            return None
-        code = os.waitstatus_to_exitcode(int(fields[49]))
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has left with code {code}"
-    except (OSError, ValueError, IndexError):
+    if (found := _state(pid)) is None:
         return "is gone" if os.path.exists("/proc/self/stat") else None
+    if found[0] not in DEAD:
+        return None
+    code = os.waitstatus_to_exitcode(found[2])
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has left with code {code}"
 
 
 def this_agent():
@@ -83,11 +80,11 @@ def _this_boot():
 
 
 def _state(pid):
-    """(state, start in ticks since boot) of a process, or None; a pid alone may be reused."""
+    """(state, start in ticks since boot, exit status) of a process, or None; a pid alone may be reused."""
     try:
         with open(f"/proc/{int(pid)}/stat", "rb") as file:
             fields = file.read().rsplit(b")", 1)[1].split()
-            return fields[0], int(fields[19])
+            return fields[0], int(fields[19]), int(fields[49])
     except (OSError, IndexError, ValueError, TypeError):
         return None
 

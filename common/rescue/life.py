@@ -7,18 +7,15 @@ import sys
 import time
 from typing import Any
 
-import torch
-
 from common.errors import UserError, say
 from common.ledger import Clock, Ledger, Log, history, lives_of
 from common.options import Options, job_id, life_is_open
 from common.sampler import ElasticSampler
-from common.world import World
+from common.world import World, gather_texts
 
 LIVES_WITHOUT_PROGRESS = 3  # on one step
 SAMPLES_NAMED = 512         # in an error
 LONGEST_PAUSE_SECONDS = 60  # before a life that begins where the three before it began
-HOST_BYTES = 64             # of a host's name
 ENDED_WELL = {"stop", "refused", "done"}  # events
 
 
@@ -31,7 +28,8 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
         if world.rank == 0:
             refuse_without_progress(ledger, opts, data, state)
             _pause(opts, state)
-    pids, hosts = _who_is_there(world)
+    who = [text.split(" ") for text in gather_texts(world, f"{os.getpid()} {socket.gethostname()}")]
+    pids, hosts = [int(pid) for pid, _ in who], [host for _, host in who]
     parameters = parameters or sum(p.numel() for p in state.net.parameters())
     doing = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
         "going on" if state.step else "starting"
@@ -71,15 +69,6 @@ def _look(log, ledger, clock, state, facts):
         "state": now, "step": state.step, "total": state.total_steps, "epoch": state.epoch,
         "eta_s": round(log.eta(state.step), 1), "last_save_step": step, "samples_per_s": round(log.rate, 1),
         "last_save_age_s": round(time.time() - when, 1), "goodput": round(clock.shares()["goodput"], 4)}
-
-
-def _who_is_there(world):
-    """The pid and the host name of each rank."""
-    name = socket.gethostname().encode()[:HOST_BYTES]
-    rows = world.all_gather(torch.tensor([os.getpid(), *name.ljust(HOST_BYTES, b"\0")]))
-    pids, hosts = zip(*((pid, bytes(name).rstrip(b"\0").decode(errors="replace"))
-                        for pid, *name in (row.tolist() for row in rows)), strict=True)
-    return list(pids), list(hosts)
 
 
 def note_slow(rescue, rank, text):

@@ -25,7 +25,7 @@ from common.ledger import Ledger
 from common.options import machine_id
 from common.rescue.death import dead_peer, in_words, restart_is_sure
 from common.rescue.life import note_slow
-from common.rescue.watchdog import Watchdog
+from common.rescue.watchdog import OPENING_SECONDS, Watchdog
 from common.rescue.wishes import Wishes
 from common.world import WATCHED, World
 
@@ -50,7 +50,8 @@ class Rescue(Wishes):
         self.ending, self.over = threading.Lock(), threading.Event()
         self.speaks = self.parting = self.parted = False  # waits for all ranks at the end; has met them
         self.under_agent, self.agent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
-        self.watchdog = Watchdog(state, world, state.opts.hang_timeout, functools.partial(note_slow, self))
+        limit = state.opts.hang_timeout or OPENING_SECONDS * state.opts.compile  # any step may compile
+        self.watchdog = Watchdog(state, world, limit, functools.partial(note_slow, self))
 
     def __enter__(self) -> "Rescue":
         self.world.watched()
@@ -61,9 +62,8 @@ class Rescue(Wishes):
         # nohup ignores SIGHUP. torchrun hears it all the same, passes it on, and kills a process that stays.
         nohup = not self.under_agent and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
         heard = [n for n in (*STOP, signal.SIGUSR2) if n != signal.SIGHUP or not nohup]
-        self.old_handlers = {number: signal.signal(number, _do_nothing) for number in heard}
-        if self.world.size == 1 and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
-            self.old_handlers[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, _do_nothing)
+        # with any handler, Python writes the signal's number to the pipe that `_watch` reads
+        self.old_handlers = {number: signal.signal(number, lambda *_: None) for number in heard}
         self.old_fd = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         # A forked process (for loading, say) inherits the pipe; a signal to it alone must not stop this rank.
         os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
@@ -124,7 +124,7 @@ class Rescue(Wishes):
             if error.code != FENCED:
                 self.ledger.status.end(in_words(error), error.code)
             return self._sign_off()  # this state cannot be saved, or must not be
-        note = functools.partial(self.ledger.event, life=self.world.life, step=self.state.step,
+        note = functools.partial(self.ledger.event, life=self.world.life, step=self.state.whole,
                                  rank=self.world.rank)
         if hung or error and not peer:
             note("hang" if hung else "error", why="no progress" if hung else in_words(error))
@@ -183,30 +183,31 @@ class Rescue(Wishes):
     def _save(self, why, for_a_peer=False):
         """(what happened in words, whether this process saved, exit code); never raises."""
         began, state = time.monotonic(), self.state
-        there = f"step {state.step} was saved already", False, STOPPED
+        there = f"step {state.whole} was saved already", False, STOPPED
         if self.parted:
             return there  # all have met since; the staging folder may be gone
         try:
             # announced before anything that waits: from here on a new life waits for this one
-            with self.store.writer.rescuing(state.step, lambda: self.store.writer.is_saved(state)):
+            writer = self.store.writer
+            with state.updates.aside(), writer.rescuing(state.whole, lambda: writer.is_saved(state)):
                 if not state.lock.acquire(timeout=STEP_SECONDS):
                     return f"step {state.step + 1} hangs half way, the newest checkpoint stands", False, 1
                 try:
                     if state.half_updated:
                         code = getattr(state.verdict, "code", 1)
                         return "the step was cut in two, the newest checkpoint stands", False, code
-                    self.speaks = not self.store.writer.is_saved(state) and self._may_speak()  # it tells
+                    self.speaks = not writer.is_saved(state) and self._may_speak()  # it tells
                     saved = self.store.rescue(state, for_a_peer and restart_is_sure(self))
                 finally:
                     state.lock.release()
         except Exception as failure:
-            return f"saving step {state.step} failed: {failure}", False, getattr(failure, "code", UNSAVED)
+            return f"saving step {state.whole} failed: {failure}", False, getattr(failure, "code", UNSAVED)
         if saved is not True:
             return (saved, False, STOPPED) if saved else there
         rank, seconds, where = self.world.rank, round(time.monotonic() - began, 3), self.store.rescued_to
-        self.ledger.event("rescue", step=state.step, rank=rank, why=why, rescue_s=seconds, where=where)
+        self.ledger.event("rescue", step=state.whole, rank=rank, why=why, rescue_s=seconds, where=where)
         by = f" by rank {rank}" * (self.world.size > 1) + " in memory" * (where == "memory")
-        return f"step {state.step} saved{by}", True, STOPPED
+        return f"step {state.whole} saved{by}", True, STOPPED
 
     def _watch(self):
         """Reads signals even if the main thread is stuck in C; that thread may first finish its step."""
@@ -215,8 +216,6 @@ class Rescue(Wishes):
         while not self.over.is_set():
             wait = WATCH_EVERY_SECONDS if deadline is None else 0.1
             data = os.read(self.pipe[0], 64) if poll.poll(wait * 1000) else b""
-            if signal.SIGTSTP in data:
-                self.watchdog.pause_process()
             self.control.wanted |= {"save"} if signal.SIGUSR2 in data else set()
             numbers = [n for n in data if n in STOP]
             if numbers and deadline is None:
@@ -244,7 +243,3 @@ class Rescue(Wishes):
         self.store.memory.sign_off(self.world.rank)
         self.ledger.event("left", life=self.world.life, rank=self.world.rank,
                           stepped=round(self.state.stepped, 3), noticed=round(self.noticed, 3))
-
-
-def _do_nothing(number, frame):
-    """With any handler, Python writes the signal's number to the wakeup pipe that `_watch` reads."""

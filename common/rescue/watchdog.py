@@ -6,8 +6,6 @@ waits for another's evaluation or for a slow disk does not hang. Three things ca
 or disconnected process (its peers notice, the agent kills it).
 """
 import json
-import os
-import signal
 import socket
 import statistics
 import sys
@@ -21,7 +19,7 @@ from common.rescue.guard import Guard
 
 LEAST_LIMIT_SECONDS = 60.0     # without progress: the hang limit, or
 LIMIT_STEPS = 20               # so many median steps, if that is longer
-OPENING_SECONDS = 600.0        # the limit before the first step, which may compile
+OPENING_SECONDS = 600.0        # the limit before the first step, and where any step may compile
 STORE_TRIES = 5                # in a row that rank 0's store may not answer
 LOCKED_LIMITS = 2              # without any Python thread: then guard.py ends this process
 LATE_SECONDS = 1.5             # between two beats: more means that this process did not run
@@ -91,12 +89,6 @@ class Watchdog:
         places = self.places if self.world.size > 1 else "alone"
         told = f"rank {self.world.rank}: no progress for {seconds}; {places}"
         return f"{told}\nits main thread is here:\n{stack}".rstrip() if stack else told
-
-    def pause_process(self):
-        """Ctrl-Z: stops this process until `fg`, which is no hang. Call on the thread that beats."""
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(0.1)  # the process stops somewhere in here
-        self.moved = self.beaten = time.monotonic()
 
     def stop(self, patience=5):
         """From now on nothing here ends this process."""

@@ -17,8 +17,7 @@ from common.data import batches
 from common.errors import say
 from common.sampler import ElasticSampler
 from common.training.backward import one_slice, seed
-from common.training.bitwise.order import checked
-from common.training.bitwise.sums import Tree
+from common.training.bitwise.sums import Tree, checked
 from common.training.state import TrainState
 from common.world import World, fingerprint_of, send
 

@@ -71,6 +71,7 @@ def averaged_weights(state):
     if not state.ema:
         yield
         return
+    state.updates.settle()
     own = {p: p.detach().clone() for p in state.net.parameters()}
     with state.changing():
         # a save during the evaluation writes these

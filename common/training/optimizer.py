@@ -1,7 +1,8 @@
-"""The optimizer, the state it begins with, and the learning rate."""
+"""The optimizer: how it is made, the state it begins with, the gradient it gets, the learning rate."""
 import inspect
 import math
 from collections import UserDict, defaultdict
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,11 +85,59 @@ def make_state(optimizer):
     optimizer.param_groups, optimizer.state = groups, made
 
 
+# ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
+def finish_gradient(state: Any) -> None:
+    """On every rank, as ranks that hold parts of one net tell each other overflows and lengths."""
+    clip, scaler, divisor = state.opts.clip_grad_norm, state.scaler, state.divisor
+    if scaler and (clip or state.all_sum or divisor is not None):
+        unscale(state)
+    gradients = [p.grad for p in state.names if p.grad is not None]
+    logged = state.opts.tensorboard and (state.step + 1) % state.opts.log_every == 0
+    shown = logged and not scaler and not state.all_sum
+    norm = state.norm(gradients) if clip or shown else None
+    if shown:
+        state.grad_norm = norm if divisor is None else norm / divisor
+    if divisor is not None:
+        divide(state, gradients, divisor, norm)
+    elif clip:
+        torch.nn.utils.clip_grads_with_norm_(state.names, clip, norm)
+
+
+def unscale(state):
+    """Undoes fp16's scale; if one rank skips the step, all skip it."""
+    none = torch.zeros((), device=next(iter(state.names)).device)
+    state.scaler.scale(none)  # initialises the scaler on ranks without a loss
+    state.scaler.unscale_(state.optimizer)
+    if state.all_sum:
+        found = state.scaler._found_inf_per_device(state.optimizer)
+        own = sum((overflow.to(none.device) for overflow in found.values()), none)
+        overflows = state.all_sum(own).clamp_(max=1.0)
+        for other in found.values():  # the optimizer adds them up, and accepts only 0 or 1
+            other.zero_()
+        found[none.device] = overflows
+
+
+def divide(state, gradients, divisor, norm):
+    """Ends the mean over the global count: in one pass with the clipping, or inside a fused optimizer."""
+    factor = 1 / divisor
+    if clip := state.opts.clip_grad_norm:
+        factor = factor * (clip / (norm.double() / divisor + 1e-6)).clamp(max=1.0)
+    elif not state.scaler and all(group.get("fused") for group in state.optimizer.param_groups) and all(
+            g.dtype == torch.float32 for g in gradients):
+        state.optimizer.grad_scale = divisor.float()
+        return
+    gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
+    for device, kind in {(g.device, g.dtype) for g in gradients}:
+        alike = [g for g in gradients if (g.device, g.dtype) == (device, kind)]
+        torch._foreach_mul_(alike, factor.to(device, torch.promote_types(kind, torch.float32)))
+
+
 def learning_rate(step, opts, steps_per_epoch):
     """A pure function of the step, so nothing is stored and nothing is lost with a node."""
     warmup, total = opts.warmup_epochs * steps_per_epoch, max(1, opts.epochs * steps_per_epoch)
     if ".py" in opts.lr_schedule:
-        return opts.lr * factor(step, total, opts)
+        schedule = call_user(opts.lr_schedule, step, total, opts, first=True)
+        return opts.lr * factor(schedule, f"--lr-schedule {opts.lr_schedule}", step)
     if step < warmup:
         return opts.lr * (step + 1) / (warmup + 1)
     if opts.lr_schedule == "cosine":
@@ -99,10 +148,9 @@ def learning_rate(step, opts, steps_per_epoch):
     return opts.lr
 
 
-def factor(step, total, opts):
-    """What a user's schedule says of a step; it must follow from its arguments alone."""
-    found = call_user(opts.lr_schedule, step, total, opts, first=True)
+def factor(found: Any, whose: str, step: int) -> float:
+    """What a user's schedule has said of a step; it must follow from its arguments alone."""
     if not isinstance(found, (int, float)) or not 0 <= found < math.inf:
-        raise UserError(f"--lr-schedule {opts.lr_schedule} returned {found!r} for step {step}\n"
-                        "wanted: a factor of --lr, a number from 0")
+        raise UserError(f"{whose} returned {found!r} for step {step}\n"
+                        "wanted: a factor of the learning rate, a number from 0")
     return float(found)

@@ -2,8 +2,10 @@
 
 The second half refuses a BatchNorm that some step would give a single sample, before the first step.
 """
+import contextlib
 import inspect
 import itertools
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,8 +33,9 @@ def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task |
 
 def fit(net: nn.Module, opts: Options, world: World, data: Any, task: Task) -> nn.Module:
     """`prepare` without the device and without a first look at what the task returns."""
-    if world.device.type != "cuda" and (opts.sync_bn or opts.amp == "fp16"):
-        flag = "sync-bn" if opts.sync_bn else "amp fp16"
+    given = {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}
+    if world.device.type != "cuda" and any(given.values()):
+        flag = next(flag for flag, on in given.items() if on)
         raise UserError(f"--{flag} works on GPUs only, this process has {world.device}\n"
                         "leave it out, or make a GPU visible")
     if opts.script == "dp" and opts.compile and len(world.devices) > 1:
@@ -53,7 +56,8 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     if opts.script == "dp":
         return replicate(net, opts, world)
     if opts.virtual_ranks:
-        return Sliced(net, opts, world)
+        require_same_bits(opts, world)
+        return Replica(net, Tree(net, world, opts.virtual_ranks))
     net = torch.compile(net) if opts.compile else net
     if world.size == 1:
         return net
@@ -67,50 +71,32 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
 
 def replicate(net, opts, world):
     """One process, which scatters the batch over its devices."""
+    casting = Replica(net, casting=partial(autocast, opts, world.device))
     if len(world.devices) == 1:
         model = torch.compile(net) if opts.compile else net
     elif world.device.type == "cuda":
-        model = Replicas(Casting(net, opts, world.device), device_ids=[d.index for d in world.devices])
+        model = Replicas(casting, device_ids=[d.index for d in world.devices])
     else:
-        model = CpuReplicas(Casting(net, opts, world.device), len(world.devices))
+        model = CpuReplicas(casting, len(world.devices))
     if opts.show_scatter:
         show_scatter(model, net)
     return model
 
 
-class Casting(nn.Module):
-    """The net under --amp in every thread: those of nn.DataParallel have autocast on, but of another type."""
-
-    def __init__(self, net, opts, device):
-        super().__init__()
-        self.net, self.opts, self.device = net, opts, device
-
-    def forward(self, *args, **kwargs):
-        with autocast(self.opts, self.device):
-            return self.net(*args, **kwargs)
-
-
 class Replica(nn.Module):
-    """The net; or, given a function of the net, what this returns: DDP then wraps a whole task."""
+    """The net; or, given a function of the net, what this returns: DDP then wraps a whole task.
 
-    def __init__(self, net):
+    `tree` sums the gradients of slices (--virtual-ranks). `casting` is for the threads of nn.DataParallel:
+    they have autocast on, but of another type than --amp.
+    """
+
+    def __init__(self, net, tree=None, casting=contextlib.nullcontext):
         super().__init__()
-        self.net = net
+        self.net, self.tree, self.casting = net, tree, casting
 
     def forward(self, *args, **kwargs):
-        return args[0](self.net) if args and callable(args[0]) else self.net(*args, **kwargs)
-
-
-class Sliced(nn.Module):
-    """The net and the tree that sums the gradients of its slices (--virtual-ranks)."""
-
-    def __init__(self, net, opts, world):
-        super().__init__()
-        require_same_bits(opts, world)
-        self.net, self.tree = net, Tree(net, world, opts.virtual_ranks)
-
-    def forward(self, *args, **kwargs):
-        return self.net(*args, **kwargs)
+        with self.casting():
+            return args[0](self.net) if args and callable(args[0]) else self.net(*args, **kwargs)
 
 
 class Replicas(DataParallel):
@@ -161,9 +147,6 @@ def show_scatter(model, net):
     model.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))
 
 
-SINGLE_REFUSED = "more than 1 value per channel"     # from torch's ValueError
-
-
 def refuse_single(net, opts, world, data, task):
     """UserError if a step would run a forward of one sample, and the net (whole, on the CPU) refuses one."""
     n, size = len(data.train), opts.global_batch_size
@@ -171,10 +154,9 @@ def refuse_single(net, opts, world, data, task):
     wrong = next((batch for batch in (min(n, size), tail) if 1 in forwards(batch, opts, world)), None)
     if wrong is None or opts.eval_only or takes_one(net, data, task, opts):
         return
-    which = f"a global batch of {wrong}"
+    which, cut, ways = f"a global batch of {wrong}", "one process", "--micro-batch-size"
     if wrong == tail:
         which = f"the last batch of an epoch, {tail} of {n:,} samples,"
-    cut, ways = "one process", "--micro-batch-size"
     if opts.virtual_ranks:
         cut, ways = f"{opts.virtual_ranks} slices", "--virtual-ranks"
     elif world.replicas > 1:
@@ -206,15 +188,12 @@ def takes_one(net, data, task, opts):
     was, batch = net.training, map_tensors(lambda t: t.to("meta"), data.train.fetch([0]))
     tensors = itertools.chain(net.named_parameters(), net.named_buffers())
     hollow = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
-
-    def call(*args, **kwargs):
-        return torch.func.functional_call(net, hollow, args, kwargs)
-
     try:
         with torch.no_grad():
-            task.function(call, batch, SimpleNamespace(net=net.train(), opts=opts, step=0))
+            task.function(lambda *args, **kwargs: torch.func.functional_call(net, hollow, args, kwargs),
+                          batch, SimpleNamespace(net=net.train(), opts=opts, step=0))
     except ValueError as error:
-        return SINGLE_REFUSED not in str(error)
+        return "more than 1 value per channel" not in str(error)
     except Exception:
         return True  # the net may look at values: then the first step decides
     finally:

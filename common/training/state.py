@@ -16,9 +16,9 @@ from common.errors import UserError
 from common.models import tied_names
 from common.options import Options
 from common.training.buffers import Buffers
-from common.training.gradient import finish_gradient
-from common.training.optimizer import learning_rate, make_state
+from common.training.optimizer import finish_gradient, learning_rate, make_state
 from common.training.task import Task, best_of, find_task
+from common.training.updates import AHEAD, Updates
 
 
 class TrainState:
@@ -27,21 +27,19 @@ class TrainState:
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
                  norm: Callable = torch.nn.utils.get_total_norm, all_sum: Callable | None = None,
                  order: str = "", task: Task | None = None, rate: Callable | None = None):
+        self.task = task or find_task(opts)
+        self.judge, self.sign = best_of(opts, self.task)  # the metric whose best evaluation is kept
         self.net, self.optimizer, self.opts, self.samples = net, optimizer, opts, samples
         self.steps_per_epoch = -(-samples // opts.global_batch_size)
         self.rate = rate or (lambda planned: learning_rate(planned, opts, self.steps_per_epoch))
-        # `position` counts in this order of the samples
-        self.order = [samples, opts.seed, order] if order else [samples, opts.seed]
-        self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
-        self.step = self.epoch = self.position = 0  # position: samples of this epoch trained on so far
-        self.task = task or find_task(opts)
-        self.judge, self.sign = best_of(opts, self.task)  # the metric whose best evaluation is kept
+        self.step = self.epoch = self.position = 0  # position: samples of this epoch trained on so far,
+        self.order = [samples, opts.seed, order] if order else [samples, opts.seed]  # in this order
         self.best: dict[str, Any] = {self.judge: None, "step": 0}
+        self.record: dict[str, Any] = {}  # of the last logged step; saved, as rank 0 may die before it logs
+        self.evaluated: dict[str, Any] = {}  # the last evaluation, likewise
+        self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
         self.stepped = time.time()  # for the ledger: when the last step ended
-        # in the checkpoint, because rank 0 may die before it logs them: the last logged step and evaluation
-        self.record: dict[str, Any] = {}
-        self.evaluated: dict[str, Any] = {}
         self.lock, self.half_updated = threading.RLock(), False
         self.images: dict[str, Any] = {}  # the store's buffers: a save may still be copying into them
         self.verdict: UserError | None = None  # why this state may never be saved
@@ -55,6 +53,10 @@ class TrainState:
         self.buffers = Buffers(net)
         self._set_rate()
         make_state(optimizer)
+        self.updates = Updates(next((p.device for p in self.names if p.is_cuda), None))
+        # Before its update a rank waits for its GPU if it holds a part of the net, whose rescue needs a whole
+        # gradient, or if the optimizer is not fused: such a one counts on the CPU, or reads the GPU.
+        self.waits = bool(all_sum) or not all(group.get("fused") for group in optimizer.param_groups)
 
     @property
     def planned(self) -> int:
@@ -72,7 +74,8 @@ class TrainState:
         with self.lock:
             for image in self.images.values():
                 image.wait()
-            yield
+            with self.updates.one(self._counters):
+                yield
 
     def count(self, own: torch.Tensor, size: int, add: Callable) -> None:
         """Notes what the gradient is still to be divided by; call it on all ranks, over which `add` sums."""
@@ -81,13 +84,11 @@ class TrainState:
             self.divisor = torch.where(total == 0, 1.0, total / size)
 
     def finish_gradient(self, size: int) -> None:
-        """Overflow check, division and clipping: the last part of a step that needs other ranks.
-
-        It needs them when each rank holds a part of the net.
-        """
+        """Overflow check, division, clipping: ranks that hold parts of a net need each other up to here."""
         finish_gradient(self)
-        if self.net_is_on_gpu():
-            torch.cuda.synchronize()  # otherwise the update would wait behind a collective that may hang
+        if self.updates.gpu and self.waits:
+            torch.cuda.synchronize()
+        self.updates.settle(AHEAD)
         self.ready = size
 
     def update(self, size: int) -> None:
@@ -105,8 +106,8 @@ class TrainState:
             else:
                 self.optimizer.step()
             if self.ema:
-                weights = [p.detach() for p in self.names]
-                torch._foreach_lerp_(list(self.ema.values()), weights, 1 - self.opts.ema_decay)
+                own = [p.detach() for p in self.names]
+                torch._foreach_lerp_(list(self.ema.values()), own, 1 - self.opts.ema_decay)
             self.buffers.take()
             self.step += 1
             self.position += size
@@ -128,7 +129,6 @@ class TrainState:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
         kept = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
         what, where = (f"nothing after {kept.name} is", f" --resume {kept}") if kept else ("nothing is", "")
-        # The learning rate changes the result, so another rate needs another run.
         self.verdict = UserError(
             f"{fact}, {what} kept\nlower --lr in another run: --run-dir NEW{where} --lr X\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
@@ -175,8 +175,7 @@ class TrainState:
 
     @property
     def evaluation_due(self) -> bool:
-        every = self.opts.eval_every
-        at_epoch = self.epoch_over and every > 0 and (self.epoch + 1) % every == 0
+        at_epoch = self.epoch_over and (self.epoch + 1) % (self.opts.eval_every or math.inf) == 0
         return self.evaluated.get("step") != self.step and (self.step >= self.total_steps or at_epoch)
 
     @property
@@ -186,12 +185,10 @@ class TrainState:
         return self.opts.eval_only or ended and self.evaluated.get("step") != self.step
 
     @property
-    def records(self) -> tuple[dict, dict]:
-        """The last step's and the last evaluation's record: a process that died may not have logged them."""
-        return self.record, self.evaluated
-
-    def net_is_on_gpu(self) -> bool:
-        return next(iter(self.names)).is_cuda
+    def whole(self) -> int:
+        """The newest step whose update is made: on a GPU `step` may be ahead of it."""
+        waiting = self.updates.waiting()
+        return waiting[0]["step"] if waiting else self.step
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts -----------------
     def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
@@ -206,19 +203,31 @@ class TrainState:
         return {n: (min(each[n] * t.device_mesh.get_local_rank(), len(t)), len(t)) for n, t in found.items()}
 
     def _named(self):
-        own = self.own_weights
-        held = self.buffers.committed
-        model = {n: own[n] if n in own else held.get(n, t) for n, t in self.net.state_dict().items()}
+        held = self.buffers.committed | self.own_weights
+        model = {n: held.get(n, t) for n, t in self.net.state_dict().items()}
         optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
                      for key, value in values.items() if torch.is_tensor(value)}
         optimizer |= {f"{n}/ema": t for n, t in self.ema.items()}
         return {"model": model, "optimizer": optimizer}
 
     def facts(self) -> dict[str, Any]:
-        """The counters and records, ready for JSON."""
+        """The counters and records of the newest whole step, ready for JSON."""
+        waiting = self.updates.waiting()
+        counters = waiting[0] if waiting else self._counters()
+        return counters | {"scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def _counters(self):
         return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order,
-                "tied": self.tied, "best": self.best, "record": self.record, "judged": self.evaluated,
-                "scaler": self.scaler.state_dict() if self.scaler else None}
+                "tied": self.tied, "best": self.best, "record": self.record, "judged": self.evaluated}
+
+    def snapshot(self) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
+        """(tensors, facts) of the newest whole step, for a rescue that holds the lock; a GPU's are copied."""
+        while True:
+            waiting, facts = self.updates.waiting(), self.facts()
+            # in the order they have: for another one the GPU would have to load a kernel
+            found = {part: {n: t.cpu() for n, t in named.items()} for part, named in self.tensors().items()}
+            if waiting is None or not waiting[1].query():  # else that update has begun meanwhile
+                return found, facts
 
     @torch.no_grad()
     def load(self, tensors: dict[str, dict[str, torch.Tensor]] | None, facts: dict[str, Any]) -> None:

@@ -13,14 +13,18 @@ WIDENED_BYTES = 1 << 24  # at once
 
 def same_everywhere(world: World, mine: dict[str, Any]) -> None:
     """UserError, naming two ranks and their values, if {name: value} differs between ranks."""
+    if odd := first_difference(world, mine):
+        raise UserError(f"the ranks run different things: {odd[1]}\n"
+                        "give every node the same code, environment, data and options")
+
+
+def first_difference(world: World, mine: dict[str, Any]) -> tuple[int, str] | None:
+    """(a rank, in words how its {name: value} differs from rank 0's), or None; call on every rank."""
     text = "\n".join(f"{key} {value}" for key, value in mine.items())
-    texts = [_read(tensor).split("\n") for tensor in world.all_gather(_fixed(text))]
-    for values in zip(*texts, strict=True):
-        if len(set(values)) > 1:
-            rank = next(r for r, value in enumerate(values) if value != values[0])
-            raise UserError("the ranks run different things: "
-                            f"rank 0 has {values[0]}, rank {rank} has {values[rank]}\n"
-                            "give every node the same code, environment, data and options")
+    texts = [other.split("\n") for other in gather_texts(world, text)]
+    return next(((rank, f"rank 0 has {first}, rank {rank} has {value}")
+                 for first, *others in zip(*texts, strict=True)
+                 for rank, value in enumerate(others, 1) if value != first), None)
 
 
 def odd_ranks(world: World, mine: list[int]) -> list[int] | None:
@@ -46,12 +50,10 @@ def send(world: World, data: bytes | None, source: int) -> bytes:
     return bytes(world.broadcast(tensor, source).tolist())
 
 
-def _fixed(text):
-    return torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)), dtype=torch.uint8)
-
-
-def _read(tensor):
-    return bytes(tensor.tolist()).rstrip().decode(errors="replace")
+def gather_texts(world: World, text: str) -> list[str]:
+    """The text of every rank, cut after TEXT_BYTES."""
+    own = torch.frombuffer(bytearray(text.encode()[:TEXT_BYTES].ljust(TEXT_BYTES)), dtype=torch.uint8)
+    return [bytes(other.tolist()).rstrip().decode(errors="replace") for other in world.all_gather(own)]
 
 
 @torch.no_grad()

@@ -6,20 +6,26 @@ from typing import Any
 
 import torch
 
-from common.errors import UserError, say
+from common.errors import say
 from common.options import Options
 from common.sampler import hash_seed
+from common.world.agreement import first_difference, same_everywhere
 from common.world.world import World
 
 MUST_MATCH = {"threads": "CPU threads per process", "device": "kind of device",
               "optimizer": "implementation of the optimizer"}
 SHOULD_MATCH = {"torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}  # other bits are likely: a warning
-# environment variables that choose code as the CPU does
-KERNELS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
+# environment variables that choose code as the CPU, or the GPU, does
+KERNELS = {"cpu": ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
+           "gpu": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
+                   "CUBLASLT_WORKSPACE_SIZE")}
 
 
 def pin(opts):
     """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
+    if opts.tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = not opts.virtual_ranks  # it chooses kernels by their speed today
     if not opts.virtual_ranks:
         return
     torch.set_num_threads(opts.threads or 1)
@@ -28,21 +34,22 @@ def pin(opts):
     torch.use_deterministic_algorithms(True)
     # filling memory that is overwritten anyway only costs time
     torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.backends.cudnn.benchmark = False  # else it chooses kernels by their speed today
 
 
 def bit_facts(opts: Options, world: World) -> dict[str, Any]:
     """{name: value} for options.json; empty without --virtual-ranks, when bits are not promised."""
     if not opts.virtual_ranks:
         return {}
-    kernels = [f"{name}={os.environ[name]}" for name in KERNELS if name in os.environ]
+    given = {kind: [f"{name}={os.environ[name]}" for name in names if name in os.environ]
+             for kind, names in KERNELS.items()}
     build = f"{hash_seed(torch.__config__.show()):08x}"
     found = {"threads": torch.get_num_threads(), "device": world.device.type,
              "optimizer": "fused" if opts.torch_optimizer[1].get("fused") else "torch's choice",
              "torch": f"{torch.__version__} {torch.version.git_version} {build}",
-             "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), _processor(), *kernels])}
+             "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), _processor(), *given["cpu"]])}
     if world.device.type == "cuda":
-        found["gpu"] = f"{torch.cuda.get_device_name(world.device)} cudnn {torch.backends.cudnn.version()}"
+        cudnn = f"cudnn {torch.backends.cudnn.version()}"
+        found["gpu"] = " ".join([torch.cuda.get_device_name(world.device), cudnn, *given["gpu"]])
     return found
 
 
@@ -58,18 +65,10 @@ def bit_differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str]
 def require_same_bits(opts: Options, world: World) -> None:
     """Refuses a life whose ranks would compute other bits, or warns; call on every rank."""
     mine = bit_facts(opts, world)
-    for names in (MUST_MATCH, SHOULD_MATCH):
-        key = hash_seed(*(mine.get(name) for name in names))
-        keys = [int(k) for k in world.all_gather(torch.tensor([key]))]
-        odd = [rank for rank, k in enumerate(keys) if k != keys[0]]
-        values = ", ".join(str(mine.get(name)) for name in names)
-        if odd and names is MUST_MATCH:
-            raise UserError(f"--virtual-ranks: ranks {odd[:8]} differ from rank 0 "
-                            f"in {', '.join(names.values())}\n"
-                            f"rank {world.rank} has {values}; make them equal, for example with --device cpu")
-        if odd and world.rank in (0, odd[0]):
-            say(f"--virtual-ranks: rank {world.rank} has {values}: ranks differ in these, "
-                "so other worlds may give other bits", sys.stderr)
+    same_everywhere(world, {text: mine.get(name) for name, text in MUST_MATCH.items()})
+    odd = first_difference(world, {text: mine.get(name) for name, text in SHOULD_MATCH.items()})
+    if odd and world.rank in (0, odd[0]):
+        say(f"--virtual-ranks: {odd[1]}: other worlds may give other bits", sys.stderr)
 
 
 def _processor():

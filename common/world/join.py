@@ -111,7 +111,7 @@ def _devices(opts, local_rank, local_size):
     if opts.devices:
         devices = tuple(torch.device(name) for name in opts.devices)
         for device in devices:
-            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            if device.type == "cuda" and device.index >= torch.cuda.device_count():
                 raise UserError(f"--devices {','.join(opts.devices)}: "
                                 f"torch sees {torch.cuda.device_count()} GPUs, so {device} does not exist")
         return devices

@@ -80,23 +80,19 @@ class World:
         gpus = [device for device in self.devices if device.type == "cuda"]
         return {f"MiB_{gpu.index}": torch.cuda.memory_allocated(gpu) >> 20 for gpu in gpus}
 
-    def all_sum(self, tensor: Tensor) -> Tensor:
+    def all_sum(self, tensor: Tensor, group: Any = None, ranks: int = 0) -> Tensor:
         """Sum over ranks, in place."""
-        if self.size > 1:
-            dist.all_reduce(tensor)
+        if (ranks or self.size) > 1:
+            dist.all_reduce(tensor, group=group)
         return tensor
 
     def sum_over_replicas(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks that have the same stage, in place."""
-        if self.replicas > 1:
-            dist.all_reduce(tensor, group=self.peers)
-        return tensor
+        return self.all_sum(tensor, self.peers, self.replicas)
 
     def sum_over_stages(self, tensor: Tensor) -> Tensor:
         """Sum over the ranks of this replica, in place."""
-        if self.stages > 1:
-            dist.all_reduce(tensor, group=self.stage_group)
-        return tensor
+        return self.all_sum(tensor, self.stage_group, self.stages)
 
     def in_stages(self, stages: int, timeout: timedelta | None = None) -> "World":
         """This world as size / stages replicas of so many ranks each; call on every rank."""

@@ -60,7 +60,7 @@ NETS = {"cnn": (cnn, 8, 4), "mlp": (mlp, 8, 1), "resnet": (resnet, 4, 1)}  # sam
 def bytes_sent(tree):
     """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
     replicas, rows = tree.world.replicas, sum(tree.rows_of) / tree.world.replicas
-    return sum(bucket.numel / replicas * bucket.size * (replicas - 1) * (rows + 1) for bucket in tree.buckets)
+    return sum(bucket.flat.nbytes / replicas * (replicas - 1) * (rows + 1) for bucket in tree.buckets)
 
 
 def measure(world, name, slices, rounds):

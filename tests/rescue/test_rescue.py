@@ -17,8 +17,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import fake_streams, late_updates
 from jobs import events, until
 from ranks import fork_ranks
+from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import common.checkpoint.commit
@@ -87,6 +89,36 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
     assert fork_ranks(size, live, may_die=range(size)) == [143] * size
     assert saved(run) == [2]
     assert [event["step"] for event in events(run, "rescue")] == [2]
+
+
+def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
+    """The GPU's stream hangs, with updates behind it, for which the main thread waits."""
+    def live(world):
+        common.rescue.rescue.STEP_SECONDS = 0.2
+        with fake_streams() as default:
+            state, store, ledger = a_run(world, run)
+            late_updates(state, default)
+            state.scaler = SimpleNamespace(  # reads the GPU in the stream of the thread that asks
+                step=lambda optimizer: optimizer.step(), update=lambda: None,
+                state_dict=lambda: torch.cuda.current_stream().synchronize() or {"scale": 1.0})
+            with Rescue(store, state, world, ledger):
+                step(state), step(state)
+                default.hang()
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                for _ in range(4):
+                    step(state)
+
+    assert fork_ranks(1, live, may_die=[0]) == [143]
+    assert saved(run) == [2]
+    (undisturbed,) = fork_ranks(1, two_steps, run.with_name("other"))
+    (_, folder), = checkpoints(run / "checkpoints")
+    assert {n: t.tolist() for n, t in load_file(folder / "model.safetensors").items()} == undisturbed
+
+
+def two_steps(world, run):
+    state, *_ = a_run(world, run)
+    step(state), step(state)
+    return {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
 
 def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_moment_on(run):

@@ -1,7 +1,8 @@
 """GPUs for tests on CPUs: each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
 
     with fake_streams() as default:      copies to the host (tensor_file.py) land only when the program waits
-        default.hang()                   all that waits for the default stream hangs until `.set()`
+        late_updates(state, default)     this state's updates are made when the default stream comes to them
+        default.hang()                   it comes to nothing more until `.set()` of what this returns
     with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
     ThreadedReplicas(net, count)         for CpuReplicas: replicas in threads, as nn.DataParallel runs them
@@ -19,25 +20,33 @@ from torch import nn
 
 from common.checkpoint import tensor_file
 from common.pipeline.stages import Stage
+from common.training.updates import Updates
 
 backward = importlib.import_module("common.training.backward")     # the door has a function of this name
 
 
 # ---- streams --------------------------------------------------------------------------------------
 class Stream:
-    """Work in order, none of it done before the program waits for it."""
+    """Work in order; none is done before the program waits for it, or all that can be if `eager`."""
 
-    def __init__(self, device=None, **_):
-        self.device, self.work, self.done, self.turn = device, [], 0, threading.RLock()
+    def __init__(self, device=None, eager=False, **_):
+        self.device, self.eager, self.work, self.done, self.turn = device, eager, [], 0, threading.RLock()
 
     def submit(self, job):
         self.work.append(job)
+        if self.eager:
+            self.go_on()
 
     def run(self, count):
-        with self.turn:
-            while self.done < count:
-                self.work[self.done]()
-                self.done += 1
+        while self.done < count:
+            with self.turn:
+                if self.done < count:
+                    self.work[self.done]()
+                    self.done += 1
+
+    def go_on(self):
+        while self.done < len(self.work) and getattr(self.work[self.done], "free", lambda: True)():
+            self.run(self.done + 1)
 
     def synchronize(self):
         self.run(len(self.work))
@@ -53,7 +62,12 @@ class Stream:
     def hang(self):
         """All later work waits until the event that is returned is set."""
         gate = threading.Event()
-        self.submit(gate.wait)
+
+        def wait():
+            gate.wait()
+
+        wait.free = gate.is_set
+        self.submit(wait)
         return gate
 
 
@@ -65,6 +79,9 @@ class Event:
         self.stream = stream or torch.cuda.current_stream()
         self.count = len(self.stream.work)
 
+    def query(self):
+        return not self.stream or self.stream.done >= self.count
+
     def synchronize(self):
         if self.stream:
             self.stream.run(self.count)
@@ -73,7 +90,7 @@ class Event:
 @contextlib.contextmanager
 def fake_streams():
     """TensorFiles take CPU tensors for a GPU's; yields the default stream, whose own work is done at once."""
-    default, here, copy = Stream(), threading.local(), torch._foreach_copy_
+    default, here, copy = Stream(eager=True), threading.local(), torch._foreach_copy_
 
     def current(device=None):
         return getattr(here, "stream", default)
@@ -87,16 +104,17 @@ def fake_streams():
             here.stream = before
 
     def foreach_copy(targets, sources, non_blocking=False):
-        if current() is default:
-            return copy(targets, sources)
         current().submit(lambda: copy(targets, sources))
+        if current() is not default and not non_blocking:  # to memory that is not page-locked
+            current().synchronize()
 
     def pin(self, gpu):
         self.stream, self.copied = Stream(gpu), Event()
 
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream),
-                           ("Event", Event)):
+                           ("Event", Event), ("device", contextlib.nullcontext),
+                           ("synchronize", default.synchronize)):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
         patch.setattr(tensor_file.TensorFile, "gpus",
@@ -104,6 +122,25 @@ def fake_streams():
         patch.setattr(tensor_file.TensorFile, "_pin", pin)
         patch.setattr(tensor_file, "LARGE", float("inf"))  # no memmove beside the stream
         yield default
+
+
+def late_updates(state, default):
+    """The program runs ahead: the default stream makes each update, with the gradient of its step."""
+    state.updates, state.waits, step = Updates("fake"), False, state.optimizer.step
+
+    def launch():
+        gradients = [p.grad for p in state.names]
+
+        def update():
+            for p, gradient in zip(state.names, gradients, strict=True):
+                p.grad = gradient
+            step()
+            for p in state.names:
+                p.grad = None
+
+        default.submit(update)
+
+    state.optimizer.step = launch
 
 
 # ---- generators -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import train_ddp
 from common.errors import UserError
 from common.options import Options
 from common.options.rules import check_together
-from common.training.bitwise.order import carries, checked
+from common.training.bitwise.sums import carries, checked
 
 EVERY = {"cross_check": 2, "epochs": 3, "save_every": 1, "keep": 20}
 

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from fakes import OverDevices
+from fakes import OverDevices, fake_streams, late_updates
 from torch import nn
 
 from common.errors import UserError
@@ -123,6 +123,81 @@ def test_whoever_saves_waits_for_the_end_of_the_update():
     train(state, 1)
     saver.join(20)
     assert seen == [(2, False)]
+
+
+def copied_by_a_rescue(state, during=lambda: None):
+    """(facts, weights) of a snapshot that a thread takes as a rescue would; `during` comes in its midst."""
+    found, live, calls = [], state.tensors, iter([during])
+
+    class Remote:
+        def __init__(self, tensor, before=lambda: None):
+            self.tensor, self.before = tensor, before
+
+        def cpu(self):
+            self.before()
+            return self.tensor.clone()
+
+    def tensors():
+        model = {name: Remote(tensor) for name, tensor in live()["model"].items()}
+        list(model.values())[len(model) // 2].before = next(calls, lambda: None)
+        return {"model": model}
+
+    def rescue():
+        with state.updates.aside(), state.lock:
+            found.extend(state.snapshot())
+
+    state.tensors = tensors
+    thread = threading.Thread(target=rescue, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found, "the rescue waits for the stream that hangs"
+    return found[1], found[0]["model"]
+
+
+@pytest.mark.parametrize("launched", [0, 1, 2])
+def test_a_rescue_takes_the_newest_step_that_the_gpu_has_made_whatever_was_launched_behind_a_dead_collective(
+        launched):
+    wanted = train(make(), 3).tensors()["model"]
+    with fake_streams() as default:
+        state = make()
+        late_updates(state, default)
+        train(state, 3)
+        gate = default.hang()
+        train(state, launched)
+        facts, held = copied_by_a_rescue(state)
+        assert state.step == 3 + launched and facts["step"] == state.whole == 3 and facts["position"] == 24
+        assert all(torch.equal(t, held[n]) for n, t in wanted.items())
+        gate.set()
+
+
+def test_an_update_that_begins_while_a_rescue_copies_is_waited_for_and_copied_whole():
+    """A collective was only slow: its update runs in the midst of the copy."""
+    wanted = train(make(), 4).tensors()["model"]
+    with fake_streams() as default:
+        state = make()
+        late_updates(state, default)
+        train(state, 3)
+        gate = default.hang()
+        train(state, 1)
+        facts, held = copied_by_a_rescue(state, during=lambda: (gate.set(), default.synchronize()))
+        assert facts["step"] == 4 and all(torch.equal(t, held[n]) for n, t in wanted.items())
+
+
+def test_the_program_runs_ahead_of_the_gpu_by_two_updates_and_waits_without_the_lock():
+    with fake_streams() as default:
+        state = make()
+        late_updates(state, default)
+        gate = default.hang()
+        train(state, 3)
+        late = threading.Thread(target=train, args=(state, 1), daemon=True)
+        late.start()
+        late.join(0.2)
+        assert late.is_alive() and state.step == 3 and state.whole == 0
+        assert state.lock.acquire(timeout=1)
+        state.lock.release()
+        gate.set()
+        late.join(20)
+        assert state.step == state.whole == 4
 
 
 def test_the_learning_rate_is_a_function_of_the_step():

@@ -1,6 +1,4 @@
-"""Gradients as flat tensors that the replicas exchange: each ends the tree (order.py) for its own part."""
-from dataclasses import dataclass, field
-
+"""Gradients as flat tensors that the replicas exchange: each ends the tree (sums.py) for its own part."""
 import torch
 import torch.distributed as dist
 
@@ -9,34 +7,26 @@ DIRECT_BYTES = 1 << 20       # with gloo, larger buckets travel as messages inst
 PIECE_BYTES = 12 << 20       # exchanged at once: while one piece is added up, the next arrives
 
 
-@dataclass(eq=False)
 class Bucket:
     """Some gradients as one flat tensor that divides evenly among the replicas."""
 
-    members: list
-    shapes: list = field(repr=False)
-    world: object
-    rows: int
-    waiting: int = 0
-
-    def __post_init__(self):
-        shapes, self.shapes = self.shapes, None
-        kind = shapes[self.members[0]]
-        self.params, self.size = [i for i in self.members if i < len(shapes) - 1], kind.element_size()
-        align, starts, at = ALIGN_BYTES // self.size, {}, 0
-        for i in self.members:
+    def __init__(self, members, shapes, world, rows):
+        self.members, self.world, self.waiting = members, world, 0
+        kind, starts, at = shapes[members[0]], {}, 0
+        self.params, size = [i for i in members if i < len(shapes) - 1], kind.element_size()
+        align = ALIGN_BYTES // size
+        for i in members:
             starts[i] = at
             at += -(-shapes[i].numel() // align) * align
-        count = max(1, round(at * self.size / PIECE_BYTES))
-        self.part = -(-at // (count * align * self.world.replicas)) * align  # of a piece, per rank
-        self.numel = self.part * self.world.replicas * count
         # gloo's collectives copy all data once or twice more, but are quicker than messages for small buckets
-        self.direct = self.world.backend == "gloo" and at * self.size > DIRECT_BYTES
-        if self.world.replicas == 1:
+        self.direct = world.backend == "gloo" and at * size > DIRECT_BYTES
+        if world.replicas == 1:
             return
-        self.flat = torch.zeros(self.numel, dtype=kind.dtype, device=kind.device)
-        self.pieces = self.flat.view(count, self.world.replicas, self.part)
-        self.received = self.flat.new_zeros(count, self.rows, self.part)
+        count = max(1, round(at * size / PIECE_BYTES))
+        self.part = -(-at // (count * align * world.replicas)) * align  # of a piece, per rank
+        self.flat = torch.zeros(count * world.replicas * self.part, dtype=kind.dtype, device=kind.device)
+        self.pieces = self.flat.view(count, world.replicas, self.part)
+        self.received = self.flat.new_zeros(count, rows, self.part)
         self.views = {i: _like(self.flat[at:at + shapes[i].numel()], shapes[i]) for i, at in starts.items()}
 
     def _fill(self, row, plus=None):
