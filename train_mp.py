@@ -21,7 +21,7 @@ from common.data import batches, load_data
 from common.errors import report_errors
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import build_model
-from common.pipeline import backward, split
+from common.pipeline import backward, describe, split
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
 from common.training import TrainState, build_optimizer, evaluate, find_task
@@ -52,7 +52,7 @@ def main(opts):
     with Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source, sum(model.parameters_of))
-        for line in model.describe(-(-opts.global_batch_size // world.replicas), state.optimizer):
+        for line in describe(model, -(-opts.global_batch_size // world.replicas), state.optimizer):
             log.note(line)
         while not state.finished:  # a finished run falls through and exits 0
             if rescue.told("stop-epoch"):

@@ -11,8 +11,8 @@ from torch import nn
 from common.errors import UserError, one_line, out_of_memory
 
 HOST = torch.device("cpu")
-MEASURE_ROUNDS = 4           # how often each piece is measured
-MEASURE_SECONDS = 1.0        # no further round after that
+MEASURE_ROUNDS = 8           # how often each piece is measured, after a first time that warms up
+MEASURE_SECONDS = 1.0        # of all pieces; but each is measured once
 
 
 class Piece(NamedTuple):
@@ -30,7 +30,6 @@ class Measure(NamedTuple):
     kept: int             # bytes per sample that are kept for the backward
     shape: tuple          # of the output, without the batch
     dtype: torch.dtype    # of the output
-    random: bool          # whether it draws random numbers
 
 
 def pieces(net):
@@ -90,33 +89,37 @@ def _features(net):
 
 
 def _owned(net, prefixes):
-    return [(n, p) for n, p in net.named_parameters() if belongs(n, prefixes)]
+    return [p for n, p in net.named_parameters() if belongs(n, prefixes)]
 
 
 def belongs(name, prefixes):
     return any(not prefix or name == prefix or name.startswith(prefix + ".") for prefix in prefixes)
 
 
-def prune(net, prefixes):
-    """Removes every weight and buffer that no stage of this rank owns; the others keep their names."""
+def _slots(net):
+    """(name, dict that holds it, key) of each weight and buffer."""
     for path, module in net.named_modules():
         for tensors in (module._parameters, module._buffers):
-            for key in tensors:
-                if not belongs(f"{path}.{key}".removeprefix("."), prefixes):
-                    tensors[key] = None
+            for key in [key for key, tensor in tensors.items() if tensor is not None]:
+                yield f"{path}.{key}".removeprefix("."), tensors, key
+
+
+def prune(net, prefixes):
+    """Removes every weight and buffer that no stage of this rank owns; the others keep their names."""
+    for name, tensors, key in _slots(net):
+        if not belongs(name, prefixes):
+            tensors[key] = None
 
 
 def place(net, piece, device):
     """Moves the piece's weights and buffers to a device."""
-    for path, module in net.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for key, tensor in tensors.items():
-                own = tensor is not None and belongs(f"{path}.{key}".removeprefix("."), piece.owns)
-                if own and tensor.device != device:
-                    if isinstance(tensor, nn.Parameter):
-                        tensor.data = tensor.data.to(device)
-                    else:
-                        tensors[key] = tensor.to(device)
+    for name, tensors, key in _slots(net):
+        tensor = tensors[key]
+        if belongs(name, piece.owns) and tensor.device != device:
+            if isinstance(tensor, nn.Parameter):
+                tensor.data = tensor.data.to(device)
+            else:
+                tensors[key] = tensor.to(device)
 
 
 def refuse_ties(net, groups):
@@ -134,45 +137,42 @@ def refuse_ties(net, groups):
 
 
 def count(net, piece):
-    return sum(p.numel() for _, p in _owned(net, piece.owns))
+    return sum(p.numel() for p in _owned(net, piece.owns))
 
 
-def measure(net, found, x, device, cast):
-    """A Measure of each piece, run as in training; afterwards buffers and generators are as before.
+def measure(net, found, x, device, forward):
+    """A Measure of each piece, run inside `forward()`; afterwards buffers and generators are as before.
 
     Only one piece at a time is on the device, because the whole net may not fit.
     """
-    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    states, training, began, best = torch.get_rng_state(), net.training, time.perf_counter(), None
+    before, training, measures = {n: b.clone() for n, b in net.named_buffers()}, net.training, []
     net.train()
-    for _ in range(MEASURE_ROUNDS):  # the best time of a piece counts: others use the machine too
-        measures, y = [], x
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         for piece in found:
             place(net, piece, device)
-            measures.append((m := _measure(net, piece, y, device, cast))[0])
+            facts, x = _measure(net, piece, x.to(device), forward, MEASURE_SECONDS / len(found))
             place(net, piece, HOST)
-            y = m[1]
-        pairs = zip(measures, best or measures, strict=True)
-        best = [m._replace(seconds=min(m.seconds, b.seconds)) for m, b in pairs]
-        if time.perf_counter() - began > MEASURE_SECONDS:
-            break
-    torch.set_rng_state(states)
+            measures.append(facts)
     for name, buffer in net.named_buffers():
         buffer.copy_(before[name])
     net.train(training)
-    return best
+    return measures
 
 
-def _measure(net, piece, x, device, cast):
+def _measure(net, piece, x, forward, limit):
     """(Measure, output) of one piece."""
-    own = {p.data_ptr() for p in net.parameters()}
-    kept, state, seconds = Kept(), draws(device), float("inf")
-    for _ in range(2):  # the first one warms up
-        x = x.to(device).detach().requires_grad_(x.is_floating_point())
+    own, kept, times = {p.data_ptr() for p in net.parameters()}, {}, []
+
+    def note(tensor):  # what a forward keeps for its backward
+        kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    while len(times) < 2 or len(times) <= MEASURE_ROUNDS and sum(times) < limit:
+        x = x.detach().requires_grad_(x.is_floating_point())
         kept.clear()
         began = time.perf_counter()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(kept.note, lambda t: t), cast():
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t), forward():
                 y = piece.call(x.clone())
         except Exception as error:
             if out_of_memory(error):
@@ -186,27 +186,13 @@ def _measure(net, piece, x, device, cast):
                             "a net can be cut where one tensor goes from one part to the next")
         if y.requires_grad:
             y.sum().backward()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds = min(seconds, time.perf_counter() - began)
+        if x.is_cuda:
+            torch.cuda.synchronize(x.device)
+        times.append(time.perf_counter() - began)
     for p in net.parameters():
         p.grad = None
     size = sum(size for place, size in kept.items() if place not in own) // len(x)
-    random = not torch.equal(state, draws(device))
-    return Measure(seconds, size, tuple(y.shape[1:]), y.dtype, random), y.detach()
-
-
-class Kept(dict):
-    """The tensors that a forward keeps for its backward: {address: bytes}."""
-
-    def note(self, tensor):
-        self[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-
-def draws(device):
-    """The generator's state: it changes when numbers are drawn."""
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return Measure(min(times[1:]), size, tuple(y.shape[1:]), y.dtype), y.detach()
 
 
 def cut(found, weights, parts, by):

@@ -1,8 +1,9 @@
-"""Stage and Pipeline: everything that threads on one machine and ranks of torchrun have in common."""
+"""Stage and Pipeline: one loop over the work of all ticks, whether stages are ranks or devices of a process.
+"""
 import contextlib
+import itertools
 import time
 from functools import partial
-from threading import Lock
 
 import torch
 from torch import nn
@@ -10,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from common.data import forward_sizes
 from common.pipeline.cut import belongs, count, place, prune
+from common.pipeline.schedule import timetable
+from common.pipeline.transfer import NO_NOTE, Devices, Ranks
 from common.sampler import hash_seed
 from common.training import loss, placed
 
@@ -17,42 +20,27 @@ BUCKET_BYTES = 25 << 20      # of gradients summed at once
 
 
 class Stage(nn.Module):
-    """Some pieces in a row on one device; they draw from (seed, step, replica, stage, micro batch)."""
+    """Some pieces in a row on one device."""
 
-    def __init__(self, net, index, group, device, opts, world, random, lock):
+    def __init__(self, net, index, group, device, opts):
         super().__init__()
-        self.index, self.group, self.device, self.opts, self.world = index, group, device, opts, world
-        self.random, self.lock = random, lock if random else contextlib.nullcontext()
+        self.index, self.group, self.device, self.opts = index, group, device, opts
         self.run = torch.compile(self._run) if opts.compile else self._run
         norms = [(path, m) for path, m in net.named_modules() if getattr(m, "track_running_stats", False)]
         self.norms = [[m for path, m in norms if belongs(path, piece.owns)] for piece in group]
-        self.step, self.forwards = 0, 0
-
-    def begin(self, step):
-        self.step, self.forwards = step, 0
 
     def forward(self, x):
-        with self.lock, loss.autocast(self.opts, self.device):
-            if torch.is_grad_enabled() and self.random and not self.opts.virtual_ranks:
-                key = "stage", self.step, self.world.replica, self.index, self.forwards
-                self.generator.manual_seed(hash_seed(self.opts.seed, *key))
-            self.forwards += torch.is_grad_enabled()
+        with loss.autocast(self.opts, self.device):
             return self.run(x)
-
-    def backward(self, y, gradient=None):
-        with self.lock:  # --recompute draws the numbers of the forward again
-            y.backward(gradient)
 
     def _run(self, x):
         x = x.clone()  # layers may work in place, and x is a leaf or a part of the batch
         for piece, norms in zip(self.group, self.norms, strict=True):
             if self.opts.recompute and torch.is_grad_enabled():
-                # the generator is shared: only a stage that draws may set it
-                x = checkpoint(piece.call, x, use_reentrant=False, preserve_rng_state=self.random,
-                               context_fn=partial(_contexts, norms))
+                x = checkpoint(piece.call, x, use_reentrant=False, context_fn=partial(_contexts, norms))
             else:
                 x = piece.call(x)
-        return x if self.opts.virtual_ranks else x.contiguous()  # as torch's schedules need it
+        return x if self.opts.virtual_ranks else x.contiguous()  # its strides travel with bits alone
 
     @property
     def generator(self):
@@ -70,10 +58,9 @@ class Pipeline(nn.Module):
         self.parts, self.devices = len(groups), device_of
         self.even = opts.shard  # replicas of a stage then need as many forwards
         self.parameters_of = [sum(count(net, piece) for piece in group) for group in groups]
-        locks = {device: Lock() for device in device_of}
-        random = [any(m.random for m in measured) for measured in measures]
-        self.stages = [Stage(net, i, group, device_of[i], opts, world, random[i], locks[device_of[i]])
-                       for i, group in enumerate(groups) if self.owns(i)]
+        own = range(world.stage, self.parts, world.stages)
+        self.stages = [Stage(net, i, groups[i], device_of[i], opts) for i in own]
+        self.stage_at = dict(zip(own, self.stages, strict=True))
         weights = [p for p in net.parameters() if p.requires_grad]
         self.weights = len(weights)
         self.kind = torch.float64 if any(p.dtype == torch.float64 for p in weights) else torch.float32
@@ -81,35 +68,87 @@ class Pipeline(nn.Module):
         for stage in self.stages:
             for piece in stage.group:
                 place(net, piece, stage.device)
-        own = {id(p) for p in net.parameters()}
-        self.order = [i for i, p in enumerate(weights) if id(p) in own]  # their places in the whole net
+        left = {id(p) for p in net.parameters()}
+        self.order = [i for i, p in enumerate(weights) if id(p) in left]  # their places in the whole net
+        if world.stages == 1:
+            self.transfer = Devices(device_of)
+        else:
+            note = len(self.stages[0].generator.get_state()) if opts.virtual_ranks else None
+            self.transfer = Ranks(world, [(facts[-1].shape, facts[-1].dtype) for facts in measures], note)
+
+    def run(self, ticks, sizes, ahead, back=None):
+        """Does this process's work of every tick; `sizes` are those of the micro batches.
+
+        `ahead(stage, k, came)` returns the (output, note) that the next stage gets, `back` the (gradient,
+        note) for the stage before; `came` is what the other stage returned. Returns the seconds of own work.
+        """
+        seconds, arrived, at = 0.0, {}, self.stage_at
+        for tick in ticks:
+            gives, takes = [], []
+            for i, k, forward in tick:
+                to = i + 1 if forward else i - 1
+                if i in at:
+                    came = arrived.pop((i, k, forward))() if (i, k, forward) in arrived else None
+                    began = time.monotonic()
+                    out = (ahead if forward else back)(at[i], k, came)
+                    seconds += time.monotonic() - began
+                    gives += [((to, k, forward), *out)] if 0 <= to < self.parts else []
+                elif to in at:
+                    takes.append(((to, k, forward), sizes[k]))
+            arrived |= self.transfer.move(gives, takes)
+        self.transfer.drain()
+        return seconds
+
+    def ticks(self, count):
+        """The timetable of so many micro batches; every stage of a process has its own turn."""
+        places = self.parts if self.world.stages == 1 else self.world.stages
+        return timetable(self.opts.schedule, count, self.parts, places)
+
+    def forward(self, x):
+        """The net's output on the rank that has the last stage, None on the others."""
+        found = []
+
+        def ahead(stage, k, came):
+            if came and self.opts.virtual_ranks:  # draw as one generator would
+                stage.generator.set_state(came[1])
+            y = stage(came[0] if came else x)
+            found[:] = [y.to(self.world.device)] if stage.index == self.parts - 1 else []
+            return y, stage.generator.get_state() if self.opts.virtual_ranks else NO_NOTE
+
+        self.run([[(i, 0, True)] for i in range(self.parts)], [len(x)], ahead)
+        return found[0] if found else None
 
     def backward(self, batch, state):
         """Leaves the mean gradient of the global batch in `.grad`; returns this rank's totals."""
-        world, n, task = self.world, sum(n for n, _ in batch.parts), state.task
-        began = time.monotonic()
-        totals = task.zeros(self.stages[-1].device)
-        for stage in self.stages:
-            stage.begin(state.step)
-        sizes = [n for n, _ in batch.parts]
+        world, opts, task, in_flight = self.world, self.opts, state.task, {}
+        last = self.parts - 1
+        totals, sizes = task.zeros(self.stages[-1].device), [n for n, _ in batch.parts]
         if self.even:  # all replicas run forwards as large as those of the largest share
-            sizes = forward_sizes(batch.size, world.replicas - 1, world.replicas, self.opts)
+            sizes = forward_sizes(batch.size, world.replicas - 1, world.replicas, opts)
+        # before the run, which no copy of samples shall stop
+        inputs, answers = ([placed(part, self.stage_at[i].device, opts) for _, part in batch.parts]
+                           if i in self.stage_at else None for i in (0, last))
 
-        def graded(out, k):
-            n, part = batch.parts[int(k)]
-            found = task.answered(out[:n], placed(part, out.device, self.opts), state)
-            task.add(totals, found)
-            loss = found[task.names[0]][0] / batch.size
-            return state.scaler.scale(loss) if state.scaler else loss
+        def ahead(stage, k, came):
+            x = came[0] if came else self._padded(task.input_of(inputs[k], state), sizes[k])
+            x = x.detach().requires_grad_(came is not None and x.is_floating_point())
+            key = "stage", state.step, world.replica, stage.index, k
+            stage.generator.manual_seed(hash_seed(opts.seed, *key))
+            y = stage(x)
+            if stage.index == last:
+                y = loss_of(y[:batch.parts[k][0]], answers[k], totals, batch, state)
+            in_flight[stage.index, k] = x, y
+            return y.detach(), NO_NOTE
 
-        if sizes:
-            inputs = [self._padded(task.input_of(placed(part, self.stages[0].device, self.opts), state), size)
-                      for (_, part), size in zip(batch.parts, sizes, strict=True)]
-            self.run(inputs, graded)
-        state.own_seconds += time.monotonic() - began
+        def back(stage, k, came):
+            if opts.shard:
+                stage.set_requires_gradient_sync(k == len(sizes) - 1)  # one exchange a batch
+            return gradient_of(*in_flight.pop((stage.index, k)), came), NO_NOTE
+
+        state.own_seconds += self.run(self.ticks(len(sizes)), sizes, ahead, back)
         if world.replicas > 1:
             self._sum_gradients()
-            state.buffers.average(world, n / batch.size)
+            state.buffers.average(world, sum(n for n, _ in batch.parts) / batch.size)
         totals = totals.to(world.device)
         state.count(totals[1], batch.size, world.all_sum)
         return totals
@@ -125,15 +164,14 @@ class Pipeline(nn.Module):
         """Over the ranks with the same stage; the loss is divided by the size of the whole batch."""
         bucket, size = [], 0
         parameters = [p for p in self.net.parameters() if p.requires_grad and not hasattr(p, "to_local")]
-        for i, p in enumerate(parameters):
+        for p, following in itertools.zip_longest(parameters, parameters[1:]):
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             bucket.append(p.grad)
             size += p.grad.nbytes
-            following = parameters[i + 1] if i + 1 < len(parameters) else None
             if size >= BUCKET_BYTES or following is None or following.dtype != p.dtype:
                 flat = self.world.sum_over_replicas(torch.cat([g.flatten() for g in bucket]))
                 sums = flat.split([g.numel() for g in bucket])
-                torch._foreach_copy_([g.view(-1) for g in bucket], list(sums))
+                torch._foreach_copy_(bucket, [own.view(g.shape) for own, g in zip(sums, bucket, strict=True)])
                 bucket, size = [], 0
 
     def norm(self, gradients):
@@ -152,54 +190,21 @@ class Pipeline(nn.Module):
         mine = self.world.sum_over_replicas(mine.square()) if self.even else 0.0
         return self.world.sum_over_stages(own.square() + mine).sqrt()
 
-    # ---- for a person to read ---------------------------------------------------------------------
-    def describe(self, samples, optimizer):
-        """The cut as lines of a table, and a warning if too few micro batches leave stages idle."""
-        opts, sliced, ranks = self.opts, self.opts.virtual_ranks, self.world.stages > 1
-        micro = min(opts.micro_batch_size or samples, samples)
-        if sliced:
-            micro = -(-opts.global_batch_size // sliced)
-        count, stages = -(-samples // max(1, micro)), self.world.stages if ranks else len(set(self.devices))
-        flights = count if ranks or not sliced else 1
-        spent = [sum(m.seconds for m in facts) for facts in self.measures]
-        copies = _copies(optimizer)
-        lines = ["stage  place     layers                              parameters   time   memory (MiB)"]
-        for i, group in enumerate(self.groups):
-            at = f"rank {i % self.world.stages}" if self.world.stages > 1 else str(self.devices[i])
-            layers = group[0].name + (f" ... {group[-1].name} ({len(group)})" if len(group) > 1 else "")
-            flying = min(flights, self.parts - i) if opts.schedule != "gpipe" else flights
-            kept = sum(m.kept for m in self.measures[i]) * micro * flying
-            memory, own = (self.parameters_of[i] * copies * 4 + kept) / 2**20, self.parameters_of[i]
-            lines.append(f"{i:5}  {at:8}  {layers:34}  {own:11,}  {spent[i] / sum(spent):5.0%}"
-                         f"  {memory:13,.1f}")
-        if stages > 1:
-            bubble = (stages - 1) / (flights * max(1, self.parts // stages) + stages - 1)
-            of = "micro batches" if not sliced else "slices" if ranks else "slices, one after the other,"
-            lines.append(f"{opts.schedule}: {count} {of} of {micro} or less over {stages} places, "
-                         f"idle {bubble:.0%} of the time")
-            if flights < stages and not sliced:
-                better = max(1, samples // (4 * stages))
-                lines.append(f"warning: {flights} micro batches cannot keep {stages} places busy; "
-                             f"--micro-batch-size {better}: "
-                             f"idle {(stages - 1) / (-(-samples // better) + stages - 1):.0%}")
-        return lines
+
+def loss_of(y, part, totals, batch, state):
+    """The loss of the last stage's output, ready for its backward; adds all that the task finds to `totals`.
+    """
+    found = state.task.answered(y, part, state)
+    state.task.add(totals, found)
+    scaled = found[state.task.names[0]][0] / batch.size
+    return state.scaler.scale(scaled) if state.scaler else scaled
 
 
-def _copies(optimizer):
-    """How many tensors of a weight's size a step needs: weight, gradient, and what the optimizer keeps."""
-    return 2 + max((sum(torch.is_tensor(value) and value.shape == p.shape for value in values.values())
-                    for p, values in optimizer.state.items() if p.dim()), default=0)
-
-
-def orders(schedule, flights, left):
-    """(forward?, micro batch) in the order of a stage that has `left` stages from itself to the end."""
-    ahead = flights if schedule == "gpipe" else min(flights, left)
-    for k in range(ahead):
-        yield True, k
-    for k in range(flights):
-        yield False, k
-        if ahead + k < flights:
-            yield True, ahead + k
+def gradient_of(x, y, came):
+    """The gradient of a stage's input, given what the next stage returned for its output."""
+    if y.requires_grad:
+        y.backward(came and came[0])
+    return torch.zeros_like(x) if x.grad is None else x.grad
 
 
 def _contexts(norms):

@@ -28,7 +28,8 @@ from samples import share_of
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
-from common.pipeline.split import LOOPS
+from common.pipeline.schedule import LOOPS
+from common.pipeline.stages import gradient_of
 from common.training import TrainState, build_optimizer
 from common.training import backward as plain
 from common.world import World
@@ -55,9 +56,9 @@ def work(model, data, size, flights):
         for stage in model.stages:
             x = data.train.fetch(range(size))[0]
             if stage.index:
-                shape, dtype = model.edges[stage.index - 1]
+                shape, dtype = model.transfer.edges[stage.index - 1]
                 x = torch.zeros(size, *shape, dtype=dtype, requires_grad=True)
-            stage.backward(y := stage(x), torch.ones_like(y))
+            gradient_of(x, y := stage(x), (torch.ones_like(y),))
 
 
 def main():

@@ -21,7 +21,7 @@ import train_mp
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
-from common.pipeline.transfer import Transfer
+from common.pipeline.transfer import Ranks
 from common.training import TrainState, build_optimizer
 from common.training import backward as whole_backward
 from common.world import World
@@ -74,14 +74,16 @@ def test_a_tensor_arrives_with_the_strides_it_had_and_without_holes():
                x[1:, :, :1].expand(3, 5, 4, 6)]
 
     def hand_on(world):
-        line, found = Transfer(world.in_stages(2)), []
+        transfer, found = Ranks(world.in_stages(2), [((5, 4, 6), x.dtype)], note=3), []
+        note = torch.tensor([1, 2, 3], dtype=torch.uint8)
         for t in tensors:
-            take = (tuple(t.shape), t.dtype, 0, 3)
-            came = line.exchange(take=take) if world.rank else line.exchange((t, 1,
-                                                                              torch.tensor([1, 2, 3],
-                                                                                           dtype=torch.uint8)))
-            found.append(came and (came[0].tolist(), came[0].stride(), came[1].tolist()))
-        line.drain()
+            if world.rank:
+                transfer.edges = [(tuple(t.shape[1:]), t.dtype)]
+                came, note = transfer.move([], [((1, 0, True), len(t))])[1, 0, True]()
+                found.append((came.tolist(), came.stride(), note.tolist()))
+            else:
+                transfer.move([((1, 0, True), t, note)], [])
+        transfer.drain()
         return found
 
     for t, (values, strides, note) in zip(tensors, fork_ranks(2, hand_on)[1], strict=True):

@@ -23,7 +23,7 @@ from common.checkpoint import CheckpointStore
 from common.errors import UserError
 from common.options import parse_options
 from common.options.optimizers import REFUSED, known
-from common.pipeline.stages import _copies
+from common.pipeline.split import copies_of
 from common.training import TrainState, backward, build_optimizer, distribute
 from common.training.optimizer import learning_rate
 from common.world import determinism as pinned
@@ -326,6 +326,6 @@ def test_the_copies_of_a_weight_that_a_stage_needs_are_counted_in_the_optimizers
                                                                                        copies):
     extra = [] if momentum is None else [f"--momentum={momentum}"]
     state = own(f"--optimizer={name}", *extra)
-    assert _copies(state.optimizer) == copies
+    assert copies_of(state.optimizer) == copies
     assert state.optimizer.param_groups[0]["fused"], "--virtual-ranks records it as fused (determinism.py)"
     assert pinned.bit_facts(replace(state.opts, virtual_ranks=2), world_of_one())["optimizer"] == "fused"

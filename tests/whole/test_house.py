@@ -24,7 +24,7 @@ MOST_NAMES = 14          # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
 COLLECTIVE = {"world/world", "world/join", "world/rendezvous", "training/prepare", "training/bitwise/buckets",
-              "pipeline/split", "pipeline/transfer"}
+              "pipeline/shard", "pipeline/transfer"}
 ENVIRON = {"errors", "options/environment", "options/options", "options/process", "ledger/log",
            "world/world", "world/join", "world/rendezvous", "world/determinism", "rescue/rescue"}
 TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common",
