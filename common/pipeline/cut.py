@@ -2,6 +2,7 @@
 
 The net keeps its modules and names: a stage runs its pieces, and `prune` removes the other stages' weights.
 """
+import itertools
 import time
 from typing import Any, NamedTuple
 
@@ -202,31 +203,21 @@ def cut(found, weights, parts, by):
         raise UserError(
             f"{parts} stages, but this model can be cut into {len(found)} at most: {names[:150]}\n"
             "ask for fewer stages, or choose a --model with more places to cut it (a longer nn.Sequential)")
-    if by in ("parameters", "time"):
-        stage_of = balance(weights, parts)
-        return [[p for p, s in zip(found, stage_of, strict=True) if s == stage] for stage in range(parts)]
-    counts = [int(number) for number in by.split(",")]
+    counts = balance(weights, parts) if by in ("parameters", "time") else list(map(int, by.split(",")))
     if len(counts) != parts or sum(counts) != len(found):
         raise UserError(f"--balance {by}: {len(counts)} stages of {sum(counts)} pieces, "
                         f"but there are {parts} stages and {len(found)} pieces\n"
                         f"give {parts} counts that add up to {len(found)}; the pieces: {names[:200]}")
-    starts = [sum(counts[:i]) for i in range(parts + 1)]
-    return [found[a:b] for a, b in zip(starts, starts[1:], strict=False)]
+    rest = iter(found)
+    return [list(itertools.islice(rest, n)) for n in counts]
 
 
-def balance(weights, count):
-    """A stage for each piece: contiguous, none empty, the heaviest as light as possible (found exactly)."""
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    best = {(0, 0): (0, None)}  # (pieces placed, stages used): (heaviest, cut before)
-    for stages in range(1, count + 1):
-        for end in range(stages, len(weights) + 1):
-            best[end, stages] = min((max(best[start, stages - 1][0], sums[end] - sums[start]), start)
-                                    for start in range(stages - 1, end) if (start, stages - 1) in best)
-    placement, end = [], len(weights)
-    for stage in range(count - 1, -1, -1):
-        start = best[end, stage + 1][1]
-        placement = [stage] * (end - start) + placement
-        end = start
-    return placement
+def balance(weights, parts):
+    """The number of pieces of each stage: none empty, the heaviest as light as possible (found exactly)."""
+    sums = [0, *itertools.accumulate(weights)]
+    best = {0: (0, 0, [])}  # {pieces placed: (the heaviest stage, where the last one begins, counts)}
+    for _ in range(parts):
+        best = {end: min((max(heaviest, sums[end] - sums[start]), start, [*counts, end - start])
+                         for start, (heaviest, _, counts) in best.items() if start < end)
+                for end in range(min(best) + 1, len(sums))}
+    return best[len(weights)][2]

@@ -33,7 +33,7 @@ def data(*shape):
     ([1, 1, 1, 1], 2, [0, 0, 1, 1]), ([5, 1, 1, 1], 2, [0, 1, 1, 1]), ([1, 1, 1, 5], 2, [0, 0, 0, 1]),
     ([1, 2, 3, 4, 5, 6], 3, [0, 0, 0, 1, 1, 2]), ([1, 1], 2, [0, 1]), ([1, 100, 1], 3, [0, 1, 2])])
 def test_a_cut_is_contiguous_and_its_heaviest_stage_as_light_as_possible(weights, count, placement):
-    assert balance(weights, count) == placement
+    assert balance(weights, count) == [placement.count(stage) for stage in range(count)]
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "vit_b_32", "alexnet", "mobilenet_v3_small",
