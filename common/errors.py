@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TextIO
 
-TERMINATION_LOG = "/dev/termination-log"  # written only where Kubernetes made it
+TERMINATION_LOG = os.environ.get("TERMINATION_LOG", "/dev/termination-log")  # written only if it is there
 
 
 class UserError(Exception):
@@ -84,7 +84,7 @@ def speaks_for_node(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def note_reason(text: str) -> None:
-    """Why this process ends, for Kubernetes, which shows it in the pod's status."""
+    """Why this process ends: Kubernetes shows it in the pod's status, slurm.sbatch in the job's comment."""
     with contextlib.suppress(OSError), open(os.open(TERMINATION_LOG, os.O_WRONLY | os.O_TRUNC), "w") as file:
         file.write(text[:4000] + "\n")
 

@@ -1,0 +1,209 @@
+"""launch/slurm.sbatch under a real Slurm on this machine: a controller and two "nodes", all started here."""
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from jobs import PACED, ROOT, audit, children, command, lives, until, wait_for
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+CONF = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.sock
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+SlurmctldPort={ports[0]}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+MpiDefault=none
+ReturnToService=2
+KillWait=30
+JobRequeue=1
+SlurmdParameters=config_overrides
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP
+"""
+
+
+def place(name):
+    return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+def free_ports(count):
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
+
+
+class Slurm:
+    """The daemons, and what a person types; ends the jobs, then the daemons, which are children of ours."""
+
+    def __init__(self, folder):
+        self.folder, self.daemons = Path(folder), {}
+        self.env = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf", "PYTHON": sys.executable,
+                                 "PACE": "0.05", "HOST": "127.0.0.1"}
+
+    def __enter__(self):
+        for name in ("state", "spool-n1", "spool-n2"):
+            (self.folder / name).mkdir()
+        (self.folder / "key").touch(mode=0o600)
+        (self.folder / "key").write_bytes(os.urandom(128))
+        (self.folder / "slurm.conf").write_text(CONF.format(
+            folder=self.folder, host=socket.gethostname(), ports=free_ports(3),
+            user=subprocess.run(["id", "-un"], capture_output=True, text=True, timeout=60).stdout.strip()))
+        own = [f"--{name}={self.folder}/{file}" for name, file in (
+            ("socket", "munge.sock"), ("key-file", "key"), ("pid-file", "munged.pid"), ("seed-file", "seed"),
+            ("log-file", "munged.log"))]
+        self.start("munged", "--foreground", "--force", *own)
+        until(lambda: (self.folder / "munge.sock").exists(), "munged", 20)
+        self.start("slurmctld", "-D", "-c")
+        for node in ("n1", "n2"):
+            self.start("slurmd", "-D", "-N", node, name=node)
+        until(lambda: self.ask("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * 2, "two idle nodes", 40)
+        return self
+
+    def start(self, program, *words, name=None):
+        with open(self.folder / f"{name or program}.out", "wb") as out:
+            self.daemons[name or program] = subprocess.Popen(
+                [place(program), *words], env=self.env, stdout=out, stderr=out, start_new_session=True)
+
+    def __exit__(self, *_):
+        if jobs := self.ask("squeue", "-h", "-o", "%A").split():
+            self.ask("scancel", "--signal=KILL", "--full", *jobs)
+            self.ask("scancel", *jobs)
+        until(lambda: not self.ask("squeue", "-h", "-t", "R,CG"), "the end of the jobs", 60)
+        for daemon in reversed(self.daemons.values()):
+            daemon.send_signal(signal.SIGTERM)
+            try:
+                daemon.wait(20)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def ask(self, *words):
+        """What a command of Slurm's prints."""
+        return subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=60).stdout
+
+    def submit(self, run, *words, options=(), **env):
+        done = subprocess.run(
+            ["sbatch", "--parsable", "--cpus-per-task=1", f"--output={self.folder}/%x-%A_%a.log", *options,
+             "launch/slurm.sbatch", *PACED, f"--run-dir={run}", *words],
+            cwd=ROOT, env=self.env | env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    def state(self, job):
+        return self.ask("squeue", "-h", "-a", "-t", "all", "-j", job, "-o", "%T").strip()
+
+    def fact(self, job, name):
+        """A field of `scontrol show job`."""
+        found = re.search(rf"\b{name}=(.*?)(?=\s+[A-Z]\w*=|\n|$)", self.ask("scontrol", "show", "job", job))
+        return found[1] if found else None
+
+    def log(self):
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+    def reaches(self, job, state, seconds=60):
+        try:
+            until(lambda: self.state(job) == state, f"job {job} to be {state}", seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{error}: it is {self.state(job)}\n{self.log()}") from None
+
+
+@pytest.fixture
+def slurm():
+    missing = [name for name in DAEMONS if not place(name)]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed (Debian: slurm-wlm and munge)")
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder, Slurm(folder) as found:
+        yield found
+
+
+def test_a_job_on_two_nodes_is_warned_queued_again_and_complete_with_its_reason(slurm, tmp_path):
+    run = tmp_path / "my run"
+    job = slurm.submit(run, options=("--nodes=2", "--job-name=my train"), PROCESSES="1")
+    assert wait_for(run, 3)["world"] == 2
+    slurm.ask("scancel", "--batch", "--signal=USR1", job)
+    slurm.reaches(job, "PENDING")
+    assert "stopped on SIGUSR1: step" in slurm.log() and "143, queued again" in slurm.log()
+    assert slurm.fact(job, "Comment").startswith("stopped on SIGUSR1: step")
+    until(lambda: slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now") + slurm.state(job)
+          == "RUNNING", "a new start, for which Slurm would wait two minutes", 60)
+    wait_for(run, 22)
+    slurm.reaches(job, "COMPLETED")
+    assert [life["world"] for life in lives(run)] == [2, 2] and audit(run) == CLEAN
+    assert slurm.fact(job, "Restarts") == "1"
+
+
+def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
+    runs = [tmp_path / f"run-{task}" for task in (1, 2)]
+    script = tmp_path / "mine.sh"
+    script.write_text(f"#!/bin/bash\nset -- \"$@\" --run-dir={tmp_path}/run-$SLURM_ARRAY_TASK_ID\n"
+                      f". {ROOT}/launch/slurm.sbatch\n")
+    job = slurm.ask("sbatch", "--parsable", "--array=1-2", "--requeue", f"--output={slurm.folder}/%A_%a.log",
+                    f"--chdir={ROOT}", str(script), *PACED, "--epochs=99").strip()
+    for run in runs:
+        wait_for(run, 2)
+    slurm.ask("scancel", "--batch", "--signal=USR1", f"{job}_2")    # the last one has the array's number
+    slurm.reaches(f"{job}_2", "PENDING")
+    step = len(lives(runs[0]))
+    wait_for(runs[0], 30)
+    assert slurm.state(f"{job}_1") == "RUNNING" and len(lives(runs[0])) == step == 1
+    slurm.ask("scancel", job)
+    until(lambda: "stopped on SIGTERM" in slurm.log(), "the first task to save", 30)
+
+
+def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again(slurm, tmp_path):
+    run = tmp_path / "run"
+    job = slurm.submit(run, "--epochs=99", options=("--nodes=2",), PROCESSES="1", MIN_NODES="2", LOOK="0.5")
+    assert wait_for(run, 3)["world"] == 2
+    node = slurm.daemons.pop("n2")
+    steps = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+             if re.match(rf"slurmstepd: \[{job}\.", command(pid).replace("\0", " "))]
+    lost = [pid for pid in steps if "n2" in (Path(f"/proc/{pid}/environ").read_text(errors="replace"))]
+    for pid in lost:
+        for launcher in children(pid):
+            os.kill(launcher, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+    node.kill()
+    node.wait()
+    slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
+    slurm.reaches(job, "PENDING", 90)
+    assert "queued again" in slurm.log() and "saved" in slurm.log()
+    assert audit(run) == CLEAN
+
+
+def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, tmp_path):
+    run = tmp_path / "run"
+    wrong = slurm.submit(run, "--lr=nan")
+    slurm.reaches(wrong, "FAILED")
+    assert slurm.fact(wrong, "ExitCode") == "2:0" and "--lr" in slurm.fact(wrong, "Comment")
+    job = slurm.submit(run, "--epochs=99")
+    wait_for(run, 3)
+    began = time.monotonic()
+    slurm.ask("scancel", job)
+    slurm.reaches(job, "CANCELLED")
+    assert time.monotonic() - began < 20 and list(run.glob("checkpoints/step-*/manifest.json"))
