@@ -112,6 +112,18 @@ def test_without_virtual_ranks_it_compares_within_a_tolerance_and_says_so(jobs, 
     assert code == 0 and "up to 0.001 of a tensor's largest value" in output, output
 
 
+@pytest.mark.parametrize("script, flags", [
+    ("train_mp.py", ["--model=gpt:1x2x16", "--dataset=text:16", "--stages=2", "--max-steps=4"]),
+    ("train_ddp.py", ["--model=net", "--dataset=digits", "--max-steps=4"])], ids=["gpt in stages", "cnn"])
+def test_a_gpt_in_stages_and_a_cnn_are_made_again_by_train_ddp(jobs, tmp_path, capsys, script, flags):
+    run = tmp_path / "run"
+    flags = [flag for flag in FLAGS if "digest" not in flag and "workers" not in flag] + flags
+    job = jobs.torchrun(2, script, f"--run-dir={run}", "--keep-every=2", *flags)
+    assert job.wait() == 0, job.output
+    code, output = replay(capsys, "verify", run, "--all")
+    assert code == 0 and rows(output) == {(0, 2): "same", (2, 4): "same"}, output
+
+
 def test_what_cannot_be_verified_is_said_in_words(tmp_path):
     with pytest.raises(UserError, match="no whole options.json"):
         Run(tmp_path)
