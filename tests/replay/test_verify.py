@@ -113,10 +113,13 @@ def test_without_virtual_ranks_it_compares_within_a_tolerance_and_says_so(jobs, 
 
 
 @pytest.mark.parametrize("script, flags", [
-    ("train_mp.py", ["--model=gpt:1x2x16", "--dataset=text:16", "--stages=2", "--max-steps=4"]),
+    ("train_mp.py", ["--model=gpt:1x2x16", "--dataset=text:16", "--stages=2", "--max-steps=4",
+                     "--data-dir=story.txt"]),
     ("train_ddp.py", ["--model=net", "--dataset=digits", "--max-steps=4"])], ids=["gpt in stages", "cnn"])
 def test_a_gpt_in_stages_and_a_cnn_are_made_again_by_train_ddp(jobs, tmp_path, capsys, script, flags):
     run = tmp_path / "run"
+    (tmp_path / "story.txt").write_text("Once upon a time. " * 200)
+    flags = [flag.replace("story", f"{tmp_path}/story") for flag in flags]
     flags = [flag for flag in FLAGS if "digest" not in flag and "workers" not in flag] + flags
     job = jobs.torchrun(2, script, f"--run-dir={run}", "--keep-every=2", *flags)
     assert job.wait() == 0, job.output
