@@ -182,8 +182,8 @@ class CheckpointStore(Saving):
                 done = self._rescue(state, self.writer, "disk")
                 if self.layout.parts > 1 and state.ready and not state.half_updated:
                     state.update(state.ready)
-                    state.half_updated = True  # the main thread may come to where it makes this step
                     done = self._rescue(state, self.writer, "disk")
+                    state.half_updated = True  # the main thread may come to where it makes this step
                 if not state.half_updated:
                     self.memory.end(state.step)
                 return done

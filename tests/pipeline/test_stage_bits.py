@@ -250,8 +250,8 @@ def cut_off(world, opts, step, passes):
         return totals
 
     train_mp.backward = backward
-    World.all_sum = lambda world, tensor: (tensor if armed[-1] and tensor.dtype == torch.float64
-                                           else all_sum(world, tensor))
+    World.all_sum = lambda world, tensor, *group: (tensor if armed[-1] and tensor.dtype == torch.float64
+                                                   else all_sum(world, tensor, *group))
     return life(world, train_mp, opts)
 
 
