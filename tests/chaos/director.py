@@ -31,7 +31,7 @@ class Campaign(Strikes):
         self.env = env | {"CHAOS_SCRIPT": script, "STATE_MB": str(state)}
         self.flavours = STAGES if script == "mp" else FLAVOURS
         self.interval = LARGE_INTERVAL if state > 50 else INTERVAL
-        self.patience = 5 if state <= 50 else 60  # seconds: the workers of a dead agent save and leave
+        self.patience = 60 if disk or state > 50 else 5  # seconds: the workers of a dead agent save and leave
         self.todo = events.schedule(rng, count, points_names(), short, only)
         self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
         self.kinds = ["plain", "store"] if short else []  # of the first clusters; then as the dice fall
