@@ -12,6 +12,7 @@ sys.path[:0] = [str(ROOT), *map(str, sorted((ROOT / "tests").glob("[a-z]*/")))]
 
 # Before anything imports torch. One thread, no GPU: forked ranks (ranks.py) inherit neither of them alive.
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # see tools/gpus.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import Stream, fake_gpus
 from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weights
 from ranks import fork_ranks
 from samples import share_of
@@ -14,8 +15,9 @@ from samples import share_of
 from common.data import batches
 from common.models import build_model
 from common.options import Options
-from common.pipeline import backward, split
+from common.pipeline import backward, split, stages
 from common.pipeline.stages import Pipeline
+from common.pipeline.transfer import NO_NOTE, Devices
 from common.sampler import ElasticSampler
 from common.training import TrainState, build_optimizer, distribute, evaluate
 from common.training import backward as plain
@@ -223,6 +225,27 @@ def test_sharded_weights_have_the_gradient_of_one_device(model, size, stages, sc
                       partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule, shard=True,
                                     recompute=recompute, **more))
     assert_same(ours, train(ALONE, model, dtype, **more), 1e-10 if dtype == torch.float64 else 1e-5)
+
+
+def test_a_copy_between_gpus_waits_for_the_work_before_it_and_only_its_consumer_waits_for_the_copy():
+    one, two = torch.device("cpu", 0), torch.device("cpu", 1)
+    with fake_gpus(one, two) as working:
+        transfer, key = Devices([one, two]), (1, 0, True)
+        transfer.streams = {device: Stream(device) for device in (one, two)}
+        working[one].submit(made := [].clear)  # the output that is to be copied
+        came = transfer.move([(key, torch.ones(3), NO_NOTE)], [])[key]
+        assert len(transfer.streams[one].work) == 1, "the copy waits for the output"
+        assert working[one].work == [made] and working[two].work == [], "no stage waits for it yet"
+        assert came()[0].tolist() == [1.0] * 3
+        assert len(working[two].work) == 1 and working[one].work == [made], "its consumer waits for the copy"
+
+
+def test_all_samples_are_on_their_way_before_the_first_micro_batch_begins(monkeypatch):
+    done, run, placed = [], Pipeline.run, stages.placed
+    monkeypatch.setattr(stages, "placed", lambda *given: (done.append("placed"), placed(*given))[1])
+    monkeypatch.setattr(Pipeline, "run", lambda *given: (done.append("run"), run(*given))[1])
+    train(ALONE, "mlp", torch.float32, devices=2, micro_batch_size=5, n=10)
+    assert done[:5] == ["placed"] * 4 + ["run"] and "placed" not in done[5:], "two parts, at both ends"
 
 
 def test_running_statistics_in_stages_are_those_of_as_many_replicas():

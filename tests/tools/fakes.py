@@ -3,6 +3,7 @@
     with fake_streams() as default:      copies to the host (tensor_file.py) land only when the program waits
         late_updates(state, default)     this state's updates are made when the default stream comes to them
         default.hang()                   it comes to nothing more until `.set()` of what this returns
+    with fake_gpus(a, b) as streams:     each of these devices has a current stream
     with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
     ThreadedReplicas(net, count)         for CpuReplicas: replicas in threads, as nn.DataParallel runs them
@@ -54,10 +55,13 @@ class Stream:
     def wait_event(self, event):
         self.submit(event.synchronize)
 
-    def wait_stream(self, other):
+    def record_event(self):
         event = Event()
-        event.record(other)
-        self.wait_event(event)
+        event.record(self)
+        return event
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
 
     def hang(self):
         """All later work waits until the event that is returned is set."""
@@ -141,6 +145,17 @@ def late_updates(state, default):
         default.submit(update)
 
     state.optimizer.step = launch
+
+
+@contextlib.contextmanager
+def fake_gpus(*devices):
+    """CPUs that each have a current stream, as GPUs have: {device: stream}."""
+    streams = {device: Stream(device) for device in devices}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+        patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+        yield streams
 
 
 # ---- generators -----------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""What a child process does on a GPU for the tests of this folder: python tests/gpu/checks.py NAME ..."""
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+from torch import nn
+
+from common.checkpoint import CheckpointStore
+from common.checkpoint.tensor_file import TensorFile
+from common.options import parse_options
+from common.training import TrainState, build_optimizer
+from common.training.evaluate import averaged_weights
+from common.world import World
+
+
+def stuck_stream(*flags):
+    """At step 20 the default stream comes to a kernel without end, as behind a dead peer's collective."""
+    import train_ddp
+    whole = TrainState.finish_gradient
+
+    def finish(self, size):
+        if self.step == 20:
+            print(f"{time.time():.2f} the stream is blocked", flush=True)
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(2 ** 40)  # about ten minutes
+            torch.cuda.current_stream().wait_stream(side)
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()  # the agent's
+            threading.Timer(31, os._exit, (9,)).start()  # and its SIGKILL
+        whole(self, size)
+
+    TrainState.finish_gradient = finish
+    train_ddp.main(parse_options("", list(flags), script="ddp"))
+
+
+def late_copy(device="cuda:0"):
+    """A save that is still copied when an evaluation puts the averages into the net: it has the weights."""
+    width = 4096 if device != "cpu" else 64
+    with tempfile.TemporaryDirectory() as run:
+        opts = parse_options("", [f"--run-dir={run}/run", "--ema-decay=0.5"], script="ddp")
+        world = World(0, 1, 0, 1, 0, (torch.device(device),), "life", 0)
+        net = nn.Sequential(*(nn.Linear(width, width) for _ in range(16))).to(device)
+        state = TrainState(net, build_optimizer(net, opts), opts, 64)
+        store = CheckpointStore(opts, world)
+        store.restore(state)
+        for _ in range(2):
+            net(torch.ones(8, width, device=device)).square().mean().backward()
+            state.update(8)
+        wanted = {name: p.detach().clone() for name, p in net.named_parameters()}
+        store.save(state)
+        with torch.no_grad(), averaged_weights(state):
+            pass
+        store.wait()
+        views = state.images["model"].views
+        print("differ:", sum(not torch.equal(views[name], p.cpu()) for name, p in wanted.items()))
+        store.close()
+
+
+def host_register():
+    """A refused registration of host memory leaves no error for the next kernel."""
+    tensors = {"x": torch.ones(1 << 20, device="cuda")}
+    file = TensorFile(tensors)
+    file.copy(tensors)
+    file._pin(torch.device("cuda:0"))  # again: refused
+    torch.ones(4, device="cuda").add_(1)
+    torch.cuda.synchronize()
+    print("the next kernel does not mind")
+
+
+def dp_dtype():
+    """The types that nn.DataParallel's replicas compute in under --amp bf16."""
+    from common.options import Options
+    from common.training import distribute
+    seen = []
+
+    class Look(nn.Linear):
+        def forward(self, x):
+            seen.append(str((y := super().forward(x)).dtype))
+            return y
+
+    devices = tuple(torch.device("cuda", i) for i in range(2))
+    world, opts = World(0, 1, 0, 1, 0, devices, "life", 0), Options(script="dp", amp="bf16")
+    distribute(Look(4, 4).cuda(), opts, world)(torch.ones(8, 4, device="cuda"))
+    print(*seen)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])

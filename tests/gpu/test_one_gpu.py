@@ -1,0 +1,136 @@
+"""What one GPU shows, the most valuable first: `tests/run.sh tests/gpu`. Skipped where there is none."""
+import json
+import random
+import signal
+import time
+
+import pytest
+from gpus import CHECKS, ROOT, begin, devices, digest, end, fake, losses, needs, train
+from jobs import events, until
+
+pytestmark = needs(1)
+SMALL = ("--epochs=1", "--max-steps=40")
+TEXT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
+
+
+WRONG = """
+import torch
+def wrong():  # a net of two outputs meets class 99 where the number of classes was 2
+    x, y = torch.randn(64, 10), torch.arange(64) % 2
+    return Late(x, y), Late(x, y)
+class Late:
+    classes = 2
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+    def __len__(self):
+        return len(self.y)
+    def __getitem__(self, i):
+        return self.x[i], 99 if i == 40 else int(self.y[i])
+"""
+
+
+def saved(run):
+    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*[0-9]"))
+
+
+def test_a_run_learns_ends_and_is_complete_and_audited(tmp_path):
+    out = train(tmp_path, "train_ddp.py", "--epochs=3", "--audit")
+    assert fake() or "devices cuda:0 (physical" in out
+    assert "complete" in train(tmp_path, "train_ddp.py", "--epochs=3")
+    assert "missed 0 repeated 0 lost 0 redone 0" in end(begin("-m", "common.ledger", tmp_path, "--audit"))
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert [row["val_acc"] for row in rows if "val_acc" in row][-1] > 0.95
+    end(begin("-m", "common.checkpoint", tmp_path))
+
+
+@pytest.mark.skipif(fake(), reason="a CPU has no streams")
+@pytest.mark.parametrize("flags", [(), ("--amp=fp16",), ("--channels-last", "--model=resnet18")])
+def test_a_rescue_does_not_queue_behind_a_stream_that_hangs(tmp_path, flags):
+    train(tmp_path, CHECKS, "--save-every=0", "--save-seconds=0", "--epochs=20", *flags, code=143,
+          check=["stuck_stream"])
+    assert saved(tmp_path) == [20]
+
+
+def test_a_save_that_is_still_copied_holds_the_weights_and_not_their_averages():
+    assert "differ: 0" in end(begin(CHECKS, "late_copy", *(["cpu"] if fake() else [])))
+
+
+@pytest.mark.skipif(fake(), reason="a CPU registers no memory")
+def test_a_refused_registration_of_memory_leaves_no_error_behind():
+    assert "does not mind" in end(begin(CHECKS, "host_register"))
+
+
+@pytest.mark.parametrize("flags", [
+    (), ("--model=resnet18",), TEXT, (*TEXT, "--amp=bf16"), ("--model=lstm", "--dataset=sentiment"),
+    pytest.param(("--amp=fp16", "--clip-grad-norm=1"), marks=pytest.mark.skipif(fake(), reason="GPUs only"))])
+def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(tmp_path, flags):
+    flags = (*SMALL, "--virtual-ranks=8", *flags)
+    for name in ("a", "b"):
+        train(tmp_path / name, "train_ddp.py", *flags)
+    job = begin("train_ddp.py", *flags, f"--run-dir={tmp_path / 'c'}", "--no-tensorboard", "--save-every=5")
+    until(lambda: saved(tmp_path / "c") or job.poll() is not None, "a checkpoint", 120)
+    job.kill()
+    job.wait()
+    train(tmp_path / "c", "train_ddp.py", *flags, "--save-every=5")
+    assert digest(tmp_path / "a") == digest(tmp_path / "b") == digest(tmp_path / "c")
+
+
+def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(tmp_path):
+    found = []
+    for name, blocking in (("a", "0"), ("b", "1")):
+        train(tmp_path / name, "train_ddp.py", "--virtual-ranks=2", "--save-every=1", "--max-steps=30",
+              "--keep=40", CUDA_LAUNCH_BLOCKING=blocking)
+        manifests = sorted((tmp_path / name / "checkpoints").glob("step-*/manifest.json"))
+        found.append([json.loads(path.read_text())["digest"] for path in manifests])
+    assert found[0] == found[1] and len(found[0]) > 5
+
+
+@pytest.mark.parametrize("turn", range(3))
+def test_a_stop_at_a_random_moment_is_saved_in_seconds(tmp_path, turn):
+    amp = "bf16" if fake() else "fp16"
+    flags = (f"--run-dir={tmp_path}", f"--amp={amp}", "--ema-decay=0.9", "--epochs=500", "--no-tensorboard")
+    job = begin("train_ddp.py", *flags)
+    until(lambda: events(tmp_path, "first_step") or job.poll() is not None, "the first step", 300)
+    time.sleep(random.random())  # the moment is what is tried
+    asked = time.monotonic()
+    job.send_signal(signal.SIGTERM)
+    end(job, 143)
+    assert time.monotonic() - asked < 10 and saved(tmp_path)
+
+
+@pytest.mark.parametrize("flags", [("--schedule=gpipe",), ("--schedule=1f1b", "--recompute"),
+                                   ("--schedule=interleaved", "--recompute")])
+def test_stages_on_one_gpu_have_the_loss_of_the_whole_net(tmp_path, flags):
+    model = (*SMALL, "--micro-batch-size=8", *TEXT)
+    train(tmp_path / "ddp", "train_ddp.py", *model, "--log-every=1")
+    for name in ("mp", "again"):
+        train(tmp_path / name, "train_mp.py", devices(0, 0), *model, *flags, "--log-every=1")
+    assert losses(tmp_path / "mp") == losses(tmp_path / "again") == pytest.approx(
+        losses(tmp_path / "ddp"), abs=1e-3)
+
+
+def test_stages_on_one_gpu_have_the_digest_of_the_whole_net(tmp_path):
+    train(tmp_path / "ddp", "train_ddp.py", *SMALL, "--virtual-ranks=8")
+    train(tmp_path / "mp", "train_mp.py", *SMALL, "--virtual-ranks=8", devices(0, 0))
+    assert digest(tmp_path / "ddp") == digest(tmp_path / "mp")
+
+
+@pytest.mark.skipif(fake(), reason="a CPU has more memory")
+def test_a_net_that_does_not_fit_is_told_in_two_lines(tmp_path):
+    out = train(tmp_path, "train_ddp.py", "--model=gpt:96x32x8192", *TEXT[1:], code=1)
+    assert "out of memory" in out and "Traceback" not in out
+
+
+@pytest.mark.skipif(fake(), reason="a CPU raises an error of its own")
+def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(tmp_path):
+    (tmp_path / "own.py").write_text(WRONG)
+    job = begin("train_ddp.py", "--model=mlp", f"--dataset={tmp_path}/own.py:wrong", "--no-tensorboard",
+                f"--run-dir={tmp_path}/run")
+    out = job.communicate(timeout=120)[0]
+    assert job.returncode not in (0, -9), out
+
+
+def test_the_bench_runs(tmp_path):
+    how = ["--device=cpu", "--tiny"] if fake() else ["--tiny"]
+    end(begin("tests/bench/gpu.py", *how, f"--json={tmp_path}/found.json"))
+    assert json.loads((tmp_path / "found.json").read_text())["steps"]

@@ -1,0 +1,82 @@
+"""GPUs for the children of a test: pytest's own process sees none, because its forks could not use them.
+
+    pytestmark = needs(2)                           # skipped where fewer are visible
+    train(tmp_path / "run", "train_ddp.py", ...)    # a script to its end; its output
+    TESTS_GPUS=fake                                 # the same tests with CPUs for GPUs, where they can run
+"""
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKS = ROOT / "tests/gpu/checks.py"
+ASK = ("import json, torch; t = torch.cuda; n = t.device_count(); "
+       "print(json.dumps([[t.get_device_name(i) for i in range(n)], list(t.nccl.version()) if n else []]))")
+
+
+def fake():
+    return os.environ["TESTS_GPUS"] == "fake"
+
+
+@functools.cache
+def seen():
+    """(names of the GPUs, NCCL's version)."""
+    if not Path("/dev/nvidiactl").exists():
+        return [], []
+    env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+    if os.environ["TESTS_GPUS"] != "all":
+        env["CUDA_VISIBLE_DEVICES"] = os.environ["TESTS_GPUS"]
+    done = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, timeout=120)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else ([], [])
+
+
+def needs(count):
+    here = 8 if fake() else len(seen()[0])
+    return pytest.mark.skipif(here < count, reason=f"needs {count} GPUs, {here} are visible")
+
+
+def visible(count=None):
+    """What CUDA_VISIBLE_DEVICES is for a child: the first `count` of them."""
+    given = os.environ["TESTS_GPUS"]
+    all_of = given.split(",") if given not in ("all", "fake") else [str(i) for i in range(len(seen()[0]))]
+    return "" if fake() else ",".join(all_of[:count])
+
+
+def devices(*numbers):
+    return "--devices=" + ",".join("cpu" if fake() else f"cuda:{n}" for n in numbers)
+
+
+def begin(script, *flags, world=0, gpus=None, **env):
+    """A script, or `checks NAME`, as a process; under the launcher if `world` names a number of processes."""
+    launcher = ["launch/torchrun.py", f"--nproc_per_node={world}", "--max_restarts=5"] if world else []
+    env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=visible(gpus)) | env
+    return subprocess.Popen([sys.executable, *launcher, *map(str, [script, *flags])], cwd=ROOT, text=True,
+                            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def end(process, code=0, deadline=600):
+    try:
+        out = process.communicate(timeout=deadline)[0]
+    finally:
+        process.kill()
+    assert process.returncode == code, out[-6000:]
+    return out
+
+
+def train(run, script, *flags, code=0, check=(), **how):
+    """A script, or a function of gpu/checks.py that trains, to its end."""
+    return end(begin(script, *check, f"--run-dir={run}", "--no-tensorboard", *flags, **how), code)
+
+
+def digest(run):
+    return end(begin("-m", "common.checkpoint", run, "--digest")).split()[-1]
+
+
+def losses(run):
+    lines = map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
