@@ -143,6 +143,15 @@ def _same_nets(world, layout):
                         "run the same code and options on every node")
 
 
+def leave_out(state, steps):
+    """--skip: the samples of so many steps, all of this epoch, are left out."""
+    state.end_epoch()
+    last = state.position + (steps - 1) * state.opts.global_batch_size
+    if last >= state.samples:
+        raise UserError(f"--skip {state.opts.skip} does not end in this epoch\nskip less")
+    state.position = min(state.samples, last + state.opts.global_batch_size)
+
+
 def choices_at(path):
     """--resume PATH: (the folder of that checkpoint, or of those of that run, its checkpoints)."""
     path = Path(path)

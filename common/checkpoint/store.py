@@ -11,7 +11,7 @@ from common.checkpoint.commit import Writer
 from common.checkpoint.fence import Fenced, move_away
 from common.checkpoint.identity import marks, versions
 from common.checkpoint.layout import Layout
-from common.checkpoint.load import choices_at, load_newest
+from common.checkpoint.load import choices_at, leave_out, load_newest
 from common.checkpoint.manifest import checkpoints, is_there, numbers_of
 from common.checkpoint.memory import open_memory
 from common.checkpoint.owner import claim
@@ -80,13 +80,18 @@ class CheckpointStore(Saving):
                 f"{self.root}: {found.damaged} checkpoints found, none verifies "
                 f"(python -m common.checkpoint {self.run_dir} says why)\n"
                 "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
-        elif self.opts.resume not in ("auto", "none"):
-            source = self.opts.resume
-            root, choices = choices_at(source)
-            choices = [(*choice, "checkpoints") for choice in choices if self.fence]
+        elif self.opts.fork or self.opts.resume not in ("auto", "none"):
+            source, at = self.opts.fork or self.opts.resume, self.opts.at
+            root, kept = choices_at(source)
+            choices = [(*choice, "checkpoints") for choice in kept if self.fence and at in (0, choice[0])]
             given = self._take(choices, {"checkpoints": root}, "given")
+            if given.step < 0 and at:
+                raise UserError(f"--fork {source}: no whole checkpoint of step {at}\n"
+                                f"it keeps {', '.join(str(step) for step, _ in reversed(kept))}")
             if given.step < 0:
                 raise UserError(f"--resume {source}: {given.damaged} checkpoints, none verifies", code=3)
+            if self.opts.skip:
+                leave_out(state, int(self.opts.skip.partition(":")[2]) - at)
         elif self.opts.init_from:
             source = self.opts.init_from  # the net was built with these weights
             if afresh := [n for n in state.tensors()["model"] if n.startswith(self.opts.init_skip)]:

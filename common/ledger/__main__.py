@@ -16,8 +16,7 @@ from pathlib import Path
 from common.errors import UserError
 from common.ledger.account import summarize
 from common.ledger.audit import audit
-from common.ledger.page import page
-from common.ledger.report import by_host, report
+from common.ledger.report import by_host, page, report
 from common.ledger.status import prometheus, read_status
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.ledger.lives import lives_of, read, saved_step
+from common.ledger.account import lives_of, read, saved_step
 
 
 def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: None) -> dict[str, Any]:
@@ -15,10 +15,9 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
 
     Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
     again. Missed: the notes exist, but lack the sample. A step that lacks samples where a rank has no notes
-    (a file is gone, a life without --audit, another node's folder) is listed in "unproven", a key that exists
-    only if it is needed. What is expected follows from (n, seed, global batch size), the data's groups or
-    weights and the step's number, never from the notes. Where weights say how often a sample comes, each time
-    counts.
+    (a file is gone, a life without --audit, another node's folder) is listed in "unproven", if there is one.
+    What is expected follows from (n, seed, global batch size), the data's groups or weights and the step's
+    number, never from the notes.
     """
     folders = [Path(run_dir) / "audit" for run_dir in run_dirs]
     lives = lives_of(*run_dirs)
@@ -33,6 +32,8 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
     found: dict[str, Any] = {"missed": 0, "repeated": 0, "lost": lost, "redone": redone}
     unproven, ids_of = [], _orders(folders, first["seed"])
     for step, epoch, batch, data in _planned([events[0] for events in lives], reached, explain):
+        if step <= first["step"] and first.get("options", {}).get("fork"):
+            continue  # a step of the run that this one has left
         expected = Counter(ids_of(*data, batch, epoch))
         trained = Counter(chain.get(step, ()))
         missed, repeated = (expected - trained).total(), (trained - expected).total()

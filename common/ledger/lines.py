@@ -69,11 +69,7 @@ def _plain(value):
 
 
 class Ledger:
-    """RUN/ledger.jsonl; the report reads the events "life", "save" and "rescue", which carry `step`.
-
-    Fields ending in `_s` are seconds and are added up by name; `steps_s` is the time spent in steps. "left"
-    is written by a process that leaves early: when its last step ended, and when it noticed the failure.
-    """
+    """RUN/ledger.jsonl. Fields ending in `_s` are seconds; account.py says what the events mean."""
 
     def __init__(self, run_dir: Path | str) -> None:
         self.status = Status(run_dir)
@@ -98,10 +94,7 @@ class Ledger:
 
 
 class Metrics:
-    """RUN/metrics.jsonl, cleaned for a life that resumed at `step`: no later, no torn line, no step twice.
-
-    `note` gets one warning when the disk fails: training continues without the lines.
-    """
+    """RUN/metrics.jsonl, cleaned for a life that resumed at `step`: no later, no torn line, no step twice."""
 
     def __init__(self, run_dir, step, note):
         self.lines, self.on = Lines(Path(run_dir) / "metrics.jsonl", note), True

@@ -1,7 +1,4 @@
-"""RUN/status.json says how the run is now, to a probe or a person; RUN/control/ asks something of it.
-
-A reader of status.json finds it old or new, never half.
-"""
+"""RUN/status.json says how the run is now, to a probe or a person; RUN/control/ asks something of it."""
 import contextlib
 import json
 import os
@@ -13,17 +10,13 @@ from common.errors import UserError, note_reason
 
 CONTROLS = ("save", "evaluate", "stop", "stop-epoch")  # a file of this name in RUN/control/
 STOPPED = 143            # exit code: asked to stop, and saved
-WRITE_EVERY_SECONDS, LOOK_EVERY_SECONDS = 10.0, 0.5
-QUICK = ("t", "step", "eta_s", "last_save_age_s", "samples_per_s", "goodput")  # no reason to write now
+LOOK_EVERY_SECONDS = 0.5
 FIELDS = ("state", "step", "total", "epoch", "eta_s", "world", "hosts", "life", "restarts", "last_save_step",
           "last_save_age_s", "samples_per_s", "goodput", "reason", "exit_code", "t")
 
 
 class Control:
-    """What a person asks of a running training: `wanted` here, `agreed` by all ranks, `doing` since a step.
-
-    The file goes when it is done.
-    """
+    """What a person asks of a training: `wanted` here, `agreed` by all ranks, `doing` since a step."""
 
     def __init__(self, run_dir):
         self.folder = Path(run_dir) / "control"
@@ -67,7 +60,7 @@ class Status:
         self.look = look
         with contextlib.suppress(OSError):
             self.control.folder.mkdir(mode=0o700, exist_ok=True)
-        self._write(dict.fromkeys(FIELDS) | {"state": "starting"} | look())
+        self._write(look())
         threading.Thread(target=self._work, daemon=True, name="status").start()
 
     def end(self, reason, code):
@@ -78,26 +71,21 @@ class Status:
         self.over.set()
         self.control.close()
         with self.lock:
-            known = {}
+            known = self.look()
             with contextlib.suppress(OSError, ValueError, UserError):
-                known = read_status(self.path.parent)
-            self._write(known | self.look() | {"state": state, "reason": reason, "exit_code": code})
+                known = read_status(self.path.parent) | known
+            self._write(known | {"state": state, "reason": reason, "exit_code": code})
 
     def _work(self):
-        shown, written = None, 0.0
         while not self.over.wait(LOOK_EVERY_SECONDS):
-            facts = dict.fromkeys(FIELDS) | self.look()
-            self.control.look(facts["step"] or 0, facts["last_save_step"] or 0)
-            slow = {name: facts[name] for name in facts if name not in QUICK}
-            if slow != shown or time.monotonic() - written > WRITE_EVERY_SECONDS:
-                shown, written = slow, time.monotonic()
-                with self.lock:
-                    if not self.over.is_set():
-                        self._write(facts)
+            facts = self.look()
+            self.control.look(facts.get("step", 0), facts.get("last_save_step", 0))
+            with self.lock:
+                self.over.is_set() or self._write(facts)
 
     def _write(self, facts):
         with contextlib.suppress(OSError):  # a full disk costs a status, never a step
-            replace_json(self.path, facts | {"t": round(time.time(), 3)})
+            replace_json(self.path, dict.fromkeys(FIELDS) | facts | {"t": round(time.time(), 3)})
 
 
 def read_status(run_dir):

@@ -31,6 +31,7 @@ from common.options.flags import (
     real,
     whole,
 )
+from common.options.fork import inherited
 from common.options.optimizers import call_of, default_lr, keywords
 from common.options.process import die_with_the_agent
 from common.options.rules import DATASET_FLAGS, check_places, check_together, check_world, uses
@@ -46,6 +47,9 @@ class Options:
 
     run_dir: Path = free(None, PATH, "folder, identity of the run (default: runs/MODEL-DATASET)", "the run")
     resume: str = free("auto", PATH, "auto: the newest checkpoint that verifies; none: afresh; or a folder")
+    fork: str = fixed("", PATH, "a run whose first --at steps this one shares, and its flags unless given")
+    at: int = fixed(0, whole(1), "the step at which this run leaves --fork")
+    skip: str = fixed("", NAME, "A:B: leave out the samples of steps A to B, after --at, for good")
     init_from: str = fixed("", PATH, "weights to begin with: a .pt or .safetensors file, or `pretrained`: "
                            "torchvision's, if they are on this machine")
     init_skip: tuple = fixed((), NAMES, "weights whose names begin so begin afresh, as fc.")
@@ -207,6 +211,7 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
     script = script or (named[1] if named else "ddp")
     try:
         given = Parser(doc, script, fields(Options)[1:]).read(sys.argv[1:] if argv is None else argv)
+        given = inherited(given, {f.name for f in fields(Options)[1:] if script in f.metadata["scripts"]})
         if "run_dir" in given:
             given["run_dir"] = Path(given["run_dir"])
         opts = Options(script=script, **given)

@@ -51,7 +51,7 @@ class Run:
         defaults, found = Options(script=script).to_json(), []
         for field in fields(Options)[1:]:
             name, value = field.name, self.options.get(field.name)
-            decides = field.metadata["fixed"] or name in FREE
+            decides = field.metadata["fixed"] and name not in ("fork", "at", "skip") or name in FREE
             value = tuple(value) if isinstance(value, list) else value
             if decides and script in field.metadata["scripts"] and value not in (None, defaults[name]):
                 text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)

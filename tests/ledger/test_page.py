@@ -11,7 +11,7 @@ from test_ledger import KILLED, write
 
 from common.ledger import summarize
 from common.ledger.__main__ import main
-from common.ledger.page import COLUMNS, thin
+from common.ledger.report import COLUMNS, thin
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
