@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from output import Output  # noqa: E402
 from workers import STOP, STOPPED, Workers, run_script  # noqa: E402
 
 from common.errors import say  # noqa: E402
@@ -91,7 +92,9 @@ def main(arguments):
             os._exit(code)
     theirs.close()
     try:
-        return Workers(agent, line, run_script if forks else None, say, deaths_in(opts)).serve()
+        seen = sys.stdout.isatty() or sys.stderr.isatty()
+        output = None if seen else Output(opts.run_dir if opts else None)
+        return Workers(agent, line, run_script if forks else None, say, deaths_in(opts), output).serve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -10,12 +10,14 @@ import ctypes
 import json
 import os
 import runpy
-import select
+import selectors
 import signal
 import sys
 import threading
 import time
 import traceback
+
+from patience import Patience
 
 # bad input, no whole checkpoint, saves fail, no progress, another job's run, a device computes wrong numbers
 FINAL = (2, 3, 4, 5, 6, 7)
@@ -24,16 +26,15 @@ STOPPED = 143
 MESSAGE_BYTES = 1 << 18
 SILENCE_SECONDS = 20     # without workers: a message
 LEAVE_SECONDS = 5.0      # for the agent to tell the others, once it has no workers and shall end
-GRACE_SECONDS = 30.0     # from the first signal to SIGKILL for workers that do nothing, as with torchrun
-LONGEST_SECONDS = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", 600))
 
 
 class Workers:
     """Those of the newest life that run, by pid, and the exit codes of those that have ended."""
 
-    def __init__(self, agent, line, run=None, say=print, died=lambda rank, how: None):
+    def __init__(self, agent, line, run=None, say=print, died=lambda rank, how: None, output=None):
         """`run(words)` is what a forked worker does; without it `words` are executed afresh."""
-        self.agent, self.line, self.run, self.say, self.died = agent, line, run, say, died
+        self.agent, self.line, self.run, self.died, self.output = agent, line, run, died, output
+        self.say = output.say if output else say
         self.running, self.codes, self.cause, self.patience, self.asked = {}, [], "", None, False
 
     def serve(self):
@@ -45,11 +46,13 @@ class Workers:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
                 signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(self.wake[1], warn_on_full_buffer=False)
-        self.code, heard, silent, self.until = None, [self.line], True, float("inf")
+        self.code, silent, self.until, self.ears = None, True, float("inf"), selectors.DefaultSelector()
+        for source in (self.wake[0], self.line):
+            self.ears.register(source, selectors.EVENT_READ)
         self.bury()  # what ended before
         while self.code is None or self.running:
             wait = 1 if self.patience or self.asked else SILENCE_SECONDS if silent else None
-            ready = select.select([self.wake[0], *heard], [], [], wait)[0]
+            ready = [key.fileobj for key, _ in self.ears.select(wait)]
             if silent and not ready and not self.asked:
                 self.say(f"torchrun: nothing has met for {SILENCE_SECONDS} s: "
                          "the rendezvous does not answer, or machines are missing", sys.stderr)
@@ -58,13 +61,18 @@ class Workers:
                 if words := self.hear():
                     self.obey(*json.loads(words))
                 else:  # it has ended
-                    heard = []
+                    self.ears.unregister(self.line)
+            for source in ready:
+                if self.output and source in self.output.sources and self.output.read(source) is None:
+                    self.ears.unregister(source)
             for number in os.read(self.wake[0], 256) if self.wake[0] in ready else b"":
                 self.bury() if number == signal.SIGCHLD else self.stop(number)
             if self.running and self.patience and not self.patience.lasts(self.running):
                 self.signal(signal.SIGKILL)
             if self.asked and not self.running and time.monotonic() > self.until:
                 os.kill(self.agent, signal.SIGKILL)
+        if self.output:
+            self.output.finish()
         return self.verdict()
 
     def hear(self):
@@ -88,6 +96,7 @@ class Workers:
         """Forks a worker, number `place` of this machine; its output goes into these files, if named."""
         sys.stdout.flush()
         sys.stderr.flush()
+        pipes = self.output.begin(int(environ["RANK"])) if self.output and not any(files) else []
         launcher = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # else the child would tell us of its signals
         pid = os.fork()
@@ -100,6 +109,10 @@ class Workers:
                 for stream, path in enumerate(files, 1):
                     if path:
                         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
+                for stream, end in enumerate(pipes, 1):
+                    os.dup2(end, stream)
+                for end in {*pipes}:
+                    os.close(end)
                 os.environ.update(environ)
                 code = self.run(words) if self.run else os.execvp(words[0], words)
             except OSError as error:
@@ -107,6 +120,11 @@ class Workers:
             finally:
                 os._exit(code)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+        for end in {*pipes}:
+            os.close(end)
+        for source in self.output.sources if self.output else ():
+            if source not in self.ears.get_map():
+                self.ears.register(source, selectors.EVENT_READ)
         self.running[pid] = place, int(environ["RANK"])
         self.tell("began", place, pid)
 
@@ -119,7 +137,8 @@ class Workers:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         self.line.close()
-        for end in self.wake:
+        self.ears.close()
+        for end in (*self.wake, *(self.output.sources if self.output else ())):
             os.close(end)
 
     def bury(self):
@@ -181,40 +200,6 @@ class Workers:
             return self.code if self.code in (0, 1) else 1
         # killed: it had no time to save
         return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1
-
-
-class Patience:
-    """How long to wait for workers that must end: while they work (they save), at most LONGEST_SECONDS."""
-
-    def __init__(self, pids, grace=GRACE_SECONDS, longest=LONGEST_SECONDS):
-        self.grace, self.work = grace, work_of(pids)
-        self.look, self.last = time.monotonic() + grace, time.monotonic() + longest
-
-    def lasts(self, pids):
-        """Whether to wait longer; resumes stopped workers, which nothing else would resume."""
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        now, before = time.monotonic(), self.work
-        if now >= self.look:
-            self.look, self.work = now + self.grace, work_of(pids)
-            return now < self.last and self.work != before
-        return now < self.last
-
-
-def work_of(pids):
-    """A number that changes while these processes compute, read, write, or wait for a disk."""
-    done = 0
-    for pid in pids:
-        try:
-            with open(f"/proc/{pid}/io") as file:
-                done += sum(int(line.split()[1]) for line in file)
-            for task in os.listdir(f"/proc/{pid}/task"):
-                with open(f"/proc/{pid}/task/{task}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-                done += int(fields[11]) + int(fields[12]) + (time.monotonic_ns() if fields[0] == "D" else 0)
-        except OSError:
-            pass  # it has ended, or this is no Linux
-    return done
 
 
 def die_with(parent, number):

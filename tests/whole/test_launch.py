@@ -323,7 +323,7 @@ def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(start,
 
 def test_a_worker_that_still_saves_is_given_time_and_one_that_does_nothing_is_not(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "launch")
-    launcher = importlib.import_module("workers")
+    launcher = importlib.import_module("patience")
 
     def waited_for(code):
         with subprocess.Popen([sys.executable, "-c", f"print(flush=True)\n{code}"],
