@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointStore
-from common.data import Batch, Source, batches, load_data, map_tensors
+from common.data import Batch, Source, batches, leaves, load_data, map_tensors
 from common.errors import UserError, fail
 from common.ledger import Audit, Clock, Ledger, Log
 from common.options import Options, die_with_the_agent
@@ -123,12 +123,11 @@ class Elastic:
     def model(self, *inputs: Any, **named: Any) -> Any:
         """The net's output; called once a step, so that gradients are averaged over the ranks."""
         self.state.progress += 1
-        leaves = []
-        map_tensors(leaves.append, [*inputs, *named.values()])
-        if leaves and not len(leaves[0]):
+        tensors = leaves([*inputs, *named.values()])
+        if tensors and not len(tensors[0]):
             def nothing(net):
                 weights = [p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad]
-                return leaves[0].new_zeros(0, 1, dtype=torch.float32) + sum(weights)
+                return tensors[0].new_zeros(0, 1, dtype=torch.float32) + sum(weights)
 
             return self.wrapped(nothing) if self.batch.size and self.world.size > 1 else nothing(self.net)
         return self.wrapped(*inputs, **named)

@@ -195,7 +195,7 @@ def make_ready(opts, world):
 
 
 def download(opts):
-    """Fetches a dataset through torchvision, which knows its checksum, unless it is there and whole."""
+    """Fetches a dataset through torchvision, which knows its checksum, unless it exists and is whole."""
     with contextlib.suppress(UserError):  # missing or damaged
         find_source(opts)
         return

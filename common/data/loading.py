@@ -29,7 +29,7 @@ class Data:
 
     @property
     def classes(self) -> int:
-        """Asked for by models that need it alone: a regression has none."""
+        """Only some models ask for it: a regression has no classes."""
         if self.known_classes is None:
             raise UserError(f"dataset {self.name} does not tell its number of classes\n"
                             "give its training set an attribute `classes` (a number, or the names), "

@@ -30,7 +30,7 @@ def imagefolder(opts):
         odd = sorted(set(parts[0].classes) ^ set(parts[1].classes))
         raise UserError(f"dataset imagefolder: {opts.train_folder} and {opts.val_folder} of {opts.data_dir} "
                         "have different classes\n"
-                        f"in one alone: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
+                        f"only in one: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
     return Source(*parts, classes=len(parts[0].classes), fingerprint=lambda: hash_files(parts),
                   **squares(opts.image_size))
 

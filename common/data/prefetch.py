@@ -152,6 +152,13 @@ def map_tensors(change: Callable, tree: Any) -> Any:
     return tree
 
 
+def leaves(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree."""
+    found: list[torch.Tensor] = []
+    map_tensors(found.append, tree)
+    return found
+
+
 def as_it_is(share):
     return share
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import default_collate
 
-from common.data.prefetch import map_tensors
+from common.data.prefetch import leaves, map_tensors
 from common.errors import UserError, one_line, out_of_memory, say
 from common.sampler import seeded, uniforms
 
@@ -206,13 +206,6 @@ def whole(label):
     if float(label) != int(label):
         raise ValueError(f"label {float(label):g} is not a whole number")
     return int(label)
-
-
-def leaves(tree):
-    """The tensors of a tree."""
-    found = []
-    map_tensors(found.append, tree)
-    return found
 
 
 def widest(batch):

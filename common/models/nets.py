@@ -19,7 +19,7 @@ from common.sampler import seeded
 
 
 class LastHidden(nn.LSTM):
-    """An LSTM that returns its last hidden state alone, so that it fits into an nn.Sequential."""
+    """An LSTM that returns only its last hidden state, so that it fits into an nn.Sequential."""
 
     def forward(self, x):
         _, (hidden, _) = super().forward(x)
@@ -64,7 +64,7 @@ MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_g
 
 
 def build_model(opts: Options, data: Any) -> nn.Module:
-    """The net that `opts.model` names, on the CPU; its weights depend on opts.seed and --init-from alone."""
+    """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
     name = opts.model
     with seeded(opts.seed, "init"):
         if ".py" in name:

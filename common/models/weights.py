@@ -21,7 +21,7 @@ def load_weights(net, opts):
         name = name if name in ours else name.removeprefix("module.")
         if name in weights:
             raise UserError(f"--init-from {path}: holds {name} twice, wrapped and bare\n"
-                            "save net.state_dict() alone")
+                            "save only net.state_dict()")
         weights[name] = tensor
     check_prefixes("--init-skip", skip, [*ours, *weights])
     tied = {ours[name].data_ptr() for name in ours.keys() & weights.keys()}  # one of its names is enough
@@ -79,7 +79,7 @@ def published(model):
                         "name a file") from error
     path = Path(torch.hub.get_dir(), "checkpoints", url.rpartition("/")[2])
     if not path.is_file():
-        raise UserError(f"--init-from pretrained: {path} is not there, and nothing is downloaded\n"
+        raise UserError(f"--init-from pretrained: {path} does not exist, and nothing is downloaded\n"
                         f"fetch {url}, or set TORCH_HOME to where hub/checkpoints/{path.name} is")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if not digest.startswith(path.stem.rpartition("-")[2]):  # with which its name ends
@@ -91,7 +91,7 @@ def published(model):
 def freeze(net, prefixes):
     """--freeze: weights whose names begin so do not train, and their modules stay in evaluation mode.
 
-    So BatchNorm there uses the statistics it has and keeps them, and dropout there is off.
+    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off.
     """
     check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
     for name, parameter in net.named_parameters():

@@ -8,7 +8,7 @@ LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}  # where the default is ours; th
 OWN_LR = 1e-3                                    # for a user's function
 FLAGS = ("lr", "momentum", "weight_decay", "betas", "nesterov")  # arguments that have a flag of their own
 REFUSED = {"lbfgs": "it computes the loss several times in one step",
-           "sparseadam": "it takes sparse gradients alone, and here they are dense"}
+           "sparseadam": "it takes only sparse gradients, and here they are dense"}
 
 
 def default_lr(name):

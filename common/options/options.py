@@ -200,7 +200,7 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
     """
     die_with_the_agent()
     if argv is None and processes is None:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save": alone it would kill
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save"; before that it would kill
         gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
         check_environment(os.environ)

@@ -102,7 +102,7 @@ def check_optimizer(opts):
          f"--{'optimizer-args' if args else 'no-decay-1d'} cannot take effect with a function\n{theirs}"),
         (unknown, f"--optimizer-args: {name} takes no {', '.join(unknown)}\nit takes {', '.join(arguments)}"),
         (both, f"--optimizer-args: {', '.join(both)} has a flag of its own\n"
-         f"use {' '.join(map(flag_of, both))} alone"),
+         f"use only {' '.join(map(flag_of, both))}"),
         (idle, f"{', '.join(map(flag_of, idle))} cannot take effect with --optimizer {name}\n"
          f"{OUT}; {name} takes {', '.join(arguments)}"),
         (args.get("dampening"),
@@ -155,14 +155,14 @@ def check_data(opts):
         folder = Path(opts.data_dir, name)
         if kind == "imagefolder" and not folder.is_dir():
             there = sorted(path.name for path in Path(opts.data_dir).glob("*") if path.is_dir())[:5]
-            raise UserError(f"dataset imagefolder: {folder} is not there\n"
+            raise UserError(f"dataset imagefolder: {folder} does not exist\n"
                             f"--data-dir must have {names[0]}/CLASS/IMAGE and {names[1]}/CLASS/IMAGE\n"
                             f"or give {flag} NAME; its folders are {', '.join(there) or 'none'}")
         if kind == "tar" and not [*folder.glob("*.tar"), *folder.parent.glob(f"{name}*.tar")]:
-            raise UserError(f"dataset tar: neither {folder}/*.tar nor {folder}*.tar is there\n"
+            raise UserError(f"dataset tar: neither {folder}/*.tar nor {folder}*.tar exists\n"
                             f"--data-dir names the folder of the shards, {flag} how they begin")
         if kind == "tokens" and not Path(opts.data_dir, f"{name}.bin").is_file():
-            raise UserError(f"dataset tokens: {folder}.bin is not there\n"
+            raise UserError(f"dataset tokens: {folder}.bin does not exist\n"
                             "--data-dir must have train.bin and val.bin, as nanoGPT writes them")
 
 

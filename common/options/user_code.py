@@ -17,7 +17,7 @@ def find_user(spec: str, *default: Any) -> Any:
     if not path.endswith(".py") or not name.isidentifier():
         raise UserError(f"{spec!r} names no function\nwrite path/to/file.py:function")
     if not Path(path).is_file():
-        raise UserError(f"{path} is not there\ngive the path of the file that has {name}")
+        raise UserError(f"{path} does not exist\ngive the path of the file that has {name}")
     module = load_file(path)
     function = getattr(module, name, *(default or [None]))
     if callable(function) or default:

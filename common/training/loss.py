@@ -94,7 +94,7 @@ def autocast(opts: Options, device: torch.device) -> contextlib.AbstractContextM
 
 
 def mix(x: Tensor, y: Tensor, state: Any) -> tuple[Tensor, list]:
-    """Mixup or cutmix with the neighbour in the micro batch; (seed, step) alone decide the strength."""
+    """Mixup or cutmix with the neighbour in the micro batch; only (seed, step) decide the strength."""
     opts = state.opts
     if not (opts.mixup or opts.cutmix) or len(x) < 2:
         return x, [(1.0, y)]

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.data import map_tensors
+from common.data import leaves, map_tensors
 from common.errors import UserError, did_you_mean
 from common.options import Options, call_user, find_user
 from common.sampler import seeded
@@ -43,7 +43,7 @@ class Task:
         if self.spec and tuple(found) != (*self.names, *self.bins):
             raise UserError(f"--task {self.spec} returned {', '.join(found)}; on its first sample it was "
                             f"{', '.join((*self.names, *self.bins))}\nreturn the same names each time; "
-                            "a sum and a count of 0 where there is nothing")
+                            "a sum of 0 and a count of 0 for nothing")
         return found
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers -----------------------
@@ -151,9 +151,8 @@ def find_task(opts: Options) -> Task:
     function = find_user(opts.task)
 
     def users(net, batch, state):
-        seen = []
-        map_tensors(seen.append, batch)
-        with autocast(opts, seen[0].device) if seen else contextlib.nullcontext():
+        tensors = leaves(batch)
+        with autocast(opts, tensors[0].device) if tensors else contextlib.nullcontext():
             return function(net, batch)
 
     return Task(users, spec=opts.task, finish=find_user(opts.task.rpartition(":")[0] + ":finish", None))
@@ -183,7 +182,7 @@ class StandIn:
         return self.answer(x)
 
     def __getattr__(self, name):
-        raise UserError(f"--task asks for net.{name}, but in stages it has the net's output alone\n"
+        raise UserError(f"--task asks for net.{name}, but in stages it has only the net's output\n"
                         "use train_ddp.py")
 
 

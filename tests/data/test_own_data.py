@@ -176,7 +176,7 @@ def test_folders_that_are_no_dataset_are_refused(tmp_path):
     assert f"{tmp_path}/train" in refusal("imagefolder", tmp_path)
     (tmp_path / "train").mkdir()
     assert "class folder" in refusal("imagefolder", tmp_path)
-    assert "in one alone: cow, dog" in refusal("imagefolder",
+    assert "only in one: cow, dog" in refusal("imagefolder",
                                                write_images(tmp_path / "a", val=("cat", "cow")))
     assert "no valid file" in refusal("imagefolder", write_images(tmp_path / "b", n=0))
 

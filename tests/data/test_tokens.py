@@ -156,4 +156,4 @@ def test_a_missing_file_is_said_before_torch_is_imported(tmp_path):
     command = [sys.executable, "-c", code, "--dataset=tokens:8", f"--data-dir={tmp_path}"]
     done = subprocess.run(command, cwd=HOUSE, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and done.stdout == "False\n"
-    assert f"{tmp_path}/train.bin is not there" in done.stderr
+    assert f"{tmp_path}/train.bin does not exist" in done.stderr

@@ -163,7 +163,7 @@ def test_what_is_wrong_in_a_users_file_is_said_with_its_line(tmp_path, text, nam
 
 
 def test_a_users_file_that_is_not_there_or_names_no_function_is_refused(tmp_path):
-    assert "is not there" in refusal(f"{tmp_path}/none.py:build")
+    assert "does not exist" in refusal(f"{tmp_path}/none.py:build")
     assert "path/to/file.py:function" in refusal(f"{tmp_path}/none.py")
 
 

@@ -148,7 +148,7 @@ def test_published_weights_are_taken_from_the_machine_and_never_fetched(monkeypa
         return build_model(Options(model="squeezenet1_1", init_from="pretrained", **flags), facts)
 
     name = models.get_model_weights("squeezenet1_1").DEFAULT.url.rpartition("/")[2]
-    said = refused(f"{name} is not there, and nothing is downloaded\nfetch https://", build)
+    said = refused(f"{name} does not exist, and nothing is downloaded\nfetch https://", build)
     assert f"hub/checkpoints/{name}" in said
     path = tmp_path / "hub/checkpoints" / name
     path.parent.mkdir(parents=True)

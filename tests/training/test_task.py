@@ -262,7 +262,7 @@ def test_a_task_that_cannot_work_is_refused_before_the_first_step(tmp_path, body
 def test_a_task_without_a_file_or_a_name_is_refused(tmp_path):
     with pytest.raises(UserError, match="did you mean tokens"):
         check_together(Options(task="token"))
-    with pytest.raises(UserError, match="is not there"):
+    with pytest.raises(UserError, match="does not exist"):
         find_task(Options(task=f"{tmp_path}/none.py:loss"))
 
 
