@@ -2,19 +2,21 @@
 
 The manifest's entry of a file is {"bytes": its size, "sha256": one hash, "blocks": [[end, SHA-256], ...]}. A
 file of one block has no "blocks", and its "sha256" is that of its bytes; else that of the blocks' hashes.
-What lies in memory has "crc32" for "sha256": it need not outlast bad disks, and a death waits for it.
+What lies in memory has "sums" for "sha256": no disk lies between, and a death waits for it.
 """
 import contextlib
 import hashlib
+import mmap
 import os
-import zlib
-from collections import deque
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 from common.checkpoint.files import Damaged, opened, sync_folder
 
 BLOCK_BYTES = 1 << 22
+ROW_BYTES = 1 << 12
 SYNC_BYTES = 1 << 26  # between two syncs of a long file: no stall of minutes at its end
 MOST_THREADS = 8
 
@@ -24,20 +26,24 @@ def threads(processes=1):
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
 
 
-class Crc:
-    """A CRC-32 as hashlib would have it, in as many digits as a SHA-256."""
+class Sums:
+    """A SHA-256 over sums of 4 KB, as quick as a copy: changed bits, torn writes and swapped pages show."""
 
     def __init__(self, data=b""):
-        self.value = zlib.crc32(data)
+        self.digest = hashlib.sha256()
+        self.update(data)
 
     def update(self, data):
-        self.value = zlib.crc32(data, self.value)
+        whole = len(data) // ROW_BYTES * ROW_BYTES
+        rows = np.frombuffer(data, np.uint64, whole // 8).reshape(-1, ROW_BYTES // 8)
+        self.digest.update(rows.sum(1))
+        self.digest.update(data[whole:])
 
     def hexdigest(self):
-        return f"{self.value:08x}".ljust(64, "0")
+        return self.digest.hexdigest()
 
 
-HASHES = {"sha256": hashlib.sha256, "crc32": Crc}
+HASHES = {"sha256": hashlib.sha256, "sums": Sums}
 
 
 def sha(data):
@@ -104,36 +110,26 @@ def write_file(path, data, moved=None, ends=None, kind="sha256"):
     O_EXCL and O_NOFOLLOW: it never writes into an old file or a planted link. After a failed fsync the kernel
     counts the file's pages as clean, so the caller must drop it and write another.
     """
-    ends, count = cut(len(data)) if ends is None else ends, threads()
-    hashing, syncing, hashes, start = deque(), deque(), [], 0
+    ends = cut(len(data)) if ends is None else ends
     fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+
+    def write(start, end):
+        view, at = memoryview(data[start:end]), start
+        digest = HASHES[kind](view)  # of what goes to the disk
+        while at < end:
+            at += os.pwrite(fd, view[at - start:], at)
+        if start // SYNC_BYTES != end // SYNC_BYTES:  # or a slow disk's cache would fill the memory
+            os.fdatasync(fd)
+        moved and moved()
+        return digest.hexdigest()
+
     try:
-        with pool_of(count + 1) if len(ends) > 1 else Inline() as pool:
-            for end in ends:
-                view = memoryview(data[start:end])
-                hashing.append(pool.submit(HASHES[kind], view))  # of what goes to the disk
-                _write(fd, view)
-                if start // SYNC_BYTES != end // SYNC_BYTES and end < len(data):
-                    syncing.append(pool.submit(os.fdatasync, fd))
-                if len(syncing) > 1:  # the disk is slower than this: wait, or its cache would fill the memory
-                    syncing.popleft().result()
-                if len(hashing) > 2 * count:
-                    hashes.append(hashing.popleft().result().hexdigest())
-                start = end
-                if moved:
-                    moved()
-            hashes += [each.result().hexdigest() for each in hashing]
-            for each in syncing:
-                each.result()
+        with pool_of(threads() + 1) if len(ends) > 1 else Inline() as pool:
+            hashes = list(pool.map(write, [0, *ends[:-1]], ends))
         os.fsync(fd)
     finally:
         os.close(fd)
     return entry_of(ends, hashes, kind)
-
-
-def _write(fd, view):
-    while len(view):
-        view = view[os.write(fd, view):]
 
 
 def replace_file(path, data):
@@ -165,9 +161,9 @@ def read_file(path, entry, use=None, wanted=None, from_disk=False, moved=None, c
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
         def work(first):
-            scratch = memoryview(bytearray(min(BLOCK_BYTES, entry["bytes"])))
+            fetch = (_mapped if kind == "sums" else _reader)(fd, name, entry["bytes"])
             for span in chosen[first::count]:
-                _read_block(fd, name, kind, span, scratch, use)
+                _compare(fetch, name, kind, span, use)
                 moved and moved()
 
         count = min(count, len(chosen)) or 1
@@ -175,12 +171,7 @@ def read_file(path, entry, use=None, wanted=None, from_disk=False, moved=None, c
             list(pool.map(work, range(count)))  # raises what a thread has raised
 
 
-def put(memory, start, data):
-    """A `use` of read_file: keeps all of a file."""
-    memory[start:start + len(data)] = data
-
-
-def read_range(path, entry, start, end):
+def read_range(path, entry, start, end, from_disk=False):
     """Some bytes of a file; all blocks in which they lie are compared."""
     found = bytearray(end - start)
 
@@ -188,31 +179,39 @@ def read_range(path, entry, start, end):
         low, high = max(at, start), min(at + len(data), end)
         if low < high:
             found[low - start:high - start] = data[low - at:high - at]
-    read_file(path, entry, keep, lambda first, last: first < end and last > start)
+    read_file(path, entry, keep, lambda first, last: first < end and last > start, from_disk)
     return bytes(found)
 
 
-def _read_block(fd, name, kind, span, scratch, use):
+def _compare(fetch, name, kind, span, use):
     """In format 1 a block is a whole file. A longer one is used piece by piece, before its end proves it."""
     (start, end, stated), digest = span, HASHES[kind]()
-    at = start
-    while True:
-        piece = scratch[:end - at]
-        _fill(fd, piece, at, name)
+    for at in range(start, end, BLOCK_BYTES) if end else (0,):
+        piece = fetch(at, min(at + BLOCK_BYTES, end))
         digest.update(piece)
         if at + len(piece) == end and digest.hexdigest() != stated:
             raise Damaged(f"{name} has {kind} {digest.hexdigest()[:12]}... in bytes {start:,} to {end:,}, "
                           f"manifest says {stated[:12]}...")
         if use:
             use(at, piece)
-        at += len(piece)
-        if at == end:
-            return
 
 
-def _fill(fd, place, at, name):
-    while len(place):
-        n = os.preadv(fd, [place], at)
-        if n == 0:
-            raise Damaged(f"{name} ends after {at:,} bytes")
-        place, at = place[n:], at + n
+def _reader(fd, name, size):
+    """fetch(start, end) for a disk: into one buffer."""
+    scratch = memoryview(bytearray(min(BLOCK_BYTES, size)))
+
+    def fetch(at, end):
+        place = piece = scratch[:end - at]
+        while len(place):
+            n = os.preadv(fd, [place], at)
+            if n == 0:
+                raise Damaged(f"{name} ends after {at:,} bytes")
+            place, at = place[n:], at + n
+        return piece
+    return fetch
+
+
+def _mapped(fd, name, size):
+    """And for memory: where the bytes are."""
+    view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if size else b"")
+    return lambda at, end: view[at:end]

@@ -134,7 +134,7 @@ def read(fd):
 
 def token_of(run_dir):
     """What tells this run from any other that ever had its folder. Not for a run that is ours."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         fd = os.open(run_dir / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             return read(fd).get("token")

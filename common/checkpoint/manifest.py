@@ -8,10 +8,9 @@ import contextlib
 import os
 import re
 import stat
-from functools import partial
 from pathlib import Path
 
-from common.checkpoint.blocks import kind_of, put, read_file, root, sha, threads
+from common.checkpoint.blocks import kind_of, read_file, read_range, root, sha, threads
 from common.checkpoint.files import (
     SMALL,
     Damaged,
@@ -153,10 +152,9 @@ def read_facts(step, folder, from_disk=False):
     entry = manifest["files"][STATE]
     if entry["bytes"] > SMALL:
         raise Damaged(f"{STATE} is {entry['bytes']:,} bytes, more than {SMALL:,}")
-    text = bytearray(entry["bytes"])
-    read_file(folder / STATE, entry, partial(put, text), from_disk=from_disk)
+    text = read_range(folder / STATE, entry, 0, entry["bytes"], from_disk)
     # Facts of earlier versions do not name the order of their position: the data's fingerprint stands for it.
-    return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(bytes(text), STATE), step)
+    return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(text, STATE), step)
 
 
 @patient

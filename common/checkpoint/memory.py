@@ -61,7 +61,7 @@ class Memory:
         self.base, self.about = base, sealed({"run_dir": os.path.realpath(run_dir), "token": token})
         self.root = base / f"{_prefix()}{hashlib.sha256(self.about).hexdigest()[:16]}"
         self.staging, self.lock = self.root / f".life-{marks['life']}", None
-        self.writer = Writer(self.root, self.staging, marks, "crc32")
+        self.writer = Writer(self.root, self.staging, marks, "sums")
 
     @property
     def used(self):

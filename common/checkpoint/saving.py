@@ -38,7 +38,8 @@ class Saving:
         self.images: dict[str, TensorFile] = {}
         self.pool: futures.Executor | None = None
         self.jobs: list[futures.Future] = []  # of the last save: it writes, then reads back
-        self.begun = self.unsaved = False  # a step was made; this disk lacks the state that was loaded
+        self.touched: list[futures.Future] | None = None  # so that no save waits for an image's pages
+        self.unsaved = False  # this disk lacks the state that was loaded
         self.committed, self.agreed = -1, None  # steps
         self.saved: Any = None  # the facts that were saved last
         self.saved_at, self.error, self.failures = time.monotonic(), None, 0
@@ -60,17 +61,15 @@ class Saving:
             facts = state.facts()
         self.saved_at, self.saved, self.unsaved = time.monotonic(), facts, False
         written = self._do(self._write_noting, facts)
-        self.jobs = [written, self._do(self._confirm, facts, written, self.committed)]
+        self.jobs = [written, self._do(self._confirm, facts, written, self.committed, self.saved_at)]
 
     def check(self) -> None:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
         note_digest(self)
-        if self.unsaved:
+        if self.touched is None:  # after the first step, which it would slow down
+            self.touched = [self._do(image.touch) for image in self.images.values() if self.writes]
+        if self.unsaved and all(done.done() for done in self.touched):
             self.save(self.state)
-        if not self.begun:  # the first save need not wait for new pages, nor the first step
-            self.begun = True
-            for image in self.images.values() if self.writes else ():
-                self._do(image.touch)
         if self.error:
             error, self.error = self.error, None
             if isinstance(error, UserError):
@@ -140,9 +139,9 @@ class Saving:
             self.error = error
             raise
 
-    def _confirm(self, facts, written, before):
+    def _confirm(self, facts, written, before, began):
         """Reads the checkpoint back; only then deletes older ones. Training need not wait for that."""
-        folder, began = written.result(), self.saved_at
+        folder = written.result()
         with self._noting():
             try:
                 if folder:

@@ -93,8 +93,9 @@ class Run:
 
     def quiet(self):
         """Until the life's disk copy is written, so that it does not slow the yardsticks."""
-        last = self.events("rescue")[-1]["step"]
-        self.wait(lambda: any((self.folder / "run/checkpoints").glob(f"step-{last:08d}*")), "the disk copy")
+        last, root = self.events("rescue")[-1]["step"], self.folder / "run/checkpoints"
+        self.wait(lambda: max((int(path.name[5:13]) for path in root.glob("step-*")), default=-1) >= last,
+                  "the disk copy")
 
     def close(self):
         with contextlib.suppress(ProcessLookupError):

@@ -34,8 +34,8 @@ from common.errors import UserError
 
 TRANSIENT = ("EMFILE", "ENOMEM", "ESTALE", "ETIMEDOUT", "EIO", "EACCES")
 READS = ("open", "preadv", "read", "fstat", "lstat", "listdir")
-CALLS = ("write", "fsync", "rename", "mkdir", "open", "close", "preadv", "listdir", "unlink", "rmdir", "stat",
-         "lstat")
+CALLS = ("pwrite", "fsync", "rename", "mkdir", "open", "close", "preadv", "listdir", "unlink", "rmdir",
+         "stat", "lstat")
 
 
 class Failing:
@@ -242,9 +242,9 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
 
 
 def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch):
-    opts, real = options(tmp_path), os.write
+    opts, real = options(tmp_path), os.pwrite
     with a_life(opts) as life:
-        monkeypatch.setattr(os, "write", lambda fd, data: real(fd, bytes(data[:7])))
+        monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:7]), at))
         save(life, 3)
         monkeypatch.undo()
     with a_life(opts) as life:

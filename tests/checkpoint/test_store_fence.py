@@ -524,7 +524,7 @@ def intrude(opts, monkeypatch, k):
     the error).
     """
     real, count, before = {name: getattr(os, name)
-                           for name in ("open", "write", "fsync", "rename", "mkdir")}, [], []
+                           for name in ("open", "pwrite", "fsync", "rename", "mkdir")}, [], []
 
     def intruding(name):
         def call(*args, **kwargs):

@@ -94,7 +94,7 @@ MUTANTS = {
         "checkpoint.commit", "                files.sync_folder(self.root)\n",
         "                with contextlib.suppress(OSError):\n                    files.sync_folder(self.root)\n",
         *FSYNC, 6),
-    "a short write is taken for a whole one": ("checkpoint.blocks", "        view = view[os.write(fd, view):]\n", "        view = view[os.write(fd, view) and len(view):]\n",  # noqa: E501
+    "a short write is taken for a whole one": ("checkpoint.blocks", "at += os.pwrite(fd, view[at - start:], at)", "at += os.pwrite(fd, view[at - start:], at) and end - at",  # noqa: E501
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
     "the hash is not compared": ("checkpoint.blocks", "digest.hexdigest() != stated:", "digest.hexdigest() != stated and False:", *BITS),
@@ -144,8 +144,8 @@ MUTANTS = {
                                           "            pool.map(work, range(count))", *BLOCKS),
     "the last block is not compared": ("checkpoint.blocks", "if at + len(piece) == end and",
                                        "if end < os.fstat(fd).st_size and", *BLOCKS),
-    "hashes in another order": ("checkpoint.blocks", "hashes.append(hashing.popleft()",
-                                "hashes.append(hashing.pop()",
+    "hashes in another order": ("checkpoint.blocks", "hashes = list(pool.map(",
+                                "hashes = sorted(pool.map(",
                                 "blocks", "the_hashes_in_a_manifest_are_those_of_the_bytes"),
     "blocks need not reach the end": ("checkpoint.manifest", 'rising and ends[-1] == entry["bytes"]', "rising",
                                       *OTHER_BLOCKS, "without the last", True),
@@ -154,7 +154,7 @@ MUTANTS = {
     "the one hash need not be that of the blocks": ("checkpoint.manifest", ' and root(hashes) == entry[kind_of(entry)]',
                                                     "", "blocks", "the_one_hash_of_a_file_is_that_of_its_blocks"),
     "a long file whose sync fails counts": (
-        "checkpoint.blocks", "pool.submit(os.fdatasync, fd)", "pool.submit(lambda: None)",
+        "checkpoint.blocks", "            os.fdatasync(fd)\n", "            pass\n",
         "blocks", "a_long_file_whose_disk_fails_in_the_middle_is_no_checkpoint", "fdatasync"),
     # who may write
     "no lock is ever had": ("checkpoint.lock_file", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
