@@ -21,9 +21,10 @@ import threading
 import common.checkpoint.blocks as blocks
 import common.checkpoint.files as files
 from common.checkpoint.fence import RESCUE, Fenced, exists, rescuing
-from common.checkpoint.files import Damaged
+from common.checkpoint.files import Damaged, delete, sealed
 from common.checkpoint.manifest import (
     ASIDE,
+    FORMATS,
     MANIFEST,
     STATE,
     TENSORS,
@@ -35,7 +36,6 @@ from common.checkpoint.manifest import (
     is_there,
     roots_of,
     verify,
-    write_manifest,
 )
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
@@ -55,7 +55,7 @@ class Writer:
     def __init__(self, root, staging, marks, kind="sha256"):
         self.root, self.staging, self.marks, self.kind = root, staging, marks, kind
         self.numbers, self.moved, self.renew, self.hurry = itertools.count(), 0, None, False
-        self.door, self.inside, self.announced = threading.Lock(), 0, None
+        self.door, self.announced = threading.RLock(), False
         self.layout = None  # as soon as the state is known
 
     def commit(self, images, facts):
@@ -89,10 +89,9 @@ class Writer:
 
     def _write_manifest(self, aside, final, facts, written, digest):
         """Written aside, so that two ranks may do it at once; then renamed to `final`."""
-        parent = next((step for step, _ in checkpoints(self.root)), -1)
         written |= {STATE: blocks.write_file(aside / STATE, facts_to_json(facts), kind=self.kind)}
-        fields = self.marks | {"step": facts["step"], "parent": parent}
-        blocks.write_file(aside / MANIFEST, write_manifest(fields, written, digest))
+        told = {"format": FORMATS[-1], "step": facts["step"], "digest": digest, "files": written}
+        blocks.write_file(aside / MANIFEST, sealed(self.marks | told))
         for name in (STATE, MANIFEST) if aside != final else ():
             os.rename(aside / name, final / name)
         files.sync_folder(final)
@@ -128,21 +127,18 @@ class Writer:
 
     @contextlib.contextmanager
     def rescuing(self, step, needless=None):
-        """fence.rescuing, once a process: the first of two threads to close it would unlock it for both."""
+        """fence.rescuing, once a process: its threads share its locks."""
         with self.door:
-            if not self.inside:
-                self.ensure_staging(step)
-                self.announced = contextlib.ExitStack()
-                lock = rescuing(self.staging, lambda: self.moved, needless, self.lock_name())
-                self.announced.enter_context(lock)
-            self.inside += 1
-        try:
-            yield
-        finally:
-            with self.door:
-                self.inside -= 1
-                if not self.inside:
-                    self.announced.close()
+            if self.announced:
+                yield
+                return
+            self.ensure_staging(step)
+            with rescuing(self.staging, lambda: self.moved, needless, self.lock_name()):
+                self.announced = True
+                try:
+                    yield
+                finally:
+                    self.announced = False
 
     def lock_name(self):
         return RESCUE
@@ -187,11 +183,3 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
                 delete(gone)
-
-
-def delete(path):
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)

@@ -15,10 +15,10 @@ import contextlib
 import math
 import os
 import re
-import shutil
 import time
 import uuid
 
+from common.checkpoint.files import delete
 from common.checkpoint.lock_file import Held, Still, is_mine, look, read
 from common.errors import UserError
 from common.options import holder_status, queued_again, this_process
@@ -187,8 +187,8 @@ def rescuing(staging, moved=None, needless=None, name=RESCUE):
     Where `needless()` says that there is nothing to save, now or after a wait, it takes no lock. Each part of
     a net has a lock with a `name` of its own.
     """
-    fd, mine = _wait_for_rescue(staging / name, os.O_CREAT, needless)
-    if mine:  # or another thread of ours is in here: closing `fd` would drop its lock
+    fd = _wait_for_rescue(staging / name, os.O_CREAT, needless)
+    if fd is None and needless and needless():
         yield
         return
     aside = staging / f"{name}.{uuid.uuid4().hex[:12]}"
@@ -204,18 +204,18 @@ def rescuing(staging, moved=None, needless=None, name=RESCUE):
 
 
 def _wait_for_rescue(path, flags=0, needless=None, still=None, most=math.inf):
-    """(the lock, or None if the rescue under way is given up; whether this process holds or needs none)."""
+    """The lock, if `flags` ask for it; None if there is no need, or the rescue under way is given up."""
     beats, moves, began, pause = Still(), Still(), time.monotonic(), 0.02
     while True:
         if needless and needless():
-            return None, True
+            return None
         fd, owner = look(path, flags)
-        if fd is not None and not flags and not is_mine(owner):
+        if fd is not None and not flags:
             os.close(fd)
         over = time.monotonic() - began > most or "moved" in owner and moves(owner["moved"]) > HUNG_SECONDS
         over = over or beats(owner.get("beat")) > (still or RESCUE_WAIT)
         if fd is not None or over or holder_status(owner) in ("lost", "stopped"):
-            return fd, fd is not None and is_mine(owner)
+            return fd
         time.sleep(pause := min(1.2 * pause, 0.5))  # a thousand ranks may wait for one lock
 
 
@@ -233,7 +233,4 @@ def move_away(path):
     gone = path.with_name(f"{path.name}.gone-{uuid.uuid4().hex[:12]}")
     with contextlib.suppress(FileNotFoundError):
         os.rename(path, gone)
-        if os.path.isdir(gone) and not os.path.islink(gone):
-            shutil.rmtree(gone, ignore_errors=True)
-        else:
-            os.unlink(gone)
+        delete(gone)

@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -146,3 +147,11 @@ def room(error, path, needed):
         free = f"{info.f_bavail * info.f_frsize:,} bytes free"
     name = errno.errorcode.get(error.errno, "?") if error.errno else "?"
     return f"{path}: {error.strerror or error} ({name}); needed {needed:,} bytes, {free}"
+
+
+def delete(path):
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)

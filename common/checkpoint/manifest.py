@@ -11,17 +11,7 @@ import stat
 from pathlib import Path
 
 from common.checkpoint.blocks import kind_of, read_file, read_range, root, sha, threads
-from common.checkpoint.files import (
-    SMALL,
-    Damaged,
-    parse_json,
-    patient,
-    proven,
-    read_small,
-    sealed,
-    to_json,
-    unseal,
-)
+from common.checkpoint.files import SMALL, Damaged, parse_json, patient, proven, read_small, to_json, unseal
 
 TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 STATE = "state.json"
@@ -31,7 +21,7 @@ LONG = 64  # bytes of the manifest for a byte of a tensor: each of many tiny one
 MOST_BYTES = 1 << 28  # of the manifest
 MOST_TRIES = 1000  # to find a name that another survivor does not take first
 HASH = re.compile("[0-9a-f]{64}")
-KINDS = {"format": int, "step": int, "parent": int, "life": str, "digest": str, "files": dict,
+KINDS = {"format": int, "step": int, "life": str, "digest": str, "files": dict,
          "identity": str, "data": str, "torch": str}
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
 ASIDE = "damaged-"  # a checkpoint that is not trusted is kept under this name until a newer one is saved
@@ -67,11 +57,6 @@ def numbers_of(name):
     """(step, k) of `step-N.k`."""
     step, k = STEP.fullmatch(name).groups()
     return int(step), int(k or 0)
-
-
-def write_manifest(fields, files, digest):
-    """The manifest's bytes; `files` is {name: entry} of everything else in the folder (blocks.py)."""
-    return sealed(fields | {"format": FORMATS[-1], "digest": digest, "files": files})
 
 
 def digest_of(roots):

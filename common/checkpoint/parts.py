@@ -13,9 +13,9 @@ import os
 import common.checkpoint.blocks as blocks
 import common.checkpoint.files as files
 from common.checkpoint.blocks import sha
-from common.checkpoint.commit import THERE, Writer, delete
+from common.checkpoint.commit import THERE, Writer
 from common.checkpoint.fence import RESCUE
-from common.checkpoint.files import sealed, unseal
+from common.checkpoint.files import delete, sealed, unseal
 from common.checkpoint.manifest import TENSORS, digest_of, facts_to_json, part_name
 
 PART = "part.json"

@@ -256,7 +256,7 @@ def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, mon
             save(life, step)
         assert life.store.rescue(at_step(life.state, 3))
         monkeypatch.undo()
-        metrics.close()
+        metrics.lines.close()
     assert named == [[True] * 4] * 3
 
 
