@@ -6,6 +6,8 @@ import time
 from common.errors import UserError
 from common.options import end_of, machine_id
 
+PEER_SECONDS = 1.0         # from a peer's end until all know: those in a collective, and those that hang
+AGENT_SECONDS = 2.0        # after a peer's death: the agent's SIGTERM tells a planned change of the world
 ZOMBIE_SECONDS = 0.05      # from a connection's end until the process behind it tells how it ended
 
 
@@ -18,6 +20,26 @@ def dead_peer(places):
         time.sleep(0.002)
 
 
+def peers_end(rescue, error):
+    """None, or if another rank has ended: which one, and how it ended if that is known here."""
+    end = time.monotonic() + PEER_SECONDS
+    while isinstance(error, RuntimeError) and rescue.lines and not rescue.lost and time.monotonic() < end:
+        time.sleep(0.002)  # a collective fails before the thread hears of the end
+    if not rescue.lost or rescue.asked and not error:
+        return None
+    if (dead := dead_peer(rescue.places)) is None:
+        return f"a peer is gone ({in_words(error)})" if error else "a peer is gone"
+    rescue.dead = {"rank": dead[0], "why": dead[2]}
+    return f"rank {dead[0]} (pid {dead[1]}) {dead[2]}"
+
+
+def await_the_agent(rescue):
+    """Waits for a signal: leaving before it would count a planned change of the world as a failure."""
+    deadline = time.monotonic() + AGENT_SECONDS
+    while not rescue.asked and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
 def ended_here(places):
     """(rank, pid, how it ended) of each process of this machine that has ended."""
     return [(rank, place[0], how) for rank, place in enumerate(places)
@@ -27,8 +49,8 @@ def ended_here(places):
 def restart_is_sure(rescue):
     """Whether another life begins here: then memory may keep the state, and nothing waits for the disk.
 
-    Sure is only: processes of this machine have died, none of them has left by itself, their agent lives,
-    and each agent may start another life. It ends this one with SIGTERM; other signals are a person's.
+    Processes of this machine have died, none has left by itself, their agent lives, and each agent may start
+    another life. It ends this one with SIGTERM; other signals are a person's.
     """
     if rescue.asked not in (None, "SIGTERM"):
         return False

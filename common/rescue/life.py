@@ -45,9 +45,10 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
         f"position {state.position:,}" + (f", from {source}" if source else ""),
     ], clock, world=world.size, lives=past.get("lives", 0) + 1, lost=past.get("lost", 0))
     if world.rank == 0:
-        death = past["death"]
+        died, stepped = past["death"] or ("", 0.0)
         clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None,
-                   death and functools.partial(_tell_of_the_restart, log, *death), past["past"])
+                   (lambda: log.note(f"{died}; training again after {max(0.0, time.time() - stepped):.1f} s"))
+                   if died else None, past["past"])
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step,
                      epoch=state.epoch, position=state.position, pids=pids, hosts=hosts, job=job_id(),
                      began=clock.began, n=len(data.train), seed=opts.seed, data=data.fingerprint[:12],
@@ -77,17 +78,9 @@ def note_slow(rescue, rank, text):
     rescue.ledger.event("straggler", life=rescue.world.life, rank=rank, step=rescue.state.step)
 
 
-def _tell_of_the_restart(log, words, stepped):
-    log.note(f"{words}; training again after {max(0.0, time.time() - stepped):.1f} s")
-
-
 def _parts_of_a_batch(opts, world):
-    if opts.virtual_ranks:
-        whom = "pipeline" if world.stages > 1 else "rank"
-        return (f"{opts.virtual_ranks} slices of {-(-opts.global_batch_size // opts.virtual_ranks)} or less, "
-                f"{-(-opts.virtual_ranks // world.replicas)} or less a {whom}")
-    share = -(-opts.global_batch_size // world.replicas)
-    return f"{world.replicas} x {share} or less, {min(opts.micro_batch_size or share, share)} a forward"
+    count, kind = (opts.virtual_ranks, "slices") if opts.virtual_ranks else (world.replicas, "shares")
+    return f"{count} {kind} of {-(-opts.global_batch_size // count)} or less"
 
 
 def _pause(opts, state):
@@ -119,10 +112,7 @@ def _lives(opts):
 
 
 def refuse_without_progress(ledger, opts, data, state):
-    """Exit code 5 if three lives in a row made no progress on this step; a requested stop does not count.
-
-    Raised once: the next start has three attempts again, for a person has mended something.
-    """
+    """Exit code 5 if three lives in a row made no progress on this step, once: then there are three again."""
     def in_vain(events):
         further = any(event["step"] > state.step for event in events if type(event.get("step")) is int)
         return not further and events[0].get("data", data.fingerprint[:12]) == data.fingerprint[:12]

@@ -1,17 +1,18 @@
 """Signals in, a survivor's checkpoint out; no collectives.
 
 In data parallelism every rank holds the whole state, and between two steps all states are equal. So one
-survivor is enough: every rank that is alive tries to save the last whole step before it leaves. A rank
-learns of a death in two ways. A collective that raises (gloo) ends in `__exit__`. A collective that hangs
-(NCCL) is ended by the agent's SIGTERM, which a thread sees even if the main thread is blocked in C. The
-Python signal handler does nothing: an exception there could cut an optimizer step in two. The third way is
-the watchdog: no process has died, but none makes progress. All three lead to `_end`.
+survivor is enough: every rank that is alive tries to save the last whole step before it leaves. A collective
+that raises (gloo) ends in `__exit__`. Where collectives hang (NCCL), a thread hears of a death by a line that
+ends, of a stop by a signal, and of a hang from the watchdog. The Python signal handler does nothing: an
+exception there could cut an optimizer step in two. All ways lead to `_end`.
 """
 import contextlib
 import functools
+import math
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,17 +24,16 @@ import torch
 from common.errors import UserError, dismiss_agent, say
 from common.ledger import Ledger
 from common.options import machine_id
-from common.rescue.death import dead_peer, in_words, restart_is_sure
+from common.rescue.death import PEER_SECONDS, await_the_agent, in_words, peers_end, restart_is_sure
 from common.rescue.life import note_slow
 from common.rescue.watchdog import OPENING_SECONDS, Watchdog
 from common.rescue.wishes import Wishes
-from common.world import WATCHED, World
+from common.world import WATCHED, World, lifelines
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STEP_SECONDS = 10.0        # a signalled main thread may take to the end of its step; the agent kills after 30
 WATCH_EVERY_SECONDS = 1.0  # the thread looks at the watchdog
-AGENT_SECONDS = 2.0        # after a peer's death: the agent's SIGTERM tells a planned change of the world
 STOPPED = 143
 UNSAVED, BROKEN, FENCED = 4, 5, 6    # exit codes: saves fail; not to be saved; the run is another job's
 
@@ -47,6 +47,7 @@ class Rescue(Wishes):
         self.store, self.closing = store, closing
         self.noticed = 0.0  # when this process learned that its life ends early
         self.dead: dict[str, Any] = {}  # the peer that died, for the ledger
+        self.lines: list[Any] = []  # sockets that end with other ranks
         self.ending, self.over = threading.Lock(), threading.Event()
         self.speaks = self.parting = self.parted = False  # waits for all ranks at the end; has met them
         self.under_agent, self.agent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
@@ -57,6 +58,9 @@ class Rescue(Wishes):
         self.world.watched()
         place = torch.tensor([os.getpid(), machine_id(), self.world.restarts_left])
         self.places = [tuple(other.tolist()) for other in self.world.all_gather(place)]
+        with contextlib.suppress(OSError, RuntimeError):  # without them a death is a hang
+            if self.world.size > 1:
+                self.lines = lifelines(self.world.store, self.world.rank, self.world.size)
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
         # nohup ignores SIGHUP. torchrun hears it all the same, passes it on, and kills a process that stays.
@@ -73,11 +77,12 @@ class Rescue(Wishes):
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        if error is None and not self.asked:
+        stops = self.asked and self.state.step >= self.stop_at
+        if error is None and not stops:
             error = self._part()
         if isinstance(error, Exception):
             self._end(error)  # returns if the error is this rank's own: it is raised again
-        elif self.asked:
+        elif stops:
             self.leave()  # the signal came while the last lines were written
         signal.set_wakeup_fd(self.old_fd)
         for number, handler in self.old_handlers.items():
@@ -87,7 +92,7 @@ class Rescue(Wishes):
         with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake already
             os.write(self.pipe[1], bytes(1))  # closing it wakes nobody: forked processes hold it open too
         self.watcher.join()  # a thread that wakes in a dying interpreter aborts it
-        for end in self.pipe:
+        for end in (*self.pipe, *(end.detach() for end in self.lines)):
             os.close(end)
         if error is None:
             if self.world.rank == 0:
@@ -105,10 +110,10 @@ class Rescue(Wishes):
             return error
 
     def leave(self) -> None:
-        """Saves the whole step and exits; never returns. A second signal changes nothing."""
-        if str(self.asked).startswith("control/") and self.world.local_rank == 0:
-            dismiss_agent()  # it would start another life
-        self._end()
+        """Saves the whole step and exits; does nothing before the step after which all ranks stop."""
+        if self.state.step >= self.stop_at:
+            self.state.updates.settle()
+            self._end()
 
     def _end(self, error=None, hung=False):
         """The only way out of a life that ends early, on either thread: saves the newest whole step.
@@ -119,7 +124,9 @@ class Rescue(Wishes):
             return self.over.wait()  # the other thread ends this process
         self.noticed = time.time()
         self.watchdog.stop(0)  # a slow disk is no hang; and rank 0's store may be dead
-        known, asked, peer = isinstance(error, UserError), self.asked, self._peers_end(error)
+        if str(self.asked).startswith("control/") and self.world.local_rank == 0:
+            dismiss_agent()  # it would start another life
+        known, asked, peer = isinstance(error, UserError), self.asked, peers_end(self, error)
         if known and error.code in (UNSAVED, BROKEN, FENCED):
             if error.code != FENCED:
                 self.ledger.status.end(in_words(error), error.code)
@@ -128,7 +135,7 @@ class Rescue(Wishes):
                                  rank=self.world.rank)
         if hung or error and not peer:
             note("hang" if hung else "error", why="no progress" if hung else in_words(error))
-        why = "hang" if hung else type(error).__name__ if error else asked
+        why = "hang" if hung else type(error).__name__ if error else asked or "a peer's end"
         text, saved, code = self._save(why, not hung and bool(peer or not error))
         if asked and not error:
             note("stop", why=asked)
@@ -147,7 +154,7 @@ class Rescue(Wishes):
         if raised:
             return self._sign_off()
         if peer and self.under_agent:
-            self._await_the_agent()
+            await_the_agent(self)
         self._go(code if self.asked or code == BROKEN else 1)
 
     def _may_speak(self):
@@ -164,21 +171,6 @@ class Rescue(Wishes):
         self.ledger.death(life=self.world.life, **self.dead) if first and self.dead else None
         say(text, stream or sys.stderr) if text and (always or first) else None
         return first
-
-    def _peers_end(self, error):
-        """None, or if the error reports another process's end: which one, and how it ended if known here."""
-        if not self.world.lost_a_peer(error):
-            return None
-        if (end := dead_peer(self.places)) is None:
-            return f"a peer is gone ({in_words(error)})"
-        self.dead = {"rank": end[0], "why": end[2]}
-        return f"rank {end[0]} (pid {end[1]}) {end[2]}"
-
-    def _await_the_agent(self):
-        """Waits for a signal: leaving before it would count a planned change of the world as a failure."""
-        deadline = time.monotonic() + AGENT_SECONDS
-        while not self.asked and time.monotonic() < deadline:
-            time.sleep(0.02)
 
     def _save(self, why, for_a_peer=False):
         """(what happened in words, whether this process saved, exit code); never raises."""
@@ -211,18 +203,29 @@ class Rescue(Wishes):
 
     def _watch(self):
         """Reads signals even if the main thread is stuck in C; that thread may first finish its step."""
-        deadline, poll = None, select.poll()  # select() takes no file of number 1024 or more
-        poll.register(self.pipe[0], select.POLLIN)
+        deadline, stopping = math.inf, False
+        poll = select.poll()  # select() takes no file of number 1024 or more
+        for end in (self.pipe[0], *self.lines):
+            poll.register(end, select.POLLIN)
         while not self.over.is_set():
-            wait = WATCH_EVERY_SECONDS if deadline is None else 0.1
-            data = os.read(self.pipe[0], 64) if poll.poll(wait * 1000) else b""
+            wait = WATCH_EVERY_SECONDS if deadline == math.inf else 0.1
+            told = {end for end, _ in poll.poll(wait * 1000)}
+            data = os.read(self.pipe[0], 64) if self.pipe[0] in told else b""
+            if told - {self.pipe[0]} and not self.lost:  # a rank has ended: rank 0 tells all
+                if not self.parting:
+                    self.lost, deadline = True, min(deadline, time.monotonic() + PEER_SECONDS)
+                for end in self.lines:
+                    poll.unregister(end)
+                    with contextlib.suppress(OSError):
+                        end.send(b"!", socket.MSG_DONTWAIT)
             self.control.wanted |= {"save"} if signal.SIGUSR2 in data else set()
             numbers = [n for n in data if n in STOP]
-            if numbers and deadline is None:
-                self.asked = signal.Signals(numbers[0]).name
-                deadline = time.monotonic() + (0 if self.parting else STEP_SECONDS)
-            if deadline is not None and time.monotonic() > deadline:
-                self.leave()  # the main thread did not come: it waits for a dead peer
+            if numbers and not stopping:
+                self.stop(signal.Signals(numbers[0]).name)
+                stopping = True
+                deadline = min(deadline, time.monotonic() + (0 if self.parting else STEP_SECONDS))
+            if time.monotonic() > deadline:
+                self._end()  # the main thread did not come: it waits for a dead peer
             if self.watchdog.beat():
                 self._end(hung=True)
 

@@ -30,7 +30,7 @@ SHOWN_RANKS, NAMED_RANKS = 16, 4   # of those at one place; with the names of th
 
 
 class Watchdog:
-    """Call `beat()` every second from a thread."""
+    """Call `beat()` every second from a thread: None, or why this rank hangs, "" if another one says it."""
 
     def __init__(self, state, world, hang_timeout, note):
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note

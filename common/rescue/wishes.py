@@ -1,4 +1,5 @@
 """What a person asks of a running training (RUN/control/, SIGUSR2): every rank does it at the same step."""
+import contextlib
 from typing import Any
 
 import torch
@@ -14,6 +15,15 @@ class Wishes:
         self.state, self.world, self.ledger = state, world, ledger
         self.control = ledger.status.control
         self.asked: str | None = None
+        self.stop_at, self.lost = 0, False  # the step after which all ranks stop; whether a rank has ended
+
+    def stop(self, why: str) -> None:
+        """After a signal: no rank may begin a step that others do not make, so the first one names it."""
+        at = self.state.step + 2 + self.state.updates.ahead
+        with contextlib.suppress(RuntimeError):  # rank 0 has gone with its store
+            if self.world.size > 1 and not self.lost:
+                self.stop_at = int(self.world.new_store_client().compare_set("stop at", "", str(at)))
+        self.asked = why
 
     def all_sum(self, totals: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; the same collective tells every rank what is wished on any of them."""

@@ -1,8 +1,7 @@
 """Forward and backward: a global batch becomes one gradient.
 
-The gradient is the exact mean over the samples, or over what else the task counts, at any number of ranks and
-micro batches: sums are divided by the size of the global batch before the backward, so that uneven shares
-count as they should, and `state.update` corrects for a count that is another one.
+The gradient is the exact mean over the samples at any number of ranks and micro batches: sums are divided by
+the size of the global batch before the backward; `state.update` corrects for what else a task counts.
 """
 import contextlib
 import time

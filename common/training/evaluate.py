@@ -72,9 +72,8 @@ def averaged_weights(state):
         yield
         return
     state.updates.settle()
-    own = {p: p.detach().clone() for p in state.net.parameters()}
     with state.changing():
-        # a save during the evaluation writes these
+        own = {p: p.detach().clone() for p in state.net.parameters()}  # saved during the evaluation
         state.own_weights = {name: own[p] for name, p in state.net.named_parameters(remove_duplicate=False)}
         for name, p in state.net.named_parameters():
             p.copy_(state.ema[name])

@@ -34,8 +34,7 @@ def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task |
 def fit(net: nn.Module, opts: Options, world: World, data: Any, task: Task) -> nn.Module:
     """`prepare` without the device and without a first look at what the task returns."""
     given = {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}
-    if world.device.type != "cuda" and any(given.values()):
-        flag = next(flag for flag, on in given.items() if on)
+    if world.device.type != "cuda" and (flag := next((flag for flag, on in given.items() if on), "")):
         raise UserError(f"--{flag} works on GPUs only, this process has {world.device}\n"
                         "leave it out, or make a GPU visible")
     if opts.script == "dp" and opts.compile and len(world.devices) > 1:
@@ -86,8 +85,7 @@ def replicate(net, opts, world):
 class Replica(nn.Module):
     """The net; or, given a function of the net, what this returns: DDP then wraps a whole task.
 
-    `tree` sums the gradients of slices (--virtual-ranks). `casting` is for the threads of nn.DataParallel:
-    they have autocast on, but of another type than --amp.
+    `tree` sums gradients of slices. `casting`: nn.DataParallel's threads cast to another type than --amp.
     """
 
     def __init__(self, net, tree=None, casting=contextlib.nullcontext):

@@ -18,7 +18,7 @@ from common.options import Options
 from common.training.buffers import Buffers
 from common.training.optimizer import finish_gradient, learning_rate, make_state
 from common.training.task import Task, best_of, find_task
-from common.training.updates import AHEAD, Updates
+from common.training.updates import Updates
 
 
 class TrainState:
@@ -88,7 +88,7 @@ class TrainState:
         finish_gradient(self)
         if self.updates.gpu and self.waits:
             torch.cuda.synchronize()
-        self.updates.settle(AHEAD)
+        self.updates.settle(self.updates.ahead)
         self.ready = size
 
     def update(self, size: int) -> None:

@@ -18,7 +18,7 @@ class Updates:
     """Those that were launched, the oldest first; on CPUs (`gpu` is None) an update is made at once."""
 
     def __init__(self, gpu: torch.device | None):
-        self.gpu, self.side = gpu, torch.cuda.Stream(gpu) if gpu else None
+        self.gpu, self.side, self.ahead = gpu, torch.cuda.Stream(gpu) if gpu else None, AHEAD if gpu else 0
         self.launched: list[tuple] = []  # (facts before it, event before it, event after it)
 
     @contextlib.contextmanager

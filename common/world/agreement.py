@@ -8,7 +8,6 @@ from common.errors import UserError
 from common.world.world import World
 
 TEXT_BYTES = 600        # of a text of which every rank has one
-WIDENED_BYTES = 1 << 24  # at once
 
 
 def same_everywhere(world: World, mine: dict[str, Any]) -> None:
@@ -28,10 +27,7 @@ def first_difference(world: World, mine: dict[str, Any]) -> tuple[int, str] | No
 
 
 def odd_ranks(world: World, mine: list[int]) -> list[int] | None:
-    """None if the ranks of each stage have equal integers; else the ranks in the minority.
-
-    [] without a majority.
-    """
+    """None if the ranks of each stage have equal integers; else those in the minority, [] without one."""
     theirs, odd = [tuple(t.tolist()) for t in world.all_gather(torch.tensor(mine))], None
     for stage in range(world.stages):
         values = theirs[stage::world.stages]
@@ -61,12 +57,9 @@ def fingerprint_of(tensors: dict[str, Tensor]) -> int:
     """A cheap 64-bit sum over every bit of named tensors; equal weights give equal sums on every device."""
     sums = [torch.zeros((), dtype=torch.int64)]
     for tensor in tensors.values():
-        flat = tensor.detach().contiguous().view(-1)
-        size, start = flat.numel() * flat.element_size(), flat.storage_offset() * flat.element_size()
-        words = (flat if start % 8 == 0 else flat.clone()).view(torch.uint8)
-        # 64-bit sums wrap, so their order does not matter; odd sizes are widened piece by piece.
-        sums.append(words.view(torch.int64).sum().cpu() if size % 8 == 0 else
-                    sum((piece.long() << 8 * i).sum().cpu()
-                        for i in range(4) for piece in words[i::4].split(WIDENED_BYTES)))
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.numel() % 8 or flat.storage_offset() % 8:
+            flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
+        sums.append(flat.view(torch.int64).sum().cpu())  # 64-bit sums wrap, so their order does not matter
     total = sum((2 * index + 1) * value for index, value in enumerate(torch.stack(sums).tolist())) % 2**64
     return total - 2**64 if total >= 2**63 else total

@@ -23,11 +23,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt: which freed memory go
 
 
 def keep_memory():
-    """The process keeps the memory that a step frees, for the next step.
-
-    glibc gives freed tensors back to the kernel, which clears each page before the next step gets it: a
-    quarter of the time of a ResNet on CPUs.
-    """
+    """Keeps freed memory for the next step: the kernel would clear it, a quarter of a ResNet's time."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc; other libraries do not give memory back, or offer no choice
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
@@ -54,7 +50,7 @@ def join(opts: Options) -> World:
     die_with_the_agent()
     keep_memory()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
-    allow_open_files(3 * size + 23, f"{size} processes")  # rank 0 holds the store: a connection each
+    allow_open_files(4 * size + 23, f"{size} processes")  # rank 0 holds connections to all
     store = None
     if size == 1 or {"LOCAL_RANK", "LOCAL_WORLD_SIZE"} & set(env):
         local_rank, local_size = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
@@ -86,10 +82,9 @@ def join(opts: Options) -> World:
 
 
 def leave(world: World) -> None:
-    """The clean end. Everything is saved and all ranks have met: an error from now on is no failure.
+    """The clean end: all is saved, all ranks have met, and no error is a failure.
 
-    Rank 0 holds the store, so it leaves last: a rank that still asks the store would take its end for a
-    death, start another life, and on another machine leave an agent waiting for minutes.
+    Rank 0 holds the store, so it leaves last: its end would be a death for a rank that still asks the store.
     """
     if world.size > 1:
         with contextlib.suppress(RuntimeError):

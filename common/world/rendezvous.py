@@ -92,6 +92,16 @@ def interface_towards(host):
                     return name
 
 
+def lifelines(store: Any, rank: int, size: int) -> list[socket.socket]:
+    """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process."""
+    if rank:
+        return [socket.create_connection((store.host, int(store.get("lifelines"))), ANSWER.total_seconds())]
+    with socket.create_server((store.host, 0), backlog=size) as listener:
+        store.set("lifelines", str(listener.getsockname()[1]))
+        listener.settimeout(6 * ANSWER.total_seconds())
+        return [listener.accept()[0] for _ in range(size - 1)]
+
+
 def wait(store, key, patience=None):
     """Waits for the key: ten minutes, or longer while another process calls `progress`."""
     seen = 0

@@ -2,7 +2,6 @@
 import contextlib
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -19,12 +18,6 @@ from common.world.rendezvous import ANSWER, JOINING, wait
 
 BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
 WATCHED = timedelta(days=1)       # a collective's time-out while the watchdog ends hangs
-# How a message begins with which gloo reports that another process died or hangs.
-GLOO_LOST = re.compile(r"(\[\S*gloo\S*\] )?(Read error|Write error|Connection (closed|reset) by peer|"
-                       r"Connection refused|Broken pipe|Timed out waiting|Application timeout|"
-                       r"Gloo connectFullMesh failed)")
-# Part of a message of NCCL about this process's own GPU or mistake.
-NCCL_OWN = re.compile(r"nccl(UnhandledCudaError|Invalid(Argument|Usage))|unhandled cuda error")
 
 
 @dataclass(frozen=True)
@@ -145,23 +138,12 @@ class World:
             raise
         self.barrier(name)
 
-    def lost_a_peer(self, error: BaseException | None) -> bool:
-        """Whether gloo, NCCL or the store reports with this error that another process died or is silent."""
-        if self.size == 1 or not isinstance(error, RuntimeError):
-            return False
-        if isinstance(error, dist.DistError):
-            return not NCCL_OWN.search(str(error))
-        return bool(GLOO_LOST.match(str(error)))
-
     def new_store_client(self) -> Any:
         """A second connection to this life's store, for a thread that must not wait for the main one."""
         return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
 
     def once_per_node(self, name: str, find: Callable[[], str]) -> str:
-        """Calls `find` on the node's first rank and returns its text on all of them.
-
-        Use each name once per life.
-        """
+        """Calls `find` on the node's first rank, returns its text on all; use each name once per life."""
         if self.local_size == 1:
             return find()
         key = f"once/{self.node}/{name}"

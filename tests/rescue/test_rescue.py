@@ -121,6 +121,46 @@ def two_steps(world, run):
     return {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
 
+def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
+    """As with NCCL: no collective fails. Rank 1 is no neighbour of rank 3."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger):
+            step(state), step(state)
+            world.barrier("two steps")
+            if world.rank == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            in_a_lock(world)
+
+    began = time.time()
+    assert fork_ranks(4, live, may_die=range(4)) == [1, 1, 1, -signal.SIGKILL]
+    assert saved(run) == [2]
+    noticed = [event["noticed"] for event in events(run, "left")]
+    assert len(noticed) == 3 and max(noticed) - min(noticed) < 1, noticed
+    assert max(noticed) - began < 20 and [event["rank"] for event in events(run, "death")] == [3]
+
+
+def test_ranks_that_hear_a_signal_in_different_steps_stop_after_the_same_one(run):
+    """As with NCCL: a step that one rank does not make hangs."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger) as rescue:
+            while True:
+                world.barrier(f"step {state.step}")
+                step(state)
+                if state.step == 5 + world.rank:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    until(lambda: rescue.asked, "the signal")
+                if rescue.asked:
+                    Path(f"{run}.{world.rank}").write_text(str(state.step))
+                    rescue.leave()
+
+    began = time.monotonic()
+    assert fork_ranks(2, live, may_die=range(2)) == [143, 143]
+    assert time.monotonic() - began < common.rescue.rescue.STEP_SECONDS
+    assert saved(run) == [7] and {Path(f"{run}.{rank}").read_text() for rank in range(2)} == {"7"}
+
+
 def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_moment_on(run):
     """No Python thread can run any more, neither the watcher nor a signal handler; faulthandler's own thread
     can.

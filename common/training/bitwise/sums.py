@@ -175,10 +175,7 @@ def carries(v, start):
 
 
 def checked(opts, step, world):
-    """(rank, one of its slices, another rank): who computes a slice twice after `step` steps (--cross-check).
-
-    None if nobody does.
-    """
+    """(rank, its slice, another rank): both compute it after `step` steps (--cross-check); or None."""
     if world == 1 or not opts.cross_check or (step + 1) % opts.cross_check:
         return None
     rank, nth, other = (hash_seed(word, opts.seed, step) for word in ("rank", "slice", "second"))
