@@ -59,7 +59,7 @@ class Campaign(Strikes):
             script, env = f"train_{self.script}.py", {"PACE": "0", "STATE_MB": self.env["STATE_MB"]}
             start = functools.partial(self.jobs.torchrun, 2) if self.script == "mp" else self.jobs.python
             job = start(script, *self.flags(run, flavour), **env)
-            assert job.wait() == 0, job.output
+            assert job.wait(600) == 0, job.output
             self.references[flavour] = run
         return self.references[flavour]
 
