@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ BEGIN_SECONDS = 10.0    # that a forked process has to reach our first line
 FORK_ATTEMPTS = 5
 
 
-def from_workers(shares, cuts, count, pin):
+def from_workers(shares: Any, cuts: Any, count: int, pin: bool) -> Iterator[Any]:
     """Yield each share of `cuts`, as `shares` loads it in one of `count` processes.
 
     Call it in the main thread: the workers are killed when the thread that started them ends.
@@ -114,15 +114,15 @@ class Cuts:
 class Shares:
     """A split as shares: ([(number of samples, what `fetch` made of them) for each forward], ids)."""
 
-    def __init__(self, split, epoch, augment, hollow):
+    def __init__(self, split: Any, epoch: int, augment: bool, hollow: bool) -> None:
         self.split, self.epoch, self.augment, self.hollow = split, epoch, augment, hollow
 
-    def load(self, cut):
+    def load(self, cut: list) -> tuple[list, list]:
         parts = [(len(ids), self.split.fetch(ids, self.epoch, self.augment) if ids else self.nothing())
                  for ids in cut]
         return parts, [id for ids in cut for id in ids]
 
-    def nothing(self):
+    def nothing(self) -> Any:
         """The input of a forward without samples, where ranks wait for each other in it; else None."""
         return map_tensors(lambda t: t[:0], self.split.fetch([0])) if self.hollow else None
 

@@ -79,7 +79,7 @@ def _plain(text):
 def _devices(text):
     if not re.fullmatch(r"(cpu|cuda(:\d{1,4})?)(,(cpu|cuda(:\d{1,4})?))*", text):
         raise ValueError("is not a list of devices like cuda:0,cuda:1 or cpu,cpu")
-    return tuple(text.split(","))
+    return tuple("cuda:0" if name == "cuda" else name for name in text.split(","))
 
 
 def _betas(text):

@@ -11,8 +11,7 @@ from common.world import World
 class Buffers:
     """`committed` holds those of the last whole step, by name: a checkpoint takes these.
 
-    Floating-point buffers change by the mean over all samples, counters by what the last slice or the first
-    replica counted.
+    Floating-point buffers change by the mean over all samples, counters by those of one slice or replica.
     """
 
     def __init__(self, net: nn.Module):

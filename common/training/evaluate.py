@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.data import Shares, from_workers
 from common.sampler import share
 from common.training.backward import placed
 from common.training.loss import SHOWN_SAMPLES
@@ -18,32 +19,34 @@ BLOCK_LOGITS = 1 << 24      # outputs per forward, if these are fewer samples: 6
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> dict[str, Any]:
-    """{"val_loss": ..., "val_acc": ...}, with --ema-decay of the averaged weights; call on every rank.
-
-    For at most SHOWN_SAMPLES samples also {"predictions", "labels"}.
-    """
+    """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
     size, task = block_size(split, state.opts), state.task
-    blocks, pairs = -(-len(split) // size), 2 * len(task.names)
-    rows = torch.zeros(blocks, pairs, dtype=torch.float64)  # of each block: added up in one order, at the end
-    bins = task.zeros(rows.device)[pairs:]
-    predictions: dict[str, Any] = {}
+    count, pairs = -(-len(split) // size), 2 * len(task.names)
+    rows = torch.zeros(count, pairs, dtype=torch.float64)  # of each block: added up in one order, at the end
+    bins, shares = task.zeros(world.device)[pairs:], Shares(split, 0, False, False)
+    totals, predictions = dict[int, torch.Tensor](), dict[str, Any]()
     with averaged_weights(state):
-        mine: list[int | None] = list(share(blocks, world.replica, world.replicas))
+        mine: list[int | None] = list(share(count, world.replica, world.replicas))
         if getattr(model, "even", False):  # all replicas run as many blocks: the last may not count
-            mine += [None] * (-(-blocks // world.replicas) - len(mine))
-        for block in mine:
+            mine += [None] * (-(-count // world.replicas) - len(mine))
+        starts = [(block or 0) * size for block in mine]
+        cuts = [[list(range(start, min(start + size, len(split))))] for start in starts]
+        workers = 0 if split.in_memory else state.opts.workers
+        loaded = from_workers(shares, cuts, workers, world.device.type == "cuda") if workers else \
+            map(shares.load, cuts)
+        for block, (((_, part),), _) in zip(mine, loaded, strict=True):
             state.progress += 1
-            ids = range((block or 0) * size, min(((block or 0) + 1) * size, len(split)))
-            part = placed(split.fetch(list(ids), 0, False), world.device, state.opts)
-            found = judge(model, part, state) if part is not None else None
+            found = judge(model, placed(part, world.device, state.opts), state) if part is not None else None
             if found is None or block is None:
                 continue
-            totals = task.add(task.zeros(world.device), found).cpu()
-            rows[block], bins = totals[:pairs], bins + totals[pairs:]
+            found = task.add(task.zeros(world.device), found)
+            totals[block], bins = found[:pairs], bins + found[pairs:]
             if len(split) <= SHOWN_SAMPLES:
                 predictions = task.predictions
-    world.all_sum(rows), world.all_sum(bins)
+    if totals:  # only now: reading a GPU waits for it
+        rows[list(totals)] = torch.stack(list(totals.values())).cpu()
+    world.all_sum(rows), world.all_sum(bins := bins.cpu())
     sums = torch.tensor([sum(column) for column in rows.T.tolist()], dtype=torch.float64)
     metrics = task.metrics(torch.cat([sums, bins]))
     return {f"val_{name}": value for name, value in metrics.items()} | predictions

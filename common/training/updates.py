@@ -1,9 +1,8 @@
 """Updates of the weights that a GPU has still to make: the program launches them, and does not wait.
 
 An update stands in the GPU's stream behind the collectives of its gradient. If one of these hangs, the update
-never runs, whatever was launched since; and while this process lives nothing aborts a collective. Each update
-leaves two events, one before it and one after it. So the weights are whole unless an update has begun and has
-not ended, and they are those before the first update that has not begun.
+never runs; and while this process lives nothing aborts a collective. Each update leaves an event before and
+after it: the weights are those before the first update that has not begun, once the others have ended.
 """
 import contextlib
 from collections.abc import Callable, Iterator

@@ -32,8 +32,7 @@ def pin(opts):
     # cuBLAS is deterministic only with a fixed workspace
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # filling memory that is overwritten anyway only costs time
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
 
 
 def bit_facts(opts: Options, world: World) -> dict[str, Any]:

@@ -6,9 +6,12 @@ import math
 import os
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
+from fakes import fake_streams
+from ranks import fork_ranks
 from stores import (
     a_life,
     at_step,
@@ -24,6 +27,7 @@ from stores import (
 )
 from torch import nn
 
+from common.checkpoint import CheckpointStore
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
 from common.checkpoint.manifest import verify
@@ -322,6 +326,42 @@ def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):
     assert main([str(opts.run_dir), "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")
     os.truncate(root / "step-00000001" / "optimizer.safetensors", 8)
     assert main([str(opts.run_dir)]) == 3 and main([str(tmp_path)]) == main([]) == main(["a", "--no"]) == 2
+
+
+def test_memory_that_the_driver_refuses_to_lock_fails_no_kernel_afterwards(tmp_path, monkeypatch):
+    """CUDA keeps the refusal as the thread's last error, which the next kernel raises as its own."""
+    errors = []
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(
+        cudaHostRegister=lambda *_: errors.append("refused") or 1))
+
+    def zeros(*shape, device=None):
+        if errors:
+            raise RuntimeError(f"CUDA error: {errors.pop()}")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    image = TensorFile({"x": torch.ones(3)})
+    image.gpus = {"fake"}
+    image.open()
+    assert image.stream is None and not errors
+    torch.zeros(1)  # the next kernel
+    image.copy({"x": torch.full((3,), 2.0)})
+    assert image.views["x"].tolist() == [2.0] * 3
+
+
+def test_only_the_rank_that_saves_locks_memory_and_none_while_it_loads(tmp_path):
+    def live(world):
+        with fake_streams():
+            pinned, pin = [], TensorFile._pin
+            TensorFile._pin = lambda self, gpu: (pinned.append(gpu), pin(self, gpu))
+            opts = options(tmp_path)
+            store = CheckpointStore(opts, world)
+            load = store._load
+            store._load = lambda: (load(), pinned.append("loaded"))[0]
+            store.restore(tiny_state(opts))
+            return pinned
+
+    first, second = fork_ranks(2, live)
+    assert first == ["loaded", "fake", "fake"] and second == ["loaded"]
 
 
 def test_a_forked_process_does_not_get_the_image_so_that_the_next_save_has_no_page_to_copy(tmp_path):

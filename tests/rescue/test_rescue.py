@@ -303,6 +303,17 @@ def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
 
 
 # ---- what the exit code says ----------------------------------------------------------------------
+@pytest.mark.parametrize("flags, seconds", [
+    ((), 0), (("--compile",), 600), (("--compile", "--hang-timeout=7"), 7)])
+def test_a_step_that_may_compile_has_the_time_of_the_first_one(run, flags, seconds):
+    def live(world):
+        state, store, ledger = a_run(world, run, *flags)
+        with Rescue(store, state, world, ledger) as rescue:
+            return rescue.watchdog.given
+
+    assert fork_ranks(1, live) == [seconds]
+
+
 @pytest.mark.parametrize("what, code", [("a full disk", 4), ("a NaN", 5), ("nothing", 143)])
 def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
     def live(world):
