@@ -158,10 +158,7 @@ def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name)
         def step(world, more=more, devices=devices):
             life = Life(sgd(name, script="mp", **more), world, True, devices)
             loss = life.epoch(1)[0]["loss"]
-            found = loss, life.weights(), life.evaluation()
-            if devices > 1:
-                life.model.pool.shutdown()
-            return found
+            return loss, life.weights(), life.evaluation()
         (own, _, metrics), = fork_ranks(1, one_way, name)
         for ours, weights, judged in fork_ranks(world, step):
             assert ours == pytest.approx(loss, rel=1e-12)
