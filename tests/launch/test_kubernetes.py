@@ -83,7 +83,7 @@ def test_only_what_another_try_cannot_mend_fails_the_job(path, monkeypatch):
     disrupted, fail, stopped = job["podFailurePolicy"]["rules"]
     assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget",
                                                                   "status": "True"}]}
-    assert fail["action"] == "FailJob" and {2, 3, 4, 5, 6} <= set(fail["onExitCodes"]["values"])
+    assert fail["action"] == "FailJob" and {2, 3, 4, 5, 6, 7} <= set(fail["onExitCodes"]["values"])
     assert set(fail["onExitCodes"]["values"]) <= final and stopped["onExitCodes"]["values"] == [143]
     assert {rule["onExitCodes"]["containerName"] for rule in (fail, stopped)} == {container["name"]}
     # or Kubernetes refuses such a policy

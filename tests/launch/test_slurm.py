@@ -54,7 +54,7 @@ def test_with_several_nodes_the_agents_meet_at_an_address_under_a_name_of_this_t
     assert "--rdzv_endpoint=127." not in slurm(SLURM_JOB_NUM_NODES="2")[1][0]
 
 
-@pytest.mark.parametrize("fewest, code, again", [("2", "143", True), ("2", "2", False)])
+@pytest.mark.parametrize("fewest, code, again", [("2", "143", True), ("2", "2", False), ("2", "7", False)])
 def test_a_job_that_lost_too_many_nodes_saves_and_is_queued_again(slurm, fewest, code, again):
     left, said = slurm(SLURM_JOB_NUM_NODES="3", MIN_NODES=fewest, LEFT="1", LASTS="999", CODE=code)
     assert left == int(code) and f"--nnodes={fewest}:3" in said[0]
