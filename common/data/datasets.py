@@ -7,10 +7,12 @@ DATASET_FLAGS in common/options/rules.py. Code that lives elsewhere needs no edi
 path/to/file.py:function`. Files are not trusted: sizes are checked, and nothing in them is ever executed.
 """
 import contextlib
+import gzip
 import math
 import os
 import struct
 import tempfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from common.data.tokens import text, tokens
 from common.errors import UserError, did_you_mean, one_line
 from common.options import call_user
 
+LARGEST_BYTES = 2**31  # that an IDX file may unpack to
 # names in torchvision.datasets
 DOWNLOADS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}
 
@@ -49,22 +52,27 @@ def read_mnist(opts, **facts):
 
 
 def read_idx(opts, path, dims):
-    """The bytes of an IDX file; one with a false header is refused."""
+    """The bytes of an IDX file, or of the .gz beside it; a false header is refused before memory is taken."""
+    packed = not path.is_file()
+    path = path.with_name(path.name + ".gz") if packed else path
     if not path.is_file():
-        raise missing(opts, path)
+        raise missing(opts, path.with_suffix(""))
     try:
-        content = bytearray(path.read_bytes())
-    except OSError as error:
+        with (gzip.open if packed else open)(path, "rb") as file:
+            head = file.read(4 + 4 * dims)
+            if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
+                raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\n"
+                                f"it begins with {head[:4]!r}")
+            shape, size = struct.unpack(f">{dims}I", head[4:]), path.stat().st_size
+            claimed = math.prod(shape)
+            most = min(LARGEST_BYTES, size * 1032) if packed else size  # deflate packs no better
+            content = bytearray(file.read(claimed + 1) if claimed <= most else b"")
+    except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read\n{one_line(error)}") from error
-    head, rest = content[:4 + 4 * dims], memoryview(content)[4 + 4 * dims:]
-    if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
-        raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\n"
-                        f"it begins with {bytes(head[:4])}")
-    shape = struct.unpack(f">{dims}I", head[4:])
-    if len(rest) != (claimed := math.prod(shape)):
+    if len(content) != claimed:
         raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, "
-                        f"the file holds {len(rest):,}\nfetch it again")
-    return torch.from_numpy(np.frombuffer(rest, np.uint8)).view(shape)
+                        f"the file holds {'more' if len(content) > claimed else 'fewer'}\nfetch it again")
+    return torch.from_numpy(np.frombuffer(content, np.uint8)).view(shape)
 
 
 def missing(opts, path):

@@ -1,6 +1,8 @@
+import gzip
 import os
 import struct
 import tracemalloc
+import zlib
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -120,7 +122,7 @@ def idx(*shape, fill=None, kind=8):
     return struct.pack(f">BBBB{len(shape)}I", 0, 0, kind, len(shape), *shape) + content
 
 
-def write_mnist(root, n=20, folder="MNIST", **changed):
+def write_mnist(root, n=20, folder="MNIST", packed=False, **changed):
     raw = root / folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
     files = {"train-images-idx3-ubyte": idx(n, 28, 28), "train-labels-idx1-ubyte": idx(n),
@@ -128,21 +130,24 @@ def write_mnist(root, n=20, folder="MNIST", **changed):
     for name, content in files.items():
         content = changed.get(name.replace("-", "_"), content)
         if content is not None:
-            (raw / name).write_bytes(content)
+            (raw / (name + packed * ".gz")).write_bytes(gzip.compress(content) if packed else content)
     return root
 
 
 @pytest.mark.parametrize("name, folder", [("mnist", "MNIST"), ("fashion-mnist", "FashionMNIST")])
-def test_idx_files_are_read(tmp_path, name, folder):
-    data = load(name, write_mnist(tmp_path, folder=folder))
-    assert data.sample_shape == (1, 28, 28) and data.classes == 10
-    assert data.train.x.flatten()[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
-    assert (len(data.train), len(data.test)) == (20, 5)
+def test_idx_files_are_read_packed_or_not_to_the_same_data(tmp_path, name, folder):
+    plain = load(name, write_mnist(tmp_path / "a", folder=folder))
+    packed = load(name, write_mnist(tmp_path / "b", folder=folder, packed=True))
+    assert plain.fingerprint == packed.fingerprint and plain.sample_shape == (1, 28,
+                                                                              28) and plain.classes == 10
+    assert plain.train.x.flatten()[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
+    assert (len(plain.train), len(plain.test)) == (20, 5)
 
 
 IMAGES, LABELS = "train_images_idx3_ubyte", "train_labels_idx1_ubyte"
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name, content, said", [
     (IMAGES, None, "does not exist"), (IMAGES, b"", "no IDX"), (IMAGES, idx(20, 28, 28)[:15], "no IDX"),
     (IMAGES, idx(20), "no IDX"), (IMAGES, idx(20, 28, 28, kind=13), "no IDX"),
@@ -153,14 +158,31 @@ IMAGES, LABELS = "train_images_idx3_ubyte", "train_labels_idx1_ubyte"
     (IMAGES, idx(0, 28, 28), "labels (20,)"), (IMAGES, idx(19, 28, 28), "labels (20,)"),
     (LABELS, idx(20, fill=bytes([10] * 20)), "labels from 10 to 10"),
 ])
-def test_files_that_lie_are_refused_and_no_memory_is_taken(tmp_path, name, content, said):
-    write_mnist(tmp_path, **{name: content})
+def test_files_that_lie_are_refused_and_no_memory_is_taken(tmp_path, name, content, said, packed):
+    write_mnist(tmp_path, packed=packed, **{name: content})
     tracemalloc.start()
     try:
         assert said in refusal("mnist", tmp_path)
         assert tracemalloc.get_traced_memory()[1] < 2**22
     finally:
         tracemalloc.stop()
+
+
+def test_a_gz_bomb_is_refused_unread(tmp_path):
+    write_mnist(tmp_path, packed=True)
+    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte.gz"
+    packer = zlib.compressobj(9, wbits=31)
+    parts = [packer.compress(idx(100, 28, 28, fill=b"")), *(packer.compress(bytes(2**20)) for _ in range(64))]
+    path.write_bytes(b"".join(parts) + packer.flush())
+    assert "78,400 bytes, the file holds more" in refusal("mnist", tmp_path)
+
+
+@pytest.mark.parametrize("cut", [5, 40, -4])
+def test_a_broken_gz_is_refused(tmp_path, cut):
+    write_mnist(tmp_path, packed=True)
+    path = tmp_path / "MNIST/raw/train-images-idx3-ubyte.gz"
+    path.write_bytes(path.read_bytes()[:cut])
+    assert "cannot be read" in refusal("mnist", tmp_path)
 
 
 def test_empty_sets_are_refused(tmp_path):
