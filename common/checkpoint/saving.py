@@ -99,8 +99,11 @@ class Saving:
         while futures.wait(self.jobs[:1 + read_back], 0.2).not_done:
             if moved != self.writer.moved:
                 moved, since = self.writer.moved, time.monotonic()
-            if self.state and time.monotonic() - since < HUNG_SECONDS:
-                self.state.progress += 1
+            if self.state:
+                self.state.saving = True
+                self.state.progress += time.monotonic() - since < HUNG_SECONDS
+        if self.state:
+            self.state.saving = False
 
     def write_live(self, writer: Writer, state: Any) -> Path | None:
         """Writes the tensors themselves; the caller holds them still."""

@@ -65,7 +65,8 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
 def _look(log, ledger, clock, state, facts):
     """The fields of status.json; see `Status`."""
     step, when = ledger.saved
-    now = "evaluating" if clock.evaluating else "training" if clock.first else "starting"
+    now = "saving" if state.saving else "evaluating" if clock.evaluating else \
+        "training" if clock.first else "starting"
     return facts | {
         "state": now, "step": state.step, "total": state.total_steps, "epoch": state.epoch,
         "eta_s": round(log.eta(state.step), 1), "last_save_step": step, "samples_per_s": round(log.rate, 1),

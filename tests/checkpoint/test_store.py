@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -386,3 +387,20 @@ def test_a_forked_process_that_drops_the_image_unmaps_nothing_of_its_own(tmp_pat
             image.buffer.fill_(1)  # a segmentation fault, where it lay in that hole
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_state_that_waits_for_the_disk_says_so(tmp_path, monkeypatch):
+    full, seen = threading.Event(), []
+    with a_life(options(tmp_path)) as life:
+        commit = life.store.writer.commit
+        monkeypatch.setattr(life.store.writer, "commit", lambda *told: (full.wait(30), commit(*told))[1])
+        life.store.save(at_step(life.state, 1))
+        assert not life.state.saving, "a thread writes, training goes on"
+        waiting = threading.Thread(target=life.store.wait)
+        waiting.start()
+        while waiting.is_alive():
+            if life.state.saving:
+                seen.append(True)
+                full.set()
+            waiting.join(0.01)
+        assert seen and not life.state.saving
