@@ -16,7 +16,7 @@ import threading
 import time
 
 ARMED, JOURNAL = os.environ["CHAOS_ARMED"], os.environ["CHAOS_JOURNAL"]
-REAL = {name: getattr(os, name) for name in ("open", "close", "write", "fsync", "rename", "mkdir")}
+REAL = {name: getattr(os, name) for name in ("open", "close", "write", "pwrite", "fsync", "rename", "mkdir")}
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
@@ -131,13 +131,13 @@ def _plant_in_saves():
         known.pop(fd, None)
         return REAL["close"](fd)
 
-    def written(fd, data):
+    def written(fd, data, at):
         if known.get(fd) in FILES:
             def half(name, what):
-                REAL["write"](fd, data[:len(data) // 2])
+                REAL["pwrite"](fd, data[:len(data) // 2], at)
                 _signal(name, what)
             point(f"write:{known[fd]}", half)
-        return REAL["write"](fd, data)
+        return REAL["pwrite"](fd, data, at)
 
     def synced(fd):
         name = known.get(fd)
@@ -164,5 +164,5 @@ def _plant_in_saves():
             point("mkdir")
         return result
 
-    os.open, os.close, os.write = opened, closed, written
+    os.open, os.close, os.pwrite = opened, closed, written
     os.fsync, os.rename, os.mkdir = synced, renamed, made

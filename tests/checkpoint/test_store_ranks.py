@@ -265,7 +265,8 @@ def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
         with pytest.raises(RuntimeError, match="step 6: the weights of rank"):
             train_ddp.main.__wrapped__.__wrapped__(opts)
 
-    fork_ranks(2, train)
+    # the second to leave may hear of the first one's end before it raises the same error
+    assert set(fork_ranks(2, train, may_die=(0, 1))) <= {None, 1}
     assert steps_of(opts)[0] == 4
 
 

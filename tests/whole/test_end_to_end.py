@@ -292,7 +292,7 @@ def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, unbroken, rank, n
 def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
     job = plain(jobs, "ddp", run, "--hang-timeout=1", PACE="0.02")
     wait_for(run, 3, 0, job)
-    job.kill(signal.SIGTSTP)
+    job.kill(signal.SIGSTOP)  # what SIGTSTP comes to where a shell can continue the process
     until(lambda: state(job.pid) == "T", "the process to stop")
     woken = time.monotonic() + 2.2  # at 2 s faulthandler would have ended it
     until(lambda: time.monotonic() > woken, "a while")

@@ -366,7 +366,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     command = {"local.sh": [LOCAL],
                "torchrun.py": [sys.executable, TORCHRUN, "--nproc_per_node=2", ROOT / "train_ddp.py"]}[agent]
     command += [*PACED, "--run-dir", run]
-    env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.05", "A_TOKEN": "secret-4711"}
+    env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711"}
     before = len(list(Path(os.environ["TMPDIR"]).glob("torchelastic_*")))
 
     job = start(*command, **env)
