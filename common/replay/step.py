@@ -4,6 +4,7 @@ import contextlib
 import math
 import tempfile
 from collections import Counter
+from pathlib import Path
 
 import torch
 from torch.nn.modules.module import register_module_forward_hook
@@ -56,13 +57,16 @@ def _tell_largest(what, numbers):
 def _alone(again, ids):
     """(loss, id, class and file where the dataset tells them) of each sample, without dropout."""
     again.net.eval()
-    files = getattr(getattr(again.data.train, "dataset", None), "samples", {})
+    listed = getattr(getattr(again.data.train, "dataset", None), "samples", None)  # as in an imagefolder
     for id in ids:
         part = placed(again.data.train.fetch([id]), again.world.device, again.opts)
         if part is not None:  # a bad sample that is skipped
             loss, count = again.state.task(again.net, part, again.state)[again.state.task.names[0]]
-            about = f"  class {part[1].item()}" if getattr(again.data.train, "labels", True) else ""
-            yield loss.item() / max(1.0, float(count)), id, about + (f"  {files[id][0]}" if files else "")
+            label = part[1] if isinstance(part, (tuple, list)) and len(part) == 2 else None
+            one = torch.is_tensor(label) and label.numel() == 1 and not label.is_floating_point()
+            file = listed[id][0] if isinstance(listed, list) and isinstance(listed[id], tuple) else None
+            yield loss.item() / max(1.0, float(count)), id, (f"  class {label.item()}" if one else "") + (
+                f"  {file}" if isinstance(file, (str, Path)) else "")
 
 
 class Again:
