@@ -19,7 +19,7 @@ from common.sampler import ElasticSampler
 from common.training.backward import one_slice, seed
 from common.training.bitwise.sums import Tree, checked
 from common.training.state import TrainState
-from common.world import World, fingerprint_of, send
+from common.world import World, fingerprint_of, gather_texts
 
 
 class CrossCheck:
@@ -28,7 +28,7 @@ class CrossCheck:
     def __init__(self, model: nn.Module, split: Any, order: ElasticSampler, state: TrainState,
                  world: World) -> None:
         self.model, self.split, self.order, self.state, self.world = model, split, order, state, world
-        self.ended, self.told = 0.0, False  # the moment of the last comparison; whether its cost is printed
+        self.ended, self.printed = 0.0, False  # the moment of the last comparison; whether its cost is known
 
     @property
     def due(self) -> bool:
@@ -37,29 +37,29 @@ class CrossCheck:
     def odd_rank(self) -> str:
         """Empty if both ranks have the same bits; else which rank and host has others, as all ranks find."""
         began, (rank, v, second) = time.monotonic(), self.model.tree.checked
-        first = self._told(self._again(v) if self.world.rank == second else self.model.tree.seen)
+        first = self._gather(self._again(v) if self.world.rank == second else self.model.tree.seen)
         if first[rank] == first[second]:
             self._tell_cost(began)
             return ""
-        again = self._told(self._again(v))
+        again = self._gather(self._again(v))
         bits, count = Counter(again).most_common(1)[0]
         odd = {r for r in range(self.world.size) if again[r] != bits} | {
             r for r in (rank, second) if first[r] != bits}
         if 2 * count <= self.world.size:
             odd = {rank, second}  # nobody can tell which of the two
-        hosts = {r: send(self.world, socket.gethostname().encode(), r).decode() for r in sorted(odd)}
-        names = " or ".join(f"rank {r} (host {host})" for r, host in hosts.items())
+        hosts = gather_texts(self.world, socket.gethostname())
+        names = " or ".join(f"rank {r} (host {hosts[r]})" for r in sorted(odd))
         return f"step {self.state.step + 1}: {names} computes slice {v} with other bits than another rank"
 
     def _tell_cost(self, began):
         last, self.ended = self.ended, time.monotonic()
-        if last and self.told is False and self.world.rank == 0:
+        if last and not self.printed and self.world.rank == 0:
             seconds, every = self.ended - began, self.state.opts.cross_check
             say(f"--cross-check: {1e3 * seconds:.1f} ms every {every} steps, "
                 f"{seconds / (self.ended - last):.2%} of the time")
-        self.told = bool(last)
+        self.printed = bool(last)
 
-    def _told(self, number):
+    def _gather(self, number):
         return [int(told) for told in self.world.all_gather(torch.tensor([number]))]
 
     def _again(self, v):

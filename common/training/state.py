@@ -39,7 +39,7 @@ class TrainState:
         self.evaluated: dict[str, Any] = {}  # the last evaluation, likewise
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
-        self.stepped, self.saving = time.time(), False  # the end of the last step; it waits for the disk now
+        self.stepped, self.saving = time.time(), False  # of the last step's end; it waits for the disk
         self.lock, self.half_updated = threading.RLock(), False
         self.images: dict[str, Any] = {}  # the store's buffers: a save may still be copying into them
         self.verdict: UserError | None = None  # why this state may never be saved

@@ -44,6 +44,42 @@ def test_a_poisoned_sample_is_the_first_that_step_names(jobs, tmp_path, own, cap
     assert 31 in largest["ids"]
 
 
+OTHER = '''
+import torch
+from torch.nn import functional as F
+
+class Points(torch.utils.data.Dataset):
+    def __init__(self, n):
+        self.samples = torch.linspace(0, 1, 3 * n).view(n, 3)       # no list of files
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, i):
+        return self.samples[i], 2 * self.samples[i]
+
+def data():
+    return Points(60), Points(10)
+
+def net(data):
+    return torch.nn.Linear(3, 3)
+
+def loss(net, batch):
+    return {"loss": (F.mse_loss(net(batch[0]), batch[1], reduction="sum"), len(batch[1]))}
+'''
+
+
+@pytest.mark.parametrize("kind", ["text", "vectors"])
+def test_step_tells_of_samples_without_one_class_each(jobs, tmp_path, capsys, kind):
+    own = tmp_path / "other.py"
+    own.write_text(OTHER)
+    flags = {"text": ["--model=gpt:1x2x16", "--dataset=text:16", f"--data-dir={own}"],
+             "vectors": [f"--model={own}:net", f"--dataset={own}:data", f"--task={own}:loss"]}[kind]
+    run = train(jobs, tmp_path / "run", "--keep-every=2", "--max-steps=2", *flags)
+    code, output = replay(capsys, "step", run, 2)
+    assert code == 0 and "sample " in output and "class" not in output, output
+
+
 def test_the_state_that_step_rebuilds_is_that_of_the_run(jobs, tmp_path, own, capsys):
     run = train(jobs, tmp_path / "run", *KEPT, "--keep-every=1", f"--dataset={own}:data",
                 f"--model={own}:dropping", processes=2)
