@@ -1,23 +1,38 @@
 """What workers print where no terminal shows it: a time before each line, and a file for each rank.
 
-RUN/logs/rank-N.log has at most LOG_BYTES; then it becomes rank-N.log.1, and the one before is gone.
+RUN/logs/rank-N.log has at most LOG_BYTES; then it becomes rank-N.log.1, and the one before is gone. A process
+of its own does it: a disk or a reader that stops must stop neither the launcher nor, for long, the workers.
 """
 import contextlib
 import fcntl
 import os
+import selectors
+import signal
+import socket
 import sys
 import time
 
 LOG_BYTES = 5_000_000
 LINE_BYTES = 1 << 16     # a longer line is cut
-PIPE_BYTES = 1 << 20     # workers print on while the launcher is stopped
+PIPE_BYTES = 1 << 20     # workers print on while nobody takes what they print
+LAST_SECONDS = 5.0       # for the last lines, if what the workers have started holds their pipes open
 
 
 class Output:
-    """Reads the workers' pipes; `run_dir` is None for a script whose run is not known."""
+    """The launcher's end; `run_dir` is None for a script whose run is not known."""
 
     def __init__(self, run_dir):
-        self.run_dir, self.sources, self.early = run_dir, {}, {}
+        self.line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self.line.close()
+                os.setsid()  # Ctrl-C is not for this process: it has to show what it leads to
+                signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.SIGRTMIN))
+                Printer(run_dir).serve(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
 
     def begin(self, rank):
         """The ends of pipes that a worker of this rank writes to: as standard output, as standard error."""
@@ -27,11 +42,58 @@ class Output:
 
     def _pipe(self, rank, stream):
         ours, theirs = os.pipe()
-        os.set_blocking(ours, False)
         with contextlib.suppress(OSError, AttributeError):  # more than this user may have; no Linux
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        self.sources[ours] = [rank, stream, b""]
+        with contextlib.suppress(OSError):  # nobody prints any more
+            socket.send_fds(self.line, [f"{stream} {rank}".encode()], [ours])
+        os.close(ours)
         return theirs
+
+    def say(self, text, stream=None):
+        """The launcher's own words."""
+        with contextlib.suppress(OSError):  # nobody takes them
+            self.line.send(f"{1 if stream in (None, sys.stdout) else 2} {text}".encode()[:LINE_BYTES],
+                           socket.MSG_DONTWAIT)
+
+    def finish(self):
+        """Waits for the last lines, but not for a disk or a reader that has stopped."""
+        self.line.close()
+        end = time.monotonic() + 2 * LAST_SECONDS
+        with contextlib.suppress(ChildProcessError):
+            while time.monotonic() < end and not os.waitpid(self.pid, os.WNOHANG)[0]:
+                time.sleep(0.005)
+
+
+class Printer:
+    """Reads the workers' pipes in a process of its own."""
+
+    def __init__(self, run_dir):
+        self.run_dir, self.sources, self.early = run_dir, {}, {}
+
+    def serve(self, line):
+        """Until the launcher and its workers have ended: `line` brings pipes, and the launcher's words."""
+        ears, end = selectors.DefaultSelector(), None
+        ears.register(line, selectors.EVENT_READ)
+        while end is None or self.sources and time.monotonic() < end:
+            for key, _ in ears.select(LAST_SECONDS):
+                if key.fileobj is not line:
+                    if self.read(key.fileobj) is None:
+                        ears.unregister(key.fileobj)
+                    continue
+                data, pipes, *_ = socket.recv_fds(line, 2 * LINE_BYTES, 1)
+                stream, _, words = data.decode().partition(" ")
+                if pipes:
+                    self.add(pipes[0], int(words), int(stream))
+                    ears.register(pipes[0], selectors.EVENT_READ)
+                elif data:
+                    self._write(None, int(stream), words.encode().split(b"\n"))
+                else:
+                    ears.unregister(line)
+                    end = time.monotonic() + LAST_SECONDS
+
+    def add(self, pipe, rank, stream):
+        os.set_blocking(pipe, False)
+        self.sources[pipe] = [rank, stream, b""]
 
     def read(self, ours):
         """Hands on what has come through a pipe; returns None if its other end is closed."""
@@ -50,16 +112,6 @@ class Output:
             os.close(ours)
             return None
         return True
-
-    def say(self, text, stream=None):
-        """The launcher's own words."""
-        self._write(None, 1 if stream in (None, sys.stdout) else 2, text.encode().split(b"\n"))
-
-    def finish(self):
-        """Hands on what is still there; what the workers have started may hold the pipes open."""
-        for ours in list(self.sources):
-            while self.read(ours):
-                pass
 
     def _write(self, rank, stream, lines):
         now = time.strftime("%Y-%m-%d %H:%M:%S ").encode()

@@ -62,9 +62,6 @@ class Workers:
                     self.obey(*json.loads(words))
                 else:  # it has ended
                     self.ears.unregister(self.line)
-            for source in ready:
-                if self.output and source in self.output.sources and self.output.read(source) is None:
-                    self.ears.unregister(source)
             for number in os.read(self.wake[0], 256) if self.wake[0] in ready else b"":
                 self.bury() if number == signal.SIGCHLD else self.stop(number)
             if self.running and self.patience and not self.patience.lasts(self.running):
@@ -122,9 +119,6 @@ class Workers:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         for end in {*pipes}:
             os.close(end)
-        for source in self.output.sources if self.output else ():
-            if source not in self.ears.get_map():
-                self.ears.register(source, selectors.EVENT_READ)
         self.running[pid] = place, int(environ["RANK"])
         self.tell("began", place, pid)
 
@@ -138,8 +132,10 @@ class Workers:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         self.line.close()
         self.ears.close()
-        for end in (*self.wake, *(self.output.sources if self.output else ())):
+        for end in self.wake:
             os.close(end)
+        if self.output:
+            self.output.line.close()
 
     def bury(self):
         """Takes note of every process that has ended; one SIGCHLD may stand for several."""

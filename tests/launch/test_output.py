@@ -1,7 +1,11 @@
 """launch/output.py: times before the lines of workers, and a file for each rank in RUN/logs."""
+import fcntl
 import importlib
 import os
 import re
+import signal
+import subprocess
+import sys
 
 import pytest
 from jobs import PACED, ROOT, wait_for
@@ -21,21 +25,21 @@ def run(tmp_path):
     return tmp_path
 
 
-def printed(output, rank, *texts):
+def printed(printer, rank, *texts):
     """Sends the texts through the pipe of a worker, a write each, and closes it."""
-    theirs = output.begin(rank)
-    ours = next(iter(output.sources))
+    ours, theirs = os.pipe()
+    printer.add(ours, rank, 1)
     for text in texts:
-        os.write(theirs[0], text)
-        assert output.read(ours)
-    for end in {*theirs}:
-        os.close(end)
-    output.finish()
-    assert not output.sources
+        os.write(theirs, text)
+        assert printer.read(ours)
+    os.close(theirs)
+    while printer.read(ours):
+        pass
+    assert not printer.sources
 
 
 def test_a_line_has_its_time_once_and_a_last_one_without_an_end_is_not_lost(module, run, capfd):
-    printed(module.Output(run), 3, b"one\ntw", b"o\n\nthree")
+    printed(module.Printer(run), 3, b"one\ntw", b"o\n\nthree")
     text = (run / "logs/rank-3.log").read_text()
     assert re.fullmatch(f"{TIME}one\n{TIME}two\n{TIME}\n{TIME}three\n", text)
     assert capfd.readouterr().out == text
@@ -45,7 +49,7 @@ def test_a_line_has_its_time_once_and_a_last_one_without_an_end_is_not_lost(modu
 
 def test_a_ranks_files_have_a_limit_and_the_newest_lines_stay(module, run, monkeypatch, capfd):
     monkeypatch.setattr(module, "LOG_BYTES", 300)
-    printed(module.Output(run), 0, *(b"line %d\n" % number for number in range(50)))
+    printed(module.Printer(run), 0, *(b"line %d\n" % number for number in range(50)))
     files = sorted((run / "logs").iterdir())
     assert [path.name for path in files] == ["rank-0.log", "rank-0.log.1"]
     assert all(path.stat().st_size <= 300 for path in files)
@@ -54,12 +58,32 @@ def test_a_ranks_files_have_a_limit_and_the_newest_lines_stay(module, run, monke
 
 
 def test_nothing_is_written_into_a_folder_that_is_no_run_yet(module, tmp_path, capfd):
-    output = module.Output(tmp_path)
+    output = module.Printer(tmp_path)
     printed(output, 0, b"early\n")
     assert not list(tmp_path.iterdir())
     (tmp_path / "options.json").touch()
     printed(output, 0, b"late\n")
     assert re.fullmatch(f"{TIME}early\n{TIME}late\n", (tmp_path / "logs/rank-0.log").read_text())
+
+
+def test_a_reader_that_stops_does_not_stop_the_launcher(jobs, tmp_path):
+    """Its standard output is a pipe that nobody reads: SIGTERM ends the job all the same."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, 4096)
+    run = tmp_path / "run"
+    command = [sys.executable, ROOT / "launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py",
+               *PACED, "--epochs=999", f"--run-dir={run}"]
+    job = subprocess.Popen(list(map(str, command)), stdout=theirs, stderr=theirs,
+                           env=jobs.environment(PACE="0.01"))
+    os.close(theirs)
+    try:
+        wait_for(run, 200)  # lines, many times as long as the pipe
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 143
+    finally:
+        os.close(ours)
+        job.kill()
+        job.wait()
 
 
 def test_each_rank_has_its_file_also_of_what_it_prints_past_python(jobs, tmp_path):

@@ -90,7 +90,7 @@ def test_workers_die_with_a_killed_warm_agent(jobs, tmp_path):
     job = warm(jobs, *PACED, "--run-dir", run)
     wait_for(run, 3, 0, job)
     workers = children(job.pid)
-    assert len(workers) == 3  # with the agent
+    assert len(workers) == 4  # with the agent, and what prints
     job.kill()
     until(lambda: not set(workers) & set(jobs.alive()), "the workers' end", 10)
 
