@@ -303,19 +303,18 @@ def test_the_readmes_own_model_and_dataset_train(tmp_path):
 
 def test_the_commands_that_use_a_result_do_what_is_said_of_them(jobs, monkeypatch, capsys):
     monkeypatch.chdir(jobs.folder)
-    own, = fenced(section(README, "Your own model, your own data"), "python")
+    first = section(README, "Your own model, your own data")
+    own, = fenced(first, "python")
     other = "\n\ndef other():\n    x, y, *test = bright()\n    return x, y, *[part[:100] for part in test]\n"
     Path("my_own.py").write_text(own + other)
     text = section(README, "Using the result")
-    for words in commands(fenced(text, "sh")[0]):
+    for words in commands("".join(fenced(first, "sh") + fenced(text, "sh"))):
         if words[1] == "train_ddp.py":
             job = jobs.python("train_ddp.py", *words[2:], "--epochs=2", "--no-tensorboard")
             assert job.wait() == 0, job.output
-        elif words[:2] == ["python", "-m"]:
-            assert import_module(f"{words[2]}.__main__").main(words[3:]) in (0, None)
         else:
-            assert subprocess.run(words).returncode == 0
-    assert Path("runs/wide").is_dir() and not Path("runs/other").exists()
+            assert words[:2] == ["python", "-m"]
+            assert import_module(f"{words[2]}.__main__").main(words[3:]) in (0, None)
     assert re.match(r"runs/wide/checkpoints/step-\d+\nwide.safetensors: ", capsys.readouterr().out)
     assert fork_ranks(1, in_a_notebook, own + fenced(text, "python")[0]) == [(True, True)]
 
@@ -337,7 +336,7 @@ def shape(line):
 
 def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(tmp_path):
     block = next(text for text in fenced(README, "") if text.startswith("runs/net-digits/"))
-    names = re.findall(r"^ +([\w.-]+)", block, re.MULTILINE)
+    names = re.findall(r"[\w.-]+", " ".join(re.findall(r"^ +(\S+(?: \S+)*)", block, re.MULTILINE)))
     flags = "--run-dir run --log-every 1 --audit --model mlp --dataset random".split()
     printed = ""
     for steps in ("2", "3"):  # the second one resumes
