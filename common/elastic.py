@@ -8,9 +8,7 @@
                 run.report(val_acc=test(run))
 
 Start it with torchrun, launch/local.sh or python; kill it, start it again with another number of processes.
-The loss is a sum over the samples of this rank, and `count` is how many of them (or tokens, or pixels) count.
-A batch may be empty: in the last step of an epoch with fewer samples than ranks, and where a life that died
-before it had reported must report now. The sum of nothing is 0, so a script needs no special case.
+A batch may be empty, see common/README.md: the sum of nothing is 0, so a script needs no special case.
 """
 import contextlib
 from collections.abc import Callable, Iterator
@@ -46,9 +44,9 @@ class Elastic:
         if refused := sorted({*options} & {*UNUSED}):
             raise TypeError(f"{refused[0]}: not here; the script has the net, the optimizer and the loss")
         self.clock, self.net, self.schedule, self.dataset = Clock("import"), net, schedule, dataset
-        self.optimizer, self.rate = optimizer, optimizer.param_groups[0]["lr"]
+        self.optimizer, self.rate = optimizer, float(optimizer.param_groups[0]["lr"])
         for group in optimizer.param_groups:
-            group["scale"] = group["lr"] / self.rate if self.rate else 1.0
+            group["scale"] = float(group["lr"]) / self.rate if self.rate else 1.0
         self.opts = Options(run_dir=Path(run_dir), model=type(net).__name__, dataset=type(dataset).__name__,
                             global_batch_size=batch_size, epochs=epochs, seed=seed, task="the script",
                             optimizer=type(optimizer).__name__.lower(), lr=self.rate,
@@ -98,7 +96,6 @@ class Elastic:
         if error is None:
             leave(self.world)
 
-    # ---- the loop ---------------------------------------------------------------------------------
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
         state = self.state

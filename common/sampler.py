@@ -146,19 +146,16 @@ def _numbers(kind, given, n):
         fits = sizes or kind == "weights" and len(found) == n < 2**31
         if fits and found.min() >= 0 < found.max() < 2**60:
             return found
-    raise UserError(f"the attribute `{kind}` does not fit a dataset of {n:,} samples\n"
-                    "wanted: groups, sizes that add up to that; or weights, a number from 0 for each sample")
+    wanted = {"groups": "sizes that add up to that", "weights": "a number from 0 for each sample, not all 0"}
+    raise UserError(f"the attribute `{kind}` does not fit a dataset of {n:,} samples\nwanted: {wanted[kind]}")
 
 
-def uniforms(ids: list[int] | Tensor, seed: int, epoch: int, count: int) -> Tensor:
-    """Return float32 [len(ids), count] in [0, 1): a pure function of (seed, epoch, id, column)."""
+def uniforms(ids: list[int] | Tensor, seed: int, epoch: int) -> Tensor:
+    """Return float32 [len(ids)] in [0, 1): a pure function of (seed, epoch, id)."""
     ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
-    out = torch.empty(len(ids), count)
-    for column in range(count):
-        low, high = (hash_seed("uniform", seed, epoch, column, half) for half in range(2))
-        bits = mix(mix((ids & MASK32) ^ low) ^ (ids >> 32) ^ high)
-        out[:, column] = (bits >> 8) * 2.0**-24  # a float32 holds 24 bits: all 32 could round up to 1
-    return out
+    low, high = (hash_seed("uniform", seed, epoch, 0, half) for half in range(2))
+    bits = mix(mix((ids & MASK32) ^ low) ^ (ids >> 32) ^ high)
+    return (bits >> 8) * 2.0**-24  # a float32 holds 24 bits: all 32 could round up to 1
 
 
 def share(n: int, rank: int, world: int, slices: int = 0) -> range:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from common.data.pictures import imagefolder
 from common.data.shards import tar
@@ -28,27 +28,21 @@ from common.errors import UserError, did_you_mean, one_line
 from common.options import call_user
 
 LARGEST_BYTES = 2**31  # that an IDX file may unpack to
-# names in torchvision.datasets
-DOWNLOADS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}
+DOWNLOADS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}  # of torchvision
 
 
 # ---- MNIST and its relatives: IDX files ----
+IDX = {"mnist": {"mean": (0.1307,), "std": (0.3081,)},
+       "fashion-mnist": {"mean": (0.2860,), "std": (0.3530,), "augment": flip}}
+
+
 def mnist(opts):
-    """Handwritten digits, 60,000 to train and 10,000 to test, from DATA_DIR/MNIST/raw."""
-    return read_mnist(opts, mean=(0.1307,), std=(0.3081,))
-
-
-def fashion_mnist(opts):
-    """Pictures of clothes in the format of MNIST, from DATA_DIR/FashionMNIST/raw."""
-    return read_mnist(opts, mean=(0.2860,), std=(0.3530,), augment=flip)
-
-
-def read_mnist(opts, **facts):
+    """Handwritten digits, or pictures of clothes, 60,000 to train and 10,000 to test, from DATA_DIR/NAME/raw."""
     folder, pairs = Path(opts.data_dir, DOWNLOADS[opts.dataset], "raw"), []
     for part in ("train", "t10k"):
         images = read_idx(opts, folder / f"{part}-images-idx3-ubyte", 3)
         pairs.append((images.unsqueeze(1), read_idx(opts, folder / f"{part}-labels-idx1-ubyte", 1).long()))
-    return Source(*pairs, classes=10, **facts)
+    return Source(*pairs, classes=10, **IDX[opts.dataset])
 
 
 def read_idx(opts, path, dims):
@@ -83,39 +77,20 @@ def missing(opts, path):
 
 # ---- CIFAR-10 ----
 def cifar10(opts):
-    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test; binary files or torchvision's."""
-    folder = Path(opts.data_dir) / "cifar-10-batches-bin"
-    if folder.is_dir():
-        files = [[folder / f"data_batch_{n}.bin" for n in range(1, 6)], [folder / "test_batch.bin"]]
-        pairs = [tuple(map(torch.cat, zip(*(read_cifar(opts, path) for path in paths), strict=True)))
-                 for paths in files]
-    elif (folder.parent / "cifar-10-batches-py").is_dir():
-        pairs = [unpickle_cifar(opts, train) for train in (True, False)]
-    else:
+    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test."""
+    from torchvision.datasets import CIFAR10
+    folder = Path(opts.data_dir, "cifar-10-batches-py")
+    if not folder.is_dir():
         raise missing(opts, folder)
+    try:  # these are pickles, but torchvision opens only those with the published checksum
+        parts = [CIFAR10(opts.data_dir, train=train) for train in (True, False)]
+    except RuntimeError as error:
+        raise UserError(f"dataset cifar10: {folder} is damaged or changed\n"
+                        "remove it and use --download") from error
+    pairs = [(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+             for part in parts]
     return Source(*pairs, classes=10, augment=crop_flip,
                   mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
-
-
-def read_cifar(opts, path):
-    if not path.is_file():
-        raise missing(opts, path)
-    count, rest = divmod(path.stat().st_size, 3073)
-    if rest or not 1 <= count <= 10000:
-        raise UserError(f"{path} has {path.stat().st_size:,} bytes: not 1 to 10,000 records of 3,073\n"
-                        "fetch it again")
-    records = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8).view(count, 3073)
-    return records[:, 1:].reshape(count, 3, 32, 32), records[:, 0].long()
-
-
-def unpickle_cifar(opts, train):
-    from torchvision.datasets import CIFAR10
-    try:  # these are pickles, but torchvision opens only those with the published checksum
-        dataset = CIFAR10(opts.data_dir, train=train)
-    except RuntimeError as error:
-        raise UserError(f"dataset cifar10: {opts.data_dir}/cifar-10-batches-py is damaged or changed\n"
-                        "remove it and use --download") from error
-    return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
 
 
 # ---- a user's own ----
@@ -126,10 +101,6 @@ def user_dataset(opts):
     """
     found, name = call_user(opts.dataset, opts), opts.dataset
     found = list(found) if isinstance(found, (tuple, list)) else [found]
-    if any(isinstance(part, IterableDataset) for part in found):
-        raise UserError(f"dataset {name} is an iterable: a restart could not find its place in it again\n"
-                        "give it an index, __len__ and __getitem__(i); an attribute `groups`, the sizes of "
-                        "shards or row groups, keeps neighbours together\nfor tar shards: --dataset tar")
     if all(isinstance(part, TensorDataset) and len(part.tensors) == 2 for part in found):
         found = [tensor for part in found for tensor in part.tensors]
     if len(found) == 4 and all(map(torch.is_tensor, found)):
@@ -139,8 +110,7 @@ def user_dataset(opts):
         classed = all(y.dim() == 1 and y.numel() and not y.is_floating_point() for y in targets)
         return Source(*zip(inputs, targets, strict=True), vocab=highest(inputs) if words else None,
                       classes=highest(targets) if classed else None)
-    if len(found) != 2 or any(not hasattr(part, "__len__") or not hasattr(part, "__getitem__")
-                              for part in found):
+    if len(found) != 2:
         raise UserError(f"dataset {name} returned ({', '.join(type(part).__name__ for part in found)})\n"
                         "wanted: (train, test), two Datasets with __len__ and __getitem__, "
                         "or (x, y, x_test, y_test), four tensors")
@@ -158,7 +128,7 @@ def user_dataset(opts):
 
 def highest(tensors):
     """As many classes or words as the numbers in these tensors need."""
-    return max(int(tensor.max()) for tensor in tensors) + 1
+    return max((int(tensor.max()) for tensor in tensors if tensor.numel()), default=0) + 1
 
 
 def count_classes(dataset):
@@ -170,7 +140,7 @@ def count_classes(dataset):
 
 
 # ---- all of them ----
-DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": fashion_mnist, "cifar10": cifar10,
+DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": mnist, "cifar10": cifar10,
             "imagefolder": imagefolder, "sentiment": sentiment, "sentiment-large": sentiment_large,
             "random": random_numbers, "text": text, "tokens": tokens, "tar": tar}
 

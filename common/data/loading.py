@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import IterableDataset
 
 from common.data.datasets import find_source, make_ready
 from common.data.prefetch import Cuts, Shares, from_workers, map_tensors
@@ -62,6 +63,11 @@ def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
     splits: list[Any] = []
     for part, samples in (("training", source.train), ("test", source.test)):
         augment = source.augment if part == "training" else None
+        if isinstance(samples, IterableDataset) or not hasattr(samples, "__len__"):
+            raise UserError(f"dataset {name}: a {type(samples).__name__} has no index, so a restart could not "
+                            "find its place again\ngive it __len__ and __getitem__(i); an attribute `groups`, "
+                            "the sizes of shards or row groups, keeps neighbours together\n"
+                            "for tar shards: --dataset tar")
         if not (samples[1].numel() if isinstance(samples, tuple) else len(samples)):
             raise UserError(f"dataset {name}: the {part} set is empty\nat least one sample is needed")
         if isinstance(samples, tuple):

@@ -90,8 +90,12 @@ def decoded(file, name):
 def hash_files(parts):
     """A hash of names and sizes: reading all of ImageNet would take longer than the rest of a restart."""
     digest = hashlib.sha256()
-    for part in parts:
-        for path, label in part.samples:
-            digest.update(f"{os.path.relpath(path, part.root)}\0{label}\0{os.path.getsize(path)}\n".encode())
-        digest.update(b"--\n")
+    try:
+        for part in parts:
+            for path, label in part.samples:
+                size = os.path.getsize(path)
+                digest.update(f"{os.path.relpath(path, part.root)}\0{label}\0{size}\n".encode())
+            digest.update(b"--\n")
+    except FileNotFoundError as error:
+        raise UserError(f"dataset imagefolder: {error.filename} is a link to no file\nremove it") from error
     return digest.hexdigest()

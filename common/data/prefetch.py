@@ -7,7 +7,6 @@ import itertools
 import mmap
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
@@ -27,20 +26,15 @@ def from_workers(shares: Any, cuts: Any, count: int, pin: bool) -> Iterator[Any]
 
     Call it in the main thread: the workers are killed when the thread that started them ends.
     """
-    linux = sys.platform == "linux"
     shared = mmap.mmap(-1, 1 + count)  # one byte each: is the rank leaving? has worker 0, 1, ... begun?
     leave = functools.partial(shared.__setitem__, 0, 1)
     atexit.register(leave)  # registered last, it runs first: before multiprocessing joins its processes
     loader = DataLoader(shares, batch_sampler=cuts, num_workers=count,
-                        collate_fn=as_it_is, pin_memory=pin,
+                        collate_fn=lambda share: share, pin_memory=pin,
                         generator=torch.Generator(),  # the default one belongs to training
-                        worker_init_fn=functools.partial(shelter, shared, os.getpid()) if linux else None,
-                        multiprocessing_context="fork" if linux else None)
-    previous = signal.getsignal(signal.SIGCHLD)
-    found = begin(loader, shared, previous) if linux else iter(loader)
-    # DataLoader's handler for dead workers would raise at any line of training, even within an update.
-    # Without it a dead worker is noticed when its share is needed, within five seconds.
-    signal.signal(signal.SIGCHLD, previous)
+                        worker_init_fn=functools.partial(shelter, shared, os.getpid()),
+                        multiprocessing_context="fork")
+    found = begin(loader, shared)
     try:
         for share in found:
             if isinstance(share, UserError):
@@ -57,15 +51,18 @@ def from_workers(shares: Any, cuts: Any, count: int, pin: bool) -> Iterator[Any]
         del found  # now: as part of a traceback it would wait five seconds for each worker
 
 
-def begin(loader, shared, on_death):
+def begin(loader, shared):
     """An iterator whose workers have all begun.
 
     Before Python 3.12 a forked process may wait for ever for a lock of the interpreter that another thread
     held during the fork. Such a process has run no line of ours: it is killed, and new ones are forked.
     """
+    on_death = signal.getsignal(signal.SIGCHLD)
     for _ in range(FORK_ATTEMPTS):
         shared[1:] = bytes(len(shared) - 1)
         shares, deadline = iter(loader), time.monotonic() + BEGIN_SECONDS
+        # DataLoader's handler for dead workers would raise at any line of training, even within an update.
+        # Without it a dead worker is noticed when its share is needed, within five seconds.
         signal.signal(signal.SIGCHLD, on_death)
         while 0 in shared[1:] and time.monotonic() < deadline and all(w.is_alive() for w in shares._workers):
             time.sleep(0.002)
@@ -157,10 +154,6 @@ def leaves(tree: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     map_tensors(found.append, tree)
     return found
-
-
-def as_it_is(share):
-    return share
 
 
 def shelter(shared, rank, number):

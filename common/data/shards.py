@@ -56,6 +56,9 @@ def find_index(opts, name):
     """(shards, facts, rows), from the index of these shards; it is made if there is none."""
     folder = Path(opts.data_dir)
     paths = sorted((folder / name).glob("*.tar")) or sorted(folder.glob(f"{name}*.tar"))
+    if not paths:
+        raise UserError(f"dataset tar: there is neither {folder}/{name}*.tar nor {folder}/{name}/*.tar\n"
+                        "name their folder with --data-dir")
     try:
         shards, places = [stamp(path) for path in paths], [folder, Path(opts.run_dir)]
         for place in places:
@@ -139,6 +142,6 @@ def label_in(path, name, content):
         found = found.get("cls", found.get("label")) if isinstance(found, dict) else found
         if type(found) is int and 0 <= found < 2**31:
             return found
-    except ValueError:
+    except (ValueError, RecursionError):
         pass
     raise UserError(f"dataset tar: {name} in {path} holds {content[:20]!r}\nwanted: a whole number from 0")

@@ -7,7 +7,7 @@ import sys
 
 import torch
 import torch.nn.functional as F
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
 from common.data.prefetch import leaves, map_tensors
 from common.errors import UserError, one_line, out_of_memory, say
@@ -57,7 +57,7 @@ class TensorSplit:
         ids = torch.as_tensor(ids, dtype=torch.int64)
         x, y = self.x.index_select(0, ids), self.y.index_select(0, ids)
         if augment and self.augment and len(ids):
-            x = self.augment(x, uniforms(ids, self.seed, epoch, 1).squeeze(1))
+            x = self.augment(x, uniforms(ids, self.seed, epoch))
         if x.dtype == torch.uint8:
             x = x.float().mul_(self.scale).add_(self.shift)
         return x, y
@@ -96,7 +96,10 @@ class DatasetSplit:
 
         With --bad-samples skip it lacks those that cannot be read; it is None if it lacks all.
         """
-        if not (samples := [sample for id in ids for sample in self.readable(id, epoch, augment)]):
+        samples = (sample for id in ids for sample in self.readable(id, epoch, augment))
+        if self.labels:
+            return stacked(samples, len(ids))
+        if not (samples := list(samples)):
             return None
         try:
             with seeded(self.seed, epoch, "collate", ids[0]):  # it may mask words at random
@@ -154,8 +157,8 @@ class DatasetSplit:
         def once(id):
             if not self.readable(id, 0, False):
                 return None
-            x, *rest = leaves(self.sample(id, 0, False) if self.labels else self.fetch([id]))
-            means = [f"{x.double().abs().mean():.2e}" for x in [x, *rest]]  # the CPU may decide the last bits
+            numbers = leaves(self.sample(id, 0, False) if self.labels else self.fetch([id]))
+            means = [f"{x.double().abs().mean():.2e}" for x in numbers]  # the CPU may decide the last bits
             return (self.sample(id, 0, False)[1], *means) if self.labels else means
 
         ids = sorted({0, len(self) // 2, len(self) - 1})
@@ -190,6 +193,21 @@ class FetchSplit:
                             "wanted: whole numbers, 0 or more: the mean counts ignored targets (-100) too\n"
                             "use --task tokens, whose mean leaves them out, or a task of your own")
         return batch
+
+
+def stacked(samples, most):
+    """(x, y) of up to `most` pairs, each copied to its place at once; in a worker into shared memory."""
+    x, labels = torch.empty(0), []
+    for image, label in samples:
+        if not labels:
+            shape, x = (most, *image.shape), torch.empty(0, dtype=image.dtype)
+            if get_worker_info():
+                x.set_(torch.UntypedStorage._new_shared(most * image.nbytes), 0, shape)
+            x.resize_(shape)
+        x = x if x.dtype == image.dtype else x.float()
+        x[len(labels)] = image
+        labels.append(label)
+    return (x[:len(labels)], torch.tensor(labels)) if labels else None
 
 
 def inherited(dataset, name):

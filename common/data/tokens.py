@@ -120,7 +120,7 @@ def read_meta(folder, asked):
         raise UserError(f"dataset tokens: the size of the vocabulary is not known{pickled}\n"
                         f'give --vocab-size N, or write {{"vocab_size": N}} into {path}')
     dtype = facts.get("dtype", "uint16" if vocab <= 2**16 else "uint32")
-    if dtype not in DTYPES:
+    if dtype not in [*DTYPES]:
         raise UserError(f"{path}: dtype {dtype!r}\nwanted: {' or '.join(DTYPES)}")
     return vocab, dtype
 

@@ -164,7 +164,7 @@ def tokens(rounds, folder):
 
 
 def pictures(rounds, folder):
-    """Loading alone, two workers; turns are epochs, so that the workers' time can be read once they ended."""
+    """Loading alone, two workers; a turn is an epoch, in a process of its own, whose workers end with it."""
     from PIL import Image
     from torchvision import datasets, transforms
     rng = np.random.default_rng(0)
@@ -187,13 +187,15 @@ def pictures(rounds, folder):
             pass
         return sum(os.times()[:4]) - began
 
-    def one(number, mine):
+    def one(world, number, mine):
+        if not mine:
+            return epoch(torch.utils.data.DataLoader(theirs, 32, shuffle=True, num_workers=2))
+        keep_memory()
         order = ElasticSampler(data.train, 32)
         order.set_epoch(number)
-        return epoch(batches(data.train, order, opts) if mine else
-                     torch.utils.data.DataLoader(theirs, 32, shuffle=True, num_workers=2))
+        return epoch(batches(data.train, order, opts))
 
-    found = [{mine: one(number, mine) for mine in (number % 2 == 0, number % 2 == 1)}
+    found = [{mine: fork_ranks(1, one, number, mine)[0] for mine in (number % 2 == 0, number % 2 == 1)}
              for number in range(rounds + 1)]
     return [(pair[True], pair[False]) for pair in found[1:]]
 

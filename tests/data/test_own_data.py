@@ -53,6 +53,12 @@ def test_images_are_augmented_in_training_alone_and_only_if_asked_for(tmp_path):
     assert torch.equal(data.train.fetch([0], 0, False)[0], data.train.fetch([0], 1, False)[0])
 
 
+def test_a_link_to_no_file_among_the_images_is_named(tmp_path):
+    pytest.importorskip("torchvision")
+    (write_images(tmp_path) / "val/cat/7.png").symlink_to("/absent")
+    assert "val/cat/7.png is a link to no file" in refusal("imagefolder", tmp_path)
+
+
 def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
     pytest.importorskip("torchvision")
     marks = [load("imagefolder", write_images(tmp_path)).fingerprint,
@@ -252,6 +258,9 @@ ITERABLE = "class It(IterableDataset):\n def __iter__(self): return iter([(torch
     ("def make(): return Squares(3), Squares(0)", "test set is empty"),
     ("def make(): return Squares(0), Squares(3)", "training set is empty"),
     ("def make(): return iter([1]), iter([2])", "list_iterator"),
+    ("def make(): return (torch.ones(0, 4).long(), torch.ones(0).long()) * 2", "training set is empty"),
+    ("Squares.weights = [0.0] * 9\ndef make(): return Squares(9), Squares(3)", "not all 0"),
+    ("Squares.groups = [4, 4]\ndef make(): return Squares(9), Squares(3)", "add up to that"),
     (ITERABLE + " def __len__(self): return 9\ndef make(): return It(), It()", "`groups`"),
     (ITERABLE + "def make(): return It(), Squares(3)", "__getitem__(i)"),
     ("def make(): raise KeyError('where')", "line 8: KeyError"),
@@ -295,6 +304,9 @@ def test_a_fetch_of_ones_own_needs_a_fingerprint_and_no_other_attribute(tmp_path
     text = FETCH.format(dtype="int64", odd=-1) + "del Fetch.in_memory, Fetch.tokens, Fetch.shape\n"
     data = load(mine(tmp_path, text))
     assert (data.sample_shape, data.train.tokens, data.train.in_memory) == ((4,), 4, True)
+    (folder := tmp_path / "a").mkdir()
+    assert len(load(mine(folder, text.replace("(Squares)", "") + "Fetch.__init__ = Squares.__init__\n"
+                         "Fetch.__len__ = Squares.__len__\n")).train) == 9, "no __getitem__"
     (folder := tmp_path / "b").mkdir()
     assert "no `fingerprint`" in refusal(mine(folder, text + "del Fetch.fingerprint\n"))
 
@@ -315,6 +327,15 @@ def test_what_the_first_samples_do_not_show_is_refused_when_it_comes(tmp_path, t
     with pytest.raises(UserError, match=said) as caught:
         list(batches(data.train, ElasticSampler(data.train, 4), opts))
     assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_batch_of_whole_numbers_and_fractions_loses_none_of_them(tmp_path, workers):
+    text = "Squares.__getitem__ = lambda self, i: (torch.tensor([i] if i % 3 else [i + 0.5]), 0)\n"
+    opts = options(mine(tmp_path, text + "def make(): return Squares(9), Squares(3)\n"), workers=workers)
+    data = load_data(opts, ALONE)
+    for batch in batches(data.train, ElasticSampler(data.train, 4), opts):
+        assert batch.x.flatten().tolist() == [id + (id % 3 == 0) / 2 for id in batch.ids]
 
 
 def test_labels_that_are_whole_numbers_of_another_type_count_as_before(tmp_path):

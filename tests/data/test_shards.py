@@ -151,11 +151,17 @@ def test_a_shard_that_is_damaged_is_named(tmp_path, spoil, said):
 @pytest.mark.parametrize("files, said", [
     ([("1.png", b"")], "sample 1 of"), ([("1.cls", b"0")], "has no image"),
     ([("1.png", b""), ("1.cls", b"-1")], "holds b'-1'"), ([("1.png", b""), ("1.cls", b"0")], "not an image"),
-    ([("1.png", b""), ("1.json", b'{"text": "x"}')], "holds")])
+    ([("1.png", b""), ("1.json", b'{"text": "x"}')], "holds"),
+    ([("1.png", b""), ("1.json", b"[" * 100_000)], "holds b'[[")])
 def test_samples_that_are_none_are_refused(tmp_path, files, said):
     folder = write_shards(tmp_path / "a")
     write_tar(folder / "train-000.tar", files)
     assert said in refusal("tar", folder, image_size=32)
+
+
+def test_a_folder_without_shards_is_named(tmp_path):
+    for folder in (tmp_path, tmp_path / "absent"):
+        assert f"neither {folder}/train*.tar nor" in refusal("tar", folder)
 
 
 def test_a_shard_that_changes_while_it_is_used_is_noticed(tmp_path):

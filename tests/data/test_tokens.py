@@ -97,7 +97,7 @@ def test_the_vocabulary_comes_from_a_flag_or_from_meta_json_and_never_from_a_pic
     assert load(tmp_path).fingerprint == load(tmp_path, vocab_size=300).fingerprint
     assert "--vocab-size 299, but" in refusal(tmp_path, vocab_size=299)
     odd = '{"vocab_size": "many"}', '{"vocab_size": 9, "dtype": "float32"}', '{"vocab_size": true}'
-    for text in ("[1]", "{", *odd):
+    for text in ("[1]", "{", '{"vocab_size": 9, "dtype": ["uint16"]}', *odd):
         (tmp_path / "meta.json").write_text(text)
         refusal(tmp_path)
 

@@ -110,11 +110,12 @@ def test_every_sample_of_a_small_dataset_comes_equally_often_at_every_place():
 
 
 def test_uniforms_are_uniform_and_independent():
-    n, a = 100_000, uniforms(range(100_000), 0, 0, 4)
+    n = 100_000
+    a = torch.stack([uniforms(range(n), 0, epoch) for epoch in range(4)], 1)
     assert a.dtype == torch.float32 and 0 <= a.min() and a.max() < 1
     for column in a.T:
         assert abs(z_of_counts(torch.bincount((column * 1000).long(), minlength=1000))) < 4.5
-    b = uniforms(range(n), 0, 1, 1)
-    columns = torch.cat([a, b, a[:, :1].roll(1, 0)], 1)  # other columns, another epoch, the neighbour
+    b = uniforms(range(n), 1, 0).unsqueeze(1)
+    columns = torch.cat([a, b, a[:, :1].roll(1, 0)], 1)  # other epochs, another seed, the neighbour
     off_diagonal = torch.corrcoef(columns.T) - torch.eye(6)
     assert off_diagonal.abs().max() < 4.5 / math.sqrt(n)

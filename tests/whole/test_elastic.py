@@ -74,6 +74,15 @@ def test_a_batch_that_was_not_trained_on_is_an_error(jobs, script, tmp_path):
     assert job.wait() == 1 and "a batch was not trained on: call run.step(" in job.output, job.output
 
 
+def test_what_has_no_index_is_refused_and_a_rate_may_be_a_tensor(jobs, script):
+    text, dataset = script.read_text(), "dataset=points"
+    script.write_text(text.replace(dataset, "dataset=iter([])"))
+    job = jobs.start(script)
+    assert job.wait() == 2 and "has no index" in job.output and "Traceback" not in job.output
+    script.write_text(text.replace("lr=0.02", "lr=torch.tensor(0.02)"))
+    assert jobs.start(script).wait() == 0
+
+
 def test_a_loop_that_is_left_early_has_saved_its_last_step(jobs, script, tmp_path):
     text = script.read_text()
     script.write_text(text + "                break\n")
