@@ -37,7 +37,7 @@ IDX = {"mnist": {"mean": (0.1307,), "std": (0.3081,)},
 
 
 def mnist(opts):
-    """Handwritten digits, or pictures of clothes, 60,000 to train and 10,000 to test, from DATA_DIR/NAME/raw."""
+    """Handwritten digits, or pictures of clothes: 60,000 to train, 10,000 to test, in DATA_DIR/NAME/raw."""
     folder, pairs = Path(opts.data_dir, DOWNLOADS[opts.dataset], "raw"), []
     for part in ("train", "t10k"):
         images = read_idx(opts, folder / f"{part}-images-idx3-ubyte", 3)

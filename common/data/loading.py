@@ -64,8 +64,8 @@ def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
     for part, samples in (("training", source.train), ("test", source.test)):
         augment = source.augment if part == "training" else None
         if isinstance(samples, IterableDataset) or not hasattr(samples, "__len__"):
-            raise UserError(f"dataset {name}: a {type(samples).__name__} has no index, so a restart could not "
-                            "find its place again\ngive it __len__ and __getitem__(i); an attribute `groups`, "
+            raise UserError(f"dataset {name}: a {type(samples).__name__} has no index, so a restart cannot "
+                            "find its place\ngive it __len__ and __getitem__(i); an attribute `groups`, "
                             "the sizes of shards or row groups, keeps neighbours together\n"
                             "for tar shards: --dataset tar")
         if not (samples[1].numel() if isinstance(samples, tuple) else len(samples)):
