@@ -28,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from keep import keep  # noqa: E402
 from output import Output  # noqa: E402
 from workers import STOP, STOPPED, Workers, run_script  # noqa: E402
 
@@ -50,6 +51,7 @@ SETTINGS = {
     # counting GPUs must not touch CUDA in a process that forks
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
+UNSAVED = 4  # exit code
 MEETING = ("nnodes", "rdzv", "standalone", "master", "node")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -94,7 +96,8 @@ def main(arguments):
     try:
         seen = sys.stdout.isatty() or sys.stderr.isatty()
         output = None if seen else Output(opts.run_dir if opts else None)
-        return Workers(agent, line, run_script if forks else None, say, deaths_in(opts), output).serve()
+        code = Workers(agent, line, run_script if forks else None, say, deaths_in(opts), output).serve()
+        return code if not opts or keep(opts, say) or code != STOPPED else UNSAVED
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -29,6 +29,7 @@ from common.world import send
 SHARED = Path("/dev/shm")
 MARGIN_BYTES = 1 << 24   # must stay free beside two checkpoints
 USERS = "users"
+TOLD = "told"            # in a folder that other runs have to keep: one of them has said so
 JOIN_SECONDS = 5.0       # another run's sweep may hold the folder
 
 
@@ -98,7 +99,7 @@ class Memory:
             info = os.lstat(self.root)
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
                 raise PermissionError(f"{self.root} is not a folder of this user alone")
-            self.lock = _locked(self.root / USERS, fcntl.LOCK_SH, os.O_CREAT)
+            self.lock = locked(self.root / USERS, fcntl.LOCK_SH, os.O_CREAT)
             if not self.used and time.monotonic() > end:
                 raise TimeoutError(f"{self.root} is being deleted")
         os.pwrite(self.lock, self.about, 0)
@@ -156,7 +157,7 @@ def _prefix():
 
 def _sweep(path, report):
     """Deletes the folder of a run that has ended, unless it alone holds the run's newest step."""
-    lock = _locked(path / USERS, fcntl.LOCK_EX)
+    lock = locked(path / USERS, fcntl.LOCK_EX)
     if lock is None:
         return  # it is in use
     try:
@@ -166,15 +167,16 @@ def _sweep(path, report):
         run_dir = Path(about.get("run_dir", ""))
         newest, saved = (max((step for step, _ in checkpoints(root)), default=-1)
                          for root in (path, run_dir / "checkpoints"))
-        if newest > saved and token_of(run_dir) == about.get("token"):
-            report(f"{path} alone holds step {newest} of {run_dir}: start that run again, or delete it")
-        else:
+        if newest <= saved or token_of(run_dir) != about.get("token"):
             move_away(path)
+        elif not (path / TOLD).exists():
+            report(f"{path} alone holds step {newest} of {run_dir}: start that run again, or delete it")
+            (path / TOLD).touch()
     finally:
         os.close(lock)
 
 
-def _locked(path, kind, flags=0):
+def locked(path, kind, flags=0):
     """A descriptor that has the lock and the name, or None."""
     with contextlib.suppress(FileNotFoundError):
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)

@@ -1,6 +1,5 @@
 """Reads the files of one checkpoint straight into this rank's tensors, or gets them from another rank."""
 import bisect
-import os
 import queue
 import threading
 from functools import partial
@@ -10,7 +9,7 @@ import torch
 import common.checkpoint.blocks as blocks
 from common.checkpoint.blocks import HASHES, kind_of, read_file, spans
 from common.checkpoint.files import Damaged, patient
-from common.checkpoint.manifest import read_manifest
+from common.checkpoint.manifest import checkpoints, read_manifest
 
 FINE, LACKS, UNREAD, DAMAGED = range(4)  # how a rank fared with a checkpoint
 
@@ -48,8 +47,8 @@ class Reading:
     def read(self, step, moved, count):
         """(how it went, why) with the files of the folder that this rank sees."""
         try:
-            there = patient(exists)(self.folder) and patient(read_manifest)(step, self.folder)["files"]
-            if there != self.files:
+            there = (step, self.folder) in checkpoints(self.folder.parent)
+            if not there or patient(read_manifest)(step, self.folder)["files"] != self.files:
                 return LACKS, ""
             patient(self._read)(moved, count)
         except Damaged as reason:
@@ -103,14 +102,6 @@ class Reading:
                 read_file(self.folder / file, self.files[file], hand_on)
         except Exception:
             pieces.put(None)
-
-
-def exists(folder):
-    try:
-        os.lstat(folder)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _overlap(jobs, start, end):

@@ -1,4 +1,5 @@
 """A survivor leaves its state in memory; the next life takes it from there, verified, and saves it."""
+import errno
 import os
 import signal
 from dataclasses import replace
@@ -6,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from jobs import PACED, audit, lives, until, wait_for
+from jobs import PACED, ROOT, TESTS, audit, events, lives, until, wait_for
 from ranks import fork_ranks
 from stores import at_step, child, end, images_for, is_at, load, new_store, options, steps_of, tiny_state
 
@@ -137,7 +138,26 @@ def test_what_a_dead_run_left_goes_unless_it_alone_has_the_newest_step(tmp_path,
             assert os.read(reader, 1) and len(sweep()) == 1, "it is in use"
         assert len(sweep()) == stays, (token, disk)
         assert bool(said) == stays and ("alone holds step 5" in said.pop() if said else True)
+        assert len(sweep()) == stays and not said, "later starts say nothing"
     assert not list(tier.iterdir())
+
+
+def test_a_run_whose_disk_does_not_answer_keeps_what_it_left_and_hinders_no_other(tmp_path, tier, monkeypatch):
+    opts = options(tmp_path)
+    with child(lambda: write(begun(opts, tier), opts, 5)) as pid:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    def asks(root):
+        if root == opts.run_dir / "checkpoints":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(root))
+        return checkpoints(root)
+
+    monkeypatch.setattr(room, "checkpoints", asks)
+    other = begun(options(tmp_path / "other"), tier)
+    assert other.used and len(list(tier.glob("*/step-00000005"))) == 1
+    monkeypatch.undo()
+    other._sweep_others(print)
+    assert list(tier.iterdir()) == [other.root]
 
 
 def test_without_room_it_says_so_once_and_a_folder_that_was_named_is_an_error(tmp_path, tier, monkeypatch):
@@ -243,6 +263,42 @@ def test_a_killed_worker_costs_no_step_and_nothing_stays_in_memory(jobs, tmp_pat
     assert "saved by rank 0 in memory" in job.output and "from memory/step-" in job.output
     assert lives(run)[1]["step"] >= 6 and audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
     assert not list(tier.iterdir())
+
+
+NEVER = """
+import os
+import signal
+import sys
+sys.path.insert(0, {tools!r})
+from paced import net as made
+def net(opts, data):
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] != "0":
+        print("the next life hangs", flush=True)
+        signal.pause()
+    return made(opts, data)
+"""
+
+
+@pytest.mark.parametrize("moment", ["at once", "while the next life starts", "onto a disk that refuses it"])
+def test_a_job_that_is_stopped_as_a_worker_dies_leaves_nothing_in_memory_alone(jobs, tmp_path, tier, moment):
+    run, own = tmp_path / "run", tmp_path / "own.py"
+    own.write_text(NEVER.format(tools=str(TESTS)))
+    job = jobs.start(ROOT / "launch/torchrun.py", "--nproc_per_node=2", ROOT / "train_ddp.py", *PACED,
+                     f"--model={own}:net", f"--run-dir={run}", f"--memory-tier={tier}", "--save-every=0",
+                     "--save-seconds=0", PACE="0.02")
+    jobs.kill(wait_for(run, 6, job=job)["pids"][1])
+    if moment != "at once":
+        until(lambda: "the next life hangs" in job.output, "the next life")
+        assert not list(run.glob("checkpoints/step-*")) and len(list(tier.glob("*/step-*"))) == 1
+    if refused := "refuses" in moment:
+        (run / "checkpoints").rename(run / "elsewhere")
+        (run / "checkpoints").touch()
+    job.kill(signal.SIGTERM)
+    assert job.wait() == (4 if refused else 143), job.output
+    step = max(event["step"] for event in events(run, "rescue"))
+    assert len(list(run.glob(f"checkpoints/step-{step:08d}"))) == (not refused), job.output
+    assert len(list(tier.iterdir())) == refused
+    assert ("in this machine's memory alone" in job.output) == refused
 
 
 def test_off_takes_every_state_to_the_disk(jobs, tmp_path):
