@@ -1,4 +1,4 @@
-"""The end of a job: a state that a survivor left in memory, for a life that does not come, goes to the disk."""
+"""The end of a job: what a survivor left in memory, for a life that does not come, goes to the disk."""
 import fcntl
 import mmap
 import os

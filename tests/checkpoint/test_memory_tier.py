@@ -142,7 +142,7 @@ def test_what_a_dead_run_left_goes_unless_it_alone_has_the_newest_step(tmp_path,
     assert not list(tier.iterdir())
 
 
-def test_a_run_whose_disk_does_not_answer_keeps_what_it_left_and_hinders_no_other(tmp_path, tier, monkeypatch):
+def test_a_run_whose_disk_does_not_answer_keeps_its_memory_and_hinders_no_other(tmp_path, tier, monkeypatch):
     opts = options(tmp_path)
     with child(lambda: write(begun(opts, tier), opts, 5)) as pid:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
