@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError, did_you_mean, one_line
+from common.models.checks import check_net, check_trains, named_tensors
 from common.models.gpt import build_gpt
 from common.models.weights import freeze, load_weights, tied_names
 from common.options import Options, call_user
@@ -91,15 +92,15 @@ def build_model(opts: Options, data: Any) -> nn.Module:
             net = build_gpt(data, name[4:])
         else:
             net = build_torchvision(name, data)
-    if lazy := next((n for n, t in named_tensors(net) if nn.parameter.is_lazy(t)), None):
-        raise UserError(f"model {name}: {lazy} has no size yet (a lazy layer)\n"
-                        "give the layer all sizes, or run the net once on zeros before you return it")
+    check_net(net, name)
     net = net.cpu()
     setattr(net, "tied", tied_names(net))  # noqa: B010  (of the whole net, before a part of it is taken)
     if opts.init_from:
         load_weights(net, opts)
     if opts.freeze:
         freeze(net, opts.freeze)
+    if not opts.eval_only:
+        check_trains(net, name)
     return net
 
 
@@ -135,10 +136,6 @@ def build_torchvision(name, data):
         raise UserError(f"model {name} cannot work on dataset {data.name} with samples of shape "
                         f"{data.sample_shape}\n{one_line(error)}") from error
     return net.train()
-
-
-def named_tensors(net):
-    return [*net.named_parameters(), *net.named_buffers()]
 
 
 def fit_channels(net, channels):

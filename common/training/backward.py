@@ -4,9 +4,11 @@ The gradient is the exact mean over the samples at any number of ranks and micro
 the size of the global batch before the backward; `state.update` corrects for what else a task counts.
 """
 import contextlib
+import random
 import time
 from typing import Any
 
+import numpy
 import torch
 import torch._dynamo  # noqa: F401  (takes a second, for which other ranks would wait later)
 from torch import Tensor, nn
@@ -76,9 +78,12 @@ def one_slice(net, tree, v, n, part, size, state, world):
 
 def seed(world: World, *key: object) -> None:
     """Seeds the generators in use from a key; torch.manual_seed would take 0.3 ms for absent devices."""
-    torch.default_generator.manual_seed(hash_seed(*key))
+    number = hash_seed(*key)
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
     if world.device.type == "cuda":
-        torch.cuda.manual_seed_all(hash_seed(*key))
+        torch.cuda.manual_seed_all(number)
 
 
 def placed(part: Any, device: torch.device, opts: Options, own: bool = False) -> Any:

@@ -56,7 +56,12 @@ def outputs(net, x, y, state):
     """The net's output for inputs of any shape; of a Hugging Face net its logits."""
     with autocast(state.opts, y.device):
         out = net(**x) if isinstance(x, Mapping) else net(*x) if isinstance(x, (tuple, list)) else net(x)
-    return getattr(out, "logits", out)
+    out = getattr(out, "logits", out)
+    if not isinstance(out, Tensor):
+        raise UserError(f"--task {state.opts.task}: the net returned {describe(out)}\n"
+                        "wanted: a tensor, or something with a tensor .logits\n"
+                        "for anything else write your own: --task path/to/file.py:function")
+    return out
 
 
 def criterion(out, y, **how):

@@ -18,8 +18,8 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     if ".py" in opts.optimizer:
         return checked(call_user(opts.optimizer, net, opts, first=True), weights, net, opts)
     name, arguments = opts.torch_optimizer
-    if name == "SGD" and any(hasattr(p, "to_local") for p in weights):
-        arguments["fused"] = False  # torch has no fused SGD of sharded weights
+    if any(p.is_complex() or name == "SGD" and hasattr(p, "to_local") for p in weights):
+        arguments.pop("fused", None)  # torch has none for complex weights, and no SGD for sharded ones
     groups: list[dict] = [{"params": weights}]  # a frozen stage has none
     if opts.no_decay_1d:
         groups = [{"params": [p for p in weights if p.dim() > 1]},

@@ -18,6 +18,7 @@ from common.options import Options
 from common.training.buffers import Buffers
 from common.training.optimizer import finish_gradient, learning_rate, make_state
 from common.training.task import Task, best_of, find_task
+from common.training.unsaved import Unsaved
 from common.training.updates import Updates
 
 
@@ -41,16 +42,15 @@ class TrainState:
         self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
         self.stepped, self.saving = time.time(), False  # of the last step's end; it waits for the disk
         self.lock, self.half_updated = threading.RLock(), False
-        self.images: dict[str, Any] = {}  # the store's buffers: a save may still be copying into them
+        self.images: dict[str, Any] = {}  # the store's buffers: a save may be copying into them
         self.verdict: UserError | None = None  # why this state may never be saved
         self.norm, self.all_sum = norm, all_sum  # over all ranks, where each has a part of the net
-        self.divisor: torch.Tensor | None = None  # of the gradient, if the task counts something else
-        self.ready = 0  # size of the batch whose gradient is ready, clipped; 0 if none
+        self.ready, self.divisor = 0, None  # size of the batch whose gradient is ready; what to divide it by
         self.names = {p: name for name, p in net.named_parameters()}
         self.tied = tied_names(net)  # for --export
         self.ema = {n: p.detach().clone() for n, p in net.named_parameters()} if opts.ema_decay else {}
         self.own_weights: dict[str, torch.Tensor] = {}  # the net's own, while it holds the averaged ones
-        self.buffers = Buffers(net)
+        self.buffers, self.unsaved = Buffers(net), Unsaved(net)
         self._set_rate()
         make_state(optimizer)
         self.updates = Updates(next((p.device for p in self.names if p.is_cuda), None))
@@ -116,6 +116,7 @@ class TrainState:
             self.ready, self.half_updated, self.divisor = 0, False, None
             vars(self.optimizer).pop("grad_scale", None)
         self.optimizer.zero_grad(set_to_none=True)
+        self.unsaved.look()
 
     def note(self, totals: torch.Tensor) -> dict[str, Any]:
         """The record of the last step, from the totals of its batch; raises if the loss is not finite."""

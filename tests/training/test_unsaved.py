@@ -1,0 +1,101 @@
+"""common/training/unsaved.py: what a net remembers where no checkpoint looks."""
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from common.errors import UserError
+from common.options import Options
+from common.training import TrainState, build_optimizer, seed
+
+
+class Remembers(nn.Module):
+    """`act` runs in each forward of a training."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.layer, self.act, self.kept = nn.Linear(3, 2), act, {}
+        self.register_buffer("cache", torch.zeros(2), persistent=False)
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("late", None)
+
+    def forward(self, x):
+        self.act(self)
+        return self.layer(x)
+
+
+def after_three_steps(act, capsys):
+    opts = Options()
+    net = Remembers(act)
+    state = TrainState(net, build_optimizer(net, opts), opts, 100)
+    for _ in range(3):
+        net(torch.ones(4, 3)).sum().backward()
+        state.update(4)
+    return capsys.readouterr().err
+
+
+def reassigned(net):
+    net.mean = net.mean + 1  # found by its name, and saved
+
+
+def derived(net):
+    net.twice = net.layer.weight * 2  # made afresh in each forward
+
+
+def cached(net):
+    net.kept.setdefault("size", 3)
+
+
+def counted(net):
+    net.kept["calls"] = net.kept.get("calls", 0) + 1
+
+
+def appended(net):
+    net.history = [*getattr(net, "history", []), torch.zeros(())]
+
+
+def own_tensor(net):
+    net.sums = getattr(net, "sums", torch.zeros(2))
+    net.sums += 1
+
+
+@pytest.mark.parametrize("act, name", [
+    (counted, "kept"), (appended, "history"), (own_tensor, "sums"), (lambda net: net.cache.add_(1), "cache")],
+    ids=["a number", "a list", "a tensor", "a buffer that is not persistent"])
+def test_what_changes_outside_of_the_checkpoint_is_warned_of_once(act, name, capsys):
+    said = after_three_steps(act, capsys)
+    assert said.count("warning") == 1 and f"training changes {name}," in said
+
+
+@pytest.mark.parametrize("act", [reassigned, derived, cached, lambda net: net.mean.add_(1)])
+def test_nothing_is_said_of_what_is_saved_or_computed_afresh(act, capsys):
+    assert after_three_steps(act, capsys) == ""
+
+
+@pytest.mark.parametrize("act", [lambda net: setattr(net, "late", torch.ones(3)),
+                                 lambda net: setattr(net, "mean", torch.cat([net.mean, torch.ones(1)]))])
+def test_a_buffer_that_begins_or_grows_while_training_is_refused(act, capsys):
+    with pytest.raises((UserError, RuntimeError), match="shape|size"):
+        after_three_steps(act, capsys)
+
+
+def test_a_step_seeds_python_and_numpy_as_well_as_torch():
+    """A net, or a task, that draws from them is the same after a restart."""
+    from types import SimpleNamespace
+    world, drawn = SimpleNamespace(device=torch.device("cpu")), []
+    for _ in range(2):
+        seed(world, 0, "step", 7, 1)
+        drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+    assert drawn[0] == drawn[1]
+
+
+def test_complex_weights_train():
+    net = nn.Module()
+    net.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    opts = Options()
+    state = TrainState(net, build_optimizer(net, opts), opts, 100)
+    net.weight.abs().sum().backward()
+    state.update(4)
+    assert net.weight.abs().max() < 1
