@@ -38,7 +38,8 @@ class Unsaved:
     def _remembered(self):
         saved, found = {t.data_ptr() for t in self.net.state_dict().values()}, {}
         for path, module in self.net.named_modules():
-            hidden = {name: look_at(value, saved) for name, value in vars(module).items() if name not in TORCHS}
+            hidden = {name: look_at(value, saved) for name, value in vars(module).items()
+                      if name not in TORCHS}
             hidden |= {name: module._buffers[name].detach().double().sum().item()
                        for name in module._non_persistent_buffers_set if module._buffers[name] is not None}
             found |= {f"{path}.{name}".lstrip("."): value for name, value in hidden.items()}
