@@ -1,13 +1,11 @@
 """Nets of Hugging Face and timm, built from their configurations, train as they are."""
-import hashlib
+import json
 
 import pytest
 import torch
-from ranks import fork_ranks
-from test_task import Life
+from jobs import audit
+from test_bitwise import run, through_kills
 from torch.utils.data import Dataset
-
-from common.options import Options
 
 WORDS, TAGS = 30, 3
 
@@ -79,23 +77,23 @@ def t5():
                                                num_heads=2, decoder_start_token_id=0))
 
 
-def epoch(world, **flags):
-    life = Life(Options(workers=0, device="cpu", global_batch_size=8, log_every=1, **flags), world)
-    records, digest = life.epoch(), hashlib.sha256()
-    for tensor in life.weights().values():
-        digest.update(tensor.numpy().tobytes())
-    return digest.hexdigest(), records, life.evaluation()
+def through_a_kill(folder, **flags):
+    """The evaluation; two ranks, of which one is killed, and then three end with one process's digest."""
+    given = flags | {"virtual_ranks": 4, "global_batch_size": 8, "epochs": 1, "workers": 0, "audit": True}
+    unbroken = run(folder / "unbroken", 1, given)
+    assert through_kills(folder / "killed", given, [(2, 1, 2, "within")], 3) == unbroken
+    for name in ("unbroken", "killed"):
+        assert audit(folder / name) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+    return json.loads(unbroken[1].splitlines()[-1])
 
 
 @pytest.mark.parametrize("net, data, task", [("gpt2", "windows", "tokens"), ("llama", "windows", "tokens"),
                                              ("bert", "classes", "classify"), ("t5", "pairs", "tokens")])
-def test_nets_of_hugging_face_train_unedited(net, data, task):
+def test_nets_of_hugging_face_train_unedited(net, data, task, tmp_path):
     pytest.importorskip("transformers")
     globals()[net]()  # imported here, once and not in every rank
-    flags = {"model": f"{__file__}:{net}", "dataset": f"{__file__}:{data}", "task": task, "virtual_ranks": 4}
-    (alone,) = fork_ranks(1, lambda world: epoch(world, **flags))
-    assert fork_ranks(2, lambda world: epoch(world, **flags)) == [alone] * 2
-    assert ("val_perplexity" in alone[2]) == (task == "tokens") and alone[1][-1]["loss"] > 0
+    found = through_a_kill(tmp_path, model=f"{__file__}:{net}", dataset=f"{__file__}:{data}", task=task)
+    assert ("val_perplexity" in found) == (task == "tokens") and found["val_loss"] > 0
 
 
 TIMM = """
@@ -115,6 +113,4 @@ def data():
 def test_nets_of_timm_train_unedited(name, tmp_path):
     pytest.importorskip("timm")
     (tmp_path / "own.py").write_text(TIMM)
-    flags = {"model": f"{tmp_path}/own.py:{name}", "dataset": f"{tmp_path}/own.py:data", "virtual_ranks": 4}
-    (alone,) = fork_ranks(1, lambda world: epoch(world, **flags))
-    assert fork_ranks(2, lambda world: epoch(world, **flags)) == [alone] * 2
+    through_a_kill(tmp_path, model=f"{tmp_path}/own.py:{name}", dataset=f"{tmp_path}/own.py:data")

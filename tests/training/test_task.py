@@ -13,6 +13,7 @@ from ranks import fork_ranks
 from samples import share_of
 from test_bitwise import run, through_kills
 
+import train_mp
 from common.data import batches, load_data
 from common.errors import UserError
 from common.models import build_model
@@ -165,6 +166,17 @@ def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name)
             assert judged == pytest.approx(metrics, rel=1e-6)
             for key, tensor in weights.items():
                 torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-12)
+
+
+def test_in_stages_too_a_kill_and_another_world_leave_no_trace_in_the_bits(tmp_path):
+    given = {key: value for key, value in vars(options("segmentation")).items()
+             if key in ("task", "model", "dataset")}
+    given |= {"virtual_ranks": 4, "global_batch_size": 11, "audit": True, "epochs": 1, "save_every": 1}
+    unbroken, folder = run(tmp_path / "unbroken", 1, given), tmp_path / "killed"
+    run(folder, 2, given | {"script": "mp", "stages": 2}, train_mp, kill=(1, 4, "before"))
+    assert run(folder, 4, given | {"script": "mp", "stages": 2}, train_mp) == unbroken
+    found = audit(folder)  # a step whose other stage is dead is made again
+    assert (found["missed"], found["repeated"]) == (0, 0) and found["lost"] == found["redone"] <= 1
 
 
 def one_way(world, name, script="ddp", devices=1):
