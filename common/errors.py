@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NoReturn, TextIO
 
 TERMINATION_LOG = os.environ.get("TERMINATION_LOG", "/dev/termination-log")  # written only if it is there
@@ -134,6 +134,19 @@ def out_of_memory(error: BaseException | None) -> str:
             return f"{amount[1]} could not be had" if amount else one_line(error)
         error = error.__cause__ or error.__context__
     return ""
+
+
+@contextlib.contextmanager
+def only_deterministic() -> Iterator[None]:
+    """Names an operation that torch refuses under --virtual-ranks, as it would add in any order on a GPU."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (found := re.search(r"(\w+) does not have a deterministic implementation", str(error))):
+            raise
+        raise UserError(f"--virtual-ranks: torch's {found[1]} may have other bits each time\n"
+                        "replace the layer that uses it (--debug shows where), as AdaptiveAvgPool2d\n"
+                        "by AvgPool2d, bilinear by nearest; or leave out --virtual-ranks") from error
 
 
 RANK_0_WAITS = 0.5         # seconds before it leaves: its store ends with it

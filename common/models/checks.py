@@ -5,7 +5,7 @@ from torch import nn
 from common.errors import UserError
 
 
-def named_tensors(net):
+def named_tensors(net: nn.Module) -> list:
     return [*net.named_parameters(), *net.named_buffers()]
 
 

@@ -2,6 +2,7 @@
 
 The net keeps its modules and names: a stage runs its pieces, and `prune` removes the other stages' weights.
 """
+import functools
 import itertools
 import time
 from typing import Any, NamedTuple
@@ -9,9 +10,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from common.errors import UserError, one_line, out_of_memory
+from common.errors import UserError, one_line, only_deterministic, out_of_memory
+from common.models import named_tensors
 
 HOST = torch.device("cpu")
+CHAINS = "ResNet", "AlexNet", "VGG", "MobileNetV3", "EfficientNet", "ConvNeXt"  # of torchvision
 MEASURE_ROUNDS = 8           # how often each piece is measured, after a first time that warms up
 MEASURE_SECONDS = 1.0        # of all pieces; but each is measured once
 
@@ -35,12 +38,13 @@ class Measure(NamedTuple):
 
 def pieces(net):
     """The net as pieces, each with weights of its own: a part without weights joins the piece before it."""
-    featured = dict.fromkeys(("AlexNet", "VGG", "MobileNetV3", "EfficientNet", "ConvNeXt"), _features)
-    find = {"ResNet": _resnet, "VisionTransformer": _vit, **featured}.get(type(net).__name__)
+    vision = type(net).__name__ if type(net).__module__.startswith("torchvision.") else ""
     if type(net).forward is nn.Sequential.forward:  # named_children would leave out a part that occurs twice
         found = [Piece(name, part, (name,)) for name, part in net._modules.items()]
-    elif find and type(net).__module__.startswith("torchvision."):
-        found = find(net)
+    elif vision in CHAINS:
+        found = _chain(net)
+    elif vision == "VisionTransformer":
+        found = _vit(net)
     else:
         found = [Piece("all of it", net, ("",))]
     joined = []
@@ -50,24 +54,22 @@ def pieces(net):
             piece = Piece(f"{last.name}+{piece.name}", _then(last.call, piece.call), last.owns + piece.owns)
         joined.append(piece)
     known = [prefix for piece in joined for prefix in piece.owns]
-    loose = tuple(n for n, _ in [*net.named_parameters(), *net.named_buffers()] if not belongs(n, known))
+    loose = tuple(n for n, _ in named_tensors(net) if not belongs(n, known))
     return [joined[0]._replace(owns=joined[0].owns + loose), *joined[1:]]  # of no piece, but saved
 
 
 def _then(*calls):
-    def run(x):
-        for call in calls:
-            x = call(x)
-        return x
-    return run
+    return lambda x: functools.reduce(lambda y, call: call(y), calls, x)
 
 
-def _resnet(net):
-    layers = [(name, getattr(net, name)) for name in ("layer1", "layer2", "layer3", "layer4")]
-    blocks = [(f"{name}.{j}", block) for name, layer in layers for j, block in layer.named_children()]
-    return [Piece("stem", _then(net.conv1, net.bn1, net.relu, net.maxpool), ("conv1", "bn1")),
-            *(Piece(name, block, (name,)) for name, block in blocks),
-            Piece("fc", _then(net.avgpool, nn.Flatten(), net.fc), ("fc",))]
+def _chain(net):
+    """The children of a convolutional net, with those of its layers; the last one takes flat rows."""
+    for name, child in net.named_children():
+        if name.startswith(("features", "layer")):
+            yield from (Piece(f"{name}.{n}", part, (f"{name}.{n}",)) for n, part in child.named_children())
+        else:
+            flat = name in ("classifier", "fc") and type(net).__name__ != "ConvNeXt"  # that one has its own
+            yield Piece(name, _then(nn.Flatten(), child) if flat else child, (name,))
 
 
 def _vit(net):
@@ -82,13 +84,6 @@ def _vit(net):
             Piece("heads", lambda x: net.heads(net.encoder.ln(x)[:, 0]), ("encoder.ln", "heads"))]
 
 
-def _features(net):
-    flat = [] if type(net).__name__ == "ConvNeXt" else [nn.Flatten()]
-    features = [(f"features.{name}", part) for name, part in net.features.named_children()]
-    return [*(Piece(name, part, (name,)) for name, part in features),
-            Piece("classifier", _then(net.avgpool, *flat, net.classifier), ("classifier",))]
-
-
 def _owned(net, prefixes):
     return [p for n, p in net.named_parameters() if belongs(n, prefixes)]
 
@@ -98,29 +93,30 @@ def belongs(name, prefixes):
 
 
 def _slots(net):
-    """(name, dict that holds it, key) of each weight and buffer."""
+    """(name, module that has it, its name there, tensor) of each weight and buffer."""
     for path, module in net.named_modules():
-        for tensors in (module._parameters, module._buffers):
-            for key in [key for key, tensor in tensors.items() if tensor is not None]:
-                yield f"{path}.{key}".removeprefix("."), tensors, key
+        for key, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None:
+                yield f"{path}.{key}".removeprefix("."), module, key, tensor
 
 
 def prune(net, prefixes):
     """Removes every weight and buffer that no stage of this rank owns; the others keep their names."""
-    for name, tensors, key in _slots(net):
+    for name, module, key, _ in _slots(net):
         if not belongs(name, prefixes):
-            tensors[key] = None
+            setattr(module, key, None)  # an RNN notes it in a list of its own, too
 
 
 def place(net, piece, device):
     """Moves the piece's weights and buffers to a device."""
-    for name, tensors, key in _slots(net):
-        tensor = tensors[key]
+    for name, module, key, tensor in _slots(net):
         if belongs(name, piece.owns) and tensor.device != device:
             if isinstance(tensor, nn.Parameter):
                 tensor.data = tensor.data.to(device)
             else:
-                tensors[key] = tensor.to(device)
+                setattr(module, key, tensor.to(device))
+            if isinstance(module, nn.RNNBase):  # side by side once all are there; else cuDNN copies them
+                module.flatten_parameters()
 
 
 def refuse_ties(net, groups):
@@ -141,6 +137,7 @@ def count(net, piece):
     return sum(p.numel() for p in _owned(net, piece.owns))
 
 
+@only_deterministic()
 def measure(net, found, x, device, forward):
     """A Measure of each piece, run inside `forward()`; afterwards buffers and generators are as before.
 

@@ -4,12 +4,13 @@
     4 micro batches   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .      flight as its limit says, then alternately
                       .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .      back and forward.
 """
-from collections.abc import Iterator
+import functools
 
 LOOPS = 2                    # stages per rank with --schedule interleaved
 
 
-def timetable(kind: str, count: int, stages: int, places: int) -> Iterator[list[tuple[int, int, bool]]]:
+@functools.cache
+def timetable(kind: str, count: int, stages: int, places: int) -> list[list[tuple[int, int, bool]]]:
     """For each tick the work of all places: (stage, micro batch, forward?); stage s is at place s % places.
 
     Every work needs what an earlier tick made. A stage takes the micro batches in their order, both ways, so
@@ -20,7 +21,7 @@ def timetable(kind: str, count: int, stages: int, places: int) -> Iterator[list[
     turns = [(k, loop) for k in range(padded) for loop in range(loops)]
     ahead = sorted(turns, key=lambda turn: (turn[0] // places, turn[1], turn[0]))
     back = sorted(turns, key=lambda turn: (turn[0] // places, -turn[1], turn[0]))
-    forwards, backwards = [0] * places, [0] * places
+    forwards, backwards, ticks = [0] * places, [0] * places, []
     while min(backwards) < len(turns):
         tick = []
         for place in range(places):
@@ -37,4 +38,5 @@ def timetable(kind: str, count: int, stages: int, places: int) -> Iterator[list[
                 forwards[place] += forward
                 backwards[place] += not forward
         done.update(tick)
-        yield [work for work in tick if work[1] < count]
+        ticks.append([work for work in tick if work[1] < count])
+    return ticks

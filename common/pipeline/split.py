@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from common.data import Batch
-from common.errors import UserError
+from common.errors import UserError, only_deterministic
 from common.options import Options
 from common.pipeline.cut import HOST, count, cut, measure, pieces, refuse_ties
 from common.pipeline.schedule import LOOPS
 from common.pipeline.shard import Uses, shard
-from common.pipeline.slices import backward_slices
-from common.pipeline.stages import Pipeline
-from common.training import TrainState, distribute, find_task, fit, loss
+from common.pipeline.stages import Pipeline, gradient_of, loss_of
+from common.pipeline.transfer import NO_NOTE
+from common.training import TrainState, distribute, find_task, fit, loss, placed, seed
 from common.training import backward as plain_backward
 from common.world import World, send
 
@@ -62,8 +62,8 @@ def split(net: nn.Module, opts: Options, world: World, data: Any, task: Any = No
         devices = world.devices if world.stages == 1 else [world.device]
         device_of = [devices[i % len(devices)] for i in range(len(groups))]
     refuse_ties(net, groups)
-    by_name = {piece.name: m for piece, m in zip(found, measures, strict=True)}
-    measured = [[by_name[piece.name] for piece in group] for group in groups]
+    each = iter(measures)
+    measured = [[next(each) for _ in group] for group in groups]
     model = Pipeline(net, groups, measured, opts, world, device_of)
     if opts.shard:
         shard(net, model.stages, world, uses.of)
@@ -82,39 +82,75 @@ def backward(model: Pipeline, batch: Batch, state: TrainState, world: World) -> 
     return model.backward(batch, state)
 
 
+@only_deterministic()
+def backward_slices(model, batch, state):
+    """--virtual-ranks over ranks with a stage each: every slice gets the bits that an uncut net would give.
+
+    Strides and the random generator's state travel with a tensor (transfer.py), because both affect the bits.
+    Each stage sums its slices along a tree of its own, over the ranks that hold the stage.
+    """
+    tree, opts, task, last = model.tree, model.opts, state.task, model.parts - 1
+    slices = [(v, n, part) for v, (n, part) in zip(tree.slices, batch.parts, strict=True)]
+    flights, in_flight = [each for each in slices if each[1]], {}  # slices without samples do not travel
+    empty = [v for v, n, _ in slices if not n]
+    tree.begin(state)
+
+    def ahead(stage, k, came):
+        v, n, part = flights[k]
+        seed(model.world, opts.seed, "step", state.step, v)
+        if stage.index in (0, last):
+            part = placed(part, stage.device, opts, own=True)
+        x = came[0].requires_grad_(came[0].is_floating_point()) if came else task.input_of(part, state)
+        if came:
+            stage.generator.set_state(came[1])
+        if v > tree.slices.start:
+            tree.buffers.renew()
+        y, totals = stage(x), task.zeros(stage.device, tree.kind)
+        note = stage.generator.get_state()
+        if stage.index == last:
+            y = loss_of(y, part, totals, batch, state)
+        in_flight[k] = x, y, totals, tree.buffers.moves(n / batch.size, v == tree.count - 1)
+        return y.detach(), note
+
+    def back(stage, k, came):
+        x, y, *facts = in_flight.pop(k)
+        add_nothing(until=flights[k][0])
+        with tree.leaf(flights[k][0]):
+            tree.measure(*facts)
+            return gradient_of(x, y, came), NO_NOTE
+
+    def add_nothing(until):
+        """Slices without samples still have a leaf in the tree."""
+        while empty and empty[0] < until:
+            with tree.leaf(empty.pop(0)):
+                pass
+
+    model.run([n for _, n, _ in flights], ahead, back, state.own)
+    add_nothing(until=tree.slices.stop)
+    return tree.finish(batch, state)
+
+
 def describe(model: Pipeline, samples: int, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The cut as lines of a table, and a warning if too few micro batches leave stages idle."""
+    """The cut as lines of a table, and how long so many micro batches leave stages idle."""
     opts, sliced, ranks = model.opts, model.opts.virtual_ranks, model.world.stages > 1
-    micro = min(opts.micro_batch_size or samples, samples)
-    if sliced:
-        micro = -(-opts.global_batch_size // sliced)
+    micro = -(-opts.global_batch_size // sliced) if sliced else min(opts.micro_batch_size or samples, samples)
     count, places = -(-samples // max(1, micro)), model.world.stages if ranks else len(set(model.devices))
     flights = count if ranks or not sliced else 1
     spent = [sum(m.seconds for m in facts) for facts in model.measures]
+    # of a weight's size are the weight, its gradient, and what the optimizer keeps
+    copies = 2 + max((sum(torch.is_tensor(value) and value.shape == p.shape for value in values.values())
+                      for p, values in optimizer.state.items() if p.dim()), default=0)
     lines = ["stage  place     layers                              parameters   time   memory (MiB)"]
     for i, (group, own) in enumerate(zip(model.groups, model.parameters_of, strict=True)):
         at = f"rank {i % places}" if ranks else str(model.devices[i])
         layers = group[0].name + (f" ... {group[-1].name} ({len(group)})" if len(group) > 1 else "")
         flying = min(flights, model.parts - i) if opts.schedule != "gpipe" else flights
         kept = sum(m.kept for m in model.measures[i]) * micro * flying
-        memory = (own * copies_of(optimizer) * 4 + kept) / 2**20
+        memory = (own * copies * 4 + kept) / 2**20
         lines.append(f"{i:5}  {at:8}  {layers:34}  {own:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
-
-    def idle(flights):
-        return f"idle {(places - 1) / (flights * max(1, model.parts // places) + places - 1):.0%}"
-
     if places > 1:
         of = "micro batches" if not sliced else "slices" if ranks else "slices, one after the other,"
+        idle = (places - 1) / (flights * max(1, model.parts // places) + places - 1)
         lines.append(f"{opts.schedule}: {count} {of} of {micro} or less over {places} places, "
-                     f"{idle(flights)} of the time")
-    if flights < places and not sliced:
-        better = max(1, samples // (4 * places))
-        lines.append(f"warning: {flights} micro batches cannot keep {places} places busy; "
-                     f"--micro-batch-size {better}: {idle(-(-samples // better))}")
+                     f"idle {idle:.0%} of the time")
     return lines
-
-
-def copies_of(optimizer):
-    """How many tensors of a weight's size a step needs: weight, gradient, and what the optimizer keeps."""
-    return 2 + max((sum(torch.is_tensor(value) and value.shape == p.shape for value in values.values())
-                    for p, values in optimizer.state.items() if p.dim()), default=0)

@@ -1,16 +1,13 @@
-"""Stage and Pipeline: one loop over the work of all ticks, whether stages are ranks or devices of a process.
-"""
+"""Stage and Pipeline: one loop over the work of all ticks, whether stages are ranks or local devices."""
 import contextlib
 import itertools
-import time
-from functools import partial
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.data import forward_sizes
-from common.pipeline.cut import belongs, count, place, prune
+from common.pipeline.cut import count, place, prune
 from common.pipeline.schedule import timetable
 from common.pipeline.transfer import NO_NOTE, Devices, Ranks
 from common.sampler import hash_seed
@@ -26,8 +23,7 @@ class Stage(nn.Module):
         super().__init__()
         self.index, self.group, self.device, self.opts = index, group, device, opts
         self.run = torch.compile(self._run) if opts.compile else self._run
-        norms = [(path, m) for path, m in net.named_modules() if getattr(m, "track_running_stats", False)]
-        self.norms = [[m for path, m in norms if belongs(path, piece.owns)] for piece in group]
+        self.norms = [m for m in net.modules() if getattr(m, "track_running_stats", False)]
 
     def forward(self, x):
         with loss.autocast(self.opts, self.device):
@@ -35,9 +31,10 @@ class Stage(nn.Module):
 
     def _run(self, x):
         x = x.clone()  # layers may work in place, and x is a leaf or a part of the batch
-        for piece, norms in zip(self.group, self.norms, strict=True):
+        for piece in self.group:
             if self.opts.recompute and torch.is_grad_enabled():
-                x = checkpoint(piece.call, x, use_reentrant=False, context_fn=partial(_contexts, norms))
+                contexts = contextlib.nullcontext(), _frozen(self.norms)  # of the forward, of its repetition
+                x = checkpoint(piece.call, x, use_reentrant=False, context_fn=lambda both=contexts: both)
             else:
                 x = piece.call(x)
         return x if self.opts.virtual_ranks else x.contiguous()  # its strides travel with bits alone
@@ -76,33 +73,29 @@ class Pipeline(nn.Module):
             note = len(self.stages[0].generator.get_state()) if opts.virtual_ranks else None
             self.transfer = Ranks(world, [(facts[-1].shape, facts[-1].dtype) for facts in measures], note)
 
-    def run(self, ticks, sizes, ahead, back=None):
-        """Does this process's work of every tick; `sizes` are those of the micro batches.
+    def run(self, sizes, ahead, back=None, own=None):
+        """Does this process's work of every tick, for micro batches of these sizes; `own` adds up its times.
 
-        `ahead(stage, k, came)` returns the (output, note) that the next stage gets, `back` the (gradient,
-        note) for the stage before; `came` is what the other stage returned. Returns the seconds of own work.
+        `ahead(stage, k, came)` returns the (output, note) that the next stage gets, `back`, if there is one,
+        the (gradient, note) for the stage before; `came` is what the other stage returned.
         """
-        seconds, arrived, at = 0.0, {}, self.stage_at
-        for tick in ticks:
+        arrived, at = {}, self.stage_at
+        places = self.parts if self.world.stages == 1 else self.world.stages  # every stage has its own turn
+        for tick in timetable(self.opts.schedule, len(sizes), self.parts, places):
             gives, takes = [], []
-            for i, k, forward in tick:
+            for i, k, forward in tick if back else [work for work in tick if work[2]]:
                 to = i + 1 if forward else i - 1
                 if i in at:
                     came = arrived.pop((i, k, forward))() if (i, k, forward) in arrived else None
-                    began = time.monotonic()
+                    began = own and own.now()
                     out = (ahead if forward else back)(at[i], k, came)
-                    seconds += time.monotonic() - began
+                    if own:
+                        own.add(began)
                     gives += [((to, k, forward), *out)] if 0 <= to < self.parts else []
                 elif to in at:
                     takes.append(((to, k, forward), sizes[k]))
             arrived |= self.transfer.move(gives, takes)
         self.transfer.drain()
-        return seconds
-
-    def ticks(self, count):
-        """The timetable of so many micro batches; every stage of a process has its own turn."""
-        places = self.parts if self.world.stages == 1 else self.world.stages
-        return timetable(self.opts.schedule, count, self.parts, places)
 
     def forward(self, x):
         """The net's output on the rank that has the last stage, None on the others."""
@@ -115,7 +108,7 @@ class Pipeline(nn.Module):
             found[:] = [y.to(self.world.device)] if stage.index == self.parts - 1 else []
             return y, stage.generator.get_state() if self.opts.virtual_ranks else NO_NOTE
 
-        self.run([[(i, 0, True)] for i in range(self.parts)], [len(x)], ahead)
+        self.run([len(x)], ahead)
         return found[0] if found else None
 
     def backward(self, batch, state):
@@ -145,7 +138,7 @@ class Pipeline(nn.Module):
                 stage.set_requires_gradient_sync(k == len(sizes) - 1)  # one exchange a batch
             return gradient_of(*in_flight.pop((stage.index, k)), came), NO_NOTE
 
-        state.own_seconds += self.run(self.ticks(len(sizes)), sizes, ahead, back)
+        self.run(sizes, ahead, back, state.own)
         if world.replicas > 1:
             self._sum_gradients()
             state.buffers.average(world, sum(n for n, _ in batch.parts) / batch.size)
@@ -192,8 +185,7 @@ class Pipeline(nn.Module):
 
 
 def loss_of(y, part, totals, batch, state):
-    """The loss of the last stage's output, ready for its backward; adds all that the task finds to `totals`.
-    """
+    """The last stage's loss, ready for its backward; adds all that the task finds to `totals`."""
     found = state.task.answered(y, part, state)
     state.task.add(totals, found)
     scaled = found[state.task.names[0]][0] / batch.size
@@ -207,18 +199,13 @@ def gradient_of(x, y, came):
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def _contexts(norms):
-    """Contexts of a forward and of its repetition, which must not change running statistics again."""
-    return contextlib.nullcontext(), _frozen(norms)
-
-
 @contextlib.contextmanager
 def _frozen(norms):
-    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
+    """For the repetition of a forward, which must not change running statistics again."""
     for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
+        norm.track_running_stats = False
     try:
         yield
     finally:
-        for norm, (momentum, tracked) in zip(norms, kept, strict=True):
-            norm.momentum, norm.num_batches_tracked = momentum, tracked
+        for norm in norms:
+            norm.track_running_stats = True

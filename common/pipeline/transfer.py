@@ -68,8 +68,7 @@ def _arrived(work, tensor, note, noted):
 
 
 class Devices:
-    """Between the devices of one process; on GPUs copies have streams of their own, beside the stages' work.
-    """
+    """Between the devices of one process; on GPUs copies have streams of their own."""
 
     def __init__(self, device_of):
         self.device_of = device_of

@@ -123,7 +123,7 @@ class Watchdog:
         place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else "?"
         self.beats += 1
         client.set(f"pulse/{self.world.rank}",
-                   f"{state.step} {self.beats} {state.own_seconds:.3f} {place} {state.progress} {self.host}")
+                   f"{state.step} {self.beats} {state.own.seconds:.3f} {place} {state.progress} {self.host}")
         if self.world.rank == 0:
             self._read_all(client)
             client.set("pulse", json.dumps([self.moves, self.odd, self.places]))

@@ -5,7 +5,6 @@ the size of the global batch before the backward; `state.update` corrects for wh
 """
 import contextlib
 import random
-import time
 from typing import Any
 
 import numpy
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import Batch, map_tensors
+from common.errors import only_deterministic
 from common.options import Options
 from common.sampler import hash_seed
 from common.training.state import TrainState
@@ -30,15 +30,14 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     if opts.virtual_ranks:
         return backward_slices(model, batch, state, world)
     seed(world, opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
-    totals, samples = state.task.zeros(world.device), 0
-    began = time.monotonic()
+    totals, samples, began = state.task.zeros(world.device), 0, state.own.now()
     parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
     for i, (n, part) in enumerate(parts):
         last = i == len(parts) - 1
         with contextlib.nullcontext() if last or world.size == 1 else model.no_sync():
             loss = forward(model, placed(part, world.device, opts), state, totals)
             if last:
-                state.own_seconds += time.monotonic() - began  # the last backward waits for other ranks
+                state.own.add(began)  # the last backward waits for other ranks
             # DDP divides by the number of ranks: the factor world.size undoes that.
             scaled = loss * (world.size / batch.size)
             (state.scaler.scale(scaled) if state.scaler else scaled).backward()
@@ -48,17 +47,18 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     return totals
 
 
+@only_deterministic()
 def backward_slices(model, batch, state, world):
     """`backward` for --virtual-ranks: slices are summed along a fixed tree, so no bit depends on the world.
 
     Each slice is computed as if it were alone; the number of ranks only decides which rank computes it.
     """
-    tree, began = model.tree, time.monotonic()
+    tree, began = model.tree, state.own.now()
     tree.begin(state)
     for v, (n, part) in zip(tree.slices, batch.parts, strict=True):  # in a short last batch n may be 0
         seed(world, state.opts.seed, "step", state.step, v)
         if v == tree.slices[-1]:
-            state.own_seconds += time.monotonic() - began  # the exchange that follows waits for other ranks
+            state.own.add(began)  # the exchange that follows waits for other ranks
         if v > tree.slices.start:
             tree.buffers.restore()
         one_slice(model.net, tree, v, n, part, batch.size, state, world)

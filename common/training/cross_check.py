@@ -28,7 +28,7 @@ class CrossCheck:
     def __init__(self, model: nn.Module, split: Any, order: ElasticSampler, state: TrainState,
                  world: World) -> None:
         self.model, self.split, self.order, self.state, self.world = model, split, order, state, world
-        self.ended, self.printed = 0.0, False  # the moment of the last comparison; whether its cost is known
+        self.ended, self.told = 0.0, False  # the moment of the last comparison; whether its cost was printed
 
     @property
     def due(self) -> bool:
@@ -53,11 +53,10 @@ class CrossCheck:
 
     def _tell_cost(self, began):
         last, self.ended = self.ended, time.monotonic()
-        if last and not self.printed and self.world.rank == 0:
-            seconds, every = self.ended - began, self.state.opts.cross_check
-            say(f"--cross-check: {1e3 * seconds:.1f} ms every {every} steps, "
-                f"{seconds / (self.ended - last):.2%} of the time")
-        self.printed = bool(last)
+        if last and not self.told and self.world.rank == 0:
+            cost, self.told = self.ended - began, True
+            say(f"--cross-check: {1e3 * cost:.1f} ms every {self.state.opts.cross_check} steps, "
+                f"{cost / (self.ended - last):.2%} of the time")
 
     def _gather(self, number):
         return [int(told) for told in self.world.all_gather(torch.tensor([number]))]

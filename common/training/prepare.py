@@ -4,18 +4,19 @@ The second half refuses a BatchNorm that some step would give a single sample, b
 """
 import contextlib
 import inspect
-import itertools
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.backends import cudnn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from common.data import forward_sizes, map_tensors
+from common.data import forward_sizes, leaves, map_tensors
 from common.errors import UserError
+from common.models import named_tensors
 from common.options import Options
 from common.training.bitwise.sums import Tree
 from common.training.loss import autocast
@@ -43,11 +44,21 @@ def fit(net: nn.Module, opts: Options, world: World, data: Any, task: Task) -> n
                         "leave it out, or use train_ddp.py, or one device")
     torch.autograd.set_detect_anomaly(opts.debug)
     refuse_single(net, opts, world, data, task)
+    if world.device.type == "cuda" and (opts.virtual_ranks or opts.recompute):
+        draw_without_cudnn(net)
     if opts.sync_bn and world.size > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if opts.channels_last:
         net = net.to(memory_format=torch.channels_last)
     return net
+
+
+def draw_without_cudnn(net):
+    """cuDNN's dropout inside an RNN has a state of its own: neither seeds nor recomputations set it."""
+    for module in net.modules():
+        if isinstance(module, nn.RNNBase) and module.dropout and cudnn.enabled:
+            module.register_forward_pre_hook(lambda *_: setattr(cudnn, "enabled", False))
+            module.register_forward_hook(lambda *_: setattr(cudnn, "enabled", True), always_call=True)
 
 
 def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
@@ -117,22 +128,14 @@ class CpuReplicas(nn.Module):
         self.module, self.count = net, count
 
     def forward(self, *args, **kwargs):
-        chunks = []
-        map_tensors(lambda x: chunks.append(x.chunk(self.count)), (args, kwargs))  # as on GPUs
-        inputs = []
-        for i in range(len(chunks[0])):
-            each = iter(chunks)
-            inputs.append(map_tensors(lambda _, i=i, each=each: next(each)[i], (args, kwargs)))
-        (args, kwargs), *rest = inputs
+        count = len(leaves((args, kwargs))[0].chunk(self.count))  # as on GPUs, it may be less
+        (args, kwargs), *rest = [map_tensors(lambda x, i=i: x.chunk(self.count)[i], (args, kwargs))
+                                 for i in range(count)]
         outputs = [self.module(*args, **kwargs)]  # as there, the first replica is the net itself
         for args, kwargs in rest:
-            tensors = itertools.chain(self.module.named_parameters(), self.module.named_buffers())
-            copies = {name: tensor.clone() for name, tensor in tensors}
+            copies = {name: tensor.clone() for name, tensor in named_tensors(self.module)}
             outputs.append(torch.func.functional_call(self.module, copies, args, kwargs))
-        leaves = [[] for _ in outputs]
-        for found, output in zip(leaves, outputs, strict=True):
-            map_tensors(found.append, output)
-        whole = iter([torch.cat(found) for found in zip(*leaves, strict=True)])
+        whole = iter([torch.cat(each) for each in zip(*map(leaves, outputs), strict=True)])
         return map_tensors(lambda _: next(whole), outputs[0])
 
 
@@ -152,16 +155,13 @@ def refuse_single(net, opts, world, data, task):
     wrong = next((batch for batch in (min(n, size), tail) if 1 in forwards(batch, opts, world)), None)
     if wrong is None or opts.eval_only or takes_one(net, data, task, opts):
         return
-    which, cut, ways = f"a global batch of {wrong}", "one process", "--micro-batch-size"
-    if wrong == tail:
-        which = f"the last batch of an epoch, {tail} of {n:,} samples,"
-    if opts.virtual_ranks:
-        cut, ways = f"{opts.virtual_ranks} slices", "--virtual-ranks"
-    elif world.replicas > 1:
-        cut, ways = f"{world.replicas} shares", "number of processes"
+    which = f"the last batch of an epoch, {tail} of {n:,} samples," if wrong == tail else \
+        f"a global batch of {wrong}"
+    cut = f"{opts.virtual_ranks} slices" if opts.virtual_ranks else \
+        f"{world.replicas} shares" if world.replicas > 1 else "one process"
     raise UserError("a BatchNorm of this net cannot train on one sample alone, "
-                    f"and {which} in {cut} leaves one\n"
-                    f"choose another --global-batch-size (now {size}) or {ways}, or GroupNorm or LayerNorm")
+                    f"and {which} in {cut} leaves one\nchoose another --global-batch-size (now {size}), "
+                    "--micro-batch-size, --virtual-ranks\nor number of processes, or GroupNorm or LayerNorm")
 
 
 def forwards(batch, opts, world):
@@ -184,8 +184,7 @@ def takes_one(net, data, task, opts):
     if not any(isinstance(m, _BatchNorm) for m in net.modules()):
         return True
     was, batch = net.training, map_tensors(lambda t: t.to("meta"), data.train.fetch([0]))
-    tensors = itertools.chain(net.named_parameters(), net.named_buffers())
-    hollow = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors}
+    hollow = {name: torch.empty_like(tensor, device="meta") for name, tensor in named_tensors(net)}
     try:
         with torch.no_grad():
             task.function(lambda *args, **kwargs: torch.func.functional_call(net, hollow, args, kwargs),

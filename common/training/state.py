@@ -19,7 +19,7 @@ from common.training.buffers import Buffers
 from common.training.optimizer import finish_gradient, learning_rate, make_state
 from common.training.task import Task, best_of, find_task
 from common.training.unsaved import Unsaved
-from common.training.updates import Updates
+from common.training.updates import OwnTime, Updates
 
 
 class TrainState:
@@ -39,9 +39,8 @@ class TrainState:
         self.record: dict[str, Any] = {}  # of the last logged step; saved, as rank 0 may die before it logs
         self.evaluated: dict[str, Any] = {}  # the last evaluation, likewise
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
-        self.progress, self.own_seconds = 0, 0.0  # for the watchdog: any progress; work without waiting
         self.stepped, self.saving = time.time(), False  # of the last step's end; it waits for the disk
-        self.lock, self.half_updated = threading.RLock(), False
+        self.lock, self.half_updated, self.progress = threading.RLock(), False, 0  # progress of any kind
         self.images: dict[str, Any] = {}  # the store's buffers: a save may be copying into them
         self.verdict: UserError | None = None  # why this state may never be saved
         self.norm, self.all_sum = norm, all_sum  # over all ranks, where each has a part of the net
@@ -53,7 +52,8 @@ class TrainState:
         self.buffers, self.unsaved = Buffers(net), Unsaved(net)
         self._set_rate()
         make_state(optimizer)
-        self.updates = Updates(next((p.device for p in self.names if p.is_cuda), None))
+        gpu = next((p.device for p in self.names if p.is_cuda), None)
+        self.updates, self.own = Updates(gpu), OwnTime(gpu)
         # Before its update a rank waits for its GPU if it holds a part of the net, whose rescue needs a whole
         # gradient, or if the optimizer is not fused: such a one counts on the CPU, or reads the GPU.
         self.waits = bool(all_sum) or not all(group.get("fused") for group in optimizer.param_groups)

@@ -1,10 +1,7 @@
 """What is minimised and what is shown: the sums and counts that a task returns of each forward, never means.
 
-The built-in tasks are in loss.py. One of a user's own is a function in a file (--task path/to/file.py:loss):
-
-    def loss(net, batch):                    # the samples of one forward, as collate made them
-        x, y = batch
-        return {"loss": (F.mse_loss(net(x), y, reduction="sum"), len(y))}      # the first is minimised
+The built-in tasks are in loss.py. A user's own is a function of (net, batch) in a file:
+{"loss": (sum, count), ...}, of which the first is minimised (--task path/to/file.py:loss).
 
 A value may also be a tensor of whole numbers, such as a confusion matrix: these are added up, and `finish`
 of the same file, a function of {name: number or tensor}, makes numbers of them.

@@ -1,10 +1,11 @@
-"""Updates of the weights that a GPU has still to make: the program launches them, and does not wait.
+"""What a GPU has still to do: the program launches updates of the weights, and times, and does not wait.
 
 An update stands in the GPU's stream behind the collectives of its gradient. If one of these hangs, the update
 never runs; and while this process lives nothing aborts a collective. Each update leaves an event before and
 after it: the weights are those before the first update that has not begun, once the others have ended.
 """
 import contextlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -26,11 +27,10 @@ class Updates:
         if self.gpu is None:
             yield
             return
-        before, begun, ended = facts(), torch.cuda.Event(), torch.cuda.Event()
-        begun.record()
+        stream = torch.cuda.current_stream()
+        before, begun = facts(), stream.record_event()
         yield
-        ended.record()
-        self.launched.append((before, begun, ended))
+        self.launched.append((before, begun, stream.record_event()))
 
     def waiting(self) -> tuple[dict[str, Any], Any] | None:
         """(facts, event) from before the first update that has not begun; waits for those that have."""
@@ -49,8 +49,30 @@ class Updates:
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """For a rescue: a stream of its own; the usual one may stand behind a dead collective."""
-        with contextlib.ExitStack() as stack:
-            if self.gpu is not None:
-                stack.enter_context(torch.cuda.device(self.gpu))
-                stack.enter_context(torch.cuda.stream(self.side))
+        if self.gpu is None:
             yield
+            return
+        with torch.cuda.device(self.gpu), torch.cuda.stream(self.side):
+            yield
+
+
+class OwnTime:
+    """Adds up `seconds` of a rank's work without its waits for other ranks, by which a straggler is found.
+
+    On a GPU a moment is an event in its stream, and `spans` are those that it has not passed yet.
+    """
+
+    def __init__(self, gpu: torch.device | None):
+        self.gpu, self.seconds, self.spans = gpu, 0.0, list[tuple]()
+
+    def now(self) -> Any:
+        if self.gpu is None:
+            return time.monotonic()
+        return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+
+    def add(self, began: Any) -> None:
+        """The work since then."""
+        self.spans.append((began, self.now()))
+        while self.spans and (self.gpu is None or self.spans[0][1].query()):
+            began, ended = self.spans.pop(0)
+            self.seconds += ended - began if self.gpu is None else began.elapsed_time(ended) / 1000

@@ -2,6 +2,7 @@
 
     python tests/bench/gpu.py --json found.json           # one GPU, about ten minutes
     python tests/bench/gpu.py --nets resnet50 --steps 50
+    python tests/bench/gpu.py --overlap                   # several GPUs: is the exchange beside the backward?
     python tests/bench/gpu.py --device cpu --tiny         # that the bench itself runs
 
 The bare loop has the same net, batch, precision and optimizer. Both take turns; figures are medians.
@@ -63,7 +64,7 @@ def ours(world, data, opts):
     model = distribute(net, opts, world)
 
     def step(x, y):
-        totals = backward(model, share_of(x, y, opts), state, world)
+        totals = backward(model, share_of(x, y, opts, world.rank, world.size), state, world)
         state.update(len(x))
         return totals
     return step, state
@@ -103,16 +104,67 @@ def idle_share(step, batch, count, device):
     """The share of the time in which no kernel ran, from a profile; None without a GPU."""
     if device.type != "cuda":
         return None
+    spans = [span for _, *span in kernels(step, batch, count, device)]
+    return 1 - length(spans) / (max(stop for _, stop in spans) - min(start for start, _ in spans))
+
+
+def kernels(step, batch, count, device):
+    """[(name, start, end)] of all that the GPU did, from a profile."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         seconds(step, batch, count, device)
-    events = profile.profiler.kineto_results.events()
-    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events
-                   if e.device_type() == torch.autograd.DeviceType.CUDA)
-    busy, end = 0, spans[0][0]
-    for start, stop in spans:
-        busy += max(0, stop - max(start, end))
+    return [(e.name(), e.start_ns(), e.start_ns() + e.duration_ns())
+            for e in profile.profiler.kineto_results.events()
+            if e.device_type() == torch.autograd.DeviceType.CUDA]
+
+
+def length(spans):
+    """Of the union of spans."""
+    total, end = 0, float("-inf")
+    for start, stop in sorted(spans):
+        total += max(0, stop - max(start, end))
         end = max(end, stop)
-    return 1 - busy / (end - spans[0][0])
+    return total
+
+
+def hidden_share(found):
+    """The share of the time of NCCL's kernels in which another kernel runs, too."""
+    nccl = [span for name, *span in found if "nccl" in name.lower()]
+    rest = [span for name, *span in found if "nccl" not in name.lower()]
+    return (length(nccl) + length(rest) - length(nccl + rest)) / length(nccl)
+
+
+def overlap(args):
+    """{implementation: {ms, hidden}} of a step over all GPUs.
+
+    Since torch 2.15 there are two of NCCL; the default one may order all later kernels behind each exchange.
+    """
+    found = {}
+    for name, chosen in (("default", {}), ("TORCH_DIST_USE_NCCL2=0", {"TORCH_DIST_USE_NCCL2": "0"})):
+        command = [sys.executable, "launch/torchrun.py", f"--nproc_per_node={torch.cuda.device_count()}",
+                   __file__, "--one-rank", f"--steps={args.steps}"]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | chosen, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        found[name] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+        print(f"{name:23} {found[name]['ms']:8.2f} ms a step, {found[name]['hidden']:.0%} of the exchange "
+              "beside other kernels", flush=True)
+    return found
+
+
+def one_rank(args):
+    """What each process of `overlap` does."""
+    from common.world import join, leave
+    model, batch, shape, more = NETS["gpt:medium"]
+    opts = Options(model=model, global_batch_size=batch * int(os.environ["WORLD_SIZE"]), optimizer="adam",
+                   device="cuda", tensorboard=False, **more)
+    world = join(opts)
+    data, draw = data_of(shape)
+    step, drawn = ours(world, data, opts)[0], [t.pin_memory() for t in draw(range(opts.global_batch_size))]
+    seconds(step, drawn, args.steps, world.device)
+    ms = seconds(step, drawn, args.steps, world.device) * 1e3
+    hidden = hidden_share(kernels(step, drawn, args.steps, world.device))
+    if world.rank == 0:
+        print(json.dumps({"ms": ms, "hidden": hidden}), flush=True)
+    leave(world)
 
 
 def step_times(args, device):
@@ -195,7 +247,11 @@ def main():
     flags.add_argument("--compile", action=argparse.BooleanOptionalAction, default=True)
     flags.add_argument("--tiny", action="store_true", help="small nets, one step a turn, nothing compiled")
     flags.add_argument("--json", help="a file for the figures")
+    flags.add_argument("--overlap", action="store_true", help="only this: a step over all GPUs")
+    flags.add_argument("--one-rank", action="store_true", help="what --overlap starts")
     args = flags.parse_args()
+    if args.overlap or args.one_rank:
+        return one_rank(args) if args.one_rank else overlap(args)
     if args.tiny:
         args.rounds, args.steps, args.compile = 1, 1, False
     device = torch.device(args.device)

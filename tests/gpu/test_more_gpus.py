@@ -113,6 +113,13 @@ def test_a_sharded_stage_holds_its_share_of_the_memory(tmp_path):
 
 
 @needs(2)
+@pytest.mark.skipif(fake(), reason="CPUs have no kernels beside each other")
+def test_the_exchange_of_gradients_runs_beside_the_backward():
+    lines = end(begin("tests/bench/gpu.py", "--overlap", "--steps=5")).splitlines()
+    assert max(int(line.split(" a step, ")[1].split("%")[0]) for line in lines if " a step, " in line) > 20
+
+
+@needs(2)
 def test_the_launcher_counts_the_gpus_that_are_visible(tmp_path):
     call = "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"
     end(begin("-c", call, "launch/local.sh", *SMALL, f"--run-dir={tmp_path}", "--no-tensorboard", gpus=1))

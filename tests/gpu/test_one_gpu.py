@@ -30,7 +30,8 @@ class Late:
 
 
 def saved(run):
-    return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*[0-9]"))
+    """Steps; a name may end in .1, .2 ... where a step was saved again."""
+    return sorted({int(path.name[5:13]) for path in (run / "checkpoints").glob("step-*[0-9]")})
 
 
 def test_a_run_learns_ends_and_is_complete_and_audited(tmp_path):
@@ -80,9 +81,11 @@ def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(tmp_path):
     for name, blocking in (("a", "0"), ("b", "1")):
         train(tmp_path / name, "train_ddp.py", "--virtual-ranks=2", "--save-every=1", "--max-steps=30",
               "--keep=40", CUDA_LAUNCH_BLOCKING=blocking)
-        manifests = sorted((tmp_path / name / "checkpoints").glob("step-*/manifest.json"))
-        found.append([json.loads(path.read_text())["digest"] for path in manifests])
-    assert found[0] == found[1] and len(found[0]) > 5
+        manifests = map(json.loads, (path.read_text() for path in
+                                     (tmp_path / name / "checkpoints").glob("step-*/manifest.json")))
+        found.append({manifest["step"]: manifest["digest"] for manifest in manifests})
+    both = found[0].keys() & found[1].keys()  # a save is left out while another one is written
+    assert len(both) > 5 and all(found[0][step] == found[1][step] for step in both)
 
 
 @pytest.mark.parametrize("turn", range(3))
@@ -105,19 +108,30 @@ def test_stages_on_one_gpu_have_the_loss_of_the_whole_net(tmp_path, flags):
     train(tmp_path / "ddp", "train_ddp.py", *model, "--log-every=1")
     for name in ("mp", "again"):
         train(tmp_path / name, "train_mp.py", devices(0, 0), *model, *flags, "--log-every=1")
-    assert losses(tmp_path / "mp") == losses(tmp_path / "again") == pytest.approx(
-        losses(tmp_path / "ddp"), abs=1e-3)
+    for name in ("mp", "again"):  # a GPU adds up in any order: without --virtual-ranks no bits are promised
+        assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "ddp"), abs=1e-3)
 
 
-def test_stages_on_one_gpu_have_the_digest_of_the_whole_net(tmp_path):
-    train(tmp_path / "ddp", "train_ddp.py", *SMALL, "--virtual-ranks=8")
-    train(tmp_path / "mp", "train_mp.py", *SMALL, "--virtual-ranks=8", devices(0, 0))
+@pytest.mark.parametrize(("net", "flags"), [("net", ()), ("rnn", ("--recompute",))])
+def test_stages_on_one_gpu_have_the_digest_of_the_whole_net(tmp_path, net, flags):
+    """Both nets draw dropout in several stages; an RNN's would come from cuDNN's own state."""
+    own = (f"--model={ROOT}/tests/tools/nets.py:rnn", f"--dataset={ROOT}/tests/tools/nets.py:series")
+    given = (*SMALL, "--virtual-ranks=8", *(own if net == "rnn" else ()))
+    train(tmp_path / "ddp", "train_ddp.py", *given)
+    train(tmp_path / "mp", "train_mp.py", *given, devices(0, 0), *flags)
     assert digest(tmp_path / "ddp") == digest(tmp_path / "mp")
+
+
+@pytest.mark.skipif(fake(), reason="CPUs have the operation with fixed bits")
+def test_a_layer_without_fixed_bits_is_named_and_refused(tmp_path):
+    out = train(tmp_path, "train_ddp.py", "--model=alexnet", "--virtual-ranks=2", "--max-steps=1",
+                f"--dataset={ROOT}/tests/tools/nets.py:large_pictures", code=2)
+    assert "adaptive_avg_pool2d_backward_cuda" in out and "--virtual-ranks" in out and "Traceback" not in out
 
 
 @pytest.mark.skipif(fake(), reason="a CPU has more memory")
 def test_a_net_that_does_not_fit_is_told_in_two_lines(tmp_path):
-    out = train(tmp_path, "train_ddp.py", "--model=gpt:96x32x8192", *TEXT[1:], code=1)
+    out = train(tmp_path, CHECKS, "--model=gpt:12x12x1536", *TEXT[1:], code=1, check=["little_memory"])
     assert "out of memory" in out and "Traceback" not in out
 
 

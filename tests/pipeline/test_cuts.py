@@ -10,7 +10,7 @@ from common.errors import UserError
 from common.models import build_model
 from common.options import Options
 from common.pipeline import describe, split
-from common.pipeline.cut import balance, cut, measure, pieces, prune
+from common.pipeline.cut import balance, cut, measure, pieces, place, prune
 from common.pipeline.schedule import timetable
 from common.training import build_optimizer
 from common.training.loss import autocast
@@ -118,6 +118,22 @@ def test_measuring_leaves_weights_buffers_and_generators_alone():
     assert found[0].shape == (4,) and all(m.kept > 0 and m.seconds > 0 for m in found)
 
 
+def test_the_weights_of_an_rnn_are_laid_side_by_side_once_all_of_them_are_on_their_device(monkeypatch):
+    seen = []
+    monkeypatch.setattr(nn.LSTM, "flatten_parameters",
+                        lambda self: seen.append([w.device.type for w in self._flat_weights]))
+    net = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    first, last = pieces(net)
+    seen.clear()
+    place(net, first, torch.device("meta"))
+    assert not seen
+    place(net, last, torch.device("meta"))
+    assert seen[-1] == ["meta"] * 4
+    lstm = nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))
+    prune(lstm, ["0"])
+    assert lstm[1]._flat_weights == [None] * 4, "a stage keeps no memory of what another one has"
+
+
 def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2_on_the_second():
     net = build_model(Options(model="net", seed=0),
                       SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (1, 28, 28)})))
@@ -167,6 +183,8 @@ def test_every_micro_batch_goes_forward_and_back_once_and_needs_only_what_earlie
     stages = loops * places
     for count in range(16):
         done, flying = set(), [0] * stages
+        assert timetable(schedule, count, stages, places) is timetable(schedule, count, stages, places), \
+            "computed once, not in each step"
         for tick in timetable(schedule, count, stages, places):
             assert len({stage % places for stage, _, _ in tick}) == len(tick), "one work at a place"
             for stage, k, forward in tick:

@@ -12,7 +12,7 @@ from common.rescue.watchdog import Watchdog
 
 
 def state_at(step=0):
-    return SimpleNamespace(step=step, progress=0, own_seconds=0.0)
+    return SimpleNamespace(step=step, progress=0, own=SimpleNamespace(seconds=0.0))
 
 
 def alone():
@@ -153,7 +153,7 @@ def name_the_slow(world):
     deadline = time.monotonic() + 90
     while not (said if world.rank == 0 else world.store.check(["named"])) and time.monotonic() < deadline:
         state.step, state.progress = state.step + 1, state.progress + 1
-        state.own_seconds += 0.3 if world.rank == 2 else 0.03
+        state.own.seconds += 0.3 if world.rank == 2 else 0.03
         time.sleep(0.05)
     if world.rank == 0:
         world.store.set("named", "1")

@@ -3,6 +3,7 @@
     with fake_streams() as default:      copies to the host (tensor_file.py) land only when the program waits
         late_updates(state, default)     this state's updates are made when the default stream comes to them
         default.hang()                   it comes to nothing more until `.set()` of what this returns
+        default.busy(seconds)            its work takes so long, by the clock of events with timing
     with fake_gpus(a, b) as streams:     each of these devices has a current stream
     with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
@@ -32,6 +33,7 @@ class Stream:
 
     def __init__(self, device=None, eager=False, **_):
         self.device, self.eager, self.work, self.done, self.turn = device, eager, [], 0, threading.RLock()
+        self.clock = 0.0
 
     def submit(self, job):
         self.work.append(job)
@@ -55,13 +57,19 @@ class Stream:
     def wait_event(self, event):
         self.submit(event.synchronize)
 
-    def record_event(self):
-        event = Event()
+    def record_event(self, event=None):
+        event = event or Event()
         event.record(self)
         return event
 
     def wait_stream(self, other):
         self.wait_event(other.record_event())
+
+    def busy(self, seconds):
+        def work():
+            self.clock += seconds
+
+        self.submit(work)
 
     def hang(self):
         """All later work waits until the event that is returned is set."""
@@ -76,12 +84,18 @@ class Stream:
 
 
 class Event:
-    def __init__(self, **_):
-        self.stream, self.count = None, 0
+    def __init__(self, enable_timing=False, **_):
+        self.stream, self.count, self.timing = None, 0, enable_timing
 
     def record(self, stream=None):
         self.stream = stream or torch.cuda.current_stream()
+        if self.timing:
+            self.stream.submit(lambda: setattr(self, "moment", self.stream.clock))
         self.count = len(self.stream.work)
+
+    def elapsed_time(self, later):
+        assert self.query() and later.query(), "an event that the GPU has not passed has no time"
+        return 1000 * (later.moment - self.moment)
 
     def query(self):
         return not self.stream or self.stream.done >= self.count

@@ -1,3 +1,4 @@
+import contextlib
 import math
 import signal
 import threading
@@ -5,12 +6,18 @@ import threading
 import pytest
 import torch
 from fakes import OverDevices, fake_streams, late_updates
+from samples import share_of
 from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.training import TrainState, build_optimizer
+from common.training import TrainState, backward, build_optimizer, distribute
 from common.training.optimizer import learning_rate
+from common.training.updates import OwnTime
+from common.world import World
+
+ALONE = World(0, 1, 0, 1, 0, (torch.device("cpu"),), "life", 0)
+LABELS = torch.arange(8) % 2
 
 
 def make(samples=100, **flags):
@@ -154,15 +161,21 @@ def copied_by_a_rescue(state, during=lambda: None):
     return found[1], found[0]["model"]
 
 
+@contextlib.contextmanager
+def hung(steps):
+    """(state, stream, gate) after so many steps on a GPU whose stream then hangs until the gate is set."""
+    with fake_streams() as default:
+        state = make()
+        late_updates(state, default)
+        train(state, steps)
+        yield state, default, default.hang()
+
+
 @pytest.mark.parametrize("launched", [0, 1, 2])
 def test_a_rescue_takes_the_newest_step_that_the_gpu_has_made_whatever_was_launched_behind_a_dead_collective(
         launched):
     wanted = train(make(), 3).tensors()["model"]
-    with fake_streams() as default:
-        state = make()
-        late_updates(state, default)
-        train(state, 3)
-        gate = default.hang()
+    with hung(3) as (state, _, gate):
         train(state, launched)
         facts, held = copied_by_a_rescue(state)
         assert state.step == 3 + launched and facts["step"] == state.whole == 3 and facts["position"] == 24
@@ -173,21 +186,14 @@ def test_a_rescue_takes_the_newest_step_that_the_gpu_has_made_whatever_was_launc
 def test_an_update_that_begins_while_a_rescue_copies_is_waited_for_and_copied_whole():
     """A collective was only slow: its update runs in the midst of the copy."""
     wanted = train(make(), 4).tensors()["model"]
-    with fake_streams() as default:
-        state = make()
-        late_updates(state, default)
-        train(state, 3)
-        gate = default.hang()
+    with hung(3) as (state, default, gate):
         train(state, 1)
         facts, held = copied_by_a_rescue(state, during=lambda: (gate.set(), default.synchronize()))
         assert facts["step"] == 4 and all(torch.equal(t, held[n]) for n, t in wanted.items())
 
 
 def test_the_program_runs_ahead_of_the_gpu_by_two_updates_and_waits_without_the_lock():
-    with fake_streams() as default:
-        state = make()
-        late_updates(state, default)
-        gate = default.hang()
+    with hung(0) as (state, _, gate):
         train(state, 3)
         late = threading.Thread(target=train, args=(state, 1), daemon=True)
         late.start()
@@ -198,6 +204,30 @@ def test_the_program_runs_ahead_of_the_gpu_by_two_updates_and_waits_without_the_
         gate.set()
         late.join(20)
         assert state.step == state.whole == 4
+
+
+@pytest.mark.parametrize("slices", [0, 2])
+def test_own_time_on_a_gpu_is_that_of_its_stream_without_the_exchange_and_nothing_waits_for_it(slices):
+    with fake_streams() as default:
+        state = make(virtual_ranks=slices, global_batch_size=8)
+        state.own = OwnTime("fake")
+        state.net.register_forward_hook(lambda *_: default.busy(0.25))
+        for p in list(state.net.parameters())[-1:]:
+            p.register_post_accumulate_grad_hook(lambda _: default.busy(4.0))  # for other ranks
+        model = distribute(state.net, state.opts, ALONE)
+        batch = share_of(torch.randn(8, 3), LABELS, state.opts)
+        once = 0.25 if not slices else 4.25  # the exchange begins in the backward of the last slice
+        for step in range(3):
+            backward(model, batch, state, ALONE)
+            state.update(8)
+            assert state.own.seconds == pytest.approx(once * (step + 1))
+        gate = default.hang()
+        for _ in range(2):
+            backward(model, batch, state, ALONE)  # it returns: nothing waits for the stream
+        assert state.own.seconds == pytest.approx(once * 3)
+        gate.set()
+        backward(model, batch, state, ALONE)
+        assert state.own.seconds == pytest.approx(once * 6) and not state.own.spans
 
 
 def test_the_learning_rate_is_a_function_of_the_step():

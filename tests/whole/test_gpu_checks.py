@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import gpu
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,3 +37,12 @@ def test_the_bench_of_a_gpu_measures_all_it_promises(tmp_path):
     assert [row["net"] for row in found["steps"]] == ["resnet50", "gpt:medium", "net"]
     assert all(row["ours_ms"] > 0 < row["bare_ms"] for row in found["steps"])
     assert found["save"]["save_ms"] > 0 < found["lives"]["stop_s"] and found["lives"]["restart_s"] > 0
+
+
+@pytest.mark.parametrize(("others", "share"), [
+    ([("gemm", 0, 40)], 0.0), ([("gemm", 0, 60)], 0.25), ([("gemm", 30, 130), ("add", 90, 200)], 1.0),
+    ([("gemm", 0, 45), ("add", 40, 60), ("gemm", 110, 115)], 0.375)])
+def test_the_share_of_an_exchange_beside_other_kernels_is_that_of_its_time(others, share):
+    exchange = [("ncclDevKernel_AllReduce", 40, 90), ("ncclDevKernel_AllReduce", 80, 120)]
+    assert gpu.hidden_share(exchange + others) == share
+    assert gpu.length([span for _, *span in exchange]) == 80

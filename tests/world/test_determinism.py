@@ -4,11 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from samples import share_of
+from torch import nn
 
 from common.errors import UserError
 from common.options import Options, parse_options
-from common.training import prepare
-from common.world import bit_facts
+from common.pipeline import split
+from common.training import TrainState, backward, build_optimizer, distribute, find_task, fit, prepare
+from common.world import World, bit_facts
 
 pinned = importlib.import_module("common.world.determinism")
 
@@ -46,3 +49,94 @@ def test_variables_that_choose_a_gpus_kernels_are_recorded(monkeypatch):
 
 def test_a_gpu_without_a_number_is_the_first():
     assert parse_options("", ["--devices=cuda,cuda:1"], script="mp").devices == ("cuda:0", "cuda:1")
+
+
+class Pool(torch.autograd.Function):
+    """A backward that torch refuses as it refuses adaptive_avg_pool2d's on a GPU: with its words."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError(
+            "adaptive_avg_pool2d_backward_cuda does not have a deterministic implementation, but you set "
+            "'torch.use_deterministic_algorithms(True)'. You can turn off determinism just for this")
+
+
+class Refused(nn.Linear):
+    """`forward`: torch refuses this operation on CPUs, too."""
+
+    def __init__(self, where):
+        super().__init__(4, 2)
+        self.where = where
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.where == "backward":
+            return Pool.apply(y)
+        return y.put_(torch.tensor([0]), y.new_zeros(1)) if torch.is_grad_enabled() else y
+
+
+def refused(where, script):
+    opts = Options(script=script, virtual_ranks=2, global_batch_size=4)
+    pinned.pin(opts)
+    x, y, net = torch.randn(4, 4), torch.arange(4) % 2, nn.Sequential(nn.Linear(4, 4), Refused(where))
+    samples = type("Split", (), {"fetch": lambda self, ids: (x[ids], y[ids]), "__len__": lambda self: 4})()
+    world = World(0, 1, 0, 1, 0, (torch.device("cpu"),) * (1 + (script == "mp")), "life", 0)
+    with pytest.raises(UserError) as caught:
+        if script == "mp":  # measuring the pieces meets it
+            split(net, opts, world, SimpleNamespace(train=samples))
+        state = TrainState(net, build_optimizer(net, opts), opts, 4)
+        backward(distribute(net, opts, world), share_of(x, y, opts), state, world)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("where", "script", "name"), [
+    ("forward", "ddp", "put_"), ("backward", "ddp", "adaptive_avg_pool2d_backward_cuda"),
+    ("forward", "mp", "put_"), ("backward", "mp", "adaptive_avg_pool2d_backward_cuda")])
+def test_an_operation_that_torch_refuses_is_named_with_a_way_out(where, script, name):
+    text = refused(where, script)
+    assert name in text and "--debug" in text and len(text.splitlines()) <= 3
+    assert (script, where) == ("mp", "forward") or "--virtual-ranks" in text and "replace the layer" in text
+
+
+def test_another_error_of_a_step_stays_what_it_is():
+    class Wrong(nn.Linear):
+        def forward(self, x):
+            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    opts = Options(virtual_ranks=1, global_batch_size=4)
+    net, world = Wrong(2, 2), World(0, 1, 0, 1, 0, (torch.device("cpu"),), "life", 0)
+    state = TrainState(net, build_optimizer(net, opts), opts, 4)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        backward(distribute(net, opts, world), share_of(torch.ones(4, 2), torch.ones(4), opts), state, world)
+
+
+class Noting(nn.LSTM):
+    """Notes whether torch may choose cuDNN for it; fails once."""
+
+    seen: list = []
+
+    def forward(self, x):
+        Noting.seen.append(torch.backends.cudnn.enabled)
+        if len(x) == 1:
+            raise ValueError("one word")
+        return super().forward(x)[0]
+
+
+@pytest.mark.parametrize("flags, dropout, uses", [
+    ({"virtual_ranks": 2}, 0.5, False), ({"script": "mp", "recompute": True}, 0.5, False),
+    ({"virtual_ranks": 2}, 0.0, True), ({}, 0.5, True)])
+def test_dropout_inside_an_rnn_draws_from_the_generator_that_a_slice_seeds_and_not_from_cudnns(
+        flags, dropout, uses):
+    """cuDNN has a state of its own, which moves on with each forward and is in no checkpoint."""
+    opts, gpu = Options(**flags), SimpleNamespace(device=torch.device("cuda"), devices=(), size=1, replicas=1)
+    net = nn.Sequential(Noting(4, 4, num_layers=2, dropout=dropout), nn.Linear(4, 2))
+    Noting.seen.clear()
+    fit(net, opts, gpu, SimpleNamespace(train=range(64)), find_task(opts))
+    net(torch.randn(3, 2, 4))
+    with pytest.raises(ValueError):
+        net(torch.randn(1, 2, 4))
+    assert Noting.seen == [uses, uses] and torch.backends.cudnn.enabled

@@ -76,7 +76,7 @@ def hang(size):
     other = threading.Thread(target=stuck.wait, daemon=True)
     other.start()
     for rank in range(size):
-        state = SimpleNamespace(step=3, progress=7, own_seconds=0.1)
+        state = SimpleNamespace(step=3, progress=7, own=SimpleNamespace(seconds=0.1))
         dog = Watchdog(state, SimpleNamespace(size=1), 1, print)
         dog.world = SimpleNamespace(rank=rank, size=size, local_rank=rank % 8)
         dog.moved, dog.guard = dog.moved - 100, SimpleNamespace(beat=lambda limit: None, stop=list)
