@@ -49,7 +49,7 @@ def pieces(net):
         found = [Piece("all of it", net, ("",))]
     joined = []
     for piece in found:
-        if joined and (not _owned(net, piece.owns) or not _owned(net, joined[-1].owns)):
+        if joined and not (count(net, piece.owns) and count(net, joined[-1].owns)):
             last = joined.pop()
             piece = Piece(f"{last.name}+{piece.name}", _then(last.call, piece.call), last.owns + piece.owns)
         joined.append(piece)
@@ -82,10 +82,6 @@ def _vit(net):
     return [Piece("patches", patches, ("conv_proj", "class_token", "encoder.pos_embedding")),
             *(Piece(name, layer, (f"encoder.layers.{name}",)) for name, layer in layers),
             Piece("heads", lambda x: net.heads(net.encoder.ln(x)[:, 0]), ("encoder.ln", "heads"))]
-
-
-def _owned(net, prefixes):
-    return [p for n, p in net.named_parameters() if belongs(n, prefixes)]
 
 
 def belongs(name, prefixes):
@@ -133,8 +129,8 @@ def refuse_ties(net, groups):
                     "untie them, or cut elsewhere: --balance with counts of pieces, as in --balance 3,1")
 
 
-def count(net, piece):
-    return sum(p.numel() for p in _owned(net, piece.owns))
+def count(net, prefixes):
+    return sum(p.numel() for n, p in net.named_parameters() if belongs(n, prefixes))
 
 
 @only_deterministic()

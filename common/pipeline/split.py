@@ -48,9 +48,8 @@ def split(net: nn.Module, opts: Options, world: World, data: Any, task: Any = No
         told = json.loads(send(world, json.dumps([[m.seconds, m.kept] for m in measures]).encode(), 0))
         measures = [m._replace(seconds=s, kept=k) for m, (s, k) in zip(measures, told, strict=True)]
     loops = LOOPS if opts.schedule == "interleaved" else 1
-    weights = [count(net, piece) + 1 for piece in found]
-    if opts.balance == "time":
-        weights = [m.seconds for m in measures]
+    weights = [m.seconds if opts.balance == "time" else count(net, piece.owns) + 1
+               for m, piece in zip(measures, found, strict=True)]
     own_places = opts.balance == "parameters" and loops == 1 and world.stages == 1
     placement = getattr(net, "placement", ()) if own_places else ()
     if len(places) == 2 and len(placement) == len(found):

@@ -1,6 +1,7 @@
 """Stage and Pipeline: one loop over the work of all ticks, whether stages are ranks or local devices."""
 import contextlib
 import itertools
+from functools import partial
 
 import torch
 from torch import nn
@@ -33,8 +34,7 @@ class Stage(nn.Module):
         x = x.clone()  # layers may work in place, and x is a leaf or a part of the batch
         for piece in self.group:
             if self.opts.recompute and torch.is_grad_enabled():
-                contexts = contextlib.nullcontext(), _frozen(self.norms)  # of the forward, of its repetition
-                x = checkpoint(piece.call, x, use_reentrant=False, context_fn=lambda both=contexts: both)
+                x = checkpoint(piece.call, x, use_reentrant=False, context_fn=partial(_contexts, self.norms))
             else:
                 x = piece.call(x)
         return x if self.opts.virtual_ranks else x.contiguous()  # its strides travel with bits alone
@@ -54,7 +54,7 @@ class Pipeline(nn.Module):
         self.net, self.opts, self.world, self.groups, self.measures = net, opts, world, groups, measures
         self.parts, self.devices = len(groups), device_of
         self.even = opts.shard  # replicas of a stage then need as many forwards
-        self.parameters_of = [sum(count(net, piece) for piece in group) for group in groups]
+        self.parameters_of = [sum(count(net, piece.owns) for piece in group) for group in groups]
         own = range(world.stage, self.parts, world.stages)
         self.stages = [Stage(net, i, groups[i], device_of[i], opts) for i in own]
         self.stage_at = dict(zip(own, self.stages, strict=True))
@@ -199,13 +199,18 @@ def gradient_of(x, y, came):
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
+def _contexts(norms):
+    """Contexts of a forward and of its repetition, which must not change running statistics again."""
+    return contextlib.nullcontext(), _frozen(norms)
+
+
 @contextlib.contextmanager
 def _frozen(norms):
-    """For the repetition of a forward, which must not change running statistics again."""
+    kept = [(norm.momentum, norm.num_batches_tracked) for norm in norms]
     for norm in norms:
-        norm.track_running_stats = False
+        norm.momentum, norm.num_batches_tracked = 0.0, None
     try:
         yield
     finally:
-        for norm in norms:
-            norm.track_running_stats = True
+        for norm, (momentum, tracked) in zip(norms, kept, strict=True):
+            norm.momentum, norm.num_batches_tracked = momentum, tracked

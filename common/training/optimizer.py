@@ -87,10 +87,7 @@ def make_state(optimizer):
 
 
 def _first_state(optimizer, group, twin, given):
-    """The state that a step makes for one weight alone, without a gradient.
-
-    And without weight decay, with which the momentum of SGD would begin.
-    """
+    """What a step makes for one weight, without a gradient and without weight decay, SGD's first momentum."""
     twin.grad = torch.zeros_like(twin)
     alone = group | {"params": [twin]} | ({"weight_decay": 0.0} if "weight_decay" in group else {})
     before, state = dict(alone), Recorder(given)

@@ -40,7 +40,7 @@ def stuck_stream(*flags):
 
 
 def little_memory(*flags):
-    """A training that may use one gigabyte of the GPU: the net needs more, but the machine has room for it."""
+    """A training that may use one gigabyte of the GPU: the net needs more, the machine has room for it."""
     import train_ddp
     memory = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(2 ** 30 / memory, 0)

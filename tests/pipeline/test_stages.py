@@ -16,6 +16,7 @@ from common.data import batches
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split, stages
+from common.pipeline.cut import pieces
 from common.pipeline.stages import Pipeline
 from common.pipeline.transfer import NO_NOTE, Devices
 from common.sampler import ElasticSampler
@@ -161,6 +162,15 @@ class Drawing(torch.nn.Module):
         mask = torch.cat([torch.nn.functional.dropout(torch.ones(8), 0.5) for _ in range(60)])
         self.masks.setdefault(hash(x.detach().numpy().tobytes()), []).append(mask)
         return self.layer(x) * mask.mean()
+
+
+def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeypatch):
+    compiled = partial(torch.compile, backend="aot_eager")  # inductor takes minutes
+    monkeypatch.setattr(torch, "compile", compiled)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+    stage = stages.Stage(net, 0, pieces(net), CPU, Options(script="mp", compile=True, recompute=True))
+    stage(torch.rand(3, 4, requires_grad=True)).sum().backward()
+    assert net[1].num_batches_tracked == 1 and net[0].weight.grad is not None
 
 
 def test_recomputation_draws_what_the_forward_drew_with_other_micro_batches_in_between():
