@@ -13,10 +13,11 @@ from ranks import fork_ranks
 from test_data import Noisy, options
 from test_rescue import a_run
 
-from common.data import batches
+from common.data import batches, load_data
 from common.data import prefetch as workers
 from common.data.splits import DatasetSplit
 from common.errors import UserError
+from common.options import Options
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
 
@@ -167,3 +168,17 @@ def test_a_loading_process_whose_rank_died_before_it_began_ends_by_itself():
         workers.shelter(shared, gone, 0)
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+@pytest.mark.parametrize(("flags", "locked"), [({}, True), ({"device": "cpu"}, False),
+                                               ({"script": "mp", "devices": ("cpu", "cpu")}, False)])
+def test_memory_is_locked_for_a_gpu_alone_as_that_takes_room_on_it(monkeypatch, flags, locked):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: seen.append(self) or self)
+    opts = Options(dataset="digits", workers=0, **flags)
+    train = load_data(opts, None).train
+    order = ElasticSampler(train, 64)
+    order.set_epoch(0)
+    next(iter(batches(train, order, opts)))
+    assert bool(seen) is locked

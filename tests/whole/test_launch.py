@@ -97,6 +97,16 @@ def test_an_active_environment_is_used_and_none_is_made(clone, variable):
 
 
 @needs_an_environment
+@pytest.mark.parametrize(("visible", "count"), [(None, 4), ("0", 1), ("2,GPU-7a,1", 3), ("", 2)])
+def test_a_process_is_started_for_each_gpu_that_is_visible(clone, tmp_path, visible, count):
+    gpus = executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: H; done\n")
+    given_env = ["env", *(["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else
+                          [f"CUDA_VISIBLE_DEVICES={visible}"])]
+    done = sh(*given_env, clone / "launch/local.sh", path=gpus, VIRTUAL_ENV=str(HOME))
+    assert given(done)[2] == f"--nproc_per_node={count}"
+
+
+@needs_an_environment
 @pytest.mark.parametrize("line", ["no-such-package-here", "pip>=9999  # newer than there is"])
 def test_what_is_missing_or_too_old_is_installed_and_a_failure_has_a_way_out(clone, line):
     (clone / "requirements.txt").write_text(f"{line}\n")
