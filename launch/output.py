@@ -1,21 +1,29 @@
 """What workers print where no terminal shows it: a time before each line, and a file for each rank.
 
 RUN/logs/rank-N.log has at most LOG_BYTES; then it becomes rank-N.log.1, and the one before is gone. A process
-of its own does it: a disk or a reader that stops must stop neither the launcher nor, for long, the workers.
+of its own does it, with a thread for the files: a disk or a reader that stops must stop neither the launcher
+nor, for long, the workers, and a disk that stops hides no line. If the launcher is killed, the process shows
+what the workers still print while they save.
 """
 import contextlib
 import fcntl
 import os
+import queue
 import selectors
 import signal
 import socket
 import sys
+import threading
 import time
+
+from patience import wait_for
 
 LOG_BYTES = 5_000_000
 LINE_BYTES = 1 << 16     # a longer line is cut
 PIPE_BYTES = 1 << 20     # workers print on while nobody takes what they print
 LAST_SECONDS = 5.0       # for the last lines, if what the workers have started holds their pipes open
+WAITING = 1000           # pieces of text for a disk that has stopped; what comes then is only shown
+FINISH = b"0"            # the launcher's last word: all workers have ended
 
 
 class Output:
@@ -26,13 +34,14 @@ class Output:
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                self.line.close()
+                self.line.close()  # or this process would not hear of the launcher's end
                 os.setsid()  # Ctrl-C is not for this process: it has to show what it leads to
                 signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.SIGRTMIN))
                 Printer(run_dir).serve(theirs)
             finally:
                 os._exit(0)
         theirs.close()
+        self.line.setblocking(False)
 
     def begin(self, rank):
         """The ends of pipes that a worker of this rank writes to: as standard output, as standard error."""
@@ -44,52 +53,63 @@ class Output:
         ours, theirs = os.pipe()
         with contextlib.suppress(OSError, AttributeError):  # more than this user may have; no Linux
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        with contextlib.suppress(OSError):  # nobody prints any more
-            socket.send_fds(self.line, [f"{stream} {rank}".encode()], [ours])
+        with contextlib.suppress(OSError):  # nobody prints any more, or nobody takes what is printed
+            socket.send_fds(self.line, [b"%d %d" % (stream, rank)], [ours])
         os.close(ours)
         return theirs
 
     def say(self, text, stream=None):
         """The launcher's own words."""
-        with contextlib.suppress(OSError):  # nobody takes them
-            self.line.send(f"{1 if stream in (None, sys.stdout) else 2} {text}".encode()[:LINE_BYTES],
-                           socket.MSG_DONTWAIT)
+        self._send(b"%d %s" % (1 if stream in (None, sys.stdout) else 2, text.encode()))
 
     def finish(self):
         """Waits for the last lines, but not for a disk or a reader that has stopped."""
+        self._send(FINISH)
         self.line.close()
-        end = time.monotonic() + 2 * LAST_SECONDS
-        with contextlib.suppress(ChildProcessError):
-            while time.monotonic() < end and not os.waitpid(self.pid, os.WNOHANG)[0]:
-                time.sleep(0.005)
+        wait_for([self.pid], 2 * LAST_SECONDS)
+
+    def _send(self, words):
+        with contextlib.suppress(OSError):  # nobody takes them
+            self.line.send(words[:LINE_BYTES])
 
 
 class Printer:
     """Reads the workers' pipes in a process of its own."""
 
     def __init__(self, run_dir):
-        self.run_dir, self.sources, self.early = run_dir, {}, {}
+        self.run_dir, self.sources, self.unkept = run_dir, {}, queue.Queue(WAITING)
+        self.keeper = threading.Thread(target=self.keep, daemon=True)
+        self.keeper.start()
 
     def serve(self, line):
-        """Until the launcher and its workers have ended: `line` brings pipes, and the launcher's words."""
-        ears, end = selectors.DefaultSelector(), None
+        """Until the workers have ended, or have left their pipes to others; `line` brings the pipes."""
+        ears, open_, end = selectors.DefaultSelector(), True, float("inf")
         ears.register(line, selectors.EVENT_READ)
-        while end is None or self.sources and time.monotonic() < end:
-            for key, _ in ears.select(LAST_SECONDS):
-                if key.fileobj is not line:
-                    if self.read(key.fileobj) is None:
-                        ears.unregister(key.fileobj)
+        while open_ or self.sources and time.monotonic() < end:
+            ready = [key.fileobj for key, _ in ears.select(LAST_SECONDS)]
+            for source in sorted(ready, key=lambda source: source is line):  # what a worker said before its end
+                if source is not line:
+                    if self.read(source) is None:
+                        ears.unregister(source)
                     continue
-                data, pipes, *_ = socket.recv_fds(line, 2 * LINE_BYTES, 1)
-                stream, _, words = data.decode().partition(" ")
+                data, pipes, *_ = socket.recv_fds(line, LINE_BYTES, 1)
+                stream, _, words = data.partition(b" ")
                 if pipes:
                     self.add(pipes[0], int(words), int(stream))
                     ears.register(pipes[0], selectors.EVENT_READ)
+                elif data == FINISH:
+                    end = time.monotonic() + LAST_SECONDS
                 elif data:
-                    self._write(None, int(stream), words.encode().split(b"\n"))
+                    self._write(None, int(stream), words.split(b"\n"))
                 else:
                     ears.unregister(line)
-                    end = time.monotonic() + LAST_SECONDS
+                    open_ = False
+        self.finish()
+
+    def finish(self):
+        with contextlib.suppress(queue.Full):
+            self.unkept.put(None, timeout=LAST_SECONDS)
+            self.keeper.join(LAST_SECONDS)
 
     def add(self, pipe, rank, stream):
         os.set_blocking(pipe, False)
@@ -122,12 +142,20 @@ class Printer:
             while left:
                 left = left[os.write(stream, left):]
         if rank is not None and self.run_dir:
-            self.early[rank] = (self.early.get(rank, b"") + text)[-LOG_BYTES:]
-            if (self.run_dir / "options.json").exists():  # else there is no run yet
-                for one in list(self.early):
-                    self._keep(one, self.early.pop(one))
+            with contextlib.suppress(queue.Full):
+                self.unkept.put_nowait((rank, text))
 
-    def _keep(self, rank, text):
+    def keep(self):
+        """In a thread of its own: writes what is printed into the files, until None comes."""
+        early = {}
+        while item := self.unkept.get():
+            rank, text = item
+            early[rank] = (early.get(rank, b"") + text)[-LOG_BYTES:]
+            if (self.run_dir / "options.json").exists():  # else there is no run yet
+                for one in list(early):
+                    self._append(one, early.pop(one))
+
+    def _append(self, rank, text):
         with contextlib.suppress(OSError):  # a log stops no training
             path = self.run_dir / "logs" / f"rank-{rank}.log"
             path.parent.mkdir(mode=0o700, exist_ok=True)

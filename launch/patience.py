@@ -1,4 +1,5 @@
 """How long a launcher waits for processes that must end: while they save, minutes; else half a minute."""
+import contextlib
 import os
 import signal
 import time
@@ -23,6 +24,15 @@ class Patience:
             self.look, self.work = now + self.grace, work_of(pids)
             return now < self.last and self.work != before
         return now < self.last
+
+
+def wait_for(pids, seconds):
+    """Until these children have ended, at most so long."""
+    end = time.monotonic() + seconds
+    for pid in pids:
+        with contextlib.suppress(ChildProcessError):
+            while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < end:
+                time.sleep(0.005)
 
 
 def work_of(pids):

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 
-from patience import Patience
+from patience import Patience, wait_for
 
 # bad input, no whole checkpoint, saves fail, no progress, another job's run, a device computes wrong numbers
 FINAL = (2, 3, 4, 5, 6, 7)
@@ -26,6 +26,7 @@ STOPPED = 143
 MESSAGE_BYTES = 1 << 18
 SILENCE_SECONDS = 20     # without workers: a message
 LEAVE_SECONDS = 5.0      # for the agent to tell the others, once it has no workers and shall end
+NOTE_SECONDS = 5.0       # for the last deaths to be noted
 
 
 class Workers:
@@ -36,6 +37,7 @@ class Workers:
         self.agent, self.line, self.run, self.died, self.output = agent, line, run, died, output
         self.say = output.say if output else say
         self.running, self.codes, self.cause, self.patience, self.asked = {}, [], "", None, False
+        self.notes = set()  # pids of the processes that note a death
 
     def serve(self):
         """Starts and ends workers as the agent asks, and ends it on a signal; returns the exit code."""
@@ -68,6 +70,7 @@ class Workers:
                 self.signal(signal.SIGKILL)
             if self.asked and not self.running and time.monotonic() > self.until:
                 os.kill(self.agent, signal.SIGKILL)
+        wait_for(self.notes, NOTE_SECONDS)
         if self.output:
             self.output.finish()
         return self.verdict()
@@ -94,15 +97,9 @@ class Workers:
         sys.stdout.flush()
         sys.stderr.flush()
         pipes = self.output.begin(int(environ["RANK"])) if self.output and not any(files) else []
-        launcher = os.getpid()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # else the child would tell us of its signals
-        pid = os.fork()
-        if pid == 0:
+        if (pid := self._fork(signal.SIGTERM)) == 0:
             code = 1
             try:
-                die_with(launcher, signal.SIGTERM)
-                os.setsid()  # Ctrl-C reaches the launcher, and through it the workers
-                self._begin_anew()
                 for stream, path in enumerate(files, 1):
                     if path:
                         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
@@ -116,13 +113,20 @@ class Workers:
                 print(f"error: {words[0]}: {error}", file=sys.stderr, flush=True)
             finally:
                 os._exit(code)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
         for end in {*pipes}:
             os.close(end)
         self.running[pid] = place, int(environ["RANK"])
         self.tell("began", place, pid)
 
-    def _begin_anew(self):
+    def _fork(self, number):
+        """os.fork; the child hears no more of what the launcher hears, and gets the signal if that dies."""
+        launcher = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # else the child would tell us of its signals
+        if pid := os.fork():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
+            return pid
+        die_with(launcher, number)
+        os.setsid()  # Ctrl-C reaches the launcher, and through it the workers
         signal.set_wakeup_fd(-1)
         for number in (*STOP, signal.SIGCHLD):
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -136,6 +140,7 @@ class Workers:
             os.close(end)
         if self.output:
             self.output.line.close()
+        return 0
 
     def bury(self):
         """Takes note of every process that has ended; one SIGCHLD may stand for several."""
@@ -152,16 +157,27 @@ class Workers:
                     self.tell("ended", place, code)
                     if code:
                         self.failed(pid, rank, code)
+                self.notes.discard(pid)
 
     def failed(self, pid, rank, code):
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        how = f"was killed by {name_of(-code)}" if code < 0 else f"ended with {code}"
         if not self.patience:  # else it was told to end
             self.cause = f"rank {rank} (pid {pid}) {how}"
-        if code not in (1, STOPPED, *FINAL):
-            self.died(rank, how)  # the others may stop before they miss it
         if code in FINAL:
             self.stop(signal.SIGTERM)
         self.end(signal.SIGTERM)  # a survivor saves, if it has not done so already
+        if code not in (1, STOPPED, *FINAL):  # the others may stop before they miss it
+            self.note(rank, how)
+
+    def note(self, rank, how):
+        """Notes a death, in a process of its own: the disk may have stopped."""
+        if pid := self._fork(signal.SIGKILL):
+            self.notes.add(pid)
+            return
+        try:
+            self.died(rank, how)
+        finally:
+            os._exit(0)
 
     def stop(self, number):
         """A signal: the workers get it too, and there will be no other life."""
@@ -196,6 +212,13 @@ class Workers:
             return self.code if self.code in (0, 1) else 1
         # killed: it had no time to save
         return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1
+
+
+def name_of(number):
+    """Of a signal; most of the real-time ones have only a number."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def die_with(parent, number):

@@ -17,7 +17,7 @@ import pytest
 from jobs import PACED, ROOT, audit, lives, until, wait_for
 
 from common.options import parse_options
-from tests.chaos.netns import NET, Hosts
+from tests.chaos.hosts import NET, Hosts
 
 FOLDER = ROOT / "launch/kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))

@@ -3,12 +3,13 @@ import fcntl
 import importlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 
 import pytest
-from jobs import PACED, ROOT, wait_for
+from jobs import PACED, ROOT, state, until, wait_for
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 
@@ -26,7 +27,7 @@ def run(tmp_path):
 
 
 def printed(printer, rank, *texts):
-    """Sends the texts through the pipe of a worker, a write each, and closes it."""
+    """Sends the texts through the pipe of a worker, a write each, and closes it; all is shown then."""
     ours, theirs = os.pipe()
     printer.add(ours, rank, 1)
     for text in texts:
@@ -39,7 +40,9 @@ def printed(printer, rank, *texts):
 
 
 def test_a_line_has_its_time_once_and_a_last_one_without_an_end_is_not_lost(module, run, capfd):
-    printed(module.Printer(run), 3, b"one\ntw", b"o\n\nthree")
+    printer = module.Printer(run)
+    printed(printer, 3, b"one\ntw", b"o\n\nthree")
+    printer.finish()
     text = (run / "logs/rank-3.log").read_text()
     assert re.fullmatch(f"{TIME}one\n{TIME}two\n{TIME}\n{TIME}three\n", text)
     assert capfd.readouterr().out == text
@@ -49,7 +52,9 @@ def test_a_line_has_its_time_once_and_a_last_one_without_an_end_is_not_lost(modu
 
 def test_a_ranks_files_have_a_limit_and_the_newest_lines_stay(module, run, monkeypatch, capfd):
     monkeypatch.setattr(module, "LOG_BYTES", 300)
-    printed(module.Printer(run), 0, *(b"line %d\n" % number for number in range(50)))
+    printer = module.Printer(run)
+    printed(printer, 0, *(b"line %d\n" % number for number in range(50)))
+    printer.finish()
     files = sorted((run / "logs").iterdir())
     assert [path.name for path in files] == ["rank-0.log", "rank-0.log.1"]
     assert all(path.stat().st_size <= 300 for path in files)
@@ -58,12 +63,79 @@ def test_a_ranks_files_have_a_limit_and_the_newest_lines_stay(module, run, monke
 
 
 def test_nothing_is_written_into_a_folder_that_is_no_run_yet(module, tmp_path, capfd):
-    output = module.Printer(tmp_path)
-    printed(output, 0, b"early\n")
+    printer = module.Printer(tmp_path)
+    printed(printer, 0, b"early\n")
+    until(printer.unkept.empty, "the line to be looked at")
     assert not list(tmp_path.iterdir())
     (tmp_path / "options.json").touch()
-    printed(output, 0, b"late\n")
+    printed(printer, 0, b"late\n")
+    printer.finish()
     assert re.fullmatch(f"{TIME}early\n{TIME}late\n", (tmp_path / "logs/rank-0.log").read_text())
+
+
+def test_lines_are_shown_while_the_disk_of_the_run_stops(module, run, capfd):
+    (run / "logs").mkdir()
+    os.mkfifo(run / "logs/rank-0.log")  # to open it waits for a reader
+    printer = module.Printer(run)
+    printed(printer, 0, b"one\n")
+    until(printer.unkept.empty, "the first line to wait for the disk")
+    printed(printer, 0, b"two\n")
+    shown = capfd.readouterr().out
+    assert re.fullmatch(f"{TIME}one\n{TIME}two\n", shown)
+    with open(run / "logs/rank-0.log") as file:
+        printer.finish()
+        assert file.read() == shown
+
+
+def test_what_workers_print_after_their_launcher_was_killed_is_shown(module, run, monkeypatch, capfd):
+    """They may save for minutes; an end that the launcher tells of is waited for some seconds only."""
+    monkeypatch.setattr(module, "LAST_SECONDS", 0.1)
+    for told in (False, True):
+        output = module.Output(run)
+        worker = output._pipe(0, 1)
+        if told:
+            output._send(module.FINISH)
+        output.line.close()  # what the kernel does when it is killed
+        end = os.pidfd_open(output.pid)
+        assert bool(select.select([end], [], [], 10 if told else 1)[0]) == told
+        os.close(end)
+        if not told:
+            os.write(worker, b"saved\n")
+        os.close(worker)
+        os.waitpid(output.pid, 0)
+        assert re.fullmatch("" if told else f"{TIME}saved\n", capfd.readouterr().out)
+
+
+def test_a_disk_that_stops_while_a_death_is_noted_does_not_make_the_launcher_deaf(tmp_path):
+    """A worker dies; what notes it waits for ever; SIGTERM ends the launcher and that process all the same."""
+    script = tmp_path / "launcher.py"
+    script.write_text(f"""if True:
+        import json, os, signal, socket, sys
+        sys.path[:0] = ["{ROOT}", "{ROOT}/launch"]
+        import workers
+        workers.NOTE_SECONDS = 0.1
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if (agent := os.fork()) == 0:
+            for words in (["life"], ["start", 0, [], {{"RANK": "0"}}, ["", ""]]):
+                theirs.send(json.dumps(words).encode())
+            while json.loads(theirs.recv(1000))[0] != "leave":
+                pass
+            os._exit(143)
+        def died(rank, how):
+            print(rank, how, os.getpid(), flush=True)
+            signal.pause()
+        dies = lambda words: os.kill(os.getpid(), signal.SIGKILL)
+        sys.exit(workers.Workers(agent, ours, dies, print, died).serve())
+    """)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as launcher:
+        *words, noting = launcher.stdout.readline().split()
+        assert words == "0 was killed by SIGKILL".split()
+        launcher.send_signal(signal.SIGTERM)
+        try:
+            assert launcher.wait(20) == 1
+        finally:
+            launcher.kill()
+    until(lambda: state(int(noting)) in "ZX", "the end of what notes", 10)
 
 
 def test_a_reader_that_stops_does_not_stop_the_launcher(jobs, tmp_path):
