@@ -36,7 +36,7 @@ class Output:
             try:
                 self.line.close()  # or this process would not hear of the launcher's end
                 os.setsid()  # Ctrl-C is not for this process: it has to show what it leads to
-                signal.pthread_sigmask(signal.SIG_BLOCK, range(1, signal.SIGRTMIN))
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
                 Printer(run_dir).serve(theirs)
             finally:
                 os._exit(0)

@@ -61,6 +61,7 @@ def main(arguments):
     if arguments[:1] == ["--check"]:
         from doctor import main as look
         return look(arguments[1:])
+    fill_closed_streams()
     before = {number: signal.getsignal(number) for number in STOP}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # also as process 1, which has no default handlers
@@ -100,6 +101,14 @@ def main(arguments):
         return code if not opts or keep(opts, say) or code != STOPPED else UNSAVED
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def fill_closed_streams():
+    """Else the number of a closed one (`>&-`) would go to the next socket, and a worker print into it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
 
 
 def check_options(script, processes):

@@ -74,6 +74,10 @@ class Job:
     def step(self):
         return max(map(reached, self.folders))
 
+    def more_steps(self):
+        step = self.step()
+        until(lambda: self.step() > step + 5, "some steps more")
+
     def event(self, what, world, act):
         """What comes of it: the seconds until the next step, if there is one."""
         began = time.time()
@@ -85,8 +89,7 @@ class Job:
             print(error, *outputs, sep="\n", file=sys.stderr)
         if then and then > 0:
             self.note(what, f"{then - began:.1f} s", self.gap())
-            step = self.step()
-            until(lambda: self.step() > step + 5, "some steps more")
+            self.more_steps()
             return
         self.note(what, f"all agents have ended after {time.time() - began:.0f} s" if then else
                   f"no step in {EVENT_SECONDS} s")
@@ -114,6 +117,7 @@ class Job:
         self.meet()
         self.start(*numbers)
         until(lambda: self.trains(len(numbers), began), "the job started again", EVENT_SECONDS)
+        self.more_steps()
 
     def pace(self, seconds=20):
         """Steps a second, and the longest time without one."""

@@ -6,6 +6,7 @@ names and types of all fields of JobSet, TrainJob and TrainingRuntime. No API se
 rules beyond the schemas, as far as these files touch them, are the assertions below.
 """
 import importlib
+import json
 import os
 import re
 import shlex
@@ -217,9 +218,10 @@ def test_a_pod_leaves_at_once_whenever_it_is_asked(start):
               ("train_ddp.py", ["train_ddp.py", *TRAINING, "--epochs=99"])]
     run = start.volume / "train"
     for late in (0.01, 0.7, 1.2, 2, 3, 5, None):
+        before = len(lives(run))
         pod = start("train-0", spec, change=change, PACE="0.02")
         until(lambda pod=pod: pod.hears, "process 1 to hear signals, as soon as any Python can", 20)
-        time.sleep(late) if late else wait_for(run, 3)  # the moments are what is tested
+        time.sleep(late) if late else wait_for(run, 3, before)  # the moments are what is tested
         began = time.monotonic()
         pod.terminate()
         assert pod.wait(30) == 143, (late, pod.log)
@@ -227,6 +229,48 @@ def test_a_pod_leaves_at_once_whenever_it_is_asked(start):
     step = re.search(r"stopped on SIGTERM: step (\d+) saved", pod.log)[1]
     after = start("train-0", spec, change=change[:1] + [("train_ddp.py", ["train_ddp.py", *TRAINING])])
     assert after.wait() == 0 and f"going on at step {step}" in after.log, after.log
+    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+
+
+END = ("close", "closed", "leave", "left", "exit")  # then the training is complete: 0
+ASKED_AT = ("import", "join", "joined", "restore", "restored", "begin", "forward", "backward", "allreduce",
+            "step-before", "step-inside", "step-torn", "step-after", "mkdir", "write:model.safetensors",
+            "unsynced:manifest.json", "folder-synced", "rename", "renamed", "root-synced", "evaluate",
+            "evaluating", "evaluated", "epoch-end", "epoch-ended", "rescue mkdir",
+            "rescue unsynced:model.safetensors", "rescue rename", "rescue root-synced", *END)
+
+
+@needs_pods
+@pytest.mark.long
+def test_a_pod_that_is_asked_at_any_moment_of_a_training_loses_no_step(start):
+    """A pod after the other goes on with the run, until one is complete; each is asked at its moment."""
+    _, spec, _ = training(FOLDER / "job.yaml")
+    armed, journal, run = start.volume / "armed", start.volume / "journal", start.volume / "train"
+    armed.mkdir(mode=0o777)
+    armed.chmod(0o777)
+    journal.touch()
+    journal.chmod(0o666)
+
+    def pod(epochs):
+        flags = [*TRAINING, f"--epochs={epochs}"]
+        change = [("--nproc_per_node=8", ["--nproc_per_node=2"]),
+                  ("train_ddp.py", ["tests/chaos/worker.py", *flags])]
+        return start("train-0", spec, change=change, PACE="0.01", CHAOS_ASKED="1", CHAOS_ARMED="/runs/armed",
+                     CHAOS_JOURNAL="/runs/journal")
+
+    for number, moment in enumerate(ASKED_AT):
+        name = moment.removeprefix("rescue ")
+        (armed / f"{name}.any").write_text("TERM")
+        if name != moment:
+            (armed / "forward.1").write_text("KILL")
+        asked = pod(2 + number)
+        code = asked.wait(60)
+        landed = [line["point"] for line in map(json.loads, journal.read_text().splitlines())]
+        journal.write_text("")
+        print(moment, code, lives(run)[-1]["step"] if lives(run) else "-", flush=True)
+        assert name in landed and code == (0 if moment in END else 143), (moment, code, asked.log)
+    last = pod(2 + len(ASKED_AT))
+    assert last.wait() == 0, last.log
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 

@@ -174,3 +174,16 @@ def test_each_rank_has_its_file_also_of_what_it_prints_past_python(jobs, tmp_pat
     for rank, log in enumerate(logs):
         assert re.search(f"^{TIME}past Python {rank}$", log, re.MULTILINE), log
         assert all(line in job.output for line in log.splitlines())
+    assert "Warning" not in job.output
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_shell_may_close_the_launchers_streams(jobs, tmp_path, closed):
+    run, out = tmp_path / "run", tmp_path / "out"
+    command = [sys.executable, ROOT / "launch/torchrun.py", ROOT / "train_ddp.py", *PACED, "--epochs=1",
+               f"--run-dir={run}"]
+    with open(out, "wb") as file:
+        done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *map(str, command)], stdout=file, stderr=file,
+                              env=jobs.environment(), timeout=120)
+    assert done.returncode == 0, out.read_text()
+    assert "val_loss" in (run / "logs/rank-0.log").read_text() and "Traceback" not in out.read_text()

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import PACED, ROOT, audit, children, command, lives, until, wait_for
+from jobs import PACED, ROOT, audit, children, command, lives, reached, until, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
@@ -42,7 +42,10 @@ JobRequeue=1
 SlurmdParameters=config_overrides
 NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=4 State=UNKNOWN
 NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=4 State=UNKNOWN
-PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=all Nodes=n[1-2] Default=YES MaxTime=60 State=UP PriorityTier=1
+PartitionName=high Nodes=n[1-2] MaxTime=60 State=UP PriorityTier=10
 """
 
 
@@ -67,6 +70,14 @@ class Slurm:
                                  "PACE": "0.05", "HOST": "127.0.0.1"}
 
     def __enter__(self):
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _begin(self):
         for name in ("state", "spool-n1", "spool-n2"):
             (self.folder / name).mkdir()
         (self.folder / "key").touch(mode=0o600)
@@ -82,8 +93,7 @@ class Slurm:
         self.start("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self.start("slurmd", "-D", "-N", node, name=node)
-        until(lambda: self.ask("sinfo", "-h", "-N", "-o", "%t").split() == ["idle"] * 2, "two idle nodes", 40)
-        return self
+        until(lambda: self.ask("sinfo", "-h", "-N", "-p", "all", "-o", "%t").split() == ["idle"] * 2, "two idle nodes", 40)
 
     def start(self, program, *words, name=None):
         with open(self.folder / f"{name or program}.out", "wb") as out:
@@ -132,6 +142,10 @@ class Slurm:
         except AssertionError as error:
             raise AssertionError(f"{error}: it is {self.state(job)}\n{self.log()}") from None
 
+    def starts_again(self, job):
+        until(lambda: self.ask("scontrol", "update", f"JobId={job}", "StartTime=now") + self.state(job)
+              == "RUNNING", "a new start, for which Slurm would wait two minutes", 60)
+
 
 @pytest.fixture
 def slurm():
@@ -150,8 +164,7 @@ def test_a_job_on_two_nodes_is_warned_queued_again_and_complete_with_its_reason(
     slurm.reaches(job, "PENDING")
     assert "stopped on SIGUSR1: step" in slurm.log() and "143, queued again" in slurm.log()
     assert slurm.fact(job, "Comment").startswith("stopped on SIGUSR1: step")
-    until(lambda: slurm.ask("scontrol", "update", f"JobId={job}", "StartTime=now") + slurm.state(job)
-          == "RUNNING", "a new start, for which Slurm would wait two minutes", 60)
+    slurm.starts_again(job)
     wait_for(run, 22)
     slurm.reaches(job, "COMPLETED")
     assert [life["world"] for life in lives(run)] == [2, 2] and audit(run) == CLEAN
@@ -203,7 +216,38 @@ def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, tmp_
     assert slurm.fact(wrong, "ExitCode") == "2:0" and "--lr" in slurm.fact(wrong, "Comment")
     job = slurm.submit(run, "--epochs=99")
     wait_for(run, 3)
+    second = slurm.submit(run, "--epochs=99")
+    slurm.reaches(second, "FAILED")
+    assert slurm.fact(second, "ExitCode") == "6:0" and "in use by" in slurm.fact(second, "Comment")
     began = time.monotonic()
     slurm.ask("scancel", job)
     slurm.reaches(job, "CANCELLED")
     assert time.monotonic() - began < 20 and list(run.glob("checkpoints/step-*/manifest.json"))
+
+
+def test_a_job_that_is_preempted_has_saved_and_resumes(slurm, tmp_path):
+    run = tmp_path / "run"
+    job = slurm.submit(run, options=("--nodes=2", "--exclusive", "--cpus-per-task=2"), PROCESSES="1")
+    assert wait_for(run, 3)["world"] == 2
+    assert slurm.ask("squeue", "-h", "-s", "-j", job, "-o", "%i").split()[-1].startswith(job)
+    high = slurm.ask("sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null",
+                     "--wrap=sleep 1").strip()
+    slurm.reaches(high, "RUNNING")
+    assert slurm.state(job) == "PENDING" and "stopped on SIGTERM: step" in slurm.log()
+    slurm.starts_again(job)
+    wait_for(run, 22)
+    slurm.reaches(job, "COMPLETED")
+    assert audit(run) == CLEAN and slurm.fact(job, "Restarts") == "1"
+
+
+@pytest.mark.long
+def test_a_job_whose_time_is_up_has_saved_and_is_queued_again(slurm, tmp_path):
+    run = tmp_path / "run"
+    job = slurm.submit(run, "--epochs=999", options=("--time=1", "--signal=B:USR1@30"), NOTICE="30")
+    wait_for(run, 3)
+    slurm.reaches(job, "PENDING", 120)
+    assert "stopped on SIGUSR1: step" in slurm.log() and "queued again" in slurm.log()
+    step = reached(run)
+    slurm.starts_again(job)
+    wait_for(run, step + 3)
+    assert audit(run) == CLEAN
