@@ -129,8 +129,8 @@ def locks(job):
 def files(job):
     """Rank 0 holds a connection to every process."""
     world, hard = job.high * processes(job), resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if hard != resource.RLIM_INFINITY and hard < 3 * world + 23:
-        raise UserError(f"{world} processes need {3 * world + 23} open files, "
+    if hard != resource.RLIM_INFINITY and hard < 4 * world + 23:
+        raise UserError(f"{world} processes need {4 * world + 23} open files, "
                         f"but this machine allows each of them {hard}\n"
                         "raise the hard limit (ulimit -Hn, LimitNOFILE), or start fewer processes")
     return f"{hard if hard != resource.RLIM_INFINITY else 'any number of'} open files for {world} processes"

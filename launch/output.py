@@ -87,7 +87,7 @@ class Printer:
         ears.register(line, selectors.EVENT_READ)
         while open_ or self.sources and time.monotonic() < end:
             ready = [key.fileobj for key, _ in ears.select(LAST_SECONDS)]
-            for source in sorted(ready, key=lambda source: source is line):  # what a worker said before its end
+            for source in sorted(ready, key=lambda source: source is line):  # said before its end
                 if source is not line:
                     if self.read(source) is None:
                         ears.unregister(source)

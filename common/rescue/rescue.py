@@ -176,8 +176,8 @@ class Rescue(Wishes):
         """(what happened in words, whether this process saved, exit code); never raises."""
         began, state = time.monotonic(), self.state
         there = f"step {state.whole} was saved already", False, STOPPED
-        if self.parted:
-            return there  # all have met since; the staging folder may be gone
+        if self.parted or self.parting and self.store.writer.is_saved(state):
+            return there  # all have met, or may have since: then the staging folder is gone
         try:
             # announced before anything that waits: from here on a new life waits for this one
             writer = self.store.writer
@@ -203,13 +203,12 @@ class Rescue(Wishes):
 
     def _watch(self):
         """Reads signals even if the main thread is stuck in C; that thread may first finish its step."""
-        deadline, stopping = math.inf, False
-        poll = select.poll()  # select() takes no file of number 1024 or more
+        deadline, stopping, poll = math.inf, "", select.poll()  # select() takes no file number over 1023
         for end in (self.pipe[0], *self.lines):
             poll.register(end, select.POLLIN)
         while not self.over.is_set():
-            wait = WATCH_EVERY_SECONDS if deadline == math.inf else 0.1
-            told = {end for end, _ in poll.poll(wait * 1000)}
+            seconds = WATCH_EVERY_SECONDS if deadline == math.inf else 0.1
+            told = {end for end, _ in poll.poll(1000 * seconds)}
             data = os.read(self.pipe[0], 64) if self.pipe[0] in told else b""
             if told - {self.pipe[0]} and not self.lost:  # a rank has ended: rank 0 tells all
                 if not self.parting:
@@ -219,11 +218,13 @@ class Rescue(Wishes):
                     with contextlib.suppress(OSError):
                         end.send(b"!", socket.MSG_DONTWAIT)
             self.control.wanted |= {"save"} if signal.SIGUSR2 in data else set()
-            numbers = [n for n in data if n in STOP]
-            if numbers and not stopping:
-                self.stop(signal.Signals(numbers[0]).name)
-                stopping = True
+            if not stopping and (numbers := [n for n in data if n in STOP]):
+                stopping = signal.Signals(numbers[0]).name
+                # not here: a store that is ending keeps its clients waiting, one that is cut off for ever
+                threading.Thread(target=self.stop, args=[stopping], daemon=True).start()
                 deadline = min(deadline, time.monotonic() + (0 if self.parting else STEP_SECONDS))
+            if self.lost or time.monotonic() > deadline:
+                self.asked = self.asked or stopping or None
             if time.monotonic() > deadline:
                 self._end()  # the main thread did not come: it waits for a dead peer
             if self.watchdog.beat():

@@ -39,7 +39,6 @@ class Wishes:
 
     def told(self, name: str) -> bool:
         """Whether all ranks have agreed to do this now; True once, and the same on every rank."""
-        told = self.control.take(name)
-        if told and name.startswith("stop"):
+        if (told := self.control.take(name)) and name.startswith("stop"):
             self.asked = self.asked or f"control/{name}"
         return told

@@ -45,9 +45,11 @@ class Job:
         launcher = "torchrun" if self.plain else ROOT / "launch" / "torchrun.py"
         for i in numbers:
             if self.fixed:
-                place = ["--nnodes=2", f"--node_rank={i - 1}", f"--master_addr={NET}.1", "--master_port=29555"]
+                place = ["--nnodes=2", f"--node_rank={i - 1}", f"--master_addr={NET}.1",
+                         "--master_port=29555"]
             else:
-                place = ["--nnodes=1:3", "--rdzv_backend=c10d", f"--rdzv_id={self.runs[1].name}-{self.number}",
+                name = f"{self.runs[1].name}-{self.number}"
+                place = ["--nnodes=1:3", "--rdzv_backend=c10d", f"--rdzv_id={name}",
                          f"--rdzv_endpoint={self.endpoint}"] + ["--rdzv_conf=is_host=0"] * (not self.plain)
             self.agents[i] = self.jobs.start(
                 launcher, "--nproc_per_node=1", "--max_restarts=1000", f"--local_addr={NET}.{i}", *place,

@@ -96,7 +96,7 @@ def test_locks_that_two_processes_get_or_nobody_are_found(line, monkeypatch):
 def test_too_few_open_files_for_the_processes_of_all_machines_are_found(line, monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 100))
     assert line("files", "--nproc_per_node=2").startswith("ok")
-    assert "need 119 open files" in line("files", "--nnodes=1:4", "--nproc_per_node=8", "--rdzv_id=J",
+    assert "need 151 open files" in line("files", "--nnodes=1:4", "--nproc_per_node=8", "--rdzv_id=J",
                                          "--rdzv_backend=c10d", "--rdzv_endpoint=meeting")
 
 

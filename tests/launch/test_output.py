@@ -107,7 +107,7 @@ def test_what_workers_print_after_their_launcher_was_killed_is_shown(module, run
 
 
 def test_a_disk_that_stops_while_a_death_is_noted_does_not_make_the_launcher_deaf(tmp_path):
-    """A worker dies; what notes it waits for ever; SIGTERM ends the launcher and that process all the same."""
+    """A worker dies; what notes it waits for ever; SIGTERM ends the launcher and that process."""
     script = tmp_path / "launcher.py"
     script.write_text(f"""if True:
         import json, os, signal, socket, sys
@@ -183,7 +183,7 @@ def test_a_shell_may_close_the_launchers_streams(jobs, tmp_path, closed):
     command = [sys.executable, ROOT / "launch/torchrun.py", ROOT / "train_ddp.py", *PACED, "--epochs=1",
                f"--run-dir={run}"]
     with open(out, "wb") as file:
-        done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *map(str, command)], stdout=file, stderr=file,
-                              env=jobs.environment(), timeout=120)
+        done = subprocess.run(["sh", "-c", f'"$@" {closed}', "sh", *map(str, command)], stdout=file,
+                              stderr=file, env=jobs.environment(), timeout=120)
     assert done.returncode == 0, out.read_text()
     assert "val_loss" in (run / "logs/rank-0.log").read_text() and "Traceback" not in out.read_text()

@@ -140,6 +140,35 @@ def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
     assert max(noticed) - began < 20 and [event["rank"] for event in events(run, "death")] == [3]
 
 
+def test_a_signal_that_comes_before_the_end_of_rank_0_is_heard_waits_for_no_store(run):
+    """Its loading processes keep its sockets open a moment longer than an agent needs to see it dead."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        asked, again = threading.Event(), threading.Event()
+
+        def ask_a_store_that_ends():
+            asked.set()
+            again.wait(60)
+            raise RuntimeError("the store has ended")
+
+        with Rescue(store, state, world, ledger):
+            step(state)
+            world.barrier("a step")
+            if world.rank == 0:
+                until(Path(f"{run}.asks").exists, "the signal")
+                os.kill(os.getpid(), signal.SIGKILL)
+            object.__setattr__(world, "new_store_client", ask_a_store_that_ends)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert asked.wait(20)
+            Path(f"{run}.asks").touch()
+            in_a_lock(world)
+
+    began = time.monotonic()
+    assert fork_ranks(2, live, may_die=range(2)) == [-signal.SIGKILL, 143]
+    assert time.monotonic() - began < 20 and saved(run) == [1]
+    assert [event["rank"] for event in events(run, "death")] == [0]
+
+
 def test_ranks_that_hear_a_signal_in_different_steps_stop_after_the_same_one(run):
     """As with NCCL: a step that one rank does not make hangs."""
     def live(world):
@@ -554,6 +583,21 @@ def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_h
     assert fork_ranks(2, live) == [(("step 1 was saved already", False, 143),) * 2] * 2
     assert saved(run) == [1]
     assert not list((run / "checkpoints").glob(".life-*"))
+
+
+def test_a_signal_in_the_last_meeting_finds_nobody_has_taken_over_although_rank_0_has_let_go(run):
+    """Rank 0 has left the meeting; this rank is about to leave it when the signal comes."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger) as rescue:
+            step(state)
+            store.save(state)
+            store.close()
+            store.fence.release()
+            store.fence, rescue.parting = None, True
+            return rescue._save("SIGTERM")
+
+    assert fork_ranks(1, live) == [("step 1 was saved already", False, 143)]
 
 
 @pytest.mark.parametrize("dies", [False, True])

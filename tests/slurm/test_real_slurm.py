@@ -93,7 +93,8 @@ class Slurm:
         self.start("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self.start("slurmd", "-D", "-N", node, name=node)
-        until(lambda: self.ask("sinfo", "-h", "-N", "-p", "all", "-o", "%t").split() == ["idle"] * 2, "two idle nodes", 40)
+        nodes = "sinfo", "-h", "-N", "-p", "all", "-o", "%t"
+        until(lambda: self.ask(*nodes).split() == ["idle"] * 2, "two idle nodes", 40)
 
     def start(self, program, *words, name=None):
         with open(self.folder / f"{name or program}.out", "wb") as out:
