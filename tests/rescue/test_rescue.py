@@ -161,7 +161,7 @@ def test_a_signal_that_comes_before_the_end_of_rank_0_is_heard_waits_for_no_stor
             os.kill(os.getpid(), signal.SIGTERM)
             assert asked.wait(20)
             Path(f"{run}.asks").touch()
-            in_a_lock(world)
+            world.barrier("that rank 0 never comes to")
 
     began = time.monotonic()
     assert fork_ranks(2, live, may_die=range(2)) == [-signal.SIGKILL, 143]
