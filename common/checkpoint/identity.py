@@ -17,7 +17,7 @@ from common.errors import UserError
 from common.options import Options
 from common.world import bit_differences, bit_facts
 
-KEPT_ASIDE = ("options.json", "metrics.jsonl", "ledger.jsonl", "audit", "tb")
+KEPT_ASIDE = "options.json metrics.jsonl log-to.json ledger.jsonl certificate.json audit tb".split()
 # The flags in the hash that older checkpoints hold instead of values. Later flags do not belong here.
 HASHED = ("amp augment channels_last clip_grad_norm compile cutmix dataset ema_decay global_batch_size "
           "init_from label_smoothing lr lr_schedule micro_batch_size mixup model momentum optimizer seed "

@@ -1,7 +1,4 @@
-"""Reads a ledger: the lives of a run, who died of what, and the bucket of every second. No torch here.
-
-Goodput is the share of the time that made the final model.
-"""
+"""Reads a ledger: the lives of a run, who died of what, and the bucket of every second. No torch here."""
 import json
 import math
 from collections import Counter
@@ -12,7 +9,7 @@ from typing import Any
 from common.errors import UserError
 
 BUCKETS = ("start", "import", "rendezvous", "load", "restore", "data_wait", "steps", "evaluation",
-           "save_stall", "rescue", "detection", "down", "redone")
+           "save_stall", "rescue", "detection", "down", "redone")  # "other" if a clock was set
 LAPS = {"import_s": "import", "join_s": "rendezvous", "load_s": "load", "restore_s": "restore"}
 SPENT = {f"{name}_s": name for name in ("data_wait", "steps", "evaluation", "save_stall")}
 ENDING, STARTING = ("detection", "rescue", "down"), ("start", "import", "rendezvous", "load", "restore")
@@ -25,21 +22,20 @@ def summarize(run_dir: Path | str) -> dict[str, Any]:
     """
     lives = lives_of(run_dir)
     accounts = list(account(lives))
-    buckets = {name: sum(parts.get(name, 0.0) for _, parts in accounts) for name in BUCKETS}
-    if other := sum(parts.get("other", 0.0) for _, parts in accounts):
-        buckets["other"] = other  # of an older version, or of a clock that was set
+    buckets = dict.fromkeys(BUCKETS, 0.0) | sum(accounts, Counter())
     wall, told = sum(buckets.values()), []
-    for number, (events, (start, spent)) in enumerate(zip(lives, accounts, strict=True)):
-        before = accounts[number - 1][1] if number else {}
+    for number, (events, spent) in enumerate(zip(lives, accounts, strict=True)):
+        before = accounts[number - 1] if number else {}
         told.append({
-            **events[0], "saved": saved_step(events), "start": start, "buckets": spent,
+            **events[0], "saved": saved_step(events), "buckets": spent,
             "gap": {name: parts[name] for names, parts in ((ENDING, before), (STARTING, spent))
                     for name in names if number and parts.get(name)},  # since the life before
             "again": bool(number) and events[0].get("job") == lives[number - 1][0].get("job"),
             **{kind: [event["rank"] for event in own(events, kind, "rank")]
                for kind in ("hang", "straggler")}})
+    deaths = [death for events in lives for death in deaths_of(events, over=events is not lives[-1])]
     return {
-        "lives": told, "deaths": deaths_of(lives), "step": max(saved_step(events) for events in lives),
+        "lives": told, "deaths": deaths, "step": max(saved_step(events) for events in lives),
         "events": dict(Counter(event["event"] for events in lives for event in events)),
         "buckets": buckets, "wall_s": wall,
         "goodput": buckets["steps"] / wall if wall > 0 and buckets["steps"] else None}
@@ -49,28 +45,26 @@ def history(run_dir: Path | str, job: str, step: int, began: float) -> dict[str,
     """What the ledger tells of the lives before one that resumes at `step`; call it before it is entered.
 
     lives: how many. lost: steps that are made again. past: their seconds in steps, and all of them. death:
-    see `last_death`. saves: (step, time) of each.
+    see `last_death`. saved: (step, time) of the newest save, or None.
     """
-    try:
+    lives: list[list[dict[str, Any]]] = []
+    with suppress(UserError, OSError):
         lives = lives_of(run_dir)
-    except (UserError, OSError):
-        return {"lives": 0, "lost": 0, "past": (0.0, 0.0), "death": None, "saves": []}
     this = {"event": "life", "life": "", "world": 0, "step": step, "t": began, "began": began, "job": job}
-    spent = [parts for _, parts in account([*lives, [this]])]
-    wall = sum(sum(parts.values()) for parts in spent)
+    spent = sum(account([*lives, [this]]), Counter())
     reached = [max([saved_step(events), *(event["at"] for event in own(events, "steps", "at"))])
                for events in lives]
     resumed = [*(events[0]["step"] for events in lives[1:]), step]
+    saves = [(event["step"], event["t"]) for events in lives for name in ("save", "rescue")
+             for event in own(events, name, "step", "t")]
     return {
-        "lives": len(lives), "death": last_death(lives[-1], job),
-        "lost": sum(max(0, was - at) for was, at in zip(reached, resumed, strict=True)),
-        "past": (sum(parts.get("steps", 0.0) for parts in spent), wall),
-        "saves": [(event["step"], event["t"]) for events in lives
-                  for name in ("save", "rescue") for event in own(events, name, "step", "t")]}
+        "lives": len(lives), "death": last_death(lives[-1], job) if lives else None,
+        "lost": sum(max(0, was - at) for was, at in zip(reached, resumed, strict=False)),
+        "past": (spent["steps"], spent.total()), "saved": saves[-1] if saves else None}
 
 
 def account(lives):
-    """Yield (start, {bucket: seconds}) of each life, up to the start of the next one.
+    """Yield {bucket: seconds} of each life, up to the start of the next one.
 
     A life is cut at moments that follow each other, so no second is lost or counted twice, whatever is in
     the ledger. A moment that lies before the one before it (a clock was set) makes a piece of no length.
@@ -78,10 +72,10 @@ def account(lives):
     pieces = None
     for number, events in enumerate(lives):
         later = [other[0] for other in lives[number + 1:]]
-        start, kept = pieces.end if pieces else _began(events[0]), [other["step"] for other in later]
-        pieces = _Pieces(start)
-        _cut(pieces, events, min(kept, default=None), later[0] if later else None)
-        yield start, dict(pieces.seconds)
+        pieces = _Pieces(pieces.end if pieces else _began(events[0]))
+        kept = min((other["step"] for other in later), default=None)
+        _cut(pieces, events, kept, later[0] if later else None)
+        yield pieces.seconds
 
 
 def _began(life):
@@ -196,16 +190,11 @@ def saved_step(events):
     return max(step for step in steps if isinstance(step, int))
 
 
-def deaths_of(lives):
-    """Return a dict per process that died: life, t, rank, host, pid, cause, and the step its life saved."""
-    return [death for events, following in zip(lives, [*lives[1:], None], strict=True)
-            for death in _deaths(events, over=bool(following))]
+def deaths_of(events, over):
+    """Return a dict per process that died: life, t, rank, host, pid, cause, and the step its life saved.
 
-
-def _deaths(events, over):
-    """A process is dead if its agent or another process says so, or if it told of an error of its own.
-
-    So is one that neither left nor was done although its life is over.
+    A process is dead if its agent or another process says so, if it told of an error of its own, or if it
+    neither left nor was done although its life is over.
     """
     life, left = events[0], {event["rank"] for event in own(events, "left", "rank")}
     told = [event for event in own(events, "death", "rank")
@@ -227,7 +216,7 @@ def last_death(events, job):
 
     None if nobody died, or if the next life belongs to another job.
     """
-    deaths = _deaths(events, over=True)
+    deaths = deaths_of(events, over=True)
     if not deaths or events[0].get("job") != job:
         return None
     first, more = deaths[0], len(deaths) - 1

@@ -50,9 +50,7 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
 
 
 def _follow(folders, lives):
-    """Follow the lives to the last step.
-
-    Return {step: ids it was trained on}, (step resumed at, steps noted by each replica) of each life, the
+    """Return {step: ids it was trained on}, (step resumed at, steps noted by each replica) of each life, the
     last step, and the numbers of steps lost and redone.
     """
     chain, executions, reached, lost, makers = {}, Counter(), 0, 0, []

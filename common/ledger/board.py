@@ -11,7 +11,7 @@ import time
 
 from common.errors import UserError, one_line
 from common.ledger.lines import kind_of
-from common.ledger.status import replace_json
+from common.ledger.status import replace_file
 from common.options import call_user
 
 
@@ -102,7 +102,7 @@ class Tracker:
     def catch_up(self):
         with contextlib.suppress(OSError), open(self.rows, "rb") as file:
             for line in file:
-                with contextlib.suppress(ValueError):
+                with contextlib.suppress(ValueError, TypeError, KeyError):  # torn, or no row
                     self.tell(json.loads(line))
 
     def tell(self, line):
@@ -111,7 +111,7 @@ class Tracker:
         try:
             call_user(self.spec, dict(line))
             self.told[kind_of(line)] = line["step"]
-            replace_json(self.path, self.told)
+            replace_file(self.path, json.dumps(self.told).encode())
         except Exception as error:
             why = one_line(error.__cause__ or error)
             self.note(f"--log-to {self.spec}: {why}; it is called again in the next life")

@@ -27,8 +27,8 @@ class Clock:
         self.ledger: Ledger | None = None
         self.first = self.opened = self.entered = 0.0  # moments: the first step, its life, the last entry
         self.step, self.evaluating = 0, False
-        self.spent: Counter[str] = Counter()    # seconds since the last entry
-        self.whole: Counter[str] = Counter()    # and of this life
+        self.spent: Counter[str] = Counter()    # seconds since the last entry, and
+        self.whole: Counter[str] = Counter()    # of this life: read on other threads, name by name
         self.profiler: Any = None
         self.told: Callable | None = None
         self.past = 0.0, 0.0
@@ -71,6 +71,7 @@ class Clock:
         if self.first:
             now = time.monotonic()
             self.spent[bucket] += now - self.mark
+            self.whole[bucket] += now - self.mark
             self.mark = now
 
     def stepped(self, step: int) -> None:
@@ -95,9 +96,9 @@ class Clock:
 
     def shares(self) -> dict[str, float]:
         """Goodput of the run so far, and the share of this life that was spent waiting for data."""
-        spent, life = self.whole + self.spent, max(1e-9, time.time() - self.began)
-        return {"goodput": (self.past[0] + spent["steps"]) / (self.past[1] + life),
-                "data_wait": spent["data_wait"] / life}
+        life = max(1e-9, time.time() - self.began)
+        return {"goodput": (self.past[0] + self.whole["steps"]) / (self.past[1] + life),
+                "data_wait": self.whole["data_wait"] / life}
 
     def enter(self) -> None:
         """Write down the seconds since the last entry."""
@@ -105,7 +106,6 @@ class Clock:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items() if s}
             self.ledger.event("steps", t=round(time.time() - (time.monotonic() - self.mark), 3), at=self.step,
                               **({"then": "evaluation"} if self.evaluating else {}), **seconds)
-            self.whole += self.spent
             self.spent, self.entered = Counter(), time.monotonic()
 
     def close(self) -> None:

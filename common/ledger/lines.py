@@ -1,8 +1,4 @@
-"""Append-only files of JSON lines: a run's ledger and metrics, and the audit of one rank.
-
-Training neither waits for them nor fails because of them: a full disk costs a warning and lines, never a
-step.
-"""
+"""Files of JSON lines: a run's ledger and metrics, the audit of a rank. A full disk costs lines, no step."""
 import errno
 import json
 import math
@@ -15,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, say
-from common.ledger.status import Status
+from common.ledger.status import Status, replace_file
 
 
 class Lines:
@@ -105,9 +101,7 @@ class Metrics:
             lines = path.read_bytes().splitlines(keepends=True)
             kept = [line for line in lines if self._belongs(line, step)]
             if kept != lines:
-                with open(f"{path}.new", "wb") as aside:  # a log needs no fsync
-                    aside.writelines(kept)
-                os.replace(aside.name, path)
+                replace_file(path, b"".join(kept))  # a log needs no fsync
                 self.lines.close()  # the first line opens the new file
         except OSError as error:
             if error.errno == errno.ELOOP:

@@ -1,7 +1,4 @@
-"""What a person sees of a run: console lines or a bar, and TensorBoard; silent on all ranks but 0.
-
-A log never stops a training: a closed pipe or a full disk costs lines, not steps.
-"""
+"""What a person sees of a run: lines or a bar. A closed pipe or a full disk costs lines, never a step."""
 import os
 import sys
 import time
@@ -34,7 +31,7 @@ class Log:
         self.speaks = world.rank == 0
         if not self.speaks:
             return
-        self.console = Console(opts, state_step, total_steps)
+        self.console = Console(opts, total_steps)
         self.metrics = Metrics(opts.run_dir, state_step, self.note)
         self.board = Board(opts, state_step, self.note)
         self.rate = 0.0  # samples a second
@@ -44,10 +41,7 @@ class Log:
                 self._keep(record)
 
     def start(self, lines: Iterable[str], clock: Clock | None = None, **facts: int) -> None:
-        """Print the facts of this life, once; the clock of samples/s starts here.
-
-        `facts` (world, lives, lost steps) are shown in the bar.
-        """
+        """Print the lines, once; samples/s count from here. `facts` (world, lives, lost) are for the bar."""
         if self.speaks:
             self.clock, self.facts = clock, facts
             for text in lines:
@@ -63,21 +57,24 @@ class Log:
         (before, step), self.previous = self.previous, (time.monotonic(), state.step)
         seconds = self.previous[0] - before
         self.rate = (state.step - step) * self.opts.global_batch_size / seconds if seconds > 0 else 0.0
-        norm = getattr(state, "grad_norm", None)
-        self._keep({"step": state.step, "epoch": state.epoch} | values, self.facts | (
-            {} if norm is None else {"grad_norm": float(norm)}) | {"samples_per_s": self.rate} | (
-            self.clock.shares() if self.clock else {}))
+        norm, shares = getattr(state, "grad_norm", None), self.clock.shares() if self.clock else {}
+        self._keep({"step": state.step, "epoch": state.epoch} | values, self.facts | shares | (
+            {} if norm is None else {"grad_norm": float(norm)}) | {"samples_per_s": self.rate})
         parts = {name: f"{name} {values[name]:{_format(name, values[name])}}"
                  for name in dict.fromkeys((*FORMATS, *values))
                  if name not in ("step", "epoch") and isinstance(values.get(name), (int, float))}
         if self.rate:
             parts["rate"] = f"{self.rate:,.0f} samples/s"
+        short = [part for name, part in parts.items() if name != "lr"]
+        self.console.at = self._at(state)
+        self.console.step("  ".join(parts.values()), "  ".join(
+            [*short, *(f"{name} {value}" for name, value in self.facts.items())]))
+
+    def _at(self, state):
         where = f"epoch {state.epoch + 1}/{self.opts.epochs}  step {state.step}"
         if self.total:
             where += f"/{self.total}  eta {timedelta(seconds=round(self.eta(state.step)))}"
-        short = [part for name, part in parts.items() if name != "lr"]
-        self.console.step(state.step, "  ".join([where, *parts.values()]), "  ".join(
-            [where, *short, *(f"{name} {value}" for name, value in self.facts.items())]))
+        return state.step, where
 
     def eta(self, step: int) -> float:
         """Seconds until the last step, at the pace of this life."""
@@ -91,6 +88,7 @@ class Log:
             self.clock.evaluated()
         values = _numbers(metrics)
         self._keep({"step": state.step} | {n: v for n, v in values.items() if not isinstance(v, list)})
+        self.console.at = self._at(state)  # the last step is evaluated, and not always logged
         shown = [f"{name} " + (f"{value:.4f}" if isinstance(value, float) else str(value).replace(",", ""))
                  for name, value in values.items() if isinstance(value, float | list)]
         self.note("  ".join([f"step {state.step}", *shown]))
@@ -133,50 +131,41 @@ def _numbers(record):
 class Console:
     """Lines on stdout, or one bar below them on a terminal; it counts the steps of the whole run."""
 
-    def __init__(self, opts, step, total):
+    def __init__(self, opts, total):
         self.out, self.total = Outlet(sys.stdout), total
-        self.text, self.length, self.drawn, self.at = "", 0, 0.0, step
+        self.at, self.text, self.drawn = (0, ""), "", 0.0  # (step, where that is), what it came to, when
         able = self.out.isatty() and os.environ.get("TERM") != "dumb"
         self.bar = opts.progress == "on" or opts.progress == "auto" and able
 
-    def step(self, step, text, short=""):
+    def step(self, text, short):
         """Show a step: `text` as a line, or `short` in the bar."""
         if not self.bar:
-            return self.line(text)
-        self.at, self.text = step, short or text
+            return self.line(f"{self.at[1]}  {text}")
+        self.text = short
         if time.monotonic() - self.drawn > DRAW_EVERY_SECONDS:
-            self._draw()
+            self._show(self._bar())
 
     def line(self, text):
-        self._clear()
-        self.out.write(text + "\n")
-        self._draw()
-        self.out.flush()
+        self._show(f"{text}\n{self._bar()}")
 
     def close(self):
         """A bar that is full stays; the next life draws one that is not."""
-        if self.text and self.at >= self.total:
-            self._draw()
-            self.out.write("\n")
-        else:
-            self._clear()
-        self.text, self.length = "", 0
+        self._show(self._bar() + "\n" if self.text and self.at[0] >= self.total else "")
+        self.text = ""
+
+    def _show(self, text):
+        """Write this in place of the bar, over which other processes may have written."""
+        self.out.write(("\r\x1b[K" if self.text else "") + text)
         self.out.flush()
 
-    def _draw(self):
+    def _bar(self):
         if not self.text:
-            return
-        share = min(1.0, self.at / self.total) if self.total else 0.0
+            return ""
+        (step, where), self.drawn = self.at, time.monotonic()
+        share = min(1.0, step / self.total) if self.total else 0.0
         full = int(share * BAR)
-        text = f"{share:4.0%}|{'█' * full}{' ' * (BAR - full)}| {self.text}"[:self._columns() - 1]
-        self.out.write("\r" + text.ljust(self.length))  # other processes may have written over it
-        self.out.flush()
-        self.length, self.drawn = len(text), time.monotonic()
-
-    def _clear(self):
-        if self.length:
-            self.out.write("\r" + " " * self.length + "\r")
-            self.length = 0
+        text = f"{share:4.0%}|{'█' * full}{' ' * (BAR - full)}| {where}  {self.text}"
+        return text[:self._columns() - 1]
 
     def _columns(self):
         try:  # some terminals report a width of 0 (serial lines)

@@ -4,21 +4,20 @@ import math
 from array import array
 from collections import Counter, defaultdict
 from contextlib import suppress
+from datetime import timedelta
 from html import escape
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
+from string import Template
 
-from common.ledger.account import is_number, lives_of, own, summarize
+from common.ledger.account import ENDING, STARTING, is_number, lives_of, own, summarize
 
 FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
 MOST_CHARTS, FIRST = 16, ("loss", "acc", "lr", "samples/s")
 COLUMNS, HEIGHT = 600, 160                          # of a chart
-STYLE = Path(__file__).with_suffix(".css")
-MARKS = {"rescue": ("green", 120), "resize": ("violet", 0), "death": ("red", 0)}  # colour, upper end
-COLOUR = {name: f"hsl({hue} 55% {light}%)" for name, hue, light in (
-    ("steps", 140, 45), ("redone", 0, 55), ("down", 0, 35), ("detection", 20, 55), ("rescue", 40, 55),
-    ("data_wait", 200, 60), ("evaluation", 220, 60), ("save_stall", 260, 60), ("start", 290, 60),
-    ("import", 300, 45), ("rendezvous", 310, 70), ("load", 180, 40), ("restore", 170, 60), ("other", 0, 60))}
+LIVES = 120                                         # height of their time line
+GAP = 0.04         # of the time the run was up: a longer time of "down" is drawn so, its true length written
 
 
 def report(facts):
@@ -28,8 +27,9 @@ def report(facts):
     for life in facts["lives"]:
         if life["gap"]:
             how = "restart" if life["again"] else "started again after"
-            yield f"  {how} {sum(life['gap'].values()):.2f} s: {_spell(life['gap'])}"
-        own = {name: value for name, value in life["buckets"].items() if name not in life["gap"]}
+            yield f"  {how} {span(sum(life['gap'].values()))}: {_spell(life['gap'])}"
+        between = STARTING * bool(before) + ENDING * (life is not facts["lives"][-1])
+        own = {name: value for name, value in life["buckets"].items() if name not in between}
         yield (f"  life {life['life']}  world {life['world']}  restart {life.get('restart', '?')}  "
                f"resumed at step {life['step']}, saved up to {life['saved']}  {_spell(own)}".rstrip())
         if before and (changed := "; ".join(_changes(before, life))):
@@ -41,8 +41,10 @@ def report(facts):
     yield (f"saves {events.get('save', 0)}, rescues {events.get('rescue', 0)}, restarts {len(whole)}"
            + (f" (median {median(whole):.2f} s)" if whole else ""))
     yield f"wall {facts['wall_s']:.1f} s: {_spell(facts['buckets']) or 'no times were recorded'}"
-    goodput = "unknown" if goodput is None else f"{goodput:.1%}"
-    yield f"goodput {goodput} (time in steps that are in the final model / wall)"
+    words = "unknown" if goodput is None else f"{goodput:.1%}"
+    if goodput and (down := facts["buckets"]["down"]):
+        words += f", without down {goodput * facts['wall_s'] / (facts['wall_s'] - down):.1%}"
+    yield f"goodput {words} (time in steps that are in the final model / wall)"
 
 
 def by_host(facts):
@@ -55,9 +57,8 @@ def by_host(facts):
             sick[kind].update(names[rank] for rank in life[kind] if 0 <= rank < len(names))
     sick["death"].update(death["host"] or "?" for death in facts["deaths"])
     for host in sorted(hosts, key=lambda name: (-sum(count[name] for count in sick.values()), name)):
-        yield (f"{host}: {hosts[host]} processes in {len(facts['lives'])} lives, "
-               f"deaths {sick['death'][host]}, hangs {sick['hang'][host]}, "
-               f"straggler {sick['straggler'][host]} times")
+        yield (f"{host}: {hosts[host]} processes in {len(facts['lives'])} lives, deaths {sick['death'][host]}"
+               f", hangs {sick['hang'][host]}, straggler {sick['straggler'][host]} times")
 
 
 def death_in_words(death):
@@ -74,7 +75,12 @@ def _changes(before, life):
 
 
 def _spell(seconds):
-    return ", ".join(f"{name.replace('_', ' ')} {value:.2f} s" for name, value in seconds.items() if value)
+    return ", ".join(f"{name.replace('_', ' ')} {span(value)}" for name, value in seconds.items()
+                     if value >= 0.005)
+
+
+def span(seconds):
+    return f"{seconds:.2f} s" if seconds < 600 else str(timedelta(seconds=round(seconds)))
 
 
 def page(*run_dirs):
@@ -87,13 +93,12 @@ def page(*run_dirs):
                             for run, style in zip(runs, "ab", strict=False)
                             for name in (title, f"val_{title}") if name in run.curves], marks)
               for title in titles]
-    heading = escape(" and ".join(str(run.folder) for run in runs))
-    return (f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{heading}</title>'
-            '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f'<link rel="icon" href="data:,"><style>{STYLE.read_text("utf-8")}</style><h1>{heading}</h1>'
-            "<p><i>Lines: a death is red, a rescue green, another number of processes violet; "
-            "dots are evaluations.</i></p>"
-            f'<div class="grid">{"".join(charts)}</div>{"".join(run.section() for run in runs)}</html>')
+    return filled("page.html", heading=escape(" and ".join(str(run.folder) for run in runs)),
+                  charts="".join(charts), runs="".join(run.section() for run in runs))
+
+
+def filled(name, **parts):
+    return Template(Path(__file__).with_name(name).read_text("utf-8")).substitute(parts)
 
 
 class Run:
@@ -115,7 +120,9 @@ class Run:
                 if new["t"] > old["t"] and new["at"] > old["at"]:
                     rate = (new["at"] - old["at"]) * size / (new["t"] - old["t"])
                     self._point("samples/s", new["at"], rate)
-        self.marks = list(self._marks())
+        self.marks, self.spent = list(self._marks()), self.facts["buckets"]
+        self.up = self.facts["wall_s"] - self.spent["down"] or 1.0
+        self.wide = self.up + sum(map(self._gap, self.facts["lives"]))
 
     def _point(self, name, step, value):
         if is_number(step) and is_number(value):
@@ -134,37 +141,72 @@ class Run:
 
     def section(self):
         """What is told of each run apart."""
-        spent, wall = self.facts["buckets"], self.facts["wall_s"] or 1.0
-        at, parts, keys = 0.0, [], []
-        for name, seconds in ((name, seconds) for name, seconds in spent.items() if seconds):
-            words = f"{name.replace('_', ' ')}<td>{seconds:,.1f} s<td>{seconds / wall:.1%}"
-            keys.append(f'<tr><td><span class="key" style="background:{COLOUR[name]}"></span>{words}')
-            parts.append(f'<rect x="{at / wall * COLUMNS:.2f}" width="{seconds / wall * COLUMNS:.2f}" '
-                         f'height="28" fill="{COLOUR[name]}"><title>{name}</title></rect>')
-            at += seconds
-        rows = (f"<tr><td>{escape(str(name))}<td>{escape(str(value))}" for name, value in self._options())
-        return (f"<h2>{escape(str(self.folder))}: where {self.facts['wall_s']:,.1f} s went</h2>"
-                f'{svg(parts, 28)}<table>{"".join(keys)}</table><h2>Number of processes over time, life by '
-                f'life</h2>{self._time_line()}<pre>{escape(chr(10).join(report(self.facts)))}</pre>'
-                f'<h2>Options</h2><table>{"".join(rows)}</table>')
+        bar, times, words = Band(self.wide), [], list(report(self.facts))
+        for name, seconds in ((name, seconds) for name, seconds in self.spent.items() if seconds):
+            down, spelled = name == "down", name.replace("_", " ")
+            bar.add(name, sum(map(self._gap, self.facts["lives"])) if down else seconds, spelled)
+            times.append((f'<span class="key {name}"></span>{spelled}', span(seconds),
+                          "" if down else f"{seconds / self.up:.1%}"))
+        down, most = self.spent["down"], max(life["world"] for life in self.facts["lives"]) or 1
+        given, others = (rows((escape(name), escape(str(value))) for name, value in each.items())
+                         for each in self._options())
+        return filled("run.html", folder=escape(str(self.folder)), bar=bar.svg(28), times=rows(times),
+                      up=span(self.up) + (f" (and {span(down)} down)" if down else ""), most=most,
+                      summary=f"{words[0]}, {len(self.facts['deaths'])} deaths; {words[-1]}",
+                      lives=self._time_line(most), given=given, others=others,
+                      report="".join(f"<p>{escape(line)}</p>" for line in words))
 
-    def _time_line(self):
-        start, wall = self.facts["lives"][0]["start"], self.facts["wall_s"] or 1.0
-        most, drawn = max(life["world"] for life in self.facts["lives"]) or 1, []
+    def _gap(self, life):
+        """The seconds of "down" after a life, as far as they are drawn."""
+        return min(life["buckets"].get("down", 0.0), GAP * self.up)
+
+    def _time_line(self, most):
+        band, deaths = Band(self.wide), self.facts["deaths"]
         for life in self.facts["lives"]:
-            seconds = sum(s for name, s in life["buckets"].items() if name != "down")
-            x, width = ((s / wall * COLUMNS) for s in (life["start"] - start, seconds))
-            high, name, count = 80 * life["world"] / most, life["life"], life["world"]
-            words = f"life {name}: {count} processes, {seconds:.1f} s, from step {life['step']}"
-            drawn.append(f'<rect x="{x:.2f}" y="{80 - high:.1f}" width="{max(0.5, width - 0.5):.2f}" '
-                         f'height="{high:.1f}" class="life"><title>{escape(words)}</title></rect>')
-        return f"<figure><i>{most} processes</i>{svg(drawn, 80)}<p><i>0</i><i>{wall:,.1f} s</i></p></figure>"
+            top, spent = LIVES * (1 - life["world"] / most), dict(life["buckets"])
+            down, up = spent.pop("down", 0.0), sum(spent.values())
+            words = f"life {life['life']}: {life['world']} processes, {span(up)}, from step {life['step']}"
+            for name, seconds in (spent if up > self.wide / 100 else {"steps": up}).items():
+                band.add(name, seconds, f"{words}; {name} {span(seconds)}", top)
+            if dead := [death_in_words(death) for death in deaths if death["life"] == life["life"]]:
+                band.line("; ".join(dead))
+            gap = self._gap(life)
+            band.add("down", gap, f"down {span(down)}", label=span(down) if down > gap else "")
+        return band.svg(LIVES)
 
     def _options(self):
-        options = {}
+        """{name: value} of what was given to the newest life, and of the rest."""
+        given, options = self.facts["lives"][-1].get("options", {}), {}
         with suppress(OSError, ValueError, KeyError):
             options = json.loads((self.folder / "options.json").read_text(encoding="utf-8"))["options"]
-        return (options | self.facts["lives"][-1].get("options", {})).items()
+        return given, {name: value for name, value in options.items() if name not in given}
+
+
+def rows(cells):
+    return "".join(f"<tr><td>{'<td>'.join(row)}" for row in cells)
+
+
+class Band:
+    """A bar along `wide` seconds. It counts in per cent of its width: so no text loses its shape."""
+
+    def __init__(self, wide):
+        self.scale, self.at, self.parts, self.above = 100 / wide, 0.0, [], []
+
+    def add(self, name, seconds, words, top=0.0, label=""):
+        """Draw a time after what was added before; `name` is a class of the style sheet."""
+        width = seconds * self.scale
+        self.parts.append(f'<rect class="{name}" x="{self.at:.2f}%" y="{top:.0f}" width="{width:.2f}%" '
+                          f'height="100%"><title>{escape(words)}</title></rect>')
+        if label:
+            self.above.append(f'<text x="{self.at + width / 2:.2f}%" y="50%">{label}</text>')
+        self.at += width
+
+    def line(self, words):
+        self.above.append(f'<line class="death" x1="{self.at:.2f}%" x2="{self.at:.2f}%" y1="0" y2="100%">'
+                          f"<title>{escape(words)}</title></line>")
+
+    def svg(self, height):
+        return f'<svg height="{height}">{"".join(self.parts + self.above)}</svg>'
 
 
 def chart(title, curves, marks):
@@ -173,11 +215,10 @@ def chart(title, curves, marks):
     low, high = min(min(ys) for *_, ys in curves), max(max(ys) for *_, ys in curves)
     across, up = COLUMNS / ((right - left) or 1), HEIGHT / ((high - low) or 1)
     drawn = []
-    for x, kind, words in sorted(marks, key=lambda mark: list(MARKS).index(mark[1])):
-        colour, top = MARKS[kind]
+    for x, kind, words in sorted(marks, key=itemgetter(1), reverse=True):  # deaths over the others
         if left <= x <= right:
-            at = f"{(x - left) * across:.1f}"
-            drawn.append(f'<line class="{colour}" x1="{at}" x2="{at}" y1="{top}" y2="{HEIGHT}">'
+            at, top = f"{(x - left) * across:.1f}", HEIGHT * 3 // 4 if kind == "rescue" else 0
+            drawn.append(f'<line class="{kind}" x1="{at}" x2="{at}" y1="{top}" y2="{HEIGHT}">'
                          f"<title>{escape(words)}</title></line>")
     for name, style, xs, ys in curves:
         points = [f"{(x - left) * across:.1f},{HEIGHT - (y - low) * up:.1f}"
@@ -188,27 +229,16 @@ def chart(title, curves, marks):
             drawn.append(f'<path class="{style}" d="{"".join(f"M{point}h0" for point in points)}"/>')
     names = "".join(f'<span class="{style}">{escape(name)} {ys[-1]:.4g}</span>'
                     for name, style, _, ys in curves)
-    return (f'<figure><figcaption><b>{escape(title)}</b>{names}</figcaption><i>{high:.4g}</i>{svg(drawn)}'
-            f"<p><i>{low:.4g}</i><i>step {left:,.6g} to {right:,.6g}</i></p></figure>")
-
-
-def svg(parts, height=HEIGHT):
-    return (f'<svg viewBox="0 0 {COLUMNS} {height}" preserveAspectRatio="none" style="height:{height}px">'
-            f'{"".join(parts)}</svg>')
+    return filled("chart.html", title=escape(title), names=names, high=f"{high:.4g}", low=f"{low:.4g}",
+                  columns=COLUMNS, height=HEIGHT, drawn="".join(drawn), steps=f"{left:,.6g} to {right:,.6g}")
 
 
 def thin(xs, ys, left, right):
-    """At most two points a column, the least and the largest value in the order they came: no spike is lost.
-    """
+    """At most two points a column, its least and its largest value as they came: no spike is lost."""
     columns = {}
     for x, y in zip(xs, ys, strict=True):
         kept = columns.setdefault(math.floor((x - left) * COLUMNS / ((right - left) or 1)), [])
         kept.append((x, y))
         if len(kept) == 3:
-            low, high = min(kept, key=_height), max(kept, key=_height)
-            kept[:] = sorted({low, high})
+            kept[:] = sorted({min(kept, key=itemgetter(1)), max(kept, key=itemgetter(1))})
     return [point for kept in columns.values() for point in kept]
-
-
-def _height(point):
-    return point[1]

@@ -85,7 +85,8 @@ class Status:
 
     def _write(self, facts):
         with contextlib.suppress(OSError):  # a full disk costs a status, never a step
-            replace_json(self.path, dict.fromkeys(FIELDS) | facts | {"t": round(time.time(), 3)})
+            facts = dict.fromkeys(FIELDS) | facts | {"t": round(time.time(), 3)}
+            replace_file(self.path, json.dumps(facts).encode())
 
 
 def read_status(run_dir):
@@ -98,7 +99,7 @@ def read_status(run_dir):
 
 def prometheus(status, run_dir):
     """Yield lines in the format of node-exporter's text files; the name of the run is a label."""
-    run = json.dumps(os.path.basename(os.path.abspath(run_dir)))
+    run = json.dumps(os.path.basename(os.path.abspath(run_dir)), ensure_ascii=False)
     for name, value in status.items():
         if isinstance(value, int | float):
             yield f"# TYPE training_{name} gauge"
@@ -107,10 +108,10 @@ def prometheus(status, run_dir):
     yield f"training_state{{run={run},state={json.dumps(status.get('state'))}}} 1"
 
 
-def replace_json(path, value):
+def replace_file(path, data):
     """Writes a small file that a reader finds either old or new; raises OSError."""
     aside = f"{path}.{os.getpid()}.new"
     fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "w", encoding="utf-8") as file:
-        json.dump(value, file)
+    with open(fd, "wb") as file:
+        file.write(data)
     os.replace(aside, path)

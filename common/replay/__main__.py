@@ -18,32 +18,32 @@ from common.replay.diff import diff
 from common.replay.step import step
 from common.replay.verify import verify
 
-COMMANDS = {"verify": (verify, "run"), "step": (step, "run", "step"), "diff": (diff, "run", "other")}
-FLAGS = (  # command, flag, type, default, what it says
-    ("verify", "segments", int, 1, "so many, drawn at random (default: 1)"),
-    ("verify", "all", None, None, "every segment"),
-    ("verify", "from", int, 0, "from this step"), ("verify", "to", int, 0, "to this step"),
-    ("verify", "nproc", int, 1, "processes (default: 1)"),
-    ("verify", "tolerance", float, 1e-3, "without --virtual-ranks: of a tensor's largest value (0.001)"),
-    ("step", "dump", Path, None, "a file for torch.load: batch, outputs, gradients"),
-    ("step", "break", None, None, "a prompt with net, batch, state"),
-    ("diff", "with-a", str, "", "what made the first run: PYTHON, or PYTHON:FOLDER of the code"),
-    ("diff", "with-b", str, "", "and the second run"))
-
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m common.replay", description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser("python -m common.replay", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    for command, (act, *places) in COMMANDS.items():
-        one = commands.add_parser(command, allow_abbrev=False)
+
+    def command(act, *places):
+        one = commands.add_parser(act.__name__, allow_abbrev=False)
         one.set_defaults(act=act)
         for place in places:
             one.add_argument(place, type=int if place == "step" else Path)
-        for owner, flag, kind, default, text in FLAGS:
-            if command == owner:
-                how = {"type": kind, "default": default} if kind else {"action": "store_true"}
-                one.add_argument(f"--{flag}", help=text, **how)
+        return one.add_argument
+
+    flag = command(verify, "run")
+    flag("--segments", type=int, default=1, help="so many, drawn at random (default: 1)")
+    flag("--all", action="store_true", help="every segment")
+    flag("--from", type=int, default=0, help="from this step")
+    flag("--to", type=int, default=0, help="to this step")
+    flag("--nproc", type=int, default=1, help="processes (default: 1)")
+    flag("--tolerance", type=float, default=1e-3, help="of a tensor's largest value, without --virtual-ranks")
+    flag = command(step, "run", "step")
+    flag("--dump", type=Path, help="a file for torch.load: batch, outputs, gradients")
+    flag("--break", action="store_true", help="a prompt with net, batch, state")
+    flag = command(diff, "run", "other")
+    flag("--with-a", default="", help="what made the first run: PYTHON, or PYTHON:FOLDER of the code")
+    flag("--with-b", default="", help="and the second run")
     given = parser.parse_args(argv)
     try:
         return given.act(given)

@@ -12,6 +12,7 @@ from common.replay.run import Run, interpreter
 def diff(given):
     """Bisects the kept checkpoints, makes the steps between two of them again, and looks at the odd one."""
     runs = Run(given.run), Run(given.other)
+    say("; ".join(f"{run.folder}: torch {run.facts['torch']}" for run in runs))
     low, high = _apart(*runs)
     if high is None:
         say(f"the two runs are the same up to step {low}")

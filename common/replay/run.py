@@ -60,10 +60,9 @@ class Run:
 
     def again(self, begin, end, folder, nproc=1, made="", every=None):
         """Makes steps `begin` + 1 to `end` once more, in another run folder; returns it, and the seconds."""
-        flags = [f"--run-dir={folder}", f"--max-steps={end}", "--save-every=0", "--save-seconds=0",
-                 "--eval-every=0", "--no-tensorboard", "--progress=off",
-                 f"--digest-every={every or min(self.digests, default=0)}",
-                 f"--resume={self.kept.get(begin, 'auto')}"]
+        flags = [f"--run-dir={folder}", f"--max-steps={end}", f"--resume={self.kept.get(begin, 'auto')}",
+                 "--save-every=0", "--save-seconds=0", "--eval-every=0", "--no-tensorboard", "--progress=off",
+                 f"--digest-every={every or min(self.digests, default=0)}"]
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
         head, house = interpreter(made)
         command, began = [*head, *launcher * (nproc > 1), f"{house}/train_{self.script}.py"], time.monotonic()

@@ -16,7 +16,7 @@ from common.models import build_model
 from common.options import parse_options
 from common.replay.run import Run
 from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, distribute, find_task, placed, prepare
+from common.training import TrainState, build_optimizer, find_task, placed, prepare
 from common.training import seed as seed_step
 from common.world import join, leave
 
@@ -28,7 +28,8 @@ def step(given):
     with tempfile.TemporaryDirectory() as scratch, \
             contextlib.closing(Again(Run(given.run), given.step, scratch)) as again:
         state, net = again.state, again.net
-        batch = next(batch for batch in again.steps(given.step) if state.step == given.step - 1)
+        again.order.set_epoch(state.epoch, state.position)
+        batch = next(iter(batches(again.data.train, again.order, again.opts)))
         found = list(again.slices(batch))
         say(f"step {given.step}: epoch {state.epoch + 1}, position {state.position}, {batch.size} samples, "
             f"lr {state.rate(state.planned):.3g}")
@@ -70,15 +71,18 @@ def _alone(again, ids):
 
 
 class Again:
-    """The run as it was at its last kept checkpoint before step `before`, alone in this process."""
+    """The run as it was just before step `before`, alone in this process."""
 
     def __init__(self, run, before, scratch):
         begin = max((step for step in run.steps if step < before), default=None)
         if begin is None or before > run.steps[-1]:
             raise UserError(f"step {before} does not lie between two of those that {run.folder} keeps\n"
                             f"it keeps {', '.join(map(str, run.steps))}")
-        flags = [f"--run-dir={scratch}/run", f"--resume={run.kept.get(begin, 'auto')}"]
-        opts = self.opts = parse_options(None, [*run.flags("ddp"), *flags], script="ddp")
+        flags = [*run.flags("ddp"), f"--run-dir={scratch}/run"]
+        if begin < before - 1:
+            run, begin = run.again(begin, before - 1, f"{scratch}/before")[0], before - 1
+        flags.append(f"--resume={run.kept.get(begin, 'auto')}")
+        opts = self.opts = parse_options(None, flags, script="ddp")
         world = self.world = join(opts)  # and what follows in train_ddp.py
         self.data = load_data(opts, world)
         self.order = ElasticSampler(self.data.train, opts.global_batch_size, seed=opts.seed,
@@ -89,25 +93,12 @@ class Again:
                                 order=self.order.name, task=task)
         self.store = CheckpointStore(opts, world, self.data.fingerprint, report=lambda text: None)
         self.store.restore(self.state)
-        self.model = distribute(self.net, opts, world)
+        self.net.train()
 
     def close(self):
         self.store.close()
         self.store.release()
         leave(self.world)
-
-    def steps(self, last):
-        """Yields the batch of each step up to `last`, before it is made."""
-        while self.state.step < last:
-            self.order.set_epoch(self.state.epoch, self.state.position)
-            self.net.train()
-            for batch in batches(self.data.train, self.order, self.opts):
-                yield batch
-                backward(self.model, batch, self.state, self.world)
-                self.state.update(batch.size)
-                if self.state.step == last:
-                    break
-            self.state.end_epoch()
 
     def slices(self, batch):
         """Yields a dict per slice of the step (without --virtual-ranks per forward), and leaves no trace.

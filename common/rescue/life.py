@@ -56,7 +56,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
                      options=opts.given(), **clock.laps)
         if opts.audit:
             ledger.order(order.name, order.facts)
-        ledger.saved = past["saves"][-1] if past["saves"] else ledger.saved
+        ledger.saved = past["saved"] or ledger.saved
         ledger.status.start(functools.partial(_look, log, ledger, clock, state, {
             "world": world.size, "hosts": sorted(set(hosts)), "life": world.life, "restarts": past["lives"]}))
     life_is_open()

@@ -153,6 +153,22 @@ def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
     assert max(gaps) <= 1.5 and now[0] - begun > 30, "a kill would lose more than a step or 1 % of this life"
 
 
+class Changing(Counter):
+    """As a dict that another thread adds to."""
+
+    def items(self):
+        raise RuntimeError("dictionary changed size during iteration")
+
+
+def test_another_thread_may_ask_for_shares_while_the_loop_meets_a_new_bucket(tmp_path):
+    clock = Clock("import")
+    clock.open(Ledger(tmp_path), past=(1.0, 1.0))
+    clock.stepped(1)
+    clock.spent, clock.whole = Changing(), Changing()
+    clock.add("steps")
+    assert 0 < clock.shares()["goodput"] <= 1 and clock.shares()["data_wait"] == 0
+
+
 def the_gap(tmp_path, *between, **second):
     """What the ledger tells of the time between two lives of one job, aa and bb."""
     life = {"event": "life", "world": 2, "job": "j"}

@@ -99,6 +99,12 @@ def test_a_whole_last_line_without_its_newline_is_kept(tmp_path):
     assert steps(tmp_path) == [1, 2, 3]
 
 
+def test_a_file_that_was_cleaned_is_still_private(tmp_path):
+    life(options(tmp_path), 0, 2)
+    life(options(tmp_path), 1, 2)
+    assert stat.S_IMODE((tmp_path / "metrics.jsonl").stat().st_mode) == 0o600
+
+
 def test_the_record_a_survivor_saved_fills_the_line_its_dead_writer_left_out(tmp_path):
     opts = options(tmp_path)
     life(opts, 0, 4)
@@ -272,7 +278,7 @@ def on_a_terminal(tmp_path, columns, rows=24):
         pass
     os.close(ours)
     assert program.wait(60) == 0
-    return shown.decode()
+    return shown.decode().replace("\x1b[K", "")
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(0, 24), (80, 0), (0, 0)])
@@ -295,9 +301,17 @@ def test_a_bar_that_is_not_full_goes_away_and_shows_world_lives_and_lost_steps(t
         log.start([], world=2, lives=3, lost=4)
         log.step(State(1, 0, 64), {"loss": 1.0, "lr": 0.1})
         shown = capsys.readouterr().out
-    assert shown.startswith("\r 11%|█         | epoch 1/3  step 1/9  eta ") and "lr" not in shown
+    assert shown.startswith("\r\x1b[K 11%|█         | epoch 1/3  step 1/9  eta ") and "lr" not in shown
     assert shown.endswith("samples/s  world 2  lives 3  lost 4")
     assert screen(shown + capsys.readouterr().out) == [""]
+
+
+def test_the_bar_of_a_run_is_full_at_its_end_also_if_its_last_step_was_not_logged(tmp_path, capsys):
+    with log_for(options(tmp_path, progress="on"), total_steps=9) as log:
+        log.step(State(8), {"loss": 1.0})
+        log.evaluation(State(9), {"val_loss": 0.5})
+    *_, bar, end = screen(capsys.readouterr().out)
+    assert bar.startswith("100%|██████████| epoch 1/3  step 9/9  eta 0:00:00  loss 1.0000") and end == ""
 
 
 def screen(text):

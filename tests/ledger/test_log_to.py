@@ -1,9 +1,10 @@
 """--log-to: a person's own function gets each row of metrics.jsonl once, and a bad one stops no training."""
 import json
 import re
+from importlib.util import find_spec
 
 import pytest
-from jobs import PACED, ROOT, wait_for
+from jobs import PACED, ROOT, until, wait_for
 from test_log import curve, life, options, steps
 
 from common.options import parse_options
@@ -75,12 +76,17 @@ def test_tensorboard_gets_world_lives_goodput_and_the_norm_of_the_gradient(jobs,
     assert all(value > 0 for _, value in curve(run, "run/grad_norm"))
 
 
-@pytest.mark.parametrize("package, name", [("wandb", "wandb_offline"), ("mlflow", "mlflow_files")])
-def test_the_readmes_trackers_track(tmp_path, monkeypatch, package, name):
-    pytest.importorskip(package)
+@pytest.mark.parametrize("package, name, left", [
+    ("wandb", "wandb_offline", "wandb/offline-run-*/*.wandb"), ("mlflow", "mlflow_files", "mlflow.db")])
+def test_the_readmes_trackers_track_a_training_and_leave_no_process(jobs, tmp_path, package, name, left):
+    if not find_spec(package):  # importing wandb leaves files
+        pytest.skip(f"needs {package}")
     text = (ROOT / "common" / "README.md").read_text()
     code = re.search(r"```python\n(def wandb_offline.*?)```", text, re.DOTALL)[1]
     (tmp_path / "my_tracker.py").write_text(code)
-    monkeypatch.chdir(tmp_path)
-    life(options(tmp_path / "run", log_to=f"{tmp_path}/my_tracker.py:{name}"), 0, 3)
-    assert json.loads((tmp_path / "run" / "log-to.json").read_text())["train"] == 3
+    job = jobs.python("train_ddp.py", *PACED, f"--run-dir={tmp_path}/run", "--max-steps=3",
+                      f"--log-to={tmp_path}/my_tracker.py:{name}", cold=True, PACE="0")
+    assert job.wait() == 0 and "--log-to" not in job.output, job.output
+    until(lambda: not jobs.alive(), f"the end of {package}'s own processes")
+    assert json.loads((tmp_path / "run" / "log-to.json").read_text()) == {"train": 3, "val": 3}
+    assert list(jobs.folder.glob(left))

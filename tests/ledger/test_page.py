@@ -11,7 +11,7 @@ from test_ledger import KILLED, write
 
 from common.ledger import summarize
 from common.ledger.__main__ import main
-from common.ledger.report import COLUMNS, thin
+from common.ledger.report import COLUMNS, report, thin
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
@@ -58,6 +58,29 @@ def test_a_page_shows_curves_marks_times_lives_and_options_and_fetches_nothing(t
     assert [link["href"] for link in tags.named("link")] == ["data:,"]
 
 
+def test_a_day_between_two_lives_is_a_gap_with_its_length_written_and_the_rest_keeps_its_place(tmp_path):
+    run, day = a_run(tmp_path / "run"), 86_400
+    later = [event | {name: event[name] + day for name in ("t", "began") if name in event}
+             for event in KILLED[8:]]
+    later[0] |= {"job": "another", "options": {"save_every": 100, "workers": 2}}
+    write(run, KILLED[0] | {"options": {"workers": 2}}, *KILLED[1:8], *later)
+    assert main([str(run), "--html"]) == 0
+    text = (run / "report.html").read_text()
+    assert " (and 1 day, 0:00:01 down) went" in text and ">1 day, 0:00:01</text>" in text
+    rects = [rect for rect in Tags(text).named("rect") if rect["height"] == "100%"]
+    ends = [float(rect["x"][:-1]) + float(rect["width"][:-1]) for rect in rects]
+    gaps = [float(rect["width"][:-1]) for rect in rects if rect["class"] == "down"]
+    assert max(ends) == pytest.approx(100, abs=0.1)
+    assert gaps[0] == gaps[1] == pytest.approx(100 * 0.04 / 1.04, abs=0.1)
+    given, _, rest = text.partition("<details>")
+    assert "<td>save_every<td>100<" in given and "<td>workers<td>2<" in given
+    assert "save_every default → 100" in text
+    assert "<td>model<td>" in rest and "<td>model<td>" not in given
+    words = "\n".join(report(summarize(run)))
+    assert "started again after 1 day, 0:00:16" in words and "goodput 0.1%, without down 44.5%" in words
+    assert [line.count("rescue 4.50 s") for line in words.splitlines()] == [0, 0, 0, 1, 0, 0, 0, 1, 0], words
+
+
 def test_a_second_run_is_laid_over_the_first(tmp_path):
     runs = [a_run(tmp_path / name) for name in ("one", "two")]
     assert main([str(runs[0]), "--compare", str(runs[1]), "--html", str(tmp_path / "both.html")]) == 0
@@ -84,7 +107,7 @@ def test_a_run_folder_that_is_read_only_and_a_run_without_metrics_have_a_page(tm
         assert main([str(run), "--html", str(tmp_path / "page.html")]) == 0
     finally:
         os.chmod(run, 0o700)
-    assert "where 101.0 s went" in (tmp_path / "page.html").read_text()
+    assert "where 101.00 s went" in (tmp_path / "page.html").read_text()
     assert main([str(tmp_path / "nowhere"), "--html"]) == 2
 
 

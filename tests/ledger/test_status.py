@@ -9,7 +9,7 @@ from jobs import PACED, events, until, wait_for
 from common import errors
 from common.ledger import Ledger
 from common.ledger.__main__ import main
-from common.ledger.status import FIELDS, Status, read_status
+from common.ledger.status import FIELDS, Status, prometheus, read_status
 
 
 def looked(path, condition):
@@ -66,6 +66,7 @@ def test_status_is_printed_for_a_person_and_for_prometheus_and_its_age_is_probed
     assert f'training_state{{run="{tmp_path.name}",state="training"}} 1' in lines
     with pytest.raises(SystemExit, match="2"):
         main([str(tmp_path), "--stale", "9"])
+    assert "run=\"größe\"" in "".join(prometheus({}, "größe")), "Prometheus knows no \\u escapes"
 
 
 def test_a_status_is_written_at_a_change_and_the_end_has_the_last_word(tmp_path, monkeypatch):
