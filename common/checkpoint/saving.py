@@ -12,11 +12,11 @@ from common.checkpoint.fence import HUNG_SECONDS
 from common.checkpoint.files import Damaged, room
 from common.checkpoint.manifest import checkpoints
 from common.checkpoint.memory import Memory
-from common.checkpoint.replicas import note_digest
 from common.checkpoint.tensor_file import Live, TensorFile, not_finite
 from common.errors import UserError
 from common.ledger import Ledger
 from common.options import Options
+from common.world import fingerprint_of
 
 MOST_FAILURES = 3     # saves that fail in a row: then the run stops with exit code 4
 
@@ -65,7 +65,7 @@ class Saving:
 
     def check(self) -> None:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
-        note_digest(self)
+        self._note_digest()
         if self.touched is None:  # after the first step, which it would slow down
             self.touched = [self._do(image.touch) for image in self.images.values() if self.writes]
         if self.unsaved and all(done.done() for done in self.touched):
@@ -80,6 +80,13 @@ class Saving:
                     f"{self.failures} saves in a row have failed, the last one: {error}\n"
                     f"the newest good checkpoint is step {self.committed}; make room, then start again",
                     code=4)
+
+    def _note_digest(self):
+        """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
+        state, every = self.state, self.opts.digest_every
+        if every and self.fence and self.ledger and state.step % every == 0:
+            sums = {part: fingerprint_of(tensors) for part, tensors in state.tensors().items()}
+            self.ledger.event("digest", step=state.step, **sums)
 
     def close(self) -> None:
         """Ends the writer thread, once the last save is on the disk or has failed three times."""

@@ -16,13 +16,12 @@ from common.checkpoint.manifest import checkpoints, is_there, numbers_of
 from common.checkpoint.memory import open_memory
 from common.checkpoint.owner import claim
 from common.checkpoint.parts import PartWriter
-from common.checkpoint.replicas import agree, trust
 from common.checkpoint.saving import Saving
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError, say
 from common.ledger import Ledger
 from common.options import Options
-from common.world import World, same_everywhere
+from common.world import World, fingerprint_of, odd_ranks, same_everywhere
 
 
 class CheckpointStore(Saving):
@@ -105,15 +104,6 @@ class CheckpointStore(Saving):
                     f"--run-dir {self.run_dir}: rank {self.world.rank} does not see the folder of rank 0\n"
                     "a net in stages over machines needs one run folder that all of them share")
 
-    def agree(self, state: Any) -> None:
-        """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
-        if not self.opts.shard:  # a shard is like no other
-            agree(self, state)
-
-    def trust(self, state: Any, fact: str) -> None:
-        """Ends the run if `fact` names a rank that computes wrong numbers; call on every rank."""
-        trust(self, state, fact)
-
     def _take(self, choices, places, key):
         """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.
 
@@ -149,6 +139,43 @@ class CheckpointStore(Saving):
         if self.fence:
             self.committed = found.step
             self.let_go(found.facts)
+
+    # ---- whether the replicas are still equal ------------------------------------------------------
+    def agree(self, state: Any) -> None:
+        """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
+        if self.opts.shard or self.world.size == 1:  # a shard is like no other
+            return
+        odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
+        if odd is not None:
+            self._withdraw(state)
+            rank = f"rank {odd or 'any'}"
+            raise RuntimeError(
+                f"step {state.step}: the weights of {rank} differ from the others; "
+                f"going back to step {self.agreed}, where all agreed" if self.agreed is not None else
+                f"step {state.step}: {rank} starts with other weights than the others")
+        if self.agreed is None or not self.opts.cross_check:  # which finds more than equal weights show
+            self.agreed = state.step
+
+    def trust(self, state: Any, fact: str) -> None:
+        """After a --cross-check: the state is trusted, or if `fact` names a rank, the run ends."""
+        if not fact:
+            self.agreed = state.step
+            return
+        self._withdraw(state)
+        state.verdict = UserError(
+            f"{fact}; going back to step {self.agreed} or before, on which ranks agreed\n"
+            "keep the run off that device, then start the same command again", code=7)
+        raise state.verdict
+
+    def _withdraw(self, state):
+        """Puts aside what was saved since all ranks agreed: it may be a diverged rank's, as this state is."""
+        state.half_updated = True
+        self.wait()
+        for step, folder in checkpoints(self.root) if self.fence and self.agreed is not None else ():
+            if step > self.agreed:
+                self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed "
+                            f"(step {self.agreed}); put aside")
+                self.writer.put_aside(folder)
 
     # ---- saving -----------------------------------------------------------------------------------
     def overdue(self) -> float:

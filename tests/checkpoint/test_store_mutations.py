@@ -222,8 +222,8 @@ MUTANTS = {
                                "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
-    "replicas are not compared": ("checkpoint.replicas", "    if odd is not None:\n", "    if False:\n", *DIFFER, "a buffer"),  # noqa: E501
-    "what diverged stays": ("checkpoint.replicas", "        _withdraw(store)\n", "", *DIFFER,
+    "replicas are not compared": ("checkpoint.store", "        if odd is not None:\n", "        if False:\n", *DIFFER, "a buffer"),  # noqa: E501
+    "what diverged stays": ("checkpoint.store", "                self.writer.put_aside(folder)\n", "", *DIFFER,
                             "a buffer"),
     "the sum over weights has holes": ("world.agreement", "% 2**64\n", "% 2**62\n", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),
