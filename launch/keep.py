@@ -18,13 +18,13 @@ def keep(opts, say):
         return True
     from common.checkpoint.fence import Fence, move_away  # torch: a second where nothing has imported it
     from common.checkpoint.files import Damaged
-    from common.checkpoint.lock_file import token_of
+    from common.checkpoint.lock_file import record_of
     from common.checkpoint.manifest import checkpoints
     from common.checkpoint.memory import USERS, Memory, locked
     from common.errors import UserError
     life, where, fence = uuid.uuid4().hex[:12], base, None
     try:
-        memory = Memory(base, opts.run_dir, token_of(opts.run_dir), {"life": life})
+        memory = Memory(base, opts.run_dir, record_of(opts.run_dir).get("token"), {"life": life})
         if (alone := locked(memory.root / USERS, fcntl.LOCK_EX)) is None:
             return True  # there is none, or another launcher of this machine goes on
         os.close(alone)

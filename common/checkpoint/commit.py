@@ -13,10 +13,10 @@ No name is written twice: later facts of a step become step-N.1, and step-N goes
 """
 import contextlib
 import errno
-import itertools
 import os
 import shutil
 import threading
+import uuid
 
 import common.checkpoint.blocks as blocks
 import common.checkpoint.files as files
@@ -54,7 +54,7 @@ class Writer:
 
     def __init__(self, root, staging, marks, kind="sha256"):
         self.root, self.staging, self.marks, self.kind = root, staging, marks, kind
-        self.numbers, self.moved, self.renew, self.hurry = itertools.count(), 0, None, False
+        self.moved, self.renew, self.hurry = 0, None, False
         self.door, self.announced = threading.RLock(), False
         self.layout = None  # as soon as the state is known
 
@@ -81,7 +81,8 @@ class Writer:
         return self._name(aside, facts["step"])
 
     def _aside(self, step):
-        return self.staging / f"{folder_name(step)}.{os.getpid()}.{next(self.numbers)}"
+        """A name of its own: ranks in two containers may have one pid, and one staging folder."""
+        return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
     def _write_tensors(self, aside, images, ends=None):
         return {name: blocks.write_file(aside / name, images[part].bytes, self._move, ends and ends[part],
@@ -179,7 +180,7 @@ class Writer:
         if extra:
             extra += [path for path in self.root.iterdir() if path.name.startswith(ASIDE)]
         for folder in extra:
-            gone = self.staging / f"{folder.name}.{next(self.numbers)}.gone"
+            gone = self._aside(0)
             with contextlib.suppress(OSError):
                 os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
                 delete(gone)

@@ -19,7 +19,7 @@ import time
 import uuid
 
 from common.checkpoint.files import delete
-from common.checkpoint.lock_file import Held, Still, is_mine, look, read
+from common.checkpoint.lock_file import Held, Still, is_mine, look, record_of
 from common.errors import UserError
 from common.options import holder_status, queued_again, this_process
 
@@ -120,9 +120,7 @@ class Fence:
     def _fenced(self):
         owner = {}
         with contextlib.suppress(OSError):
-            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            owner = read(fd)
-            os.close(fd)
+            owner = record_of(self.path.parent)
         return Fenced(f"{self.path.parent} was taken over by another job while this one stood still: "
                       f"host {owner.get('host')}, pid {owner.get('pid')}\n"
                       "this job has stopped; what it had saved before is kept")

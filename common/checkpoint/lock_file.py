@@ -132,14 +132,15 @@ def read(fd):
         return {}
 
 
-def token_of(run_dir):
-    """What tells this run from any other that ever had its folder. Not for a run that is ours."""
+def record_of(run_dir):
+    """The record of a run's owner, {} if there is none. Not for a run that is ours: its lock would go."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         fd = os.open(run_dir / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            return read(fd).get("token")
+            return read(fd)
         finally:
             os.close(fd)
+    return {}
 
 
 def _line(value):

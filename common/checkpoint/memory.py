@@ -21,7 +21,7 @@ from pathlib import Path
 from common.checkpoint.commit import Writer
 from common.checkpoint.fence import move_away
 from common.checkpoint.files import Damaged, read_small, sealed, unseal
-from common.checkpoint.lock_file import token_of
+from common.checkpoint.lock_file import record_of
 from common.checkpoint.manifest import STEP, checkpoints
 from common.errors import UserError
 from common.world import send
@@ -167,7 +167,7 @@ def _sweep(path, report):
         run_dir = Path(about.get("run_dir", ""))
         newest, saved = (max((step for step, _ in checkpoints(root)), default=-1)
                          for root in (path, run_dir / "checkpoints"))
-        if newest <= saved or token_of(run_dir) != about.get("token"):
+        if newest <= saved or record_of(run_dir).get("token") != about.get("token"):
             move_away(path)
         elif not (path / TOLD).exists():
             report(f"{path} alone holds step {newest} of {run_dir}: start that run again, or delete it")

@@ -72,6 +72,6 @@ class PartWriter(Writer):
             delete(aside)
         named = self._name(gathered, facts["step"])
         for old in self.staging.glob("gathered-*"):  # its missing part will not come any more
-            if int(old.name[9:17]) < facts["step"]:
+            if int(old.name.split("-")[1]) < facts["step"]:
                 delete(old)
         return named

@@ -154,7 +154,8 @@ class Live:
 
     def __getitem__(self, span):
         """Without a copy where the bytes lie in one tensor of this machine's memory."""
-        found = [torch.frombuffer(bytearray(self.header), dtype=torch.uint8)[span]]
+        head = bytearray(self.header[span])
+        found = [torch.frombuffer(head, dtype=torch.uint8)] if head else []
         for i in range(max(0, bisect.bisect_right(self.starts, span.start) - 1), len(self.names)):
             if self.starts[i] >= span.stop:
                 break

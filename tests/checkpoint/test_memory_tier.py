@@ -6,16 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from jobs import PACED, ROOT, TESTS, audit, events, lives, until, wait_for
 from ranks import fork_ranks
 from stores import at_step, child, end, images_for, is_at, load, new_store, options, steps_of, tiny_state
+from torch import nn
 
 from common.checkpoint import memory as room
 from common.checkpoint.fence import Fenced
 from common.checkpoint.manifest import checkpoints
 from common.checkpoint.memory import Memory
-from common.checkpoint.tensor_file import Live
+from common.checkpoint.tensor_file import Live, TensorFile
 from common.errors import UserError
 
 PAIR = SimpleNamespace(size=2, restart=0, restarts_left=3)  # a world
@@ -62,6 +65,61 @@ def test_a_rank_that_has_saved_an_older_step_to_the_disk_leaves_a_peers_newer_on
     assert [step for step, _ in memory.checkpoints()] == [6]
     memory.end(6)
     assert not list(tier.iterdir())
+
+
+def test_what_lies_in_one_tensor_is_written_without_a_copy(tmp_path):
+    tensors = {"a": torch.arange(64.0), "b": torch.arange(64.0)}
+    live = Live(TensorFile(tensors), tensors)
+    for start, (name, at) in {live.starts[0]: ("a", 0), live.starts[1] + 4: ("b", 4)}.items():
+        found = np.frombuffer(live[start:start + 96], np.uint8)
+        assert found.ctypes.data == tensors[name].data_ptr() + at
+    image = TensorFile(tensors)
+    image.copy(tensors)
+    for start in range(0, len(live), 40):
+        assert live[start:start + 40] == image.bytes[start:start + 40]
+
+
+def status(key):
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(key))
+
+
+@pytest.mark.parametrize("where", ["the disk", "memory"])
+def test_eight_ranks_of_a_machine_restore_with_one_state_beside_their_own(tmp_path, tier, where):
+    opts = options(tmp_path, optimizer="adamw", memory_tier=str(tier), save_every=0)
+
+    def begun(world):
+        net = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8)))
+        state = tiny_state(opts, net)
+        for tensor in state.tensors()["optimizer"].values():
+            tensor.fill_(1)  # all pages are there
+        return new_store(opts, replace(world, restarts_left=9)), state
+
+    def dies(world):
+        store, state = begun(world)
+        store.restore(state)
+        state.step = 4
+        return world.rank and store.rescue(state, in_memory=where == "memory")
+
+    def restores(world):
+        store, state = begun(world)
+        size = {part: sum(t.nbytes for t in named.values()) for part, named in state.tensors().items()}
+        with open("/proc/self/clear_refs", "w") as file:  # the peak from here on
+            file.write("5")
+        before = status("VmRSS")
+        assert store.restore(state) and state.step == 4
+        world.barrier("restored")
+        peak = status("VmHWM") - before
+        store.unsaved = False
+        end(store)
+        return peak, size
+
+    assert fork_ranks(2, dies) == [0, True]
+    peaks, (size, *_) = zip(*fork_ranks(8, restores), strict=True)
+    # each rank maps a file of memory as it reads it, and all map the same one
+    shared = max(size.values()) if where == "memory" else 0
+    beside = sum(peak - shared for peak in peaks) + (sum(size.values()) if shared else 0)
+    print(f"{where}: {beside / sum(size.values()):.2f} x one state")
+    assert beside <= 1.2 * sum(size.values()), (peaks, size)
 
 
 def test_any_flipped_bit_in_memory_is_refused(tmp_path, tier):

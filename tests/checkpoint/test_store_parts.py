@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import until
 from ranks import fork_ranks
 from stores import a_life, at_step, end, is_at, options, save, steps_of
 from torch import nn
@@ -96,6 +97,34 @@ def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_p
     with a_life(options(tmp_path / "parts", script="mp"), whole_net()) as life:
         assert is_at(life.state, 2)                                     # put together again
     assert not list((tmp_path / "parts/run/checkpoints").glob(".life-*"))
+
+
+def test_ranks_of_one_pid_write_side_by_side(tmp_path):
+    """In two containers that share the run folder the pids may be equal; and a step may have nine digits."""
+    def live(world):
+        store, state = store_of(world, tmp_path, [])
+        store.restore(state)
+        real = blocks.write_file
+
+        def writes(path, *args, **kwargs):
+            (tmp_path / f"writes-{world.rank}").touch()
+            until(lambda: len(list(tmp_path.glob("writes-*"))) == STAGES, "the other rank")
+            return real(path, *args, **kwargs)
+        pid, blocks.write_file = os.getpid, writes
+        world.barrier("both")
+        os.getpid = lambda: 7
+        try:
+            store.save(at_step(state, 10**8))
+            store.wait()
+        finally:
+            os.getpid, blocks.write_file = pid, real
+        world.barrier("saved")
+        errors = f"{store.error or ''}{saved(store, state, 10**8 + 1)}"
+        close(store)
+        return errors
+
+    assert fork_ranks(STAGES, live) == [""] * STAGES
+    assert steps_of(options(tmp_path, script="mp")) == [10**8 + 1, 10**8]
 
 
 def test_a_bit_that_flips_in_a_part_before_it_is_named_is_found_and_the_next_save_is_whole(tmp_path):
