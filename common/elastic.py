@@ -22,6 +22,7 @@ from common.checkpoint import CheckpointStore
 from common.data import Batch, Source, batches, leaves, load_data, map_tensors
 from common.errors import UserError, fail
 from common.ledger import Audit, Clock, Ledger, Log
+from common.models import check_net
 from common.options import Options, die_with_the_agent
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
@@ -69,6 +70,7 @@ class Elastic:
         self.data = load_data(opts, world, Source(self.dataset, self.dataset, classes=None))
         self.order = ElasticSampler(self.data.train, opts.global_batch_size, world.rank, world.size,
                                     opts.seed)
+        check_net(self.net, opts.model)
         self.net.to(world.device)
         clock.lap("load")
         state = self.state = TrainState(self.net, self.optimizer, opts, len(self.data.train),

@@ -9,7 +9,7 @@ def named_tensors(net: nn.Module) -> list:
     return [*net.named_parameters(), *net.named_buffers()]
 
 
-def check_net(net, name):
+def check_net(net: nn.Module, name: str) -> None:
     """UserError for a net that could not be trained, or not be resumed."""
     for path, tensor in named_tensors(net):
         if nn.parameter.is_lazy(tensor):
