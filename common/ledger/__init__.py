@@ -1,9 +1,10 @@
 """What a run tells and writes down; a log never stops a training. No torch here."""
-from common.ledger.account import history, lives_of, summarize
+from common.ledger.account import history, lives_of, read_options, summarize
 from common.ledger.audit import audit
 from common.ledger.clock import Clock
 from common.ledger.lines import Audit, Ledger
 from common.ledger.log import Log
 from common.ledger.status import CONTROLS
 
-__all__ = ["CONTROLS", "Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of", "summarize"]
+__all__ = ["CONTROLS", "Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of",
+           "read_options", "summarize"]

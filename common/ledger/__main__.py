@@ -40,7 +40,7 @@ def main(argv=None):
         parser.error("--prometheus and --stale belong to --status")
     try:
         return show(given)
-    except (UserError, OSError, ValueError) as error:
+    except (UserError, OSError, ValueError, RecursionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -137,14 +137,23 @@ def _of_steps(seconds, first, last, kept):
     return {"steps": seconds * share, "redone": seconds * (1 - share)}
 
 
-def read(path):
-    """Yield the objects of a file of JSON lines; a torn line is skipped."""
+def read(path, name="event"):
+    """Yield the objects of a file of JSON lines that have this name; a torn line is skipped."""
     with open(path, "rb") as file:
         for line in file:
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 record = json.loads(line)
-                if isinstance(record, dict) and "event" in record:
+                if isinstance(record, dict) and name in record:
                     yield record
+
+
+def read_options(run_dir: Path | str) -> dict[str, Any]:
+    """What a run's options.json holds; ValueError if that is damaged."""
+    try:
+        facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
+        return facts | {"options": dict(facts["options"]), "identity": dict(facts["identity"])}
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError("options.json is damaged") from error
 
 
 def lives_of(*run_dirs: Path | str) -> list[list[dict[str, Any]]]:

@@ -1,5 +1,4 @@
 """The reports of a run: lines of words, or a page of HTML and inline SVG, without scripts or network."""
-import json
 import math
 from array import array
 from collections import Counter, defaultdict
@@ -11,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from string import Template
 
-from common.ledger.account import ENDING, STARTING, is_number, lives_of, own, summarize
+from common.ledger.account import ENDING, STARTING, is_number, lives_of, own, read, read_options, summarize
 
 FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
 MOST_CHARTS, FIRST = 16, ("loss", "acc", "lr", "samples/s")
@@ -108,12 +107,10 @@ class Run:
         self.folder = Path(folder)
         self.facts, self.lives = summarize(folder), lives_of(folder)
         self.curves = defaultdict(lambda: (array("d"), array("d")))
-        with suppress(OSError), open(self.folder / "metrics.jsonl", "rb") as file:
-            for line in file:
-                with suppress(ValueError, TypeError, AttributeError):
-                    row = json.loads(line)
-                    for name in row.keys() - {"step", "epoch"}:
-                        self._point(name, row.get("step"), row[name])
+        with suppress(OSError):
+            for row in read(self.folder / "metrics.jsonl", "step"):
+                for name in row.keys() - {"step", "epoch"}:
+                    self._point(name, row["step"], row[name])
         for events in self.lives:
             entries, size = own(events, "steps", "t", "at"), events[0].get("global_batch_size", 0)
             for old, new in zip(entries, entries[1:], strict=False):
@@ -177,8 +174,8 @@ class Run:
     def _options(self):
         """{name: value} of what was given to the newest life, and of the rest."""
         given, options = self.facts["lives"][-1].get("options", {}), {}
-        with suppress(OSError, ValueError, KeyError):
-            options = json.loads((self.folder / "options.json").read_text(encoding="utf-8"))["options"]
+        with suppress(OSError, ValueError):
+            options = read_options(self.folder)["options"]
         return given, {name: value for name, value in options.items() if name not in given}
 
 

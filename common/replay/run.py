@@ -1,5 +1,4 @@
 """A run as its folder tells it: options, kept checkpoints, digests; and its script, started once more."""
-import json
 import subprocess
 import sys
 import time
@@ -8,7 +7,7 @@ from pathlib import Path
 
 from common.checkpoint import checkpoints, describe
 from common.errors import UserError
-from common.ledger import lives_of
+from common.ledger import lives_of, read_options
 from common.options import Options
 
 HOUSE = Path(__file__).resolve().parents[2]
@@ -21,7 +20,7 @@ class Run:
     def __init__(self, folder):
         self.folder = Path(folder)
         try:
-            self.facts = json.loads((self.folder / "options.json").read_text(encoding="utf-8"))
+            self.facts = read_options(self.folder)
         except (OSError, ValueError):
             raise UserError(f"{self.folder} holds no whole options.json\nname the folder of a run") from None
         self.lives = lives_of(self.folder)

@@ -1,4 +1,5 @@
 """The ledger survives what kills disks, and its report adds up."""
+import contextlib
 import json
 import os
 import random
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from common.errors import UserError
 from common.ledger import Clock, Ledger, summarize
 from common.ledger.__main__ import main
 from common.ledger.report import by_host, report
+from common.replay import run as replay
 
 HOUSE = Path(__file__).parents[2]
 
@@ -267,3 +270,24 @@ def test_lines_of_many_writers_do_not_mix(tmp_path):
 def test_the_report_imports_no_torch():
     program = "import common.ledger, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], cwd=HOUSE).returncode == 0
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", '"x"', '{"options": [1]}', DEEP],
+                         ids=lambda text: text[:9])
+def test_damaged_files_of_a_run_cost_a_report_what_they_held_and_nothing_else(tmp_path, text, capsys):
+    write(tmp_path, *KILLED)
+    with open(tmp_path / "ledger.jsonl", "a") as file:
+        file.write(text + "\n")
+    for name in ("options.json", "metrics.jsonl", "status.json"):
+        (tmp_path / name).write_text(text)
+    for flags in ([], ["--json"], ["--html"]):
+        assert main([str(tmp_path), *flags]) == 0, flags
+    with contextlib.suppress(SystemExit):
+        main([str(tmp_path), "--status"])
+    said = capsys.readouterr().err
+    assert "Traceback" not in said and len(said.splitlines()) <= 4
+    with pytest.raises(UserError, match="options.json"):
+        replay.Run(tmp_path)
