@@ -180,7 +180,7 @@ class Writer:
         if extra:
             extra += [path for path in self.root.iterdir() if path.name.startswith(ASIDE)]
         for folder in extra:
-            gone = self._aside(0)
+            gone = self.staging / f"{uuid.uuid4().hex[:12]}.gone"
             with contextlib.suppress(OSError):
                 os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
                 delete(gone)

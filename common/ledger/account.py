@@ -151,8 +151,8 @@ def read_options(run_dir: Path | str) -> dict[str, Any]:
     """What a run's options.json holds; ValueError if that is damaged."""
     try:
         facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
-        return facts | {"options": dict(facts["options"]), "identity": dict(facts["identity"])}
-    except (KeyError, TypeError, RecursionError) as error:
+        return facts | {"options": dict(facts["options"]), "identity": dict(facts.get("identity", {}))}
+    except (KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError("options.json is damaged") from error
 
 

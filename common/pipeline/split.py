@@ -136,16 +136,13 @@ def describe(model: Pipeline, samples: int, optimizer: torch.optim.Optimizer) ->
     count, places = -(-samples // max(1, micro)), model.world.stages if ranks else len(set(model.devices))
     flights = count if ranks or not sliced else 1
     spent = [sum(m.seconds for m in facts) for facts in model.measures]
-    # of a weight's size are the weight, its gradient, and what the optimizer keeps
-    copies = 2 + max((sum(torch.is_tensor(value) and value.shape == p.shape for value in values.values())
-                      for p, values in optimizer.state.items() if p.dim()), default=0)
     lines = ["stage  place     layers                              parameters   time   memory (MiB)"]
     for i, (group, own) in enumerate(zip(model.groups, model.parameters_of, strict=True)):
         at = f"rank {i % places}" if ranks else str(model.devices[i])
         layers = group[0].name + (f" ... {group[-1].name} ({len(group)})" if len(group) > 1 else "")
         flying = min(flights, model.parts - i) if opts.schedule != "gpipe" else flights
         kept = sum(m.kept for m in model.measures[i]) * micro * flying
-        memory = (own * copies * 4 + kept) / 2**20
+        memory = (own * copies_of(optimizer) * 4 + kept) / 2**20
         lines.append(f"{i:5}  {at:8}  {layers:34}  {own:11,}  {spent[i] / sum(spent):5.0%}  {memory:13,.1f}")
     if places > 1:
         of = "micro batches" if not sliced else "slices" if ranks else "slices, one after the other,"
@@ -153,3 +150,9 @@ def describe(model: Pipeline, samples: int, optimizer: torch.optim.Optimizer) ->
         lines.append(f"{opts.schedule}: {count} {of} of {micro} or less over {places} places, "
                      f"idle {idle:.0%} of the time")
     return lines
+
+
+def copies_of(optimizer):
+    """How many tensors of a weight's size a step needs: weight, gradient, and what the optimizer keeps."""
+    return 2 + max((sum(torch.is_tensor(value) and value.shape == p.shape for value in values.values())
+                    for p, values in optimizer.state.items() if p.dim()), default=0)

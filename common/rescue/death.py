@@ -25,7 +25,8 @@ def peers_end(rescue, error):
     end = time.monotonic() + PEER_SECONDS
     while isinstance(error, RuntimeError) and rescue.lines and not rescue.lost and time.monotonic() < end:
         time.sleep(0.002)  # a collective fails before the thread hears of the end
-    if not rescue.lost or rescue.asked and not error:
+    own = isinstance(error, UserError)  # all ranks have found the same, and some have left already
+    if own or not rescue.lost or rescue.asked and not error:
         return None
     if (dead := dead_peer(rescue.places)) is None:
         return f"a peer is gone ({in_words(error)})" if error else "a peer is gone"

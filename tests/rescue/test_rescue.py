@@ -140,6 +140,23 @@ def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
     assert max(noticed) - began < 20 and [event["rank"] for event in events(run, "death")] == [3]
 
 
+def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_last(run):
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        try:
+            with Rescue(store, state, world, ledger) as rescue:
+                step(state)
+                world.barrier("a step")
+                if world.rank == 1:
+                    until(lambda: rescue.lost, "the end of rank 0")
+                state.half_updated, state.verdict = True, UserError("wrong numbers", code=7)
+                raise state.verdict
+        except UserError as error:
+            os._exit(error.code)
+
+    assert fork_ranks(2, live, may_die=range(2)) == [7, 7]
+
+
 def test_a_signal_that_comes_before_the_end_of_rank_0_is_heard_waits_for_no_store(run):
     """Its loading processes keep its sockets open a moment longer than an agent needs to see it dead."""
     def live(world):
