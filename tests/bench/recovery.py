@@ -127,9 +127,8 @@ class Run:
 
     def quiet(self):
         """Until the life's disk copy is written, so that it does not slow the yardsticks."""
-        last, root = self.events("rescue")[-1]["step"], self.folder / "run/checkpoints"
-        self.wait(lambda: max((int(path.name[5:13]) for path in root.glob("step-*")), default=-1) >= last,
-                  "the disk copy")
+        last = self.events("rescue")[-1]["step"]
+        self.wait(lambda: any(event["step"] >= last for event in self.events("save")), "the disk copy")
 
     def close(self):
         with contextlib.suppress(ProcessLookupError):
