@@ -174,7 +174,7 @@ class Rescue(Wishes):
 
     def _save(self, why, for_a_peer=False):
         """(what happened in words, whether this process saved, exit code); never raises."""
-        began, state = time.monotonic(), self.state
+        began, state, failed = time.monotonic(), self.state, f"saving step {self.state.whole} failed"
         there = f"step {state.whole} was saved already", False, STOPPED
         if self.parted or self.parting and self.store.writer.is_saved(state):
             return there  # all have met, or may have since: then the staging folder is gone
@@ -193,7 +193,8 @@ class Rescue(Wishes):
                 finally:
                     state.lock.release()
         except Exception as failure:
-            return f"saving step {state.whole} failed: {failure}", False, getattr(failure, "code", UNSAVED)
+            code = getattr(failure, "code", UNSAVED)  # FENCED while it parts: all have met
+            return there if self.parting and code == FENCED else (f"{failed}: {failure}", False, code)
         if saved is not True:
             return (saved, False, STOPPED) if saved else there
         rank, seconds, where = self.world.rank, round(time.monotonic() - began, 3), self.store.rescued_to

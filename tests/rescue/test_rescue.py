@@ -617,6 +617,27 @@ def test_a_signal_in_the_last_meeting_finds_nobody_has_taken_over_although_rank_
     assert fork_ranks(1, live) == [("step 1 was saved already", False, 143)]
 
 
+def test_a_rank_that_parts_while_rank_0_lets_go_was_saved_and_not_robbed(run):
+    """It asks before the folder goes, and writes after that."""
+    def live(world):
+        state, store, ledger = a_run(world, run)
+        with Rescue(store, state, world, ledger) as rescue:
+            step(state)
+            store.save(state)
+            store.close()
+            rescue.parting, store.writer.rescuing = True, gone
+            store.writer.is_saved = lambda state: False
+            said = rescue._save("SIGTERM")
+            rescue.parting = False
+            return said, rescue._save("SIGTERM")
+
+    def gone(*_):
+        raise UserError("taken over", code=6)
+
+    (parted, robbed), = fork_ranks(1, live)
+    assert parted == ("step 1 was saved already", False, 143) and robbed[2] == 6
+
+
 @pytest.mark.parametrize("dies", [False, True])
 def test_torchrun_finds_a_whole_account_of_an_error_or_none(tmp_path, monkeypatch, dies):
     """Its agent ends of half a file, whatever restarts were left; and it sends its SIGTERM when another rank
