@@ -10,6 +10,7 @@ import threading
 import time
 
 from common.errors import UserError, one_line
+from common.ledger.account import read
 from common.ledger.lines import kind_of
 from common.ledger.status import replace_file
 from common.options import call_user
@@ -96,14 +97,15 @@ class Tracker:
     def __init__(self, run_dir, spec, note):
         self.rows, self.path = os.path.join(run_dir, "metrics.jsonl"), os.path.join(run_dir, "log-to.json")
         self.spec, self.note, self.told = spec, note, {"train": -1, "val": -1}
-        with contextlib.suppress(OSError, ValueError), open(self.path) as file:
-            self.told |= {kind: step for kind, step in json.load(file).items() if isinstance(step, int)}
+        with contextlib.suppress(OSError):
+            for told in read(self.path, "train"):
+                self.told |= {kind: step for kind, step in told.items() if isinstance(step, int)}
 
     def catch_up(self):
-        with contextlib.suppress(OSError), open(self.rows, "rb") as file:
-            for line in file:
-                with contextlib.suppress(ValueError, TypeError, KeyError):  # torn, or no row
-                    self.tell(json.loads(line))
+        with contextlib.suppress(OSError):
+            for line in read(self.rows, "step"):
+                with contextlib.suppress(TypeError):  # no row
+                    self.tell(line)
 
     def tell(self, line):
         if self.spec is None or line["step"] <= self.told[kind_of(line)]:

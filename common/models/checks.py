@@ -17,6 +17,8 @@ def check_net(net: nn.Module, name: str) -> None:
                    "give the layer all sizes, or run the net once on zeros before you return it")
         if tensor.is_meta:
             refuse(name, f"{path} has no values (device meta)", "return the net with its weights made")
+        if tensor.layout != torch.strided:
+            refuse(name, f"{path} is sparse ({tensor.layout})", "keep it dense (to_dense)")
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
             tensor.data = tensor.data.clone()  # expanded: nothing can be loaded into it
     for path, module in net.named_modules():

@@ -19,8 +19,8 @@ def inherited(given, names):
     path = next((path for folder in (given["run_dir"], given["fork"])
                  if (path := Path(folder, "options.json")).is_file()), Path(given["fork"], "options.json"))
     try:
-        old = json.loads(path.read_text("utf-8"))["options"]
-    except (OSError, ValueError, KeyError):
+        old = dict(json.loads(path.read_text("utf-8"))["options"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"--fork: {path} cannot be read\nname the folder of a run") from None
     return {name: tuple(value) if isinstance(value, list) else value for name, value in old.items()
             if name in names - {"run_dir", "resume", "max_steps", "memory_tier", "skip"}} | given

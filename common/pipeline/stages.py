@@ -11,8 +11,7 @@ from common.data import forward_sizes
 from common.pipeline.cut import count, place, prune
 from common.pipeline.schedule import timetable
 from common.pipeline.transfer import NO_NOTE, Devices, Ranks
-from common.sampler import hash_seed
-from common.training import loss, placed
+from common.training import loss, placed, seed
 
 BUCKET_BYTES = 25 << 20      # of gradients summed at once
 
@@ -125,8 +124,7 @@ class Pipeline(nn.Module):
         def ahead(stage, k, came):
             x = came[0] if came else self._padded(task.input_of(inputs[k], state), sizes[k])
             x = x.detach().requires_grad_(came is not None and x.is_floating_point())
-            key = "stage", state.step, world.replica, stage.index, k
-            stage.generator.manual_seed(hash_seed(opts.seed, *key))
+            seed(world, opts.seed, "stage", state.step, world.replica, stage.index, k)
             y = stage(x)
             if stage.index == last:
                 y = loss_of(y[:batch.parts[k][0]], answers[k], totals, batch, state)

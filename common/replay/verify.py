@@ -29,7 +29,7 @@ def verify(given):
         say(ROW.format(f"{begin} to {end}", end - begin, row["seconds"], row["result"]))
     wrong = sum(row["result"] != "same" for row in rows)
     facts = {"run": str(run.folder), "options": run.facts["identity"], "data": run.facts["data"],
-             "torch": [run.facts["torch"], torch.__version__], "kind": run.facts.get("pinned", {}),
+             "torch": [run.facts.get("torch"), torch.__version__], "kind": run.facts.get("pinned", {}),
              "tolerance": tolerance, "processes": given.nproc, "segments": rows}
     place = run.folder / "certificate.json"
     try:

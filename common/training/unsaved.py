@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError, say, speaks_for_node
+from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(nn.Module()))   # what each module has for itself
 LOOKED_AT = 1000                        # elements of a list
@@ -40,7 +41,7 @@ class Unsaved:
         for path, module in self.net.named_modules():
             hidden = {name: look_at(value, saved) for name, value in vars(module).items()
                       if name not in TORCHS}
-            hidden |= {name: module._buffers[name].detach().double().sum().item()
+            hidden |= {name: fingerprint_of({name: module._buffers[name]})
                        for name in module._non_persistent_buffers_set if module._buffers[name] is not None}
             found |= {f"{path}.{name}".lstrip("."): value for name, value in hidden.items()}
         return found

@@ -48,6 +48,16 @@ def test_a_row_that_was_written_but_not_told_is_told_by_the_next_life(tmp_path, 
     assert got(tmp_path) == [1, 2, 3, 4]
 
 
+def test_damaged_rows_are_passed_over_and_the_others_are_told(tmp_path, tracked):
+    run = tmp_path / "run"
+    life(options(run), 0, 2)
+    rows = run / "metrics.jsonl"
+    rows.write_text("[" * 100_000 + "\n[1]\n{}\n" + '{"step": "x"}\n' + rows.read_text())
+    (run / "log-to.json").write_text("[1]")
+    life(options(run, log_to=tracked), 2, 3)
+    assert got(tmp_path) == [1, 2, 3]
+
+
 def test_kills_lose_no_row_and_repeat_at_most_the_one_they_interrupt(jobs, tmp_path, tracked):
     run = tmp_path / "run"
     job = jobs.torchrun(2, "train_ddp.py", *PACED, f"--run-dir={run}", f"--log-to={tracked}", PACE="0.02",

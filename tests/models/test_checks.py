@@ -48,10 +48,11 @@ def frozen(net):
     (lambda net: net.add_module("lazy", nn.LazyLinear(3)), "lazy.weight has no size yet"),
     (lambda net: net.add_module("far", nn.Linear(3, 3, device="meta")), "far.weight has no values"),
     (lambda net: net.add_module("table", nn.Embedding(4, 3, sparse=True)), "table makes sparse gradients"),
+    (lambda net: net.register_buffer("few", torch.eye(3).to_sparse()), "few is sparse (torch.sparse_coo)"),
     (lambda net: net.add_module("kept", Extra(lambda: {"count": 1})), "kept._extra_state (dict)"),
     (lambda net: net.add_module("kept", Extra(lambda: torch.ones(3))), "kept._extra_state (Tensor)"),
     (frozen, "no weight of it trains"),
-], ids=["lazy", "meta", "sparse", "extra", "fresh", "frozen"])
+], ids=["lazy", "meta", "sparse", "layout", "extra", "fresh", "frozen"])
 def test_a_net_that_could_not_train_or_resume_is_refused_before_the_first_step(given, give, said):
     assert said in refusal(given(give), ROWS)
 

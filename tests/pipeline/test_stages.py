@@ -1,10 +1,12 @@
 """A net in stages computes what the whole one does: any cut, any schedule, over ranks or local devices,
 ragged shares included.
 """
+import random
 import signal
 from functools import partial
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 from fakes import Stream, fake_gpus
@@ -184,6 +186,28 @@ def test_recomputation_draws_what_the_forward_drew_with_other_micro_batches_in_b
     backward(model, share_of(x, y, opts), TrainState(net, build_optimizer(net, opts), opts, 32), world)
     assert [len(masks) for masks in drawing.masks.values()] == [2] * 16
     assert all(torch.equal(*masks) for masks in drawing.masks.values())
+
+
+class Shaky(torch.nn.Linear):
+    """Draws from Python's and numpy's generators."""
+
+    def forward(self, x):
+        return super().forward(x) * random.random() * numpy.random.rand()
+
+
+def test_a_stage_that_draws_from_python_or_numpy_draws_the_same_after_a_restart():
+    opts, found = Options(script="mp", micro_batch_size=2, global_batch_size=8, optimizer="sgd"), []
+    world = World(**(vars(ALONE) | {"devices": (CPU, CPU)}))
+    x, y = torch.randn(8, 4), torch.randint(0, 4, (8,))
+    for life in range(2):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(Shaky(4, 4), Shaky(4, 4))
+        model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)))
+        random.seed(life)
+        numpy.random.seed(life)
+        backward(model, share_of(x, y, opts), TrainState(net, build_optimizer(net, opts), opts, 8), world)
+        found.append(net[0].weight.grad)
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("sharded", [False, True])

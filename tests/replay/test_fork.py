@@ -60,6 +60,14 @@ def test_a_fork_that_lacks_something_is_refused(flags, words, capsys):
     assert words in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("text", ["[]", "null", "7", '{"options": 7}', "[" * 100_000, "{"])
+def test_a_fork_of_a_run_whose_options_are_damaged_is_refused(text, tmp_path, capsys):
+    (tmp_path / "options.json").write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse_options("", [f"--fork={tmp_path}", "--at=3", f"--run-dir={tmp_path}/new"], script="ddp")
+    assert "options.json cannot be read" in capsys.readouterr().err
+
+
 def test_steps_that_are_not_there_and_a_skip_beyond_the_epoch_are_refused(jobs, tmp_path, own):  # noqa: F811
     run = train(jobs, tmp_path / "run", "--keep-every=4", *own)
     for flags, words in ((["--at=5"], "it keeps 4, 8"), (["--at=4", "--skip=6:7"], "A is N + 1"),

@@ -602,16 +602,24 @@ def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_h
     assert not list((run / "checkpoints").glob(".life-*"))
 
 
+@contextlib.contextmanager
+def parting(world, run):
+    """(store, rescue) of a rank in the last meeting, whose only step is saved."""
+    state, store, ledger = a_run(world, run)
+    with Rescue(store, state, world, ledger) as rescue:
+        step(state)
+        store.save(state)
+        store.close()
+        rescue.parting = True
+        yield store, rescue
+
+
 def test_a_signal_in_the_last_meeting_finds_nobody_has_taken_over_although_rank_0_has_let_go(run):
     """Rank 0 has left the meeting; this rank is about to leave it when the signal comes."""
     def live(world):
-        state, store, ledger = a_run(world, run)
-        with Rescue(store, state, world, ledger) as rescue:
-            step(state)
-            store.save(state)
-            store.close()
+        with parting(world, run) as (store, rescue):
             store.fence.release()
-            store.fence, rescue.parting = None, True
+            store.fence = None
             return rescue._save("SIGTERM")
 
     assert fork_ranks(1, live) == [("step 1 was saved already", False, 143)]
@@ -620,12 +628,8 @@ def test_a_signal_in_the_last_meeting_finds_nobody_has_taken_over_although_rank_
 def test_a_rank_that_parts_while_rank_0_lets_go_was_saved_and_not_robbed(run):
     """It asks before the folder goes, and writes after that."""
     def live(world):
-        state, store, ledger = a_run(world, run)
-        with Rescue(store, state, world, ledger) as rescue:
-            step(state)
-            store.save(state)
-            store.close()
-            rescue.parting, store.writer.rescuing = True, gone
+        with parting(world, run) as (store, rescue):
+            store.writer.rescuing = gone
             store.writer.is_saved = lambda state: False
             said = rescue._save("SIGTERM")
             rescue.parting = False

@@ -1,4 +1,5 @@
 """common/training/unsaved.py: what a net remembers where no checkpoint looks."""
+import math
 import random
 
 import numpy
@@ -72,6 +73,10 @@ def test_what_changes_outside_of_the_checkpoint_is_warned_of_once(act, name, cap
 @pytest.mark.parametrize("act", [reassigned, derived, cached, lambda net: net.mean.add_(1)])
 def test_nothing_is_said_of_what_is_saved_or_computed_afresh(act, capsys):
     assert after_three_steps(act, capsys) == ""
+
+
+def test_a_cache_that_holds_nan_and_stays_as_it_is_is_no_change(capsys):
+    assert after_three_steps(lambda net: net.cache.fill_(math.nan), capsys) == ""
 
 
 @pytest.mark.parametrize("act", [lambda net: setattr(net, "late", torch.ones(3)),
