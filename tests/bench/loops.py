@@ -1,17 +1,23 @@
 """Ours against the loop that people write by hand: steps of training, tokens, pictures; and what feeds them.
 
-    python tests/bench/loops.py                             # all of them, about four minutes
+    python tests/bench/loops.py                             # all of them, about ten minutes
     python tests/bench/loops.py --what tokens --rounds 40   # net, resnet18, tokens, pictures, memory, index
 
-Both take turns, a second or two each, so that whatever else the machine does hits both. The figure is the
-CPU time of all processes, ours by theirs: median over the rounds, and the quartiles.
+Both take turns, a few seconds each, so that whatever else the machine does hits both. The figure is the
+CPU time of all processes, ours by theirs: median over the rounds, and the quartiles. `net`, `resnet18` and
+`tokens` start the whole of train_ddp.py, and the loop by hand, with torchrun, in processes of their own.
 """
 import argparse
+import itertools
 import os
+import runpy
+import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,14 +29,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from ranks import fork_ranks
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.data import batches, load_data
 from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare
 from common.world.join import keep_memory
 
 
@@ -48,29 +54,9 @@ class Tutorial(nn.Module):
         return self.fc2(F.dropout(F.relu(self.fc1(x.flatten(1))), training=self.training))
 
 
-def ours(world, data=None, **flags):
-    """A generator that makes a step of the inner loop of train_ddp.py each time."""
-    opts = Options(device="cpu", workers=0, check_every=0, **flags)
-    data = data or load_data(opts, world)
-    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
-    task = find_task(opts)
-    net = prepare(build_model(opts, data), opts, world, data, task)
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name, task=task)
-    model = distribute(net, opts, world)
-    net.train()
-    for epoch in range(10**6):
-        order.set_epoch(epoch, 0)
-        for batch in batches(data.train, order, opts):
-            totals = backward(model, batch, state, world)
-            if (state.step + 1) % opts.log_every == 0:
-                world.all_sum(totals)
-            state.update(batch.size)
-            yield
-
-
-def bare(world, net, feed, **how):
-    """The same by hand; every tenth loss is looked at."""
-    model = DistributedDataParallel(net) if world.size > 1 else net
+def bare(net, feed, **how):
+    """By hand; every tenth loss is looked at."""
+    model = DistributedDataParallel(net) if distributed.is_initialized() else net
     optimizer = torch.optim.Adam(net.parameters(), 1e-3, **how)
     for step, (x, y) in enumerate(feed):
         out = model(x)
@@ -80,15 +66,14 @@ def bare(world, net, feed, **how):
         optimizer.step()
         if step % 10 == 9:
             loss.item()
-        yield
 
 
-def in_memory(world, x, y, size):
+def in_memory(x, y, size):
     """Batches of tensors, a new order every epoch."""
-    epoch = 0
+    epoch, rank, ranks = 0, distributed.get_rank(), distributed.get_world_size()
     while True:
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))[world.rank::world.size]
-        for ids in order.split(size // world.size):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))[rank::ranks]
+        for ids in order.split(size // ranks):
             yield x.index_select(0, ids), y.index_select(0, ids)
         epoch += 1
 
@@ -102,65 +87,103 @@ def windows(path, length, size):
         yield x, torch.stack([torch.from_numpy(tokens[i + 1:i + 1 + length].astype(np.int64)) for i in ids])
 
 
-def cost(world, make, steps):
-    """CPU seconds of so many steps, after as many that do not count, over all ranks."""
-    loop = make(world)
-    for _ in range(steps):
-        next(loop)
-    began = time.process_time()
-    for _ in range(steps):
-        next(loop)
-    return float(world.all_sum(torch.tensor(time.process_time() - began, dtype=torch.float64)))
+def counting(steps, found):
+    """From now on: the CPU seconds of so many updates, after as many that do not count, go into a file."""
+    made, began = itertools.count(1), 0.0
+
+    def update(optimizer, *_):
+        nonlocal began
+        if len(optimizer.param_groups[0]["params"]) == 1:  # ours tries it on one weight before it begins
+            return
+        number = next(made)
+        if number == steps:
+            began = time.process_time()
+        if number == 2 * steps:
+            Path(found).write_text(str(time.process_time() - began))
+            os._exit(0)
+
+    register_optimizer_step_post_hook(update)
 
 
-def take_turns(ranks, rounds, steps, mine, theirs):
-    """[(CPU seconds of ours, of a bare loop)], in turn, each in processes of its own."""
-    def own(world):
-        keep_memory()
-        return cost(world, mine, steps)
-
-    def bare_one(world):
-        return cost(world, theirs, steps)
-
+def take_turns(kind, rounds, folder):
+    """[(CPU seconds of ours, of a bare loop)], over all ranks."""
+    ranks, _, prepare, _, _ = LOOPS[kind]
+    prepare(folder)
     found = []
     for number in range(rounds):
-        pair = [(own, bare_one)[which] for which in (0, 1)[::1 - 2 * (number % 2)]]
-        costs = {loop: fork_ranks(ranks, loop, deadline=300)[0] for loop in pair}
-        found.append((costs[own], costs[bare_one]))
+        costs = {}
+        for whose in ("ours", "bare")[::1 - 2 * (number % 2)]:
+            shutil.rmtree(folder / "run", ignore_errors=True)
+            subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                            f"--nproc_per_node={ranks}", __file__, "--turn", whose, "--what", kind,
+                            "--folder", folder], check=True, stdout=subprocess.DEVNULL, timeout=300)
+            costs[whose] = sum(float((folder / f"cost-{rank}").read_text()) for rank in range(ranks))
+        found.append((costs["ours"], costs["bare"]))
     return found
 
 
-def mnist_net(rounds, folder):
-    flags = {"dataset": "digits", "global_batch_size": 128}
-    data = load_data(Options(**flags), None)
-    x, y = data.train.fetch(range(len(data.train)))
-    return take_turns(2, rounds, 60, lambda world: ours(world, data, model="net", **flags),
-                      lambda world: bare(world, Tutorial(), in_memory(world, x, y, 128)))
+def turn(kind, whose, folder):
+    """In a rank of one turn."""
+    ranks, steps, _, flags, by_hand = LOOPS[kind]
+    counting(steps, folder / f"cost-{os.environ['RANK']}")
+    if whose == "ours":
+        sys.argv[1:] = [*flags(folder), f"--run-dir={folder}/run", "--device=cpu", "--workers=0",
+                        "--no-tensorboard", "--progress=off", "--memory-tier=off"]
+        runpy.run_path(str(ROOT / "train_ddp.py"), run_name="__main__")
+    if ranks > 1:
+        distributed.init_process_group("gloo")
+    torch.manual_seed(0)
+    by_hand(folder)
 
 
-def resnet18(rounds, folder):
-    (folder / "mine.py").write_text(
-        "import torch\ndef data():\n rng = torch.Generator().manual_seed(0)\n"
-        " x = torch.randn(512, 3, 64, 64, generator=rng), torch.randint(0, 10, (512,), generator=rng)\n"
-        " return *x, *x\n")
+def images(samples, *shape):
+    """Writes a file with a dataset of random images."""
+    def write(folder):
+        (folder / "mine.py").write_text(
+            "import torch\ndef data():\n rng = torch.Generator().manual_seed(0)\n"
+            f" x = torch.randn({samples}, *{shape}, generator=rng)\n"
+            f" y = torch.randint(0, 10, ({samples},), generator=rng)\n return x, y, x[:64], y[:64]\n")
+    return write
+
+
+def image_flags(model, size):
+    return lambda folder: [f"--model={model}", f"--dataset={folder}/mine.py:data",
+                           f"--global-batch-size={size}"]
+
+
+def images_by_hand(build, size):
+    def train(folder):
+        x, y, *_ = runpy.run_path(str(folder / "mine.py"))["data"]()
+        bare(build(), in_memory(x, y, size))
+    return train
+
+
+def resnet18():
     from torchvision import models
-    flags = {"dataset": f"{folder}/mine.py:data", "global_batch_size": 32}
-    data = load_data(Options(**flags), None)
-    return take_turns(2, rounds, 4, lambda world: ours(world, data, model="resnet18", **flags),
-                      lambda world: bare(world, models.resnet18(num_classes=10),
-                                         in_memory(world, data.train.x, data.train.y, 32)))
+    return models.resnet18(num_classes=10)
 
 
-def tokens(rounds, folder):
+def token_files(folder):
     for name, size in (("train", 10**6), ("val", 10**4)):
         np.random.default_rng(0).integers(0, 50304, size).astype("<u2").tofile(folder / f"{name}.bin")
-    flags = {"dataset": "tokens:128", "data_dir": str(folder), "vocab_size": 50304, "model": "gpt:2x2x64",
-             "global_batch_size": 8}
-    opts = Options(**flags)
-    data = load_data(opts, None)
-    return take_turns(1, rounds, 8, lambda world: ours(world, data, **flags),
-                      lambda world: bare(world, build_model(opts, data),
-                                         windows(folder / "train.bin", 128, 8), fused=True))
+
+
+def token_flags(folder):
+    return ["--model=gpt:2x2x64", "--dataset=tokens:128", f"--data-dir={folder}", "--vocab-size=50304",
+            "--global-batch-size=8"]
+
+
+def tokens_by_hand(folder):
+    opts = Options(**{flag[2:].split("=")[0].replace("-", "_"): flag.split("=")[1]
+                      for flag in token_flags(folder)[:3]}, vocab_size=50304)
+    bare(build_model(opts, load_data(opts, None)), windows(folder / "train.bin", 128, 8), fused=True)
+
+
+LOOPS = {  # ranks, steps, what is made before, flags of ours, the loop by hand
+    "net": (2, 225, images(60_000, 1, 28, 28), image_flags("net", 128), images_by_hand(Tutorial, 128)),
+    "resnet18": (2, 8, images(512, 3, 64, 64), image_flags("resnet18", 32), images_by_hand(resnet18, 32)),
+    "tokens": (1, 20, token_files, token_flags, tokens_by_hand),
+}
 
 
 def pictures(rounds, folder):
@@ -227,7 +250,7 @@ def index(rounds, folder):
     return found
 
 
-KINDS = {"net": mnist_net, "resnet18": resnet18, "tokens": tokens, "pictures": pictures, "memory": memory,
+KINDS = {**{kind: partial(take_turns, kind) for kind in LOOPS}, "pictures": pictures, "memory": memory,
          "index": index}
 
 
@@ -235,8 +258,12 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--what", default=",".join(KINDS))
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--turn", choices=["ours", "bare"], help="for the processes that this one starts")
+    parser.add_argument("--folder", type=Path)
     opts = parser.parse_args()
     torch.set_num_threads(1)
+    if opts.turn:
+        turn(opts.what, opts.turn, opts.folder)
     for name in opts.what.split(","):
         with tempfile.TemporaryDirectory() as folder:
             rounds = KINDS[name](opts.rounds, Path(folder))
