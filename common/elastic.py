@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import CheckpointStore
-from common.data import Batch, Source, batches, leaves, load_data, map_tensors
+from common.data import Batch, Data, batches, leaves, load_data, map_tensors
 from common.errors import UserError, fail
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import check_net
@@ -67,7 +67,7 @@ class Elastic:
         opts, clock = self.opts, self.clock
         self.world = world = join(opts)
         clock.lap("join")
-        self.data = load_data(opts, world, Source(self.dataset, self.dataset, classes=None))
+        self.data = load_data(opts, world, Data(self.dataset, self.dataset, known_classes=None))
         self.order = ElasticSampler(self.data.train, opts.global_batch_size, world.rank, world.size,
                                     opts.seed)
         check_net(self.net, opts.model)

@@ -2,7 +2,7 @@
 
     python -m common.data DIR --check       # names every image of a folder that cannot be read
 
-To add one: write a function of the options that returns a Source, add a line to DATASETS below, and a line to
+To add one: write a function of the options that returns a Data, add a line to DATASETS below, and a line to
 DATASET_FLAGS in common/options/rules.py. Code that lives elsewhere needs no edit here: use `--dataset
 path/to/file.py:function`. Files are not trusted: sizes are checked, and nothing in them is ever executed.
 """
@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 from common.data.pictures import imagefolder
 from common.data.shards import tar
 from common.data.splits import crop_flip, flip, inherited, whole
-from common.data.synthetic import Source, digits, random_numbers, sentiment, sentiment_large
+from common.data.synthetic import Data, digits, random_numbers, sentiment, sentiment_large
 from common.data.tokens import text, tokens
 from common.errors import UserError, did_you_mean, one_line
 from common.options import call_user
@@ -42,7 +42,7 @@ def mnist(opts):
     for part in ("train", "t10k"):
         images = read_idx(opts, folder / f"{part}-images-idx3-ubyte", 3)
         pairs.append((images.unsqueeze(1), read_idx(opts, folder / f"{part}-labels-idx1-ubyte", 1).long()))
-    return Source(*pairs, classes=10, **IDX[opts.dataset])
+    return Data(*pairs, known_classes=10, **IDX[opts.dataset])
 
 
 def read_idx(opts, path, dims):
@@ -89,8 +89,8 @@ def cifar10(opts):
                         "remove it and use --download") from error
     pairs = [(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
              for part in parts]
-    return Source(*pairs, classes=10, augment=crop_flip,
-                  mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+    return Data(*pairs, known_classes=10, augment=crop_flip,
+                mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
 # ---- a user's own ----
@@ -108,8 +108,8 @@ def user_dataset(opts):
         inputs, targets = found[::2], found[1::2]
         words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x in inputs)
         classed = all(y.dim() == 1 and y.numel() and not y.is_floating_point() for y in targets)
-        return Source(*zip(inputs, targets, strict=True), vocab=highest(inputs) if words else None,
-                      classes=highest(targets) if classed else None)
+        return Data(*zip(inputs, targets, strict=True), vocab=highest(inputs) if words else None,
+                    known_classes=highest(targets) if classed else None)
     if len(found) != 2:
         raise UserError(f"dataset {name} returned ({', '.join(type(part).__name__ for part in found)})\n"
                         "wanted: (train, test), two Datasets with __len__ and __getitem__, "
@@ -122,8 +122,8 @@ def user_dataset(opts):
                             "wanted: a whole number for each sample, 0 or more") from error
         classes = None
     vocab = getattr(found[0], "vocab", None)
-    return Source(*found, classes=classes, vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
-                  fingerprint=getattr(found[0], "fingerprint", None))
+    return Data(*found, known_classes=classes, vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
+                fingerprint=getattr(found[0], "fingerprint", None))
 
 
 def highest(tensors):
@@ -146,7 +146,7 @@ DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": mnist, "cifar10":
 
 
 def find_source(opts):
-    """The Source that `opts.dataset` names."""
+    """The Data that `opts.dataset` names."""
     name, _, size = opts.dataset.partition(":")
     if ".py" in opts.dataset:
         return user_dataset(opts)

@@ -1,7 +1,7 @@
 """Datasets as batches of samples held in memory or read by workers: the same numbers at any world size."""
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -10,32 +10,10 @@ from torch.utils.data import IterableDataset
 from common.data.datasets import find_source, make_ready
 from common.data.prefetch import Cuts, Shares, from_workers, map_tensors
 from common.data.splits import DatasetSplit, FetchSplit, TensorSplit, as_input
-from common.data.synthetic import Source
+from common.data.synthetic import Data
 from common.errors import UserError
 from common.options import Options
 from common.sampler import ElasticSampler
-
-
-@dataclass(frozen=True)
-class Data:
-    """A dataset, and the facts a model is built from."""
-
-    name: str
-    train: Any  # a split
-    test: Any
-    known_classes: int | None
-    sample_shape: tuple
-    vocab: int | None
-    fingerprint: str  # a hash of all tensors; for files, of names and sizes
-
-    @property
-    def classes(self) -> int:
-        """Only some models ask for it: a regression has no classes."""
-        if self.known_classes is None:
-            raise UserError(f"dataset {self.name} does not tell its number of classes\n"
-                            "give its training set an attribute `classes` (a number, or the names), "
-                            "or use a --model of your own that does not need it")
-        return self.known_classes
 
 
 class Batch(NamedTuple):
@@ -55,8 +33,8 @@ class Batch(NamedTuple):
         return self.parts[0][1][1]
 
 
-def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
-    """The dataset that `opts.dataset` names, or `source`; call on every rank, because of --download."""
+def load_data(opts: Options, world: Any, source: Data | None = None) -> Data:
+    """The dataset that `opts.dataset` names, or `source`, as splits; call on every rank: it may download."""
     if opts.download or opts.dataset == "tar":
         make_ready(opts, world)
     source, name, labels = source or find_source(opts), opts.dataset, opts.task == "classify"
@@ -74,19 +52,20 @@ def load_data(opts: Options, world: Any, source: Source | None = None) -> Data:
             x, y = checked(name, part, source, labels, *samples)
             splits.append(TensorSplit(x, y, source, opts.seed, augment))
         elif hasattr(samples, "fetch"):
-            splits.append(FetchSplit(samples, name, source.classes, labels))
+            splits.append(FetchSplit(samples, name, source.known_classes, labels))
         else:
             splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain, labels,
                                        opts.bad_samples == "skip"))
     train, test = splits
     if train.shape != test.shape and all(getattr(split, "labels", True) for split in splits):
         raise UserError(f"dataset {name}: samples to train on have shape {train.shape}, to test {test.shape}")
-    fingerprint = source.fingerprint or hash_splits(name, splits, source.classes, train.shape)
+    fingerprint = source.fingerprint or hash_splits(name, splits, source.known_classes, train.shape)
     if callable(fingerprint):  # it takes long, and the ranks of a node see the same files
         fingerprint = world.once_per_node("fingerprint", fingerprint)
     if order := ElasticSampler(train, 1).name:
         fingerprint = hashlib.sha256(f"{fingerprint} {order}".encode()).hexdigest()
-    return Data(name, train, test, source.classes, train.shape, source.vocab, fingerprint)
+    return replace(source, train=train, test=test, name=name, sample_shape=train.shape,
+                   fingerprint=fingerprint)
 
 
 def checked(name, part, source, labels, x, y):
@@ -97,9 +76,9 @@ def checked(name, part, source, labels, x, y):
                         f"{x.dtype} and {y.dtype}\n"
                         "wanted: a label for each sample, which has one dimension or more; a whole number\n"
                         "for other targets write a task: --task path/to/file.py:function")
-    if labels and (y.min() < 0 or y.max() >= source.classes):
+    if labels and (y.min() < 0 or y.max() >= source.known_classes):
         raise UserError(f"dataset {name}: {part} labels from {y.min()} to {y.max()}\n"
-                        f"wanted: 0 to {source.classes - 1}")
+                        f"wanted: 0 to {source.known_classes - 1}")
     if source.vocab and x.min() < 0:
         raise UserError(f"dataset {name}: {part} samples hold word number {x.min()}\nwanted: 0 or more")
     return (x if x.dtype == torch.uint8 else as_input(x)), y

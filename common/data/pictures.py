@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.data.synthetic import Source
+from common.data.synthetic import Data
 from common.errors import UserError, one_line
 
 MOST_PIXELS = 2**26  # of one image: a larger one is no photograph
@@ -31,8 +31,8 @@ def imagefolder(opts):
         raise UserError(f"dataset imagefolder: {opts.train_folder} and {opts.val_folder} of {opts.data_dir} "
                         "have different classes\n"
                         f"only in one: {', '.join(odd[:5])}{' ...' if odd[5:] else ''}")
-    return Source(*parts, classes=len(parts[0].classes), fingerprint=lambda: hash_files(parts),
-                  **squares(opts.image_size))
+    return Data(*parts, known_classes=len(parts[0].classes), fingerprint=lambda: hash_files(parts),
+                **squares(opts.image_size))
 
 
 def squares(size):

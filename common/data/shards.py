@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from common.data.pictures import decoded, squares
-from common.data.synthetic import Source
+from common.data.synthetic import Data
 from common.errors import UserError, one_line
 
 IMAGES = ("jpg", "jpeg", "png", "webp", "bmp", "ppm", "tif", "tiff")
@@ -43,8 +43,8 @@ class Shards:
 def tar(opts):
     """The shards of DATA_DIR."""
     parts = [Shards(*find_index(opts, name)) for name in (opts.train_folder, opts.val_folder)]
-    return Source(*parts, classes=max(part.facts["classes"] for part in parts), **squares(opts.image_size),
-                  fingerprint=" ".join(part.facts["fingerprint"] for part in parts))
+    return Data(*parts, known_classes=max(part.facts["classes"] for part in parts),
+                fingerprint=" ".join(part.facts["fingerprint"] for part in parts), **squares(opts.image_size))
 
 
 def stamp(path):

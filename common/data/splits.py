@@ -43,7 +43,8 @@ class TensorSplit:
     def __init__(self, x, y, source, seed, augment=None):
         whole_numbers = not y.is_floating_point() and y.dtype != torch.bool
         self.x, self.y = x.contiguous(), (y.long() if whole_numbers else y).contiguous()
-        self.shape, self.classes, self.seed, self.augment = tuple(x.shape[1:]), source.classes, seed, augment
+        self.shape, self.classes = tuple(x.shape[1:]), source.known_classes
+        self.seed, self.augment = seed, augment
         mean, std = torch.tensor(source.mean), torch.tensor(source.std)
         scale, shift = 1 / (255 * std), -mean / std
         # plain numbers for one channel: they are faster than tensors of one element
@@ -73,7 +74,7 @@ class DatasetSplit:
     in_memory = False
 
     def __init__(self, dataset, name, source, seed, augment=None, plain=None, labels=True, skip=False):
-        self.dataset, self.name, self.classes, self.seed = dataset, name, source.classes, seed
+        self.dataset, self.name, self.classes, self.seed = dataset, name, source.known_classes, seed
         self.augment, self.plain, self.labels, self.shape = augment or plain, plain, False, None
         self.groups, self.weights = getattr(dataset, "groups", None), getattr(dataset, "weights", None)
         self.collate, self.tokens = inherited(dataset, "collate"), 1

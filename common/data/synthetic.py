@@ -14,19 +14,30 @@ import torch.nn.functional as F
 from common.errors import UserError
 
 
-@dataclass
-class Source:
-    """What a dataset's function returns; train and test are (x, y) tensors or a map-style Dataset."""
+@dataclass(frozen=True)
+class Data:
+    """A dataset, and the facts a model is built from; `load_data` adds the last two."""
 
-    train: Any
+    train: Any  # (x, y) tensors or a map-style Dataset; once loaded, a split
     test: Any
-    classes: int | None
+    known_classes: int | None
     vocab: int | None = None
     mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel
     std: tuple = (1.0,)
     augment: Any = None  # for tensors: as `flip` of splits.py; for a Dataset: a transform of a sample
     plain: Any = None  # for a Dataset: the transform of a sample when it is not augmented
     fingerprint: Any = None  # for a Dataset: a text, or a function that returns it; tensors are hashed
+    name: str = ""
+    sample_shape: tuple = ()
+
+    @property
+    def classes(self) -> int:
+        """Only some models ask for it: a regression has no classes."""
+        if self.known_classes is None:
+            raise UserError(f"dataset {self.name} does not tell its number of classes\n"
+                            "give its training set an attribute `classes` (a number, or the names), "
+                            "or use a --model of your own that does not need it")
+        return self.known_classes
 
 
 # ---- digits ----
@@ -50,7 +61,7 @@ def digits(opts):
     bank = glyph_bank()
     x, y = zip(*(draw_digits(1000, bank, rng) for _ in range(14)), strict=True)
     x, y = torch.cat(x), torch.cat(y)
-    return Source((x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, mean=(0.22,), std=(0.27,))
+    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, mean=(0.22,), std=(0.27,))
 
 
 def glyph_bank():
@@ -102,7 +113,7 @@ def sentiment(opts):
     sentences = "I love this movie", "This movie is terrible"  # "This" is not "this"
     x = torch.tensor([[VOCAB.get(word, VOCAB["<UNK>"]) for word in text.split()] for text in sentences])
     both = x, torch.tensor([1, 0])
-    return Source(both, both, 2, vocab=len(VOCAB))
+    return Data(both, both, 2, vocab=len(VOCAB))
 
 
 def sentiment_large(opts):
@@ -121,7 +132,7 @@ def sentiment_large(opts):
         # padded in front, so that the last hidden state of an LSTM belongs to the last word
         rows.append([0] * (13 - len(sentence)) + [words.index(word) for word in sentence])
     x = torch.tensor(rows)
-    return Source((x[:4000], y[:4000]), (x[4000:], y[4000:]), 2, vocab=len(words))
+    return Data((x[:4000], y[:4000]), (x[4000:], y[4000:]), 2, vocab=len(words))
 
 
 # ---- random ----
@@ -138,4 +149,4 @@ def random_numbers(opts):
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
     both = x, torch.randint(0, 2, (samples,), generator=rng)
     # labels from a coin cannot be predicted: so the test set is the training set
-    return Source(both, both, 2)
+    return Data(both, both, 2)

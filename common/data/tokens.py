@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from common.data.synthetic import Source
+from common.data.synthetic import Data
 from common.errors import UserError, one_line
 from common.sampler import hash_seed
 
@@ -85,7 +85,7 @@ def text(opts):
     numbers, cut = np.frombuffer(content, np.uint8), len(content) - len(content) // TEST_PART
     parts = [Windows(part, length, 256, path) for part in (numbers[:cut], numbers[cut:])]
     fingerprint = hashlib.sha256(f"text {length} {TEST_PART} ".encode() + content).hexdigest()
-    return Source(*parts, classes=256, vocab=256, fingerprint=fingerprint)
+    return Data(*parts, known_classes=256, vocab=256, fingerprint=fingerprint)
 
 
 # ---- tokens ----
@@ -100,7 +100,7 @@ def tokens(opts):
         except OSError as error:
             raise UserError(f"dataset tokens: {path} cannot be read\n{one_line(error)}") from error
         parts.append(Windows(np.memmap(path, DTYPES[dtype], "r"), length, vocab, path, opts.seed))
-    return Source(*parts, classes=vocab, vocab=vocab, fingerprint=digest.hexdigest())
+    return Data(*parts, known_classes=vocab, vocab=vocab, fingerprint=digest.hexdigest())
 
 
 def read_meta(folder, asked):

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
-from common.data import batches, load_data
+from common.data import Data, batches, load_data
 from common.data.prefetch import Shares
 from common.data.splits import DatasetSplit, TensorSplit, crop_flip, flip
-from common.data.synthetic import Source
 from common.errors import UserError
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -37,13 +36,13 @@ class Noisy(Dataset):
 
 
 def noisy(n):
-    return DatasetSplit(Noisy(n), "noisy", SimpleNamespace(classes=3), seed=0)
+    return DatasetSplit(Noisy(n), "noisy", Data(None, None, 3), seed=0)
 
 
 def pictures(n, augment=crop_flip, channels=3):
     x = torch.randint(0, 256, (n, channels, 12, 10), generator=torch.Generator().manual_seed(n),
                       dtype=torch.uint8)
-    source = Source(None, None, 3, mean=(0.5, 0.4, 0.3)[:channels], std=(0.2, 0.3, 0.4)[:channels])
+    source = Data(None, None, 3, mean=(0.5, 0.4, 0.3)[:channels], std=(0.2, 0.3, 0.4)[:channels])
     return TensorSplit(x, torch.arange(n) % 3, source, 0, augment)
 
 

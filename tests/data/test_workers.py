@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from ranks import fork_ranks
 from test_data import Noisy, options
 from test_rescue import a_run
 
-from common.data import batches, load_data
+from common.data import Data, batches, load_data
 from common.data import prefetch as workers
 from common.data.splits import DatasetSplit
 from common.errors import UserError
@@ -33,7 +32,7 @@ class Trouble(Noisy):
 
 
 def trouble(what):
-    return DatasetSplit(Trouble(12, what), "trouble", SimpleNamespace(classes=3), seed=0)
+    return DatasetSplit(Trouble(12, what), "trouble", Data(None, None, 3), seed=0)
 
 
 def drain(split, **changed):
@@ -137,7 +136,7 @@ def test_a_loading_process_that_dies_before_it_begins_is_replaced_at_once(monkey
 
     real = workers.shelter
     monkeypatch.setattr(workers, "shelter", dies_once)
-    split, began = DatasetSplit(Noisy(12), "noisy", SimpleNamespace(classes=3), seed=0), time.monotonic()
+    split, began = DatasetSplit(Noisy(12), "noisy", Data(None, None, 3), seed=0), time.monotonic()
     shares = batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2))
     assert [ids for batch in shares for ids in batch.ids] == list(range(12)) and once.exists()
     assert time.monotonic() - began < workers.BEGIN_SECONDS / 2
@@ -155,7 +154,7 @@ def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkey
     real = workers.shelter
     monkeypatch.setattr(workers, "shelter", hangs_once)
     monkeypatch.setattr(workers, "BEGIN_SECONDS", 2.0)
-    split = DatasetSplit(Noisy(12), "noisy", SimpleNamespace(classes=3), seed=0)
+    split = DatasetSplit(Noisy(12), "noisy", Data(None, None, 3), seed=0)
     found = [ids for batch in batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2))
              for ids in batch.ids]
     assert found == list(range(12)) and once.exists()

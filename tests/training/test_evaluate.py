@@ -10,7 +10,7 @@ from torch import nn
 
 from common.checkpoint.manifest import checkpoints
 from common.data.splits import TensorSplit
-from common.data.synthetic import Source
+from common.data.synthetic import Data
 from common.options import Options
 from common.training import TrainState, build_optimizer, evaluate
 from common.training.evaluate import BLOCK
@@ -18,7 +18,7 @@ from common.training.evaluate import BLOCK
 
 def split_of(n, width=5):
     torch.manual_seed(n)
-    source = Source(train=None, test=None, classes=3)
+    source = Data(train=None, test=None, known_classes=3)
     return TensorSplit(torch.randn(n, width), torch.randint(0, min(3, width - 2), (n,)), source, 0)
 
 
