@@ -13,9 +13,11 @@ import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no d
 from torch import nn
 
 from common.checkpoint import CheckpointStore
+from common.checkpoint.blocks import read_file
+from common.checkpoint.files import Damaged
 from common.checkpoint.layout import Layout
 from common.checkpoint.load import load_newest
-from common.checkpoint.manifest import checkpoints
+from common.checkpoint.manifest import MANIFEST, checkpoints, read_manifest
 from common.checkpoint.tensor_file import TensorFile
 from common.errors import UserError
 from common.options import Options
@@ -143,6 +145,28 @@ def load(root, images):
     found = load_into(images, root)
     step = found.step
     return step, step >= 0 and images_are_at(images, step) and found.facts["step"] == step
+
+
+def damaged(path, entry, count=1):
+    """Whether the check of this one file, by so many threads, refuses it, as a start would."""
+    with pytest.raises(Damaged):
+        read_manifest(2, path.parent) if path.name == MANIFEST else read_file(path, entry, count=count)
+    return True
+
+
+def flips(path, every):
+    """(bit, whether to try a whole start), with that bit of the file changed; every n-th bit in turn.
+
+    A start costs milliseconds, the check of one file a tenth. So the check sees each bit, and a start one or
+    two of each byte, at changing places of it.
+    """
+    data = path.read_bytes()
+    with open(path, "r+b", buffering=0) as file:
+        for bit in range(0, len(data) * 8, every):
+            at = bit // 8
+            os.pwrite(file.fileno(), bytes([data[at] ^ 1 << bit % 8]), at)
+            yield bit, bit // every % 7 == 0
+            os.pwrite(file.fileno(), data[at:at + 1], at)
 
 
 def steps_of(opts):
