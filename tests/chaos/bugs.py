@@ -10,10 +10,11 @@ def no_rescue():
 
 
 def position_ahead():
-    """What was fetched counts as trained on."""
+    """What was fetched counts as trained on; behind an epoch's end no life could begin."""
     from common.training import TrainState
     real = TrainState.facts
-    TrainState.facts = lambda self: (facts := real(self)) | {"position": facts["position"] + 1}
+    TrainState.facts = lambda self: (facts := real(self)) | {
+        "position": min(facts["position"] + 1, self.samples)}
 
 
 def optimizer_forgotten():

@@ -72,7 +72,7 @@ def listeners(pid="self"):
             held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
         except OSError:  # closed meanwhile, as the one of listdir itself
             pass
-    for table in ("tcp", "tcp6"):
+    for table in ("tcp", "tcp6") if any(name.startswith("socket:") for name in held) else ():
         try:
             lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]
         except OSError:
