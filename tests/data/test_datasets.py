@@ -1,10 +1,8 @@
 import gzip
-import os
 import struct
 import tracemalloc
 import zlib
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,7 +19,6 @@ from common.sampler import ElasticSampler
 
 ALONE = SimpleNamespace(rank=0, size=1, local_rank=0, local_size=1, all_or_none=nullcontext,
                         once_per_node=lambda name, find: find())
-REAL = Path(os.environ.get("MNIST_DIR", Path(__file__).parents[3] / "shared" / "data"))
 
 
 def options(dataset, data_dir="nowhere", **changed):
@@ -189,11 +186,6 @@ def test_a_broken_gz_is_refused(tmp_path, cut):
 def test_empty_sets_are_refused(tmp_path):
     write_mnist(tmp_path, train_images_idx3_ubyte=idx(0, 28, 28), train_labels_idx1_ubyte=idx(0))
     assert "training set is empty" in refusal("mnist", tmp_path)
-
-
-@pytest.mark.skipif(not (REAL / "MNIST/raw/train-images-idx3-ubyte").exists(), reason="no MNIST here")
-def test_net_learns_the_real_mnist():
-    assert accuracy_after_each_epoch("mnist", "net", 1, REAL)[-1] > 0.95  # 0.970; after a second epoch 0.979
 
 
 # ---- CIFAR-10 ----

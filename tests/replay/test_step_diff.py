@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from jobs import ROOT
-from test_verify import FLAGS, OWN, replay, train
+from test_verify import FLAGS, OWN, replay, train, warm_starts  # noqa: F401  (warm_starts is a fixture)
 
 POISON = OWN.replace("if i == 77", "if i == 77 and False").replace(
     "return x, int", "x = x * 1e4 if i == 31 else x\n        return x, int") + '''
@@ -19,6 +19,7 @@ def dropping(opts, data):
     return torch.nn.Sequential(*narrow(opts, data)[:2], torch.nn.Dropout(), torch.nn.Linear(8, 2))
 '''
 KEPT = ["--keep-every=4", "--epochs=1"]
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,9 @@
 """verify: a run of many lives and worlds is made again by one process; forged or cheated, it is found."""
 import json
 import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 from jobs import TESTS, events, wait_for
@@ -33,6 +36,7 @@ def rate(step, total, opts):
 '''
 FLAGS = ["--virtual-ranks=4", "--global-batch-size=16", "--workers=0", "--no-tensorboard", "--log-every=1",
          "--audit", "--keep=2", "--digest-every=1"]
+pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
 def train(jobs, run, *flags, processes=1, **env):
@@ -41,6 +45,27 @@ def train(jobs, run, *flags, processes=1, **env):
         jobs.python("train_ddp.py", *flags, **env)
     assert job.wait() == 0, job.output
     return run
+
+
+@pytest.fixture
+def warm_starts(jobs, monkeypatch):
+    """The scripts that replay starts are forked from the warm process, too.
+
+    With its own imports: `test_a_prompt_has_net_batch_and_state`.
+    """
+    def run(command, stdout):
+        env, path, python, *words = map(str, command)
+        assert (env, python, stdout) == ("env", sys.executable, subprocess.DEVNULL)
+        if words[:2] == ["-m", "torch.distributed.run"]:
+            words[:2] = ["torchrun"]
+        job = jobs.start(*words, **dict([path.split("=")]))
+        code = job.wait()
+        print(job.output if code else "", file=sys.stderr)
+        return SimpleNamespace(returncode=code)
+
+    for module in ("run", "diff"):
+        monkeypatch.setattr(f"common.replay.{module}.subprocess",
+                            SimpleNamespace(run=run, DEVNULL=subprocess.DEVNULL))
 
 
 def replay(capsys, *arguments):

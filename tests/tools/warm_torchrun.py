@@ -54,7 +54,8 @@ def become(argv, env, cwd):
             handler.Popen = Forked
             main()
         else:
-            sys.path[0] = os.path.dirname(os.path.abspath(argv[0]))
+            own = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+            sys.path[:1] = [os.path.dirname(os.path.abspath(argv[0])), *own]
             runpy.run_path(argv[0], run_name="__main__")
         code = 0
     except SystemExit as error:
