@@ -183,10 +183,9 @@ class ElasticSampler(Sampler):
     """
 
     def __init__(self, length_or_dataset: Any, global_batch_size: int, rank: int = 0, world: int = 1,
-                 seed: int = 0, shuffle: bool = True, slices: int = 0) -> None:
+                 seed: int = 0, slices: int = 0) -> None:
         self.length = (len if hasattr(length_or_dataset, "__len__") else operator.index)(length_or_dataset)
-        self.global_batch_size, self.rank, self.world = global_batch_size, rank, world
-        self.seed, self.shuffle, self.slices = seed, shuffle, slices
+        self.global_batch_size, self.rank, self.world, self.slices = global_batch_size, rank, world, slices
         if not 0 < self.length <= LARGEST:
             raise UserError(f"the dataset has {self.length} samples\nat least one is needed to train on")
         if global_batch_size < 1:
@@ -227,7 +226,7 @@ class ElasticSampler(Sampler):
                 mine = share(size, self.rank, self.world, self.slices)
             starts = torch.arange(start, start + count * size, size)
             positions = starts[:, None] + torch.arange(mine.start, mine.stop)
-            ids = self.order.ids(positions.flatten(), epoch) if self.shuffle else positions
+            ids = self.order.ids(positions.flatten(), epoch)
             yield from ids.reshape(count, len(mine)).tolist()
             start, count = start + count * size, count * 2
 

@@ -56,9 +56,6 @@ def find_index(opts, name):
     """(shards, facts, rows), from the index of these shards; it is made if there is none."""
     folder = Path(opts.data_dir)
     paths = sorted((folder / name).glob("*.tar")) or sorted(folder.glob(f"{name}*.tar"))
-    if not paths:
-        raise UserError(f"dataset tar: there is neither {folder}/{name}*.tar nor {folder}/{name}/*.tar\n"
-                        "name their folder with --data-dir")
     try:
         shards, places = [stamp(path) for path in paths], [folder, Path(opts.run_dir)]
         for place in places:

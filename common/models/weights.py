@@ -101,8 +101,6 @@ def freeze(net, prefixes):
         if name and f"{name}.".startswith(prefixes):
             # net.train() calls it on every module
             module.eval().train = lambda mode=True, module=module: module
-    if not any(parameter.requires_grad for parameter in net.parameters()):
-        raise UserError(f"--freeze {','.join(prefixes)}: no weight is left to train\nname fewer")
 
 
 def tied_names(net: torch.nn.Module) -> dict[str, str]:

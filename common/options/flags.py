@@ -47,15 +47,15 @@ def whole(low, high=10**9):
     return _kind("N", convert)
 
 
-def real(low=0.0, below=math.inf, above=False):
+def real(below=math.inf, above=False):
     def convert(text):
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not low <= value < below or (above and value == low):  # nan fails every comparison
+        if not 0 <= value < below or (above and value == 0):  # nan fails every comparison
             bound = "" if below == math.inf else f" and < {below:g}"
-            raise ValueError(f"is not a finite number {'>' if above else '>='} {low:g}{bound}")
+            raise ValueError(f"is not a finite number {'>' if above else '>='} 0{bound}")
         return value
     return _kind("X", convert)
 

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from common.data import batches, load_data
-from common.data.datasets import DATASETS
 from common.errors import UserError
 from common.models import build_model
 from common.options import Options
@@ -103,11 +102,6 @@ def test_random_has_the_tutorials_sizes_or_those_asked_for(name, shape, n):
 @pytest.mark.parametrize("size", ["0x5", "5", "5x0", "-1x5", "axb", "1x2x3", "99999999x99999999"])
 def test_a_size_that_is_none_is_refused(size):
     assert "random:100x10" in refusal(f"random:{size}")
-
-
-def test_unknown_datasets_are_answered_with_the_nearest():
-    assert "did you mean mnist" in refusal("mnits") and "digits" in refusal("digit")
-    assert all(name in refusal("zzz") for name in DATASETS) and "did you mean" in refusal("digits:3x3")
 
 
 # ---- IDX files ----

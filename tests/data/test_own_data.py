@@ -206,9 +206,10 @@ def test_a_users_datasets_are_trained_on(tmp_path, workers):
     opts = options(mine(tmp_path, "def make(): return Squares(6), Squares(3)\n"), workers=workers)
     data = load_data(opts, ALONE)
     assert (data.classes, data.sample_shape, len(data.test)) == (2, (2,), 3)
-    batch, = batches(data.train, ElasticSampler(data.train, 6, shuffle=False), opts)
-    assert batch.x[:, 0].tolist() == [0, 1, 4, 9, 16, 25] and batch.x.dtype == torch.float32
-    assert batch.y.tolist() == [0, 1, 0, 1, 0, 1]
+    batch, = batches(data.train, ElasticSampler(data.train, 6), opts)
+    assert sorted(batch.ids) == list(range(6)) and batch.x.dtype == torch.float32
+    assert batch.x[:, 0].tolist() == [i * i for i in batch.ids]
+    assert batch.y.tolist() == [i % 2 for i in batch.ids]
 
 
 def test_the_fingerprint_of_a_users_dataset_sees_other_labels_and_contents_but_no_dice_and_no_last_bits(

@@ -159,11 +159,6 @@ def test_samples_that_are_none_are_refused(tmp_path, files, said):
     assert said in refusal("tar", folder, image_size=32)
 
 
-def test_a_folder_without_shards_is_named(tmp_path):
-    for folder in (tmp_path, tmp_path / "absent"):
-        assert f"neither {folder}/train*.tar nor" in refusal("tar", folder)
-
-
 def test_a_shard_that_changes_while_it_is_used_is_noticed(tmp_path):
     data = tar(write_shards(tmp_path / "a"))
     write_tar(tmp_path / "a/train-002.tar", [("7.png", picture(7)), ("7.cls", b"1")])

@@ -36,7 +36,7 @@ def trouble(what):
 
 
 def drain(split, **changed):
-    for _ in batches(split, ElasticSampler(len(split), 2, shuffle=False), options(**changed)):
+    for _ in batches(split, ElasticSampler(len(split), 2), options(**changed)):
         pass
 
 
@@ -69,7 +69,7 @@ def test_a_full_shared_memory_is_said_with_the_way_out():
 def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
     before = signal.getsignal(signal.SIGCHLD)
     split = trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    found = batches(split, ElasticSampler(len(split), 2, shuffle=False), options(workers=2))
+    found = batches(split, ElasticSampler(len(split), 2), options(workers=2))
     # it, or the socket that its tensors were to come through
     with pytest.raises((RuntimeError, OSError, EOFError)):
         for _ in found:
@@ -137,8 +137,8 @@ def test_a_loading_process_that_dies_before_it_begins_is_replaced_at_once(monkey
     real = workers.shelter
     monkeypatch.setattr(workers, "shelter", dies_once)
     split, began = DatasetSplit(Noisy(12), "noisy", Data(None, None, 3), seed=0), time.monotonic()
-    shares = batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2))
-    assert [ids for batch in shares for ids in batch.ids] == list(range(12)) and once.exists()
+    shares, order = batches(split, ElasticSampler(12, 2), options(workers=2)), list(ElasticSampler(12, 2))
+    assert [batch.ids for batch in shares] == order and once.exists()
     assert time.monotonic() - began < workers.BEGIN_SECONDS / 2
 
 
@@ -155,9 +155,8 @@ def test_loading_processes_that_never_come_out_of_their_fork_are_replaced(monkey
     monkeypatch.setattr(workers, "shelter", hangs_once)
     monkeypatch.setattr(workers, "BEGIN_SECONDS", 2.0)
     split = DatasetSplit(Noisy(12), "noisy", Data(None, None, 3), seed=0)
-    found = [ids for batch in batches(split, ElasticSampler(12, 2, shuffle=False), options(workers=2))
-             for ids in batch.ids]
-    assert found == list(range(12)) and once.exists()
+    found = [batch.ids for batch in batches(split, ElasticSampler(12, 2), options(workers=2))]
+    assert found == list(ElasticSampler(12, 2)) and once.exists()
 
 
 def test_a_loading_process_whose_rank_died_before_it_began_ends_by_itself():

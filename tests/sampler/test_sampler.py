@@ -218,7 +218,6 @@ def test_set_epoch_changes_the_order_and_brings_it_back():
     assert list(order) != first
     order.set_epoch(0)
     assert list(order) == first != list(ElasticSampler(1000, 10, seed=4))
-    assert sum(ElasticSampler(10, 4, shuffle=False), []) == list(range(10))
 
 
 def test_fetching_ahead_does_not_move_the_position():
