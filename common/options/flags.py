@@ -10,13 +10,10 @@ from common.options.optimizers import keywords
 SWITCH = None      # the kind of a flag without a value
 
 
-def free(default, kind, text, group="", scripts="ddp dp mp", fixed=False, why=""):
-    """A field of Options that is a flag which may change between restarts; `group` opens a group of --help.
-
-    `why` is the reason why the other scripts do not have it.
-    """
+def free(default, kind, text, group="", scripts="ddp dp mp", fixed=False):
+    """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
     return field(default=default, metadata={
-        "kind": kind, "help": text, "group": group, "scripts": scripts.split(), "fixed": fixed, "why": why})
+        "kind": kind, "help": text, "group": group, "scripts": scripts.split(), "fixed": fixed})
 
 
 def fixed(*args, **kwargs):
@@ -117,7 +114,6 @@ class Parser(argparse.ArgumentParser):
                          allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
                          argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
         self.script, self.owners = script, {flag_of(f.name): f.metadata["scripts"] for f in options}
-        self.why = {flag_of(f.name): f": {f.metadata['why']}" for f in options if f.metadata["why"]}
         for f in options:
             kind, text = f.metadata["kind"], f.metadata["help"]
             if f.metadata["group"]:
@@ -140,8 +136,7 @@ class Parser(argparse.ArgumentParser):
         flag = unknown[0].partition("=")[0]
         if flag in self.owners:
             owners = " and ".join(f"train_{script}.py" for script in self.owners[flag])
-            why = self.why.get(flag, "")
-            raise UserError(f"{flag} cannot take effect in {self.prog}{why}\nit belongs to {owners}")
+            raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
         mine = [name for name, scripts in self.owners.items() if self.script in scripts]
         self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, mine)}")
 

@@ -74,7 +74,7 @@ class Options:
     download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
     workers: int = free(None, whole(0, 256), "loading processes per rank for files (default: up to 4)")
     bad_samples: str = fixed("stop", one_of("stop", "skip"), "what cannot be read ends the run, or counts 0",
-                             scripts="ddp dp", why="stages agree on the size of a batch beforehand")
+                             scripts="ddp dp")
     accept_data_change: bool = free(False, SWITCH, "resume although the data has changed; with another "
                                     "number of samples the epoch begins again")
     augment: str = fixed("auto", one_of("auto", "none"), "random crops and flips that suit the dataset")
@@ -82,8 +82,7 @@ class Options:
     global_batch_size: int = fixed(64, whole(1), "samples per step, over all processes", "optimization")
     virtual_ranks: int = fixed(0, whole(0, 65536), "cut each global batch into so many fixed slices: the "
                                "same model to the last bit at any number of processes up to that; 0: off",
-                               scripts="ddp mp", why="nn.DataParallel cuts by the number of devices, "
-                               "and adds up in their order")
+                               scripts="ddp mp")
     micro_batch_size: int = fixed(0, whole(0), "at most so many samples per forward; 0: a rank's whole share")
     optimizer: str = fixed("adam", OPTIMIZER, "a name of torch.optim, or path/to/file.py:function of (net, "
                            "opts) that returns an optimizer; a group's `scale` multiplies its rate")
@@ -127,10 +126,10 @@ class Options:
     keep: int = free(3, whole(2), "checkpoints to keep")
     keep_every: int = free(0, whole(0), "steps between checkpoints that are kept for good; 0: off")
     digest_every: int = free(0, whole(0), "steps between fingerprints of the state in the ledger; 0: off",
-                             scripts="ddp dp", why="each rank has a part of the net")
+                             scripts="ddp dp")
     memory_tier: str = free("auto", PATH, "where survivors leave their state for the next life: auto: in "
                             "/dev/shm if it has room; off: on the disk; or a folder in memory",
-                            scripts="ddp mp", why="a single process leaves no survivor")
+                            scripts="ddp mp")
     eval_every: int = free(1, whole(0), "epochs between evaluations; 0: only at the end")
     best: str = free("", NAME, "which evaluation is kept: acc, -loss, ...; - if a lower one is better "
                      "(default: acc, or the lowest loss)")

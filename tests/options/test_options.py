@@ -133,7 +133,7 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, a
 @pytest.mark.parametrize("script, argv, word", [
     ("dp", ["--sync-bn"], "train_ddp.py"),
     ("dp", ["--virtual-ranks", "8"],
-     "nn.DataParallel cuts by the number of devices, and adds up in their order"),
+     "belongs to train_ddp.py and train_mp.py"),
     ("dp", ["--devices", "cuda:0,gpu"], "not a list of devices"),
     ("dp", ["--devices", "cpu,cuda"], "one kind"),
     ("dp", ["--devices", "cuda:0,cuda:1", "--device", "cpu"], "contradicts"),
