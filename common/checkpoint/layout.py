@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 import common.checkpoint.blocks as blocks
-from common.checkpoint.blocks import read_range, root, spans
+from common.checkpoint.blocks import read_range, root, sha, spans
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import TENSORS, parts_of
 from common.checkpoint.tensor_file import DTYPES, lay_out, read_header
@@ -33,13 +33,15 @@ class Layout:
         mine = {part: {name: (tensor.dtype, self._shape(name, tensor)) for name, tensor in tensors.items()}
                 for part, tensors in self.tensors.items()}
         whole = {part: {} for part in mine}
-        for tensors_of in _tell(world, mine) if world.stages > 1 else [mine]:
+        told = list(_tell(world, mine)) if world.stages > 1 else [mine]
+        for tensors_of in told:
             for part, found in tensors_of.items():
                 whole[part] |= found
         self.header, self.whole = {}, {}
         for part, found in whole.items():
             self.header[part], self.whole[part] = lay_out(found)
-        self.fits = all(found.items() <= whole[part].items() for part, found in mine.items())
+        # equal on all ranks, if those of each stage hold the same
+        self.mark = sha(b"".join(self.header.values()) + bytes([mine == told[world.stage]]))
         # of a sharded net the first replica alone writes what is not sharded
         own = self.rows if shard and world.replica else None
         self.written = {part: {n: t for n, t in tensors.items() if own is None or n in own}
@@ -51,11 +53,6 @@ class Layout:
     def first_byte(self, name, tensor):
         """Where this rank's rows begin in the whole tensor."""
         return self.rows[name][0] * prod(tensor.shape[1:]) * tensor.itemsize if name in self.rows else 0
-
-    def mark(self):
-        """A number that is equal on ranks of equal nets."""
-        text = b"".join(self.header.values()) + bytes([self.fits])
-        return int.from_bytes(hashlib.sha256(text).digest()[:7], "little")
 
     # ---- reading ----------------------------------------------------------------------------------
     def segments(self, folder, manifest):

@@ -38,7 +38,6 @@ def load_newest(world, layout, choices, places, key, report):
     `choices` are (step, folder, kind) of what this rank proposes; on this machine those of a kind lie in
     `places[kind]`.
     """
-    _same_nets(world, layout)
     own, turn = Choices(choices, layout, report), 0
     while True:
         told = own.propose()
@@ -134,13 +133,6 @@ def _share_out(world, reading, how):
     if not any(now):
         reading.finish()
     return not any(now), hows
-
-
-def _same_nets(world, layout):
-    marks = {int(mark) for mark in world.all_gather(torch.tensor([layout.mark()]))}
-    if len(marks) > 1 or not layout.fits:
-        raise UserError("the ranks have different nets or optimizers: names, shapes or types differ\n"
-                        "run the same code and options on every node")
 
 
 def leave_out(state, steps):

@@ -48,10 +48,11 @@ class CheckpointStore(Saving):
         Call on every rank.
         """
         self.state = state
-        same_everywhere(self.world, versions(self.opts, self.fingerprint))
+        self.layout = self.writer.layout = Layout(state, self.world, self.opts.shard)
+        net = {"net (names, shapes or types)": self.layout.mark[:12]}
+        same_everywhere(self.world, versions(self.opts, self.fingerprint) | net)
         self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
-        self.layout = self.writer.layout = Layout(state, self.world, self.opts.shard)
         self._refuse_two_folders()
         self.images = state.images = {part: TensorFile(own) for part, own in self.layout.written.items()}
         # a machine may have only some of the parts

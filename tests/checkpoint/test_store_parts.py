@@ -17,6 +17,7 @@ from common.checkpoint.__main__ import main
 from common.checkpoint.manifest import checkpoints, describe, verify
 from common.checkpoint.parts import PartWriter
 from common.checkpoint.tensor_file import TensorFile
+from common.errors import UserError
 from common.training import TrainState, build_optimizer
 from common.world import rendezvous as meeting
 
@@ -28,11 +29,13 @@ def whole_net():
     return nn.Sequential(*(nn.Linear(3, 2 + i) for i in range(STAGES)))
 
 
-def store_of(world, folder, said):
-    """(store, state) of this rank's stage."""
+def store_of(world, folder, said, odd=None):
+    """(store, state) of this rank's stage; rank `odd` has another net."""
     world, opts = world.in_stages(STAGES), options(folder, script="mp", stages=STAGES)
     layers = enumerate(whole_net())
     net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i, layer in layers))
+    if world.rank == odd:
+        net.append(nn.Linear(2, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
     return CheckpointStore(opts, world, "f" * 64, report=said.append), state
 
@@ -97,6 +100,18 @@ def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_p
     with a_life(options(tmp_path / "parts", script="mp"), whole_net()) as life:
         assert is_at(life.state, 2)                                     # put together again
     assert not list((tmp_path / "parts/run/checkpoints").glob(".life-*"))
+
+
+@pytest.mark.parametrize("odd", range(2 * STAGES))
+def test_a_stage_that_its_replicas_hold_differently_is_refused_by_all(tmp_path, odd):
+    """Of the first replica the others take their word; so one of the second may be the only one to see it."""
+    def live(world):
+        store, state = store_of(world, tmp_path, [], odd)
+        with pytest.raises(UserError, match="the ranks run different things: rank 0 has net") as error:
+            store.restore(state)
+        return error.value.code
+
+    assert fork_ranks(2 * STAGES, live) == [2] * 2 * STAGES
 
 
 def test_ranks_of_one_pid_write_side_by_side(tmp_path):

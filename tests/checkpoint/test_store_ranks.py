@@ -180,13 +180,16 @@ def test_ranks_of_other_code_data_or_options_are_named_with_their_values(tmp_pat
     fork_ranks(3, other_data)
 
 
-def test_ranks_with_different_nets_are_refused(tmp_path):
+def test_ranks_with_different_nets_are_refused_before_a_checkpoint_counts_as_damaged(tmp_path):
+    opts, _ = two_checkpoints(tmp_path)
+
     def begin(world):
-        net = tiny_net() if world.rank else nn.Linear(2, 2)
-        with pytest.raises(UserError, match="different nets or optimizers"):
-            new_store(options(tmp_path), world).restore(tiny_state(options(tmp_path), net))
+        net = tiny_net() if world.rank else nn.Linear(2, 2)  # rank 0 would find all checkpoints damaged
+        with pytest.raises(UserError, match=r"rank 0 has net \(names, shapes or types\) \w{12}, rank 1 has"):
+            new_store(opts, world).restore(tiny_state(opts, net))
 
     fork_ranks(2, begin)
+    assert steps_of(opts) == [2, 1]
 
 
 def test_what_one_node_refuses_all_ranks_refuse_with_the_same_words(tmp_path):
