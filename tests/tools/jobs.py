@@ -7,11 +7,13 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 import uuid
+from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,6 +22,7 @@ PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "-
          "--epochs=2",
          "--audit", "--no-tensorboard", "--log-every=1", "--lr=0.01")
 STEPS = 22                               # of PACED
+SHARED_PORT = tuple(map(int, version("torch").split(".")[:2])) < (2, 15)  # all jobs of a machine have 29500
 
 
 def until(condition, what, deadline=120):
@@ -83,9 +86,11 @@ class Jobs:
             return Job(self, self.pids[self.count], out)
 
     def torchrun(self, nproc, script, *flags, restarts=10, cold=False, **env):
+        if SHARED_PORT:
+            with socket.create_server(("localhost", 0)) as free:
+                env.setdefault("PET_MASTER_PORT", str(free.getsockname()[1]))
         return self.start("torchrun", f"--nproc_per_node={nproc}", f"--max_restarts={restarts}",
-                          ROOT / script, *flags,
-                          cold=cold, **env)
+                          ROOT / script, *flags, cold=cold, **env)
 
     def python(self, script, *flags, cold=False, **env):
         return self.start(ROOT / script, *flags, cold=cold, **env)
