@@ -19,20 +19,18 @@ from common.pipeline.schedule import LOOPS
 from common.pipeline.shard import Uses, shard
 from common.pipeline.stages import Pipeline, gradient_of, loss_of
 from common.pipeline.transfer import NO_NOTE
-from common.training import TrainState, distribute, find_task, fit, loss, placed, seed
+from common.training import TrainState, distribute, loss, placed, prepare, seed
 from common.training import backward as plain_backward
 from common.world import World, send
 
 
-def split(net: nn.Module, opts: Options, world: World, data: Any, task: Any = None) -> Pipeline:
+def split(net: nn.Module, opts: Options, world: World, data: Any, task: Any) -> Pipeline:
     """The pipeline of a net: measured, cut as --balance says, each stage in its place; call on every rank."""
     if world.stages == 1 and len(world.devices) == 1 and opts.stages == 0:
         raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
                         "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
                         "on one device use train_ddp.py")
-    task = task or find_task(opts)
-    net = fit(net, opts, world, data, task)
-    task.try_out(net, data, opts, HOST)
+    net = prepare(net, opts, world, data, task, HOST)
     found, places = pieces(net), world.devices if world.stages == 1 else range(world.stages)
     two = data.train.fetch([0, len(data.train) - 1])
     samples = task.input_of(two, SimpleNamespace(net=net, opts=opts, step=0))

@@ -20,20 +20,14 @@ from common.models import named_tensors
 from common.options import Options
 from common.training.bitwise.sums import Tree
 from common.training.loss import autocast
-from common.training.task import Task, find_task
+from common.training.task import Task
 from common.world import World, require_same_bits
 
 
-def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task | None = None) -> nn.Module:
-    """The net on its device, with the layers and the memory layout of the options; names do not change."""
-    task = task or find_task(opts)
-    net = fit(net, opts, world, data, task).to(world.device)
-    task.try_out(net, data, opts, world.device)
-    return net
-
-
-def fit(net: nn.Module, opts: Options, world: World, data: Any, task: Task) -> nn.Module:
-    """`prepare` without the device and without a first look at what the task returns."""
+def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task,
+            device: torch.device | None = None) -> nn.Module:
+    """The net with the layers and the memory layout of the options, on `device`; names do not change."""
+    device = device or world.device
     given = {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}
     if world.device.type != "cuda" and (flag := next((flag for flag, on in given.items() if on), "")):
         raise UserError(f"--{flag} works on GPUs only, this process has {world.device}\n"
@@ -50,6 +44,8 @@ def fit(net: nn.Module, opts: Options, world: World, data: Any, task: Task) -> n
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if opts.channels_last:
         net = net.to(memory_format=torch.channels_last)
+    net = net.to(device)
+    task.try_out(net, data, opts, device)
     return net
 
 

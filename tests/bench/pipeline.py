@@ -30,7 +30,7 @@ from common.options import Options
 from common.pipeline import backward, split
 from common.pipeline.schedule import LOOPS
 from common.pipeline.stages import gradient_of
-from common.training import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, find_task
 from common.training import backward as plain
 from common.world import World
 
@@ -38,7 +38,8 @@ from common.world import World
 def way(world, data, opts):
     """(model, a function that makes one step of it), a net of its own each."""
     net = build_model(opts, data)
-    model, run = (net, plain) if world.size == 1 else (split(net, opts, world, data), backward)
+    model, run = (net, plain) if world.size == 1 else (
+        split(net, opts, world, data, find_task(opts)), backward)
     net = model.net if world.size > 1 else net
     state = TrainState(net, build_optimizer(net, opts), opts, 1 << 20)
     x, y = data.train.fetch(range(opts.global_batch_size))

@@ -12,7 +12,7 @@ from common.options import Options
 from common.pipeline import describe, split
 from common.pipeline.cut import balance, cut, measure, pieces, place, prune
 from common.pipeline.schedule import timetable
-from common.training import build_optimizer
+from common.training import build_optimizer, find_task
 from common.training.loss import autocast
 from common.world import World
 
@@ -99,12 +99,17 @@ def tied():
     return net
 
 
+def stages_of(net, world, data, **flags):
+    opts = Options(script="mp", **flags)
+    return split(net, opts, world, data, find_task(opts))
+
+
 def test_weights_that_are_one_may_be_in_one_stage_and_not_in_two():
     with pytest.raises(UserError, match=r"0.weight and 2.weight are one tensor.*stages 0 and 1"):
-        split(tied(), Options(script="mp"), world("cpu", "cpu"), data(4))
+        stages_of(tied(), world("cpu", "cpu"), data(4))
     first, last = twice(), nn.Linear(4, 4)
     net = nn.Sequential(*first, last)
-    assert len(split(net, Options(script="mp"), world("cpu", "cpu"), data(4)).groups) == 2
+    assert len(stages_of(net, world("cpu", "cpu"), data(4)).groups) == 2
 
 
 def test_measuring_leaves_weights_buffers_and_generators_alone():
@@ -136,7 +141,7 @@ def test_an_rnns_weights_are_laid_side_by_side_after_they_were_moved_and_go_with
 def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2_on_the_second():
     net = build_model(Options(model="net", seed=0),
                       SimpleNamespace(**(vars(IMAGES) | {"sample_shape": (1, 28, 28)})))
-    model = split(net, Options(script="mp"), world("cpu", "cpu:0"), data(1, 28, 28))
+    model = stages_of(net, world("cpu", "cpu:0"), data(1, 28, 28))
     places = {piece.name: str(device) for group,
               device in zip(model.groups, model.devices, strict=True) for piece in group}
     assert places == {"block1": "cpu", "block2": "cpu:0", "fc1": "cpu", "fc2": "cpu:0"}
@@ -163,7 +168,7 @@ class Total(nn.Linear):
     (nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 2)), ("cpu", "cpu"), {}, "piece 1 .*shape \\(2, 2\\)")])
 def test_what_cannot_be_cut_is_refused_with_a_way_out(net, devices, opts, said):
     with pytest.raises(UserError, match=said) as caught:
-        split(net, Options(script="mp", **opts), world(*devices), data(2))
+        stages_of(net, world(*devices), data(2), **opts)
     assert len(str(caught.value).splitlines()) <= 3
 
 

@@ -15,7 +15,7 @@ from torch.profiler import profile
 from common.models.gpt import build_gpt
 from common.options import Options
 from common.pipeline import backward, split
-from common.training import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, find_task
 
 N = 8
 
@@ -77,7 +77,7 @@ def measured(world, name, micro):
     opts = Options(script="mp", global_batch_size=N, micro_batch_size=micro, shard=world.size > 1, stages=1)
     data = SimpleNamespace(train=Tokens(), classes=WORDS)
     whole = sum(p.nbytes for p in net.parameters())
-    model = split(net, opts, world, data)
+    model = split(net, opts, world, data, find_task(opts))
     state = TrainState(net, build_optimizer(net, opts), opts, N)
     batch = share_of(data.train.x, data.train.y, opts, world.rank, world.size)
     held = sum(t.nbytes for named in state.tensors().values() for t in named.values())

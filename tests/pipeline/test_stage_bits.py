@@ -22,7 +22,7 @@ from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
 from common.pipeline.transfer import Ranks
-from common.training import TrainState, build_optimizer
+from common.training import TrainState, build_optimizer, find_task
 from common.training import backward as whole_backward
 from common.world import World
 from common.world import determinism as pinned
@@ -136,7 +136,7 @@ def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another
         data = pictures()
         net = build_model(opts, data)
         with fake_generators(*devices):
-            model = split(net, opts, replace(world, devices=devices), data)
+            model = split(net, opts, replace(world, devices=devices), data, find_task(opts))
             state = TrainState(net, build_optimizer(net, opts), opts, 107)
             backward(model, batch_at(world, 0, 8), state, world)
         return [p.grad.tolist() for p in net.parameters()]
@@ -173,7 +173,7 @@ def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
         net = build_model(opts, data)
         with torch.no_grad():
             net[0].weight.mul_(1e-4)
-        model, seen, own = split(net, opts, world, data), [], []
+        model, seen, own = split(net, opts, world, data, find_task(opts)), [], []
         state = TrainState(net, build_optimizer(net, opts), opts, 107)
         state.scaler, state.norm = scaler(), model.norm
         state.all_sum = lambda overflows: (own.append(bool(overflows)), world.all_sum(overflows))[1]

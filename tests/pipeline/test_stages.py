@@ -22,7 +22,7 @@ from common.pipeline.cut import pieces
 from common.pipeline.stages import Pipeline
 from common.pipeline.transfer import NO_NOTE, Devices
 from common.sampler import ElasticSampler
-from common.training import TrainState, build_optimizer, distribute, evaluate
+from common.training import TrainState, build_optimizer, distribute, evaluate, find_task
 from common.training import backward as plain
 from common.world import World
 
@@ -73,7 +73,7 @@ def train(world, model, dtype, stages=0, devices=1, n=N, drop=0.0, **more):
             module.p = drop  # whoever cuts a net differently draws differently
     run, made = plain, distribute(net, opts, world)
     if stages or devices > 1:
-        made, run = split(net, opts, world, data), backward
+        made, run = split(net, opts, world, data, find_task(opts)), backward
         net = made.net
     state = TrainState(net, build_optimizer(net, opts), opts, N)
     if run is backward:
@@ -181,7 +181,7 @@ def test_recomputation_draws_what_the_forward_drew_with_other_micro_batches_in_b
     drawing = Drawing()
     net = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Sequential(drawing, torch.nn.Linear(16, 4)))
     x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)))
+    model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)), find_task(opts))
     drawing.masks.clear()  # those of the measurement
     backward(model, share_of(x, y, opts), TrainState(net, build_optimizer(net, opts), opts, 32), world)
     assert [len(masks) for masks in drawing.masks.values()] == [2] * 16
@@ -202,7 +202,7 @@ def test_a_stage_that_draws_from_python_or_numpy_draws_the_same_after_a_restart(
     for life in range(2):
         torch.manual_seed(0)
         net = torch.nn.Sequential(Shaky(4, 4), Shaky(4, 4))
-        model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)))
+        model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)), find_task(opts))
         random.seed(life)
         numpy.random.seed(life)
         backward(model, share_of(x, y, opts), TrainState(net, build_optimizer(net, opts), opts, 8), world)

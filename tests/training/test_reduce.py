@@ -114,7 +114,7 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
 def test_compiled_code_is_not_copied_to_many_devices():
     net, opts, one = small_net(), Options(script="dp", compile=True), torch.device("cpu")
     with pytest.raises(UserError, match="--compile: train_dp.py copies the net to its 2 devices") as caught:
-        prepare(net, opts, SimpleNamespace(devices=(one, one), device=one), None)
+        prepare(net, opts, SimpleNamespace(devices=(one, one), device=one), None, None)
     assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
 
 

@@ -204,9 +204,18 @@ def scaled(world, name, scale):
     return life.weights(), life.state.scaler.get_scale()
 
 
+def on_cpus(change):
+    """`prepare` for flags that it refuses on CPUs."""
+    def made(net, opts, world, data, task):
+        net = change(net, opts, world)
+        task.try_out(net, data, opts, CPU)
+        return net
+    return made
+
+
 @pytest.mark.parametrize("name", ["regression", "padded"])
 def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count_and_all_skip_an_overflow(name, monkeypatch):
-    monkeypatch.setattr(sys.modules["common.training.prepare"], "fit", lambda net, *_: net)  # it refuses CPUs
+    monkeypatch.setattr(sys.modules[__name__], "prepare", on_cpus(lambda net, *_: net))
     wanted, before = full_batch(name, 11)[0], build_model(options(name), None).state_dict()
     for world in (1, 2, 5):
         for weights, scale in fork_ranks(world, scaled, name, 1024.0):
@@ -218,14 +227,14 @@ def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count_and_all_skip_an
             assert scale == 2.0**59 and all(map(torch.equal, weights.values(), before.values()))
 
 
-def with_norm(net, opts, world, *_):
+def with_norm(net, opts, world):
     norm = SyncedNorm(8) if world.size > 1 else torch.nn.BatchNorm1d(8)
     return torch.nn.Sequential(net[0], norm.double(), *net[1:])
 
 
 @pytest.mark.parametrize("world, size, micro", [(2, 11, 0), (3, 2, 0), (3, 11, 2)])
 def test_with_sync_bn_the_ranks_of_a_task_make_each_forward_together(world, size, micro, monkeypatch):
-    monkeypatch.setattr(sys.modules["common.training.prepare"], "fit", with_norm)
+    monkeypatch.setattr(sys.modules[__name__], "prepare", on_cpus(with_norm))
     step = partial(one_step, sync_bn=True, micro_batch_size=micro)
     found = fork_ranks(world, step, "weighted", size)
     for key, tensor in found[0][0].items():

@@ -10,7 +10,7 @@ from torch import nn
 from common.errors import UserError
 from common.options import Options, parse_options
 from common.pipeline import split
-from common.training import TrainState, backward, build_optimizer, distribute, find_task, fit, prepare
+from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare
 from common.world import World, bit_facts
 
 pinned = importlib.import_module("common.world.determinism")
@@ -36,7 +36,7 @@ def test_kernels_are_chosen_by_their_speed_unless_bits_are_promised(flags, bench
 def test_tf32_is_refused_without_a_gpu():
     world = SimpleNamespace(devices=(torch.device("cpu"),), device=torch.device("cpu"))
     with pytest.raises(UserError, match="--tf32 works on GPUs only"):
-        prepare(torch.nn.Linear(2, 2), Options(tf32=True), world, None)
+        prepare(torch.nn.Linear(2, 2), Options(tf32=True), world, None, None)
 
 
 def test_variables_that_choose_a_gpus_kernels_are_recorded(monkeypatch):
@@ -87,7 +87,7 @@ def refused(where, script):
     world = World(0, 1, 0, 1, 0, (torch.device("cpu"),) * (1 + (script == "mp")), "life", 0)
     with pytest.raises(UserError) as caught:
         if script == "mp":  # measuring the pieces meets it
-            split(net, opts, world, SimpleNamespace(train=samples))
+            split(net, opts, world, SimpleNamespace(train=samples), find_task(opts))
         state = TrainState(net, build_optimizer(net, opts), opts, 4)
         backward(distribute(net, opts, world), share_of(x, y, opts), state, world)
     return str(caught.value)
@@ -135,7 +135,7 @@ def test_dropout_inside_an_rnn_draws_from_the_generator_that_a_slice_seeds_and_n
     opts, gpu = Options(**flags), SimpleNamespace(device=torch.device("cuda"), devices=(), size=1, replicas=1)
     net = nn.Sequential(Noting(4, 4, num_layers=2, dropout=dropout), nn.Linear(4, 2))
     Noting.seen.clear()
-    fit(net, opts, gpu, SimpleNamespace(train=range(64)), find_task(opts))
+    prepare(net, opts, gpu, SimpleNamespace(train=range(64)), find_task(opts), torch.device("cpu"))
     net(torch.randn(3, 2, 4))
     with pytest.raises(ValueError):
         net(torch.randn(1, 2, 4))
