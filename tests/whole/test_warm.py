@@ -11,19 +11,13 @@ import sys
 import time
 
 import pytest
-from jobs import PACED, ROOT, TESTS, Jobs, audit, children, events, lives, until, wait_for
+from jobs import PACED, ROOT, TESTS, audit, children, events, lives, until, wait_for
 
 from common.errors import UserError
 from common.ledger import Ledger, summarize
 from common.options import environment
 
 TORCHRUN = ROOT / "launch" / "torchrun.py"
-
-
-@pytest.fixture
-def jobs(tmp_path):
-    with Jobs(tmp_path) as found:
-        yield found
 
 
 def warm(jobs, *arguments, nproc=2, **env):
