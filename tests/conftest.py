@@ -10,6 +10,9 @@ ROOT = Path(__file__).resolve().parents[1]
 # So that bare `pytest` finds common, the tools and, from any folder, the helpers of other tests.
 sys.path[:0] = [str(ROOT), *map(str, sorted((ROOT / "tests").glob("[a-z]*/")))]
 
+# Else each process that a test starts compiles common/ anew, 0.1 s, and each worker of xdist all tests.
+sys.dont_write_bytecode = False
+
 # Before anything imports torch. One thread, no GPU: forked ranks (ranks.py) inherit neither of them alive.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # see tools/gpus.py

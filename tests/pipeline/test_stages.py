@@ -3,7 +3,7 @@ ragged shares included.
 """
 import random
 import signal
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 
 import numpy
@@ -89,6 +89,12 @@ def train(world, model, dtype, stages=0, devices=1, n=N, drop=0.0, **more):
             "metrics": evaluate(made, data.test, state, world)}
 
 
+@cache
+def one_device(model, dtype, **more):
+    """What one process makes of it, once for all cuts and schedules."""
+    return train(ALONE, model, dtype, **more)
+
+
 def assert_same(ours, theirs, tolerance):
     """`ours` is every rank's result; together they have all the weights there are."""
     for one in ours:
@@ -114,7 +120,7 @@ GRID += [(model, torch.float32, 2, "1f1b", 3) for model in ("mlp", "net", "gpt:6
 def test_stages_over_ranks_have_the_loss_of_one_device(model, dtype, stages, schedule, micro):
     ours = fork_ranks(stages, partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule,
                                       micro_batch_size=micro))
-    assert_same(ours, train(ALONE, model, dtype, micro_batch_size=micro),
+    assert_same(ours, one_device(model, dtype, micro_batch_size=micro),
                 1e-10 if dtype == torch.float64 else 1e-5)
 
 
@@ -140,7 +146,7 @@ def test_every_cut_schedule_and_sharding_has_the_loss_of_one_device(model, dtype
                 n=10 * steps if normed else N)
     ours = fork_ranks(stages * (1 + shard),
                       partial(train, stages=stages, schedule=schedule, shard=shard, **more))
-    theirs = fork_ranks(2, partial(train, **more))[0] if shard and normed else train(ALONE, **more)
+    theirs = fork_ranks(2, partial(train, **more))[0] if shard and normed else one_device(**more)
     assert_same(ours, theirs, 1e-10 if dtype == torch.float64 else 1e-5)
 
 
@@ -231,7 +237,7 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
     if devices * (2 if schedule == "interleaved" else 1) <= places])
 def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices, schedule):
     ours = train(ALONE, model, torch.float64, devices=devices, schedule=schedule, micro_batch_size=2)
-    assert_same([ours], train(ALONE, model, torch.float64, micro_batch_size=2), 1e-10)
+    assert_same([ours], one_device(model, torch.float64, micro_batch_size=2), 1e-10)
 
 
 @pytest.mark.parametrize(("model", "size", "stages"),
@@ -245,7 +251,7 @@ def test_pipelines_side_by_side_have_the_gradient_of_one_device_with_ragged_and_
     more = dict(micro_batch_size=2, clip_grad_norm=0.1, momentum=0.9)
     ours = fork_ranks(size, partial(train, model=model, dtype=torch.float64, stages=stages, schedule=schedule,
                                     **more))
-    assert_same(ours, train(ALONE, model, torch.float64, **more), 1e-10)
+    assert_same(ours, one_device(model, torch.float64, **more), 1e-10)
 
 
 @pytest.mark.parametrize(("model", "size", "stages", "schedule", "dtype"), [
@@ -258,7 +264,7 @@ def test_sharded_weights_have_the_gradient_of_one_device(model, size, stages, sc
     ours = fork_ranks(size,
                       partial(train, model=model, dtype=dtype, stages=stages, schedule=schedule, shard=True,
                                     recompute=recompute, **more))
-    assert_same(ours, train(ALONE, model, dtype, **more), 1e-10 if dtype == torch.float64 else 1e-5)
+    assert_same(ours, one_device(model, dtype, **more), 1e-10 if dtype == torch.float64 else 1e-5)
 
 
 def test_a_copy_between_gpus_waits_for_the_work_before_it_and_only_its_consumer_waits_for_the_copy():

@@ -1,5 +1,6 @@
 """The rules of the house, of which a careless edit breaks one without any other test noticing."""
 import ast
+import functools
 import os
 import re
 import subprocess
@@ -41,19 +42,23 @@ def room_of(path):
     return path.relative_to(HOUSE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def tree_of(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@functools.cache
 def imports(path):
     """(module, name) of every import in a file, also inside functions; the name is empty for `import module`.
     """
+    found = []
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name} imports relatively"
-            yield from ((node.module, alias.name) for alias in node.names)
+            found += ((node.module, alias.name) for alias in node.names)
+    return found
 
 
 def door(room):
