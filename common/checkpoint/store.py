@@ -114,7 +114,7 @@ class CheckpointStore(Saving):
         if facts := found.facts:
             if facts["order"] == [self.fingerprint]:  # of an earlier version
                 facts["order"] = state.order
-            state.load(None, facts)
+            state.load(facts)
             if state.position < facts["position"] and self.fence:
                 self.report(f"step {state.step} was saved at position {facts['position']:,} of other data or "
                             f"of another order; epoch {state.epoch + 1} begins again with "

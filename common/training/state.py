@@ -231,14 +231,11 @@ class TrainState:
                 return found, facts
 
     @torch.no_grad()
-    def load(self, tensors: dict[str, dict[str, torch.Tensor]] | None, facts: dict[str, Any]) -> None:
-        """Sets the state to what `tensors` (None: they are in place) and `facts` of another one returned.
+    def load(self, facts: dict[str, Any]) -> None:
+        """Sets the counters to what `facts` of another one returned, whose tensors are in place already.
 
         If the order of samples is another one, the epoch begins again, unless it was complete.
         """
-        for part, named in (tensors or {}).items():
-            for name, tensor in self.tensors()[part].items():
-                tensor.copy_(named[name])
         self.buffers.restore()
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]
         if (order := facts.get("order", self.order)) != self.order:

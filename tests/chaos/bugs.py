@@ -22,8 +22,8 @@ def optimizer_forgotten():
     from common.training import TrainState
     real = TrainState.load
 
-    def load(self, tensors, facts):
-        real(self, tensors, facts)
+    def load(self, facts):
+        real(self, facts)
         for values in self.optimizer.state.values():
             for value in values.values():
                 value.zero_()

@@ -107,7 +107,7 @@ def test_after_an_epoch_that_began_again_all_epochs_are_whole_and_the_learning_r
     assert (state.planned, state.total_steps) == (7, 30)
     facts = state.facts()
     state = tiny_state(opts, samples=630)
-    state.load(state.tensors(), facts)
+    state.load(facts)
     rates = []
     while not state.finished:
         rates.append(state.rate(state.planned))

@@ -15,6 +15,7 @@ from jobs import weights
 from ranks import fork_ranks
 from stores import world_of_one
 from test_bitwise import batch_at
+from test_state import resume
 from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
@@ -120,7 +121,7 @@ def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_ch
         before = captured(state)
         for step in range(4):
             resumed = made(name, settings)
-            resumed.load(captured(state), state.facts())
+            resume(resumed, state)
             for one in (state, resumed):
                 train(step, one.net)
                 one.update(8)

@@ -35,6 +35,15 @@ def train(state, steps):
     return state
 
 
+@torch.no_grad()
+def resume(state, other):
+    """As a restart does: the tensors of another state are copied into this one's, then its counters."""
+    for part, tensors in other.tensors().items():
+        for name, tensor in tensors.items():
+            state.tensors()[part][name].copy_(tensor)
+    state.load(other.facts())
+
+
 @pytest.mark.parametrize("flags",
                          [{"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}, {"optimizer": "adam"},
                                    {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9,
@@ -43,9 +52,7 @@ def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
     whole = train(make(**flags), 6)
     for step in range(6):
         before, after = train(make(**flags), step), make(**flags)
-        captured = {part: {n: t.clone() for n, t in tensors.items()} for part,
-                    tensors in before.tensors().items()}
-        after.load(captured, before.facts())
+        resume(after, before)
         train(after, 6 - step)
         assert after.facts() == whole.facts()
         for part, tensors in whole.tensors().items():
@@ -272,5 +279,5 @@ def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restar
     assert state.best["step"] == 4 and state.finished and not state.evaluation_missing
     for patience, ended in ((2, True), (3, False), (0, False)):
         again = make(samples=16, global_batch_size=8, epochs=9, patience=patience)
-        again.load({part: dict(tensors) for part, tensors in state.tensors().items()}, state.facts())
+        again.load(state.facts())
         assert again.finished == ended
