@@ -46,11 +46,11 @@ def free_names(root, step):
     names = [name.removeprefix(ASIDE) for name in os.listdir(root)]
     taken = [k for name in names if STEP.fullmatch(name) for at, k in [numbers_of(name)] if at == step]
     first = max(taken, default=-1) + 1
-    return (folder_name(step) + (f".{k}" if k else "") for k in range(first, first + MOST_TRIES))
+    return (folder_name(step, k) for k in range(first, first + MOST_TRIES))
 
 
-def folder_name(step):
-    return f"step-{step:08d}"
+def folder_name(step, k=0):
+    return f"step-{step:08d}" + (f".{k}" if k else "")
 
 
 def numbers_of(name):

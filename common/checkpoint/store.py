@@ -68,28 +68,27 @@ class CheckpointStore(Saving):
     def _load(self):
         """Loads the newest checkpoint that verifies, on any machine's disk or in its memory; its name."""
         state, source = self.state, None
-        own = [(step, folder, "checkpoints") for step, folder in checkpoints(self.root) if self.fence]
-        left = [(step, folder, "memory") for step, folder in self.memory.checkpoints()
-                if self.world.local_rank == 0]
-        found = self._take(own + left, {"checkpoints": self.root, "memory": self.memory.root}, "own")
+        own = checkpoints(self.root) if self.fence else []
+        left = self.memory.checkpoints() if self.world.local_rank == 0 else []
+        found = self._take([self.root, self.memory.root], own + left, "own")
         if found.step >= 0:
             source = found.name
             self._settle(found)
-        elif found.damaged:
+        elif found.offered:
             raise UserError(
-                f"{self.root}: {found.damaged} checkpoints found, none verifies "
+                f"{self.root}: {found.offered} checkpoints found, none verifies "
                 f"(python -m common.checkpoint {self.run_dir} says why)\n"
                 "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
         elif self.opts.fork or self.opts.resume not in ("auto", "none"):
             source, at = self.opts.fork or self.opts.resume, self.opts.at
             root, kept = choices_at(source)
-            choices = [(*choice, "checkpoints") for choice in kept if self.fence and at in (0, choice[0])]
-            given = self._take(choices, {"checkpoints": root}, "given")
+            own = [choice for choice in kept if self.fence and at in (0, choice[0])]
+            given = self._take([root], own, "given")
             if given.step < 0 and at:
                 raise UserError(f"--fork {source}: no whole checkpoint of step {at}\n"
                                 f"it keeps {', '.join(str(step) for step, _ in reversed(kept))}")
             if given.step < 0:
-                raise UserError(f"--resume {source}: {given.damaged} checkpoints, none verifies", code=3)
+                raise UserError(f"--resume {source}: {given.offered} checkpoints, none verifies", code=3)
             if self.opts.skip:
                 leave_out(state, int(self.opts.skip.partition(":")[2]) - at)
         elif self.opts.init_from:
@@ -105,12 +104,12 @@ class CheckpointStore(Saving):
                     f"--run-dir {self.run_dir}: rank {self.world.rank} does not see the folder of rank 0\n"
                     "a net in stages over machines needs one run folder that all of them share")
 
-    def _take(self, choices, places, key):
+    def _take(self, roots, own, key):
         """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.
 
         If another dataset's order was saved, the epoch begins again.
         """
-        state, found = self.state, load_newest(self.world, self.layout, choices, places, key, self.report)
+        state, found = self.state, load_newest(self.world, self.layout, roots, own, key, self.report)
         if facts := found.facts:
             if facts["order"] == [self.fingerprint]:  # of an earlier version
                 facts["order"] = state.order

@@ -120,7 +120,7 @@ MUTANTS = {
     "the folder's owner and mode are not looked at": ("checkpoint.owner", "        trusted(run_dir)\n", "",
                                                       "damage",
                                                       "a_folder_that_others_may_write_into_is_not_loaded_from"),
-    "when all are damaged, it starts afresh": ("checkpoint.store", "        elif found.damaged:\n",
+    "when all are damaged, it starts afresh": ("checkpoint.store", "        elif found.offered:\n",
                                                "        elif False:\n", "",
                                                "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     "a damaged one stays in the way": ("checkpoint.commit", '        to = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",  # noqa: E501
@@ -128,12 +128,12 @@ MUTANTS = {
     "a read that fails is not tried again": ("checkpoint.files", "        for pause in PAUSES:\n", "        for pause in ():\n", "faults",  # noqa: E501
                                              "a_read_that_fails_at_a_start_costs_no_checkpoint"),
     "what cannot be read is taken for damaged": ("checkpoint.files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),  # noqa: E501
-    "what cannot be read is passed over": ("checkpoint.load", "        if own.unread[0] > newest[0]:",
-                                           "        if False:", *UNREAD),
+    "what cannot be read is passed over": ("checkpoint.load", "            if unread[0] > step:",
+                                           "            if False:", *UNREAD),
     "contradicting options are let in": ("checkpoint.identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",  # noqa: E501
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
     "damage that one rank found is overlooked": (
-        "checkpoint.load", "    return not any(now), hows", "    return True, hows",
+        "checkpoint.load", "    return hows, not any(now)", "    return hows, True",
         "parts", "damage_that_one_rank_alone_reads_makes_all_take_the_one_before", "part-00002/", "model"),
     "other rows are taken": ("checkpoint.reading", "flat, low - first))", "flat, low - at))", *ROWS, 24),
     "blocks of parts cross those of the whole": (

@@ -136,8 +136,7 @@ def load_into(images, root, report=lambda text: None):
     state = SimpleNamespace(tensors=lambda: tensors, rows=dict)
     world = world_of_one()
     layout = Layout(state, world, shard=False)
-    choices = [(*choice, "checkpoints") for choice in checkpoints(root)]
-    return load_newest(world, layout, choices, {"checkpoints": root}, "test", report)
+    return load_newest(world, layout, [root], checkpoints(root), "test", report)
 
 
 def load(root, images):
