@@ -10,25 +10,28 @@ from common.errors import UserError
 from common.options import agent_id
 
 
-def claim(opts, world, fingerprint, report):
+def claim(opts, world, parts, fingerprint, report):
     """The Fence of the folder this rank owns from now on, or None; call on every rank."""
     owned, agents = None, sorted({int(t) for t in world.all_gather(torch.tensor([agent_id()]))})
     fence = Fence(opts.run_dir, world.life, agents)
     with world.all_or_none("owner"):
         if world.rank == 0:
-            owned = _own(fence, opts, world, fingerprint, report)
+            owned = _own(fence, opts, world, parts, fingerprint, report)
     with world.all_or_none("owners"):  # the first rank of each node: rank 0's folder, or one of its own?
         if world.local_rank == 0 and world.rank != 0:
-            owned = _own(fence, opts, world, fingerprint, report)
+            owned = _own(fence, opts, world, parts, fingerprint, report)
     return owned
 
 
-def _own(fence, opts, world, fingerprint, report):
+def _own(fence, opts, world, parts, fingerprint, report):
     run_dir = opts.run_dir
     try:
         _make(run_dir / "checkpoints")
         if world.rank and not fence.elect():
             return fence.attend(world.rank)
+        if world.rank and parts > 1:
+            raise UserError(f"--run-dir {run_dir}: rank {world.rank} does not see the folder of rank 0\n"
+                            "a net in stages over machines needs one run folder that all of them share")
         trusted(run_dir)
         trusted(run_dir / "checkpoints")
         fence.claim(report)

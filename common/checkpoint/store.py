@@ -51,9 +51,8 @@ class CheckpointStore(Saving):
         self.layout = self.writer.layout = Layout(state, self.world, self.opts.shard)
         net = {"net (names, shapes or types)": self.layout.mark[:12]}
         same_everywhere(self.world, versions(self.opts, self.fingerprint) | net)
-        self.fence = claim(self.opts, self.world, self.fingerprint, self.report)
+        self.fence = claim(self.opts, self.world, self.layout.parts, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew
-        self._refuse_two_folders()
         self.images = state.images = {part: TensorFile(own) for part, own in self.layout.written.items()}
         # a machine may have only some of the parts
         self.memory = open_memory("off" if self.layout.parts > 1 else self.opts.memory_tier,
@@ -96,13 +95,6 @@ class CheckpointStore(Saving):
             if afresh := [n for n in state.tensors()["model"] if n.startswith(self.opts.init_skip)]:
                 source += f"; {', '.join(afresh)} begin afresh"
         return source
-
-    def _refuse_two_folders(self):
-        with self.world.all_or_none("one folder"):
-            if self.layout.parts > 1 and self.fence and self.world.rank:
-                raise UserError(
-                    f"--run-dir {self.run_dir}: rank {self.world.rank} does not see the folder of rank 0\n"
-                    "a net in stages over machines needs one run folder that all of them share")
 
     def _take(self, roots, own, key):
         """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.

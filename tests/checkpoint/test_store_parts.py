@@ -114,6 +114,18 @@ def test_a_stage_that_its_replicas_hold_differently_is_refused_by_all(tmp_path, 
     assert fork_ranks(2 * STAGES, live) == [2] * 2 * STAGES
 
 
+def test_stages_whose_machines_have_run_folders_of_their_own_are_refused_and_leave_nothing_there(tmp_path):
+    def live(world):
+        store, state = store_of(world, tmp_path / f"node{world.node}", [])
+        with pytest.raises(UserError, match="rank 1 does not see the folder of rank 0") as error:
+            store.restore(state)
+        end(store)
+        return error.value.code
+
+    assert fork_ranks(STAGES, live, node_size=1) == [2] * STAGES
+    assert not [*tmp_path.glob("node1/run/*.json"), *tmp_path.glob("node1/run/checkpoints/*")]
+
+
 def test_ranks_of_one_pid_write_side_by_side(tmp_path):
     """In two containers that share the run folder the pids may be equal; and a step may have nine digits."""
     def live(world):
