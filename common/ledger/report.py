@@ -15,7 +15,6 @@ from common.ledger.account import ENDING, STARTING, is_number, lives_of, own, re
 FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
 MOST_CHARTS, FIRST = 16, ("loss", "acc", "lr", "samples/s")
 COLUMNS, HEIGHT = 600, 160                          # of a chart
-LIVES = 120                                         # height of their time line
 GAP = 0.04         # of the time the run was up: a longer time of "down" is drawn so, its true length written
 
 
@@ -119,7 +118,7 @@ class Run:
                     self._point("samples/s", new["at"], rate)
         self.marks, self.spent = list(self._marks()), self.facts["buckets"]
         self.up = self.facts["wall_s"] - self.spent["down"] or 1.0
-        self.wide = self.up + sum(map(self._gap, self.facts["lives"]))
+        self.gaps = sum(map(self._gap, self.facts["lives"]))
 
     def _point(self, name, step, value):
         if is_number(step) and is_number(value):
@@ -138,38 +137,42 @@ class Run:
 
     def section(self):
         """What is told of each run apart."""
-        bar, times, words = Band(self.wide), [], list(report(self.facts))
+        bar, times, words = "", [], list(report(self.facts))
         for name, seconds in ((name, seconds) for name, seconds in self.spent.items() if seconds):
             down, spelled = name == "down", name.replace("_", " ")
-            bar.add(name, sum(map(self._gap, self.facts["lives"])) if down else seconds, spelled)
+            bar += self._cell(name, self.gaps if down else seconds, spelled)
             times.append((f'<span class="key {name}"></span>{spelled}', span(seconds),
                           "" if down else f"{seconds / self.up:.1%}"))
         down, most = self.spent["down"], max(life["world"] for life in self.facts["lives"]) or 1
         given, others = (rows((escape(name), escape(str(value))) for name, value in each.items())
                          for each in self._options())
-        return filled("run.html", folder=escape(str(self.folder)), bar=bar.svg(28), times=rows(times),
+        return filled("run.html", folder=escape(str(self.folder)), bar=bar, times=rows(times),
                       up=span(self.up) + (f" (and {span(down)} down)" if down else ""), most=most,
                       summary=f"{words[0]}, {len(self.facts['deaths'])} deaths; {words[-1]}",
-                      lives=self._time_line(most), given=given, others=others,
+                      lives="".join(self._time_line(most)), given=given, others=others,
                       report="".join(f"<p>{escape(line)}</p>" for line in words))
 
     def _gap(self, life):
         """The seconds of "down" after a life, as far as they are drawn."""
         return min(life["buckets"].get("down", 0.0), GAP * self.up)
 
+    def _cell(self, name, seconds, words, high=1.0, label=""):
+        """A time in a bar, which is as wide as all of them; `name` is a class of the style sheet."""
+        width = 100 * seconds / (self.up + self.gaps)
+        return (f'<b class="{name}" style="width:{width:.3f}%;height:{high:.0%}" title="{escape(words)}">'
+                f"{label}</b>")
+
     def _time_line(self, most):
-        band, deaths = Band(self.wide), self.facts["deaths"]
         for life in self.facts["lives"]:
-            top, spent = LIVES * (1 - life["world"] / most), dict(life["buckets"])
+            spent = dict(life["buckets"])
             down, up = spent.pop("down", 0.0), sum(spent.values())
             words = f"life {life['life']}: {life['world']} processes, {span(up)}, from step {life['step']}"
-            for name, seconds in (spent if up > self.wide / 100 else {"steps": up}).items():
-                band.add(name, seconds, f"{words}; {name} {span(seconds)}", top)
-            if dead := [death_in_words(death) for death in deaths if death["life"] == life["life"]]:
-                band.line("; ".join(dead))
-            gap = self._gap(life)
-            band.add("down", gap, f"down {span(down)}", label=span(down) if down > gap else "")
-        return band.svg(LIVES)
+            for name, seconds in (spent if up > self.up / 100 else {"steps": up}).items():
+                yield self._cell(name, seconds, f"{words}; {name} {span(seconds)}", life["world"] / most)
+            if dead := [death_in_words(d) for d in self.facts["deaths"] if d["life"] == life["life"]]:
+                yield f'<u title="{escape("; ".join(dead))}"></u>'
+            if gap := self._gap(life):
+                yield self._cell("down", gap, f"down {span(down)}", label=span(down) if down > gap else "")
 
     def _options(self):
         """{name: value} of what was given to the newest life, and of the rest."""
@@ -181,29 +184,6 @@ class Run:
 
 def rows(cells):
     return "".join(f"<tr><td>{'<td>'.join(row)}" for row in cells)
-
-
-class Band:
-    """A bar along `wide` seconds. It counts in per cent of its width: so no text loses its shape."""
-
-    def __init__(self, wide):
-        self.scale, self.at, self.parts, self.above = 100 / wide, 0.0, [], []
-
-    def add(self, name, seconds, words, top=0.0, label=""):
-        """Draw a time after what was added before; `name` is a class of the style sheet."""
-        width = seconds * self.scale
-        self.parts.append(f'<rect class="{name}" x="{self.at:.2f}%" y="{top:.0f}" width="{width:.2f}%" '
-                          f'height="100%"><title>{escape(words)}</title></rect>')
-        if label:
-            self.above.append(f'<text x="{self.at + width / 2:.2f}%" y="50%">{label}</text>')
-        self.at += width
-
-    def line(self, words):
-        self.above.append(f'<line class="death" x1="{self.at:.2f}%" x2="{self.at:.2f}%" y1="0" y2="100%">'
-                          f"<title>{escape(words)}</title></line>")
-
-    def svg(self, height):
-        return f'<svg height="{height}">{"".join(self.parts + self.above)}</svg>'
 
 
 def chart(title, curves, marks):

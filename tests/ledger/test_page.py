@@ -66,11 +66,11 @@ def test_a_day_between_two_lives_is_a_gap_with_its_length_written_and_the_rest_k
     write(run, KILLED[0] | {"options": {"workers": 2}}, *KILLED[1:8], *later)
     assert main([str(run), "--html"]) == 0
     text = (run / "report.html").read_text()
-    assert " (and 1 day, 0:00:01 down) went" in text and ">1 day, 0:00:01</text>" in text
-    rects = [rect for rect in Tags(text).named("rect") if rect["height"] == "100%"]
-    ends = [float(rect["x"][:-1]) + float(rect["width"][:-1]) for rect in rects]
-    gaps = [float(rect["width"][:-1]) for rect in rects if rect["class"] == "down"]
-    assert max(ends) == pytest.approx(100, abs=0.1)
+    assert " (and 1 day, 0:00:01 down) went" in text and ">1 day, 0:00:01</b>" in text
+    cells = [cell for cell in Tags(text).named("b") if "style" in cell]
+    widths = [float(re.search(r"width:([\d.]+)%", cell["style"])[1]) for cell in cells]
+    gaps = [width for cell, width in zip(cells, widths, strict=True) if cell["class"] == "down"]
+    assert sum(widths) == pytest.approx(200, abs=0.1), "both bars are as wide as the page"
     assert gaps[0] == gaps[1] == pytest.approx(100 * 0.04 / 1.04, abs=0.1)
     given, _, rest = text.partition("<details>")
     assert "<td>save_every<td>100<" in given and "<td>workers<td>2<" in given
