@@ -15,7 +15,7 @@ FINE, LACKS, UNREAD, DAMAGED = range(4)  # how a rank fared with a checkpoint
 
 
 class Reading:
-    """`told` is what the rank that proposed the checkpoint says of it: files, and which tensor lies where."""
+    """`told` is what the rank that offers the checkpoint says of it: files, and which tensor lies where."""
 
     def __init__(self, layout, folder, told):
         self.folder, self.files, self.staged, self.jobs = folder, told["files"], [], {}
