@@ -50,7 +50,7 @@ def read_header(data, file_name):
     """What `lay_out` returned when it made this header; Damaged if it makes another one."""
     known = {name: dtype for dtype, name in DTYPES.items()}
     tensors = {}
-    for name, entry in parse_json(data[8:], f"{file_name}: its header").items():
+    for name, entry in parse_json(data[8:], f"{file_name}: its header", ours=False).items():
         shape = entry.get("shape") if isinstance(entry, dict) else None
         if not (isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**62 for n in shape)
                 and isinstance(entry.get("dtype"), str) and entry["dtype"] in known):

@@ -9,6 +9,7 @@ from stores import a_life, at_step, expected, options, save, tiny_net
 from torch import nn
 
 from common.checkpoint.__main__ import main
+from common.checkpoint.files import to_json
 from common.checkpoint.manifest import STATE
 
 
@@ -97,6 +98,6 @@ def test_averages_of_an_earlier_version_that_names_no_tied_weights_are_not_expor
     facts = json.loads((folder / STATE).read_text())
     del facts["tied"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.checkpoint.__main__.read_small", lambda path: json.dumps(facts).encode())
+        patch.setattr("common.checkpoint.__main__.read_small", lambda path: to_json(facts))
         assert main([str(run), "--export", str(tmp_path / "w.safetensors")]) == 2
     assert "does not say which weights are tied" in capsys.readouterr().err

@@ -24,7 +24,7 @@ from stores import (
     two_checkpoints,
 )
 
-from common.checkpoint.files import sealed
+from common.checkpoint.files import sealed, to_json
 from common.checkpoint.manifest import checkpoints, read_manifest
 from common.errors import UserError
 
@@ -244,19 +244,31 @@ def test_harmful_manifests_are_refused_even_under_a_right_seal(tmp_path, monkeyp
     assert not os.path.exists(CANARY)
 
 
+FACTS = {"step": 2, "epoch": 0, "position": 0, "order": ["f"], "record": {}, "scaler": None,
+         "best": {"step": 0, "val_acc": 0}}
+
+
+def facts(**changed):
+    """Written as the store writes them: what is refused is refused for what it says."""
+    return to_json(FACTS | changed)
+
+
 HARMFUL_STATES = {
-    "a pickle": pickle.dumps(Bomb()), "no object": b"3", "nothing in it": b"{}", "NaN": b'{"step": NaN}',
-    "negative": b'{"step": 2, "epoch": -1, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": {}, '
-                b'"scaler": null}',
-    "a huge epoch": b'{"step": 2, "epoch": ' + b"9" * 30 + b', "position": 0}',
-    "another step": b'{"step": 3, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, "record": '
-                    b'{}, "scaler": null}',
-    "an evaluation of no step": b'{"step": 2, "epoch": 0, "position": 0, "best": {"step": 0, "val_acc": 0}, '
-                                b'"record": {}, '
-                                b'"scaler": null, "judged": {"step": "2"}}',
-    "no best": b'{"step": 2, "epoch": 0, "position": 0, "best": [], "record": {}, "scaler": null}',
-    "larger than any of ours": b'{"a": "' + b" " * (1 << 22) + b'"}',
+    "a pickle": pickle.dumps(Bomb()), "no object": b"3\n", "nothing in it": to_json({}),
+    "NaN": facts(best={"step": 0, "val_acc": 12.5}).replace(b"12.5", b"NaN"),
+    "infinity": facts(best={"step": 0, "val_acc": 12.5}).replace(b"12.5", b"1e999"),
+    "a name twice": facts().replace(b' "epoch": 0,', b' "epoch": 0,\n "epoch": 0,'),
+    "other spaces": facts() + b" ",
+    "negative": facts(epoch=-1), "a huge epoch": facts(epoch=int("9" * 30)), "another step": facts(step=3),
+    "an evaluation of no step": facts(judged={"step": "2"}), "no best": facts(best=[]),
+    "larger than any of ours": facts(a=" " * (1 << 22)),
 }
+
+
+def test_facts_as_the_store_writes_them_are_taken(tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    plant(root, "state.json", facts())
+    assert load(root, images_for(opts)) == (2, True)
 
 
 @pytest.mark.parametrize("kind", HARMFUL_STATES)

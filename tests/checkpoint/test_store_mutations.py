@@ -98,9 +98,10 @@ MUTANTS = {
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
     "the hash is not compared": ("checkpoint.blocks", "digest.hexdigest() != stated:", "digest.hexdigest() != stated and False:", *BITS),
-    "the seal is ignored": ("checkpoint.files", "    if sealed(value) != data:\n", "    if False:\n", *BITS),
-    "the seal is over the values, not the bytes": ("checkpoint.files", "    if sealed(value) != data:\n", "    if parse_json(sealed(value), name) != "  # noqa: E501
-                                                   "parse_json(data, name):\n", *LENGTHS),
+    "the seal is ignored": ("checkpoint.files", 'value.pop("seal", None) != hashlib.sha256(to_json(value)).hexdigest():', 'value.pop("seal", None) is None:', *BITS),
+    "the values of JSON are compared, not the bytes": ("checkpoint.files", "ours and to_json(value) != data:", "ours and json.loads(to_json(value)) != value:",
+                                                       *LENGTHS),
+    "JSON that others have written is taken": ("checkpoint.files", "ours and to_json(value) != data:", "False:", *FACTS, "a name twice"),
     "the size is not compared": ("checkpoint.blocks", "!= entry[\"bytes\"]:\n            raise", "!= entry[\"bytes\"] and False:\n            raise", *LENGTHS),  # noqa: E501
     "the header is not compared": ("checkpoint.tensor_file", "    if header != data:\n", "    if False:\n",
                                    *TENSORS, "overlapping offsets"),

@@ -7,7 +7,7 @@ import pytest
 from stores import a_life, at_step, is_at, options, refused, save, steps_of, tiny_state, two_checkpoints
 from test_audit import BATCH, CLEAN, SEED, N
 
-from common.checkpoint.files import sealed
+from common.checkpoint.files import sealed, to_json
 from common.ledger import Audit, Ledger, audit
 from common.sampler import ElasticSampler
 from common.training.optimizer import learning_rate
@@ -83,9 +83,9 @@ def as_an_earlier_version_wrote_it(folder):
     import hashlib
     state, manifest = (json.loads((folder / name).read_text()) for name in ("state.json", "manifest.json"))
     del state["order"], manifest["seal"]
-    (folder / "state.json").write_text(text := json.dumps(state))
+    (folder / "state.json").write_bytes(text := to_json(state))
     manifest["files"]["state.json"] = {"bytes": len(text),
-                                       "sha256": hashlib.sha256(text.encode()).hexdigest()}
+                                       "sha256": hashlib.sha256(text).hexdigest()}
     (folder / "manifest.json").write_bytes(sealed(manifest))
 
 
