@@ -142,7 +142,6 @@ def read_facts(step, folder, from_disk=False):
     return manifest, {"order": [manifest["data"]]} | check_facts(parse_json(text, STATE), step)
 
 
-@patient
 def verify(step, folder, from_disk=False, moved=None):
     """(manifest, facts), after reading and comparing each byte.
 
@@ -151,7 +150,7 @@ def verify(step, folder, from_disk=False, moved=None):
     manifest, facts = read_facts(step, folder, from_disk)
     for name, entry in manifest["files"].items():
         if name != STATE:
-            read_file(folder / name, entry, None, None, from_disk, moved, threads())
+            patient(read_file)(folder / name, entry, None, None, from_disk, moved, threads())
     return manifest, facts
 
 
@@ -167,23 +166,11 @@ def describe(step: int, folder: Path) -> tuple[bool, str]:
     return True, f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
 
 
-@patient
-def glance(step, folder):
-    """The facts of a checkpoint that a process has just committed; of tensors it compares the sizes alone."""
-    manifest, facts = read_facts(step, folder)
-    with proven(folder):
-        for name, entry in manifest["files"].items():
-            if os.lstat(folder / name).st_size != entry["bytes"]:
-                raise Damaged(f"{name} is not {entry['bytes']:,} bytes")
-    return facts
-
-
 def is_there(root, facts):
     """Whether another process of this life has committed this state or a later one."""
     for step, folder in checkpoints(root):
         with contextlib.suppress(Damaged, OSError):
-            there = glance(step, folder)
-            return _how_far(there) > _how_far(facts) or there == as_read(facts)
+            return _how_far(read_facts(step, folder)[1]) >= _how_far(facts)
     return False
 
 
@@ -219,8 +206,3 @@ def facts_to_json(facts):
             return {key: plain(item) for key, item in value.items()}
         return None if isinstance(value, float) and value - value != 0 else value
     return to_json(plain(facts))
-
-
-def as_read(facts):
-    """The facts as a reader of state.json gets them."""
-    return parse_json(facts_to_json(facts), STATE)

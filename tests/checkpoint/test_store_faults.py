@@ -28,7 +28,7 @@ from stores import (
 from common.checkpoint import blocks, files
 from common.checkpoint.commit import Hurried
 from common.checkpoint.files import Damaged
-from common.checkpoint.manifest import checkpoints, describe, verify
+from common.checkpoint.manifest import checkpoints, describe, is_there, verify
 from common.checkpoint.saving import MOST_FAILURES
 from common.errors import UserError
 
@@ -396,6 +396,26 @@ def test_a_read_that_fails_at_a_start_costs_no_checkpoint(tmp_path, monkeypatch)
     with a_life(opts, said=said) as life:
         assert is_at(life.state, 9) and len(count) > 1
     assert not said and steps_of(opts) == [9, 1]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors"])
+def test_a_file_that_stays_unreadable_is_tried_for_seconds_and_no_longer(tmp_path, monkeypatch, name):
+    """Once after each pause: a read that waits inside another one that waits would take 25 tries."""
+    _, root = two_checkpoints(tmp_path)
+    real, count = os.open, []
+
+    def fails(path, *args, **kwargs):
+        if str(path).endswith(f"step-00000002/{name}"):
+            count.append(path)
+            raise OSError(errno.EIO, "Input/output error")
+        return real(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(OSError, match="Input/output error"):
+        verify(2, root / "step-00000002")
+    assert len(count) == 1 + len(files.PAUSES)
+    assert is_there(root, {"step": 2, "epoch": 0}) == (name == "model.safetensors")
+    assert len(count) <= 2 * (1 + len(files.PAUSES))
 
 
 @pytest.mark.parametrize("number", TRANSIENT)

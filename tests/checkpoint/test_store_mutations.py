@@ -77,8 +77,11 @@ MUTANTS = {
         "checkpoint.manifest", "name.removeprefix(ASIDE)", "name",
         "faults", "a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones"),
     "earlier facts follow later ones": (
-        "checkpoint.manifest", "_how_far(there) > _how_far(facts) or", "",
+        "checkpoint.manifest", "[1]) >= _how_far(facts)", "[1]) == _how_far(facts)",
         "faults", "a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones"),
+    "a state that is there is saved once more": (
+        "checkpoint.manifest", "[1]) >= _how_far(facts)", "[1]) > _how_far(facts)",
+        "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
     "old ones deleted without reading the new one back": (
         "checkpoint.saving", '                    self.writer.read_back(facts["step"], folder)\n', "                    pass\n",
         "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
