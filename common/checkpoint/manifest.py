@@ -10,7 +10,7 @@ import re
 import stat
 from pathlib import Path
 
-from common.checkpoint.blocks import kind_of, read_file, read_range, root, sha, threads
+from common.checkpoint.blocks import entry_of, kind_of, read_file, read_range, sha, spans, threads
 from common.checkpoint.files import SMALL, Damaged, parse_json, patient, proven, read_small, to_json, unseal
 
 TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
@@ -101,33 +101,25 @@ def read_manifest(step, folder):
     if set(files) != set(expected):
         raise Damaged(f"{MANIFEST} lists {sorted(files)[:5]}, expected {sorted(expected)[:5]}")
     for name, entry in files.items():
-        kind = kind_of(entry) if isinstance(entry, dict) else None
-        if not (kind and {"bytes"} <= set(entry) <= {"bytes", kind, "blocks"}
-                and type(entry["bytes"]) is int and entry["bytes"] >= 0 and _is_hash(entry[kind])):
-            raise Damaged(f"{MANIFEST}: no size or hash for {name}")
-        if "blocks" in entry and not _are_blocks(entry):
-            raise Damaged(f"{MANIFEST}: the blocks of {name} are not those of its size and hash")
+        if not _is_entry(entry):
+            raise Damaged(f"{MANIFEST}: the size, hash and blocks of {name} do not belong together")
     # that of parts is over whole files, which are not there
     digest = digest_of(roots_of(files)) if TENSORS["model"] in files else manifest["digest"]
-    if manifest["digest"] != digest or not _is_hash(digest):
+    if manifest["digest"] != digest or not HASH.fullmatch(digest):
         raise Damaged(f"{MANIFEST}: its digest is not that of its files")
     return manifest
 
 
-def _is_hash(value):
-    return isinstance(value, str) and bool(HASH.fullmatch(value))
-
-
-def _are_blocks(entry):
-    """Whether they follow each other from the file's beginning to its end, and make up its one hash."""
-    pairs = entry["blocks"]
-    if not (isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
-            and len(pairs) > 1):
+def _is_entry(entry):
+    """Whether it is what `entry_of` makes of its own blocks, each of which ends after the one before."""
+    try:
+        starts, ends, hashes = zip(*spans(entry), strict=True)
+        rising = ends == (0,) or all(start < end for start, end in zip(starts, ends, strict=True))
+        return (rising and all(map(HASH.fullmatch, hashes))
+                and all(type(end) is int for end in (entry["bytes"], *ends))
+                and entry_of(ends, hashes, kind_of(entry)) == entry)
+    except (TypeError, ValueError, KeyError, AttributeError):
         return False
-    ends, hashes = zip(*pairs, strict=True)
-    known = all(type(end) is int for end in ends) and all(map(_is_hash, hashes))
-    rising = known and all(a < b for a, b in zip((0, *ends), ends, strict=False))
-    return rising and ends[-1] == entry["bytes"] and root(hashes) == entry[kind_of(entry)]
 
 
 @patient
