@@ -16,17 +16,11 @@ from common.options import Options
 from common.world import bit_differences, bit_facts
 
 KEPT_ASIDE = "options.json metrics.jsonl log-to.json ledger.jsonl certificate.json audit tb".split()
-# The flags in the hash that older checkpoints hold instead of values. Later flags do not belong here.
-HASHED = ("amp augment channels_last clip_grad_norm compile cutmix dataset ema_decay global_batch_size "
-          "init_from label_smoothing lr lr_schedule micro_batch_size mixup model momentum optimizer seed "
-          "sync_bn virtual_ranks warmup_epochs weight_decay").split()
 
 
-def identity_of(opts, fingerprint, names=None):
-    """One SHA-256 over everything that decides the result (or over `names` of it)."""
-    values = opts.identity()
-    chosen = {name: values[name] for name in names or values}
-    return hashlib.sha256(to_json(chosen | {"data": fingerprint})).hexdigest()
+def identity_of(opts, fingerprint):
+    """One SHA-256 over everything that decides the result."""
+    return hashlib.sha256(to_json(opts.identity() | {"data": fingerprint})).hexdigest()
 
 
 def marks(opts, world, fingerprint):
@@ -37,12 +31,9 @@ def marks(opts, world, fingerprint):
 
 def contradictions(saved, opts):
     """The options that a manifest or options.json contradicts, with both values; missing: default."""
-    fields, values = saved.get("decides", saved["identity"]), opts.identity()
-    if isinstance(fields, str):
-        same = fields == identity_of(opts, saved["data"], HASHED)
-        fields = {name: values[name] for name in HASHED} if same else None
-    return ["other options"] if fields is None else [
-        f"--{name.replace('_', '-')} was {was!r}, now {now!r}" for name, was, now in opts.compare(fields)]
+    fields = saved.get("decides", saved["identity"])  # the first manifests hold a hash: options.json speaks
+    return [f"--{name.replace('_', '-')} was {was!r}, now {now!r}"
+            for name, was, now in (opts.compare(fields) if isinstance(fields, dict) else ())]
 
 
 def versions(opts: Options, fingerprint: str) -> dict[str, str]:
