@@ -4,16 +4,14 @@ The manifest's entry of a file is {"bytes": its size, "sha256": one hash, "block
 file of one block has no "blocks", and its "sha256" is that of its bytes; else that of the blocks' hashes.
 What lies in memory has "sums" for "sha256": no disk lies between, and a death waits for it.
 """
-import contextlib
 import hashlib
 import mmap
 import os
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 
-from common.checkpoint.files import Damaged, opened, sync_folder
+from common.checkpoint.files import Damaged, opened
 
 BLOCK_BYTES = 1 << 22
 ROW_BYTES = 1 << 12
@@ -130,20 +128,6 @@ def write_file(path, data, moved=None, ends=None, kind="sha256"):
     finally:
         os.close(fd)
     return entry_of(ends, hashes, kind)
-
-
-def replace_file(path, data):
-    """Replaces a small file: a reader finds the new content or the old one, never a mixture."""
-    aside = Path(f"{path}.{os.getpid()}.new")
-    aside.unlink(missing_ok=True)
-    try:
-        write_file(aside, data)
-        os.rename(aside, path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
-    sync_folder(aside.parent)
 
 
 def read_file(path, entry, use=None, wanted=None, from_disk=False, moved=None, count=1):

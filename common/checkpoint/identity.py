@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint.blocks import replace_file
-from common.checkpoint.files import Damaged, patient, read_small, sealed, to_json, unseal
+from common.checkpoint.files import Damaged, patient, read_small, sealed, sync_folder, to_json, unseal
 from common.checkpoint.manifest import checkpoints, read_manifest
 from common.errors import UserError
+from common.ledger import replace_file
 from common.options import Options
 from common.world import bit_differences, bit_facts
 
@@ -72,7 +72,8 @@ def check_identity(run_dir, opts, world, fingerprint, report):
     if changes := wrong + data + firm:
         if not any(name.startswith(("step-", "damaged-")) for name in os.listdir(root)):
             report(f"{path}: nothing was saved here yet, so the options may change: {'; '.join(changes)}")
-            replace_file(path, sealed(ours))
+            replace_file(path, sealed(ours), sync=True)
+            sync_folder(run_dir)
             return True
     for text in soft:
         report(f"--virtual-ranks: the {text}: from here on the bits may be others")
@@ -96,7 +97,9 @@ def check_identity(run_dir, opts, world, fingerprint, report):
         files = ", ".join(dict.fromkeys(opts.identity()[name].rpartition(":")[0] for name in changed))
         report(f"{files}: changed since this run was started last; it goes on with the new code")
     if not old or data or code != ours["own_code"]:
-        replace_file(path, sealed((old or ours) | {"data": fingerprint, "own_code": ours["own_code"]}))
+        new = (old or ours) | {"data": fingerprint, "own_code": ours["own_code"]}
+        replace_file(path, sealed(new), sync=True)
+        sync_folder(run_dir)
 
 
 def _read_options(path, report):

@@ -4,7 +4,7 @@ from common.ledger.audit import audit
 from common.ledger.clock import Clock
 from common.ledger.lines import Audit, Ledger
 from common.ledger.log import Log
-from common.ledger.status import CONTROLS
+from common.ledger.status import CONTROLS, replace_file
 
 __all__ = ["CONTROLS", "Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of",
-           "read_options", "summarize"]
+           "read_options", "replace_file", "summarize"]

@@ -108,10 +108,18 @@ def prometheus(status, run_dir):
     yield f"training_state{{run={run},state={json.dumps(status.get('state'))}}} 1"
 
 
-def replace_file(path, data):
-    """Writes a small file that a reader finds either old or new; raises OSError."""
+def replace_file(path: Path | str, data: bytes, sync: bool = False) -> None:
+    """Replaces a small file: a reader finds it old or new, with `sync` after a power loss, too."""
     aside = f"{path}.{os.getpid()}.new"
-    fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with open(fd, "wb") as file:
-        file.write(data)
-    os.replace(aside, path)
+    try:
+        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as file:
+            file.write(data)
+            if sync:
+                file.flush()
+                os.fsync(fd)
+        os.rename(aside, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(aside)
+        raise
