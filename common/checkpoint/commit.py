@@ -42,10 +42,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
-class Hurried(Exception):
-    """A rescue does not wait until the save before it has been read back."""
-
-
 class Writer:
     """Writes into the staging folder of one life and renames out of it.
 
@@ -54,7 +50,7 @@ class Writer:
 
     def __init__(self, root, staging, marks, kind="sha256"):
         self.root, self.staging, self.marks, self.kind = root, staging, marks, kind
-        self.moved, self.renew, self.hurry = 0, None, False
+        self.moved, self.renew = 0, None
         self.door, self.announced = threading.RLock(), False
         self.layout = None  # as soon as the state is known
 
@@ -147,15 +143,10 @@ class Writer:
     def _move(self):
         self.moved += 1
 
-    def _read_on(self):
-        self._move()
-        if self.hurry:
-            raise Hurried
-
     def read_back(self, step, folder):
         """Verifies what the disk gives back; if it is damaged, puts it aside and raises."""
         try:
-            verify(step, folder, from_disk=True, moved=self._read_on)
+            verify(step, folder, from_disk=True, moved=self._move)
         except Damaged:
             self.put_aside(folder)
             raise

@@ -1,5 +1,6 @@
 """How a copied state gets to the disk: a thread writes it, reads it back, and lets old ones go."""
-import contextlib
+import functools
+import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -7,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from common.checkpoint.blocks import pool_of
-from common.checkpoint.commit import Hurried, Writer
+from common.checkpoint.commit import Writer
 from common.checkpoint.fence import HUNG_SECONDS
-from common.checkpoint.files import Damaged, room
+from common.checkpoint.files import room
 from common.checkpoint.manifest import checkpoints
 from common.checkpoint.memory import Memory
 from common.checkpoint.tensor_file import Live, TensorFile, not_finite
@@ -37,7 +38,10 @@ class Saving:
         self.state: Any = None
         self.images: dict[str, TensorFile] = {}
         self.pool: futures.Executor | None = None
-        self.jobs: list[futures.Future] = []  # of the last save: it writes, then reads back
+        self.act: Any = None  # the last save: it writes, then reads back
+        self.jobs: list[futures.Future] = []  # that save, on its thread
+        self.written = threading.Event()  # once it has written
+        self.written.set()
         self.touched: list[futures.Future] | None = None  # so that no save waits for an image's pages
         self.unsaved = False  # this disk lacks the state that was loaded
         self.committed, self.agreed = -1, None  # steps
@@ -60,8 +64,9 @@ class Saving:
                 self.images[part].copy(tensors)
             facts = state.facts()
         self.saved_at, self.saved, self.unsaved = time.monotonic(), facts, False
-        written = self._do(self._write_noting, facts)
-        self.jobs = [written, self._do(self._confirm, facts, written, self.committed, self.saved_at)]
+        written = threading.Event()
+        act = functools.partial(self._job, facts, self.saved_at, written)
+        self.act, self.written, self.jobs = act, written, [self._do(act)]  # or none: no thread can be started
 
     def check(self) -> None:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
@@ -100,10 +105,10 @@ class Saving:
         if self.pool:
             self.pool.shutdown()
 
-    def wait(self, hurry: bool = False, read_back: bool = True) -> None:
+    def wait(self, read_back: bool = True) -> None:
         """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
-        self.writer.hurry, moved, since = hurry, None, time.monotonic()
-        while futures.wait(self.jobs[:1 + read_back], 0.2).not_done:
+        moved, since = None, time.monotonic()
+        while not self.written.wait(0.1) or read_back and futures.wait(self.jobs, 0.1).not_done:
             if moved != self.writer.moved:
                 moved, since = self.writer.moved, time.monotonic()
             if self.state:
@@ -111,6 +116,12 @@ class Saving:
                 self.state.progress += time.monotonic() - since < HUNG_SECONDS
         if self.state:
             self.state.saving = False
+
+    def overtake(self) -> None:
+        """A rescue waits until the last save is on the disk, not until the one before it was read back."""
+        if self.jobs and self.jobs[0].cancel():
+            self.act(read_back=False)
+        self.wait(read_back=False)
 
     def write_live(self, writer: Writer, state: Any) -> Path | None:
         """Writes the tensors themselves; the caller holds them still."""
@@ -128,44 +139,31 @@ class Saving:
             self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
         return writer.commit(images, facts)
 
-    def _write_noting(self, facts):
-        with self._noting():
+    def _job(self, facts, began, written, read_back=True):
+        """Writes, reads back, and only then deletes older ones. Training waits for `written` alone."""
+        before = self.committed
+        try:
             for image in self.images.values():
                 image.wait()
             if folder := self._write(self.writer, facts, self.images):
                 self.committed = facts["step"]
-            return folder
-
-    @contextlib.contextmanager
-    def _noting(self):
-        try:
-            yield
+                if not read_back:
+                    return  # older ones stay
+                written.set()
+                self.writer.read_back(facts["step"], folder)
+                self.let_go(facts)
+                if self.ledger:
+                    self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
+            self.failures = 0
         except Exception as error:
+            self.committed, self.saved = before, None  # so that the next interval tries again
             self.failures += 1
-            self.saved = None  # so that the next interval tries again
             if isinstance(error, OSError):
                 needed = sum(image.size for image in self.images.values())
                 error = room(error, error.filename or self.root, needed)
             self.error = error
-            raise
-
-    def _confirm(self, facts, written, before, began):
-        """Reads the checkpoint back; only then deletes older ones. Training need not wait for that."""
-        folder = written.result()
-        with self._noting():
-            try:
-                if folder:
-                    self.writer.read_back(facts["step"], folder)
-            except Hurried:
-                return  # older ones stay
-            except (Damaged, OSError):
-                self.committed = before
-                raise
-            self.failures = 0
-            if folder:
-                self.let_go(facts)
-                if self.ledger:
-                    self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
+        finally:
+            written.set()
 
     def let_go(self, facts: dict[str, Any]) -> None:
         """Deletes all but the newest `keep`, --keep-every, the best, the newest on which all ranks agreed."""

@@ -201,7 +201,7 @@ class CheckpointStore(Saving):
             if in_memory and self.memory.used:
                 with contextlib.suppress(OSError, Fenced):  # no room, say: the disk has some
                     return self._rescue(state, self.memory.writer, "memory")
-            self.wait(hurry=True, read_back=False)
+            self.overtake()
             with state.lock:
                 done = self._rescue(state, self.writer, "disk")
                 if self.layout.parts > 1 and state.ready and not state.half_updated:

@@ -26,7 +26,6 @@ from stores import (
 )
 
 from common.checkpoint import blocks, files
-from common.checkpoint.commit import Hurried
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import checkpoints, describe, is_there, verify
 from common.checkpoint.saving import MOST_FAILURES
@@ -281,8 +280,9 @@ def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_l
         before = {path: path.read_bytes() for path in (root / "step-00000001").iterdir()}
         life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
         with monkeypatch.context() as patch:  # nothing earlier goes before the later ones were read back
-            patch.setattr(life.store.writer, "read_back", lambda *args: (_ for _ in ()).throw(Hurried))
-            save(life, 1)
+            patch.setattr(life.store.writer, "read_back", lambda *args: (_ for _ in ()).throw(Damaged("no")))
+            with pytest.raises(Damaged):
+                save(life, 1)
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.1", "step-00000001"]
         assert {path: path.read_bytes() for path in before} == before
         assert verify(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5

@@ -83,7 +83,7 @@ MUTANTS = {
         "checkpoint.manifest", "[1]) >= _how_far(facts)", "[1]) > _how_far(facts)",
         "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
     "old ones deleted without reading the new one back": (
-        "checkpoint.saving", '                    self.writer.read_back(facts["step"], folder)\n', "                    pass\n",
+        "checkpoint.saving", '                self.writer.read_back(facts["step"], folder)\n', "",
         "faults", "old_ones_go_only_after_the_new_one_was_read_back"),
     "a failed fsync is tried again": ("checkpoint.blocks",
                                       "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return entry",
@@ -212,8 +212,8 @@ MUTANTS = {
     "the first step has no more time than others": ("rescue.watchdog", "            return OPENING_SECONDS\n", "            return LEAST_LIMIT_SECONDS\n",
                                                     "test_watchdog", "the_limit_is_a_minute_or_twenty_median_steps_and_generous_before_the_first_step"),
     # what is saved
-    "a failed save counts as saved": ("checkpoint.saving", "            self.saved = None  # so that",
-                                      "            pass  # so that", "faults",
+    "a failed save counts as saved": ("checkpoint.saving", "self.committed, self.saved = before, None  # so that",
+                                      "self.committed = before  # so that", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
     "failures are not counted": ("checkpoint.saving", "            self.failures += 1\n", "", "faults",
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),

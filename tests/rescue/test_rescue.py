@@ -474,10 +474,12 @@ def test_a_rescue_does_not_wait_until_the_save_before_it_was_read_back(run):
         store.save(state)
         reading.wait(20)
         step(state)
+        store.save(state)  # it stands behind the reading
+        step(state)
         return store.rescue(state)
 
     assert fork_ranks(1, live, deadline=20) == [True]
-    assert saved(run) == [2, 1]
+    assert saved(run) == [3, 2, 1]
 
 
 # ---- all or nothing -------------------------------------------------------------------------------
