@@ -15,7 +15,6 @@ import contextlib
 import errno
 import os
 import shutil
-import threading
 import uuid
 
 import common.checkpoint.blocks as blocks
@@ -51,7 +50,6 @@ class Writer:
     def __init__(self, root, staging, marks, kind="sha256"):
         self.root, self.staging, self.marks, self.kind = root, staging, marks, kind
         self.moved, self.renew = 0, None
-        self.door, self.announced = threading.RLock(), False
         self.layout = None  # as soon as the state is known
 
     def commit(self, images, facts):
@@ -122,20 +120,10 @@ class Writer:
         finally:
             state.lock.release()
 
-    @contextlib.contextmanager
     def rescuing(self, step, needless=None):
-        """fence.rescuing, once a process: its threads share its locks."""
-        with self.door:
-            if self.announced:
-                yield
-                return
-            self.ensure_staging(step)
-            with rescuing(self.staging, lambda: self.moved, needless, self.lock_name()):
-                self.announced = True
-                try:
-                    yield
-                finally:
-                    self.announced = False
+        """Enter it before anything that waits: a new owner would sweep the staging folder away."""
+        self.ensure_staging(step)
+        return rescuing(self.staging, lambda: self.moved, needless, self.lock_name())
 
     def lock_name(self):
         return RESCUE

@@ -192,25 +192,25 @@ class CheckpointStore(Saving):
     def rescue(self, state: Any, in_memory: bool = False) -> bool | str:
         """Saves the newest whole step: True. False: it was saved. A text: only this rank's part is saved.
 
-        No collective. A rank that holds a part, and dies waiting with a complete gradient, saves its part of
-        this step and of the next one (which it can make alone): ranks that had passed the wait have only the
-        next step, ranks that had not have only this one, and one of the two is then complete.
+        No collective. Call it inside `writer.rescuing`. A rank that holds a part, and dies waiting with a
+        complete gradient, saves its part of this step and of the next one (which it can make alone): ranks
+        that had passed the wait have only the next step, ranks that had not have only this one, and one of
+        the two is then complete.
         `in_memory`: the next life is sure to come; it takes the state from memory, and saves it.
         """
-        with self.writer.rescuing(state.whole):  # before it waits: a new owner would sweep the staging away
-            if in_memory and self.memory.used:
-                with contextlib.suppress(OSError, Fenced):  # no room, say: the disk has some
-                    return self._rescue(state, self.memory.writer, "memory")
-            self.overtake()
-            with state.lock:
+        if in_memory and self.memory.used:
+            with contextlib.suppress(OSError, Fenced):  # no room, say: the disk has some
+                return self._rescue(state, self.memory.writer, "memory")
+        self.overtake()
+        with state.lock:
+            done = self._rescue(state, self.writer, "disk")
+            if self.layout.parts > 1 and state.ready and not state.half_updated:
+                state.update(state.ready)
                 done = self._rescue(state, self.writer, "disk")
-                if self.layout.parts > 1 and state.ready and not state.half_updated:
-                    state.update(state.ready)
-                    done = self._rescue(state, self.writer, "disk")
-                    state.half_updated = True  # the main thread may come to where it makes this step
-                if not state.half_updated:
-                    self.memory.end(state.step)
-                return done
+                state.half_updated = True  # the main thread may come to where it makes this step
+            if not state.half_updated:
+                self.memory.end(state.step)
+            return done
 
     def _rescue(self, state, writer, where):
         with state.lock:

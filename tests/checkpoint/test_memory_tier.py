@@ -11,7 +11,19 @@ import pytest
 import torch
 from jobs import PACED, ROOT, TESTS, audit, events, lives, until, wait_for
 from ranks import fork_ranks
-from stores import at_step, child, end, images_for, is_at, load, new_store, options, steps_of, tiny_state
+from stores import (
+    announced_rescue,
+    at_step,
+    child,
+    end,
+    images_for,
+    is_at,
+    load,
+    new_store,
+    options,
+    steps_of,
+    tiny_state,
+)
 from torch import nn
 
 from common.checkpoint import memory as room
@@ -102,7 +114,7 @@ def test_eight_ranks_of_a_machine_restore_with_one_state_beside_their_own(tmp_pa
         store, state = begun(world)
         store.restore(state)
         state.step = 4
-        return world.rank and store.rescue(state, in_memory=where == "memory")
+        return world.rank and announced_rescue(store, state, in_memory=where == "memory")
 
     def restores(world):
         store, state = begun(world)
@@ -260,7 +272,7 @@ def test_the_next_life_takes_the_newest_state_that_verifies_and_saves_it(tmp_pat
             store.wait()
         world.barrier("saved")
         at_step(state, 4)
-        return store.rescue(state, in_memory=True) if world.rank else None
+        return announced_rescue(store, state, in_memory=True) if world.rank else None
 
     def goes_on(world):
         said = []
@@ -299,7 +311,7 @@ def test_a_machine_without_the_image_gets_it_from_one_that_has_it(tmp_path):
         store, state = new_store(opts[world.rank], world), tiny_state(opts[world.rank])
         store.restore(state)
         at_step(state, 4)
-        return store.rescue(state, in_memory=True) if world.rank else None
+        return announced_rescue(store, state, in_memory=True) if world.rank else None
 
     def goes_on(world):
         world = replace(world, restarts_left=8)

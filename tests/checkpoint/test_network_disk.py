@@ -10,7 +10,19 @@ from jobs import PACED, audit, events, lives, wait_for
 from jobs import until as wait_until
 from netfs import served
 from ranks import fork_ranks
-from stores import a_life, at_step, child, end, is_at, new_store, options, save, steps_of, tiny_state
+from stores import (
+    a_life,
+    announced_rescue,
+    at_step,
+    child,
+    end,
+    is_at,
+    new_store,
+    options,
+    save,
+    steps_of,
+    tiny_state,
+)
 
 from common.checkpoint import fence, files
 from common.checkpoint import lock_file as held
@@ -115,7 +127,7 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
             if world.rank == 0:
                 world.store.wait(["rescued"])
                 os._exit(1)
-            written = store.rescue(at_step(state, 4))
+            written = announced_rescue(store, at_step(state, 4))
             world.store.set("rescued", "1")
             return written
 

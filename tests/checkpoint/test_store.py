@@ -15,6 +15,7 @@ from fakes import fake_streams
 from ranks import fork_ranks
 from stores import (
     a_life,
+    announced_rescue,
     at_step,
     expected,
     images_for,
@@ -88,7 +89,8 @@ def test_the_files_are_what_safetensors_reads(tmp_path):
 def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
-        assert life.source is None and life.store.rescue(life.state) and not life.store.rescue(life.state)
+        assert life.source is None and announced_rescue(life.store, life.state)
+        assert not announced_rescue(life.store, life.state)
     with a_life(opts) as life:
         before = os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino
         life.store.save(life.state)
@@ -119,7 +121,7 @@ def test_rescues_do_not_pile_up(tmp_path):
     opts = options(tmp_path)
     for step in range(1, 7):
         with a_life(opts) as life:
-            life.store.rescue(at_step(life.state, step))
+            announced_rescue(life.store, at_step(life.state, step))
     with a_life(opts):
         assert steps_of(opts) == [6, 5]
 
@@ -134,7 +136,8 @@ def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path)
         assert is_at(life.state, 5)
         assert ("model.safetensors has sha256" in said[0] and "manifest says" in said[0]
                 and "5 steps" in said[1])
-        assert life.store.rescue(at_step(life.state, 7))  # below the damaged one, and not lost to it
+        # below the damaged one, and not lost to it
+        assert announced_rescue(life.store, at_step(life.state, 7))
         save(life, 10)
     assert steps_of(opts) == [10, 7] and (root / "damaged-step-00000010").exists() is False
     with a_life(opts) as life:
@@ -216,7 +219,8 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         life.store.wait()
         with pytest.raises(UserError, match="0.weight is no longer finite") as error:
             life.store.check()
-        assert error.value.code == 5 and life.state.half_updated and not life.store.rescue(life.state)
+        assert error.value.code == 5 and life.state.half_updated
+        assert not announced_rescue(life.store, life.state)
         newest = opts.run_dir / "checkpoints/step-00000002"
         assert (f"--run-dir NEW --resume {newest} --lr X" in str(error.value)
                 and "after step-00000002 is kept" in str(error.value))
@@ -230,7 +234,7 @@ def test_a_state_cut_in_two_is_never_saved(tmp_path):
     with a_life(opts) as life:
         at_step(life.state, 1).half_updated = True
         life.store.save(life.state)
-        assert not life.store.rescue(life.state)
+        assert not announced_rescue(life.store, life.state)
     assert steps_of(opts) == []
 
 
@@ -239,7 +243,7 @@ def test_buffers_are_those_of_the_last_whole_step(tmp_path):
     with a_life(opts) as life:
         at_step(life.state, 4)
         life.state.net[1].running_mean.fill_(99.0)  # a forward has begun the next step
-        assert life.store.rescue(life.state)
+        assert announced_rescue(life.store, life.state)
     with a_life(opts) as life:
         assert is_at(life.state, 4)
 
@@ -252,7 +256,7 @@ def test_a_rescue_in_mid_evaluation_saves_the_weights_and_not_their_averages(tmp
         life.state.ema["embed.weight"].fill_(99.0)
         with torch.no_grad(), averaged_weights(life.state):
             assert life.state.net.head.weight[0, 0] == 99
-            assert life.store.rescue(life.state)
+            assert announced_rescue(life.store, life.state)
     with a_life(opts, Odd()) as life:
         weights = life.state.tensors()["model"]
         assert all(torch.equal(weights[n], expected(weights[n], 4))
@@ -267,7 +271,7 @@ def test_removing_the_folder_of_a_running_job_costs_nothing_but_what_was_in_it(t
             shutil.rmtree(opts.run_dir / victim)
             save(life, 2)
             shutil.rmtree(opts.run_dir / victim)
-            assert life.store.rescue(at_step(life.state, 3))
+            assert announced_rescue(life.store, at_step(life.state, 3))
         assert steps_of(opts) == [3]
         with a_life(opts) as life:
             assert is_at(life.state, 3)
@@ -290,7 +294,7 @@ def test_another_jobs_folder_in_place_of_ours_fences_us(tmp_path):
     os.waitpid(pid, os.WUNTRACED)
     try:
         with pytest.raises(Fenced, match=f"pid {pid}"):
-            store.rescue(at_step(state, 1))
+            announced_rescue(store, at_step(state, 1))
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)

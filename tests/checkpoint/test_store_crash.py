@@ -11,7 +11,7 @@ import random
 import shutil
 
 import pytest
-from stores import a_life, at_step, images_are_at, images_for, load_into, options, save
+from stores import a_life, announced_rescue, at_step, images_are_at, images_for, load_into, options, save
 
 from common.checkpoint.files import Damaged
 from common.checkpoint.manifest import checkpoints, verify
@@ -175,7 +175,7 @@ def record(tmp_path, monkeypatch):
                     life.state.best = {"val_acc": (life.state.best["val_acc"] or 0) + 1, "step": step}
                 recorder.begin(life.state.facts())
                 if step > STEPS[-1]:
-                    assert life.store.rescue(life.state)
+                    assert announced_rescue(life.store, life.state)
                 else:
                     life.store.save(life.state)
                     life.store.wait()
@@ -256,7 +256,7 @@ def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, mon
             ledger.event("first_step", step=step)
             metrics.write({"step": step, "loss": 0.5})
             save(life, step)
-        assert life.store.rescue(at_step(life.state, 3))
+        assert announced_rescue(life.store, at_step(life.state, 3))
         monkeypatch.undo()
         metrics.lines.close()
     assert named == [[True] * 4] * 3

@@ -12,6 +12,7 @@ import pytest
 import torch
 from stores import (
     a_life,
+    announced_rescue,
     at_step,
     child,
     images_for,
@@ -286,7 +287,7 @@ def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_l
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.1", "step-00000001"]
         assert {path: path.read_bytes() for path in before} == before
         assert verify(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5
-        assert not life.store.rescue(life.state)
+        assert not announced_rescue(life.store, life.state)
         life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.7})
         save(life, 1)
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.2"]
@@ -303,10 +304,10 @@ def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_
     with a_life(opts) as life:
         assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
         at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
-        assert life.store.rescue(life.state)
+        assert announced_rescue(life.store, life.state)
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000002.1", "step-00000001"]
         life.state.evaluated, life.state.best = {}, tiny_state(opts).best
-        assert not life.store.rescue(life.state)  # a rank that had not evaluated yet
+        assert not announced_rescue(life.store, life.state)  # a rank that had not evaluated yet
 
 
 def test_a_file_or_a_link_under_the_name_of_the_next_checkpoint_does_not_stop_it(tmp_path):
@@ -330,7 +331,7 @@ def test_without_a_thread_to_be_had_the_save_is_made_all_the_same(tmp_path, monk
         monkeypatch.setattr(threading.Thread, "start", none_left)
         save(life, 1)
         monkeypatch.undo()
-        assert life.store.rescue(at_step(life.state, 2))
+        assert announced_rescue(life.store, at_step(life.state, 2))
     assert steps_of(opts) == [2, 1]
 
 

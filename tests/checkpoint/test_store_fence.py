@@ -16,7 +16,19 @@ from types import SimpleNamespace
 
 import pytest
 from ranks import fork_ranks
-from stores import a_life, at_step, child, end, is_at, new_store, options, save, steps_of, tiny_state
+from stores import (
+    a_life,
+    announced_rescue,
+    at_step,
+    child,
+    end,
+    is_at,
+    new_store,
+    options,
+    save,
+    steps_of,
+    tiny_state,
+)
 
 from common.checkpoint import fence, files, owner
 from common.checkpoint import lock_file as held
@@ -109,7 +121,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
         except Fenced as error:
             end.write_text(f"fenced: {error}")
         with contextlib.suppress(Fenced):
-            life.store.rescue(at_step(life.state, 10))
+            announced_rescue(life.store, at_step(life.state, 10))
             end.write_text("rescued")
 
     with lives(opts, here, stop_in_mid_save) as pid:
@@ -342,7 +354,7 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
                 time.sleep(0.5)
             real(path)
         files.sync_folder = slow
-        life.store.rescue(at_step(life.state, 5))
+        announced_rescue(life.store, at_step(life.state, 5))
         os._exit(0)
 
     with lives(opts, here, rescue_slowly):
@@ -368,7 +380,7 @@ def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch, dis
             write = life.store.writer._write_tensors
             life.store.writer._write_tensors = lambda *args: (time.sleep(2.4), write(*args))[1]
             life.store.save(at_step(life.state, 4))
-        life.store.rescue(at_step(life.state, 5))
+        announced_rescue(life.store, at_step(life.state, 5))
         os._exit(0)
 
     monkeypatch.setattr(fence, "holder_status", orphan)
@@ -396,7 +408,7 @@ def test_a_rescuer_that_stands_still_is_not_waited_for_and_commits_nothing(tmp_p
             real(path)
         files.sync_folder = stop
         try:
-            life.store.rescue(at_step(life.state, 5))
+            announced_rescue(life.store, at_step(life.state, 5))
             end.write_text("rescued")
         except Fenced:
             end.write_text("fenced")
@@ -607,7 +619,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
         world.store.set("ready", "1")
         until(lambda: f'"{world.life}"' not in lock.read_text(), "the next life has claimed the run")
         time.sleep(1)                                               # the rest of its step
-        store.rescue(at_step(state, 11))
+        announced_rescue(store, at_step(state, 11))
         os._exit(0)
 
     with child(lambda: fork_ranks(2, live, node_size=1, may_die=[0, 1])):

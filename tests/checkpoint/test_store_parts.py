@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import until
 from ranks import fork_ranks
-from stores import a_life, at_step, end, is_at, options, save, steps_of
+from stores import a_life, announced_rescue, at_step, end, is_at, options, save, steps_of
 from torch import nn
 
 from common.checkpoint import CheckpointStore, blocks, layout, load, reading
@@ -245,7 +245,7 @@ def test_the_first_of_two_ranks_with_the_same_part_is_taken_and_two_may_finish_a
         store.restore(state)
         at_step(state, 5)
         world.barrier("go")
-        told = store.rescue(state)
+        told = announced_rescue(store, state)
         world.barrier("told")
         found = [step for step, _ in checkpoints(store.root)]
         close(store)

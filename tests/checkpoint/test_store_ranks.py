@@ -10,6 +10,7 @@ import torch
 from ranks import fork_ranks
 from stores import (
     a_life,
+    announced_rescue,
     at_step,
     end,
     is_at,
@@ -165,7 +166,7 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
         store.restore(state)
         if not store.fence:
             store.save(at_step(state, 3))  # not an owner: nothing happens
-        written = store.rescue(at_step(state, 5))
+        written = announced_rescue(store, at_step(state, 5))
         world.barrier("rescued")
         owned = bool(store.fence)
         store.close()
@@ -275,7 +276,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
                            match="step 2: the weights of rank .* going back to step 1, where all agreed"):
             store.agree(state)
         store.save(state)
-        rescued = store.rescue(state)
+        rescued = announced_rescue(store, state)
         world.barrier("both have tried")  # as in Rescue: the end takes the staging folder away
         return state.half_updated, rescued, end(store)
 

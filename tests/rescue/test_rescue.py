@@ -21,6 +21,7 @@ from fakes import fake_streams, late_updates
 from jobs import events, until
 from ranks import fork_ranks
 from safetensors.torch import load_file
+from stores import announced_rescue
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import common.checkpoint.commit
@@ -431,7 +432,7 @@ def test_a_death_is_one_line_above_the_bar_with_who_died_of_what_and_who_saved_w
 def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
     """Whoever takes over waits for the lock, and sweeps the staging where nobody holds it."""
     def live(world):
-        state, store, _ = a_run(world, run)
+        state, store, ledger = a_run(world, run)
         step(state)
         if world.rank:
             world.store.get("rescuing")
@@ -441,7 +442,7 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
         store.writer._write_tensors = lambda *args: (go.wait(20), real(*args))[1]
         store.save(state)
         step(state)
-        thread = threading.Thread(target=store.rescue, args=[state])
+        thread = threading.Thread(target=Rescue(store, state, world, ledger)._save, args=["SIGTERM"])
         thread.start()
         world.store.set("rescuing", "1")
         world.store.get("seen")
@@ -476,7 +477,7 @@ def test_a_rescue_does_not_wait_until_the_save_before_it_was_read_back(run):
         step(state)
         store.save(state)  # it stands behind the reading
         step(state)
-        return store.rescue(state)
+        return announced_rescue(store, state)
 
     assert fork_ranks(1, live, deadline=20) == [True]
     assert saved(run) == [3, 2, 1]
@@ -684,7 +685,7 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
         for _ in range(4 if world.rank == 5 else 3):  # one rank had finished one step more
             step(state)
         world.barrier("steps")
-        store.rescue(state)
+        announced_rescue(store, state)
         world.barrier("rescued")
         return writes
 
@@ -703,7 +704,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
             store._write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         else:
             time.sleep(0.1)  # so that the others come first
-        return store.rescue(state)
+        return announced_rescue(store, state)
 
     assert fork_ranks(3, live, may_die=[1, 2])[0] is True
     assert saved(run) == [1]

@@ -117,6 +117,12 @@ def save(life, step):
         raise error if isinstance(error, Exception) else OSError(error)
 
 
+def announced_rescue(store, state, **how):
+    """What `store.rescue` returns, called as a survivor calls it."""
+    with store.writer.rescuing(state.whole):
+        return store.rescue(state, **how)
+
+
 def two_checkpoints(folder, steps=(1, 2), **flags):
     """A run with checkpoints of these steps; (opts, folder of checkpoints)."""
     opts = options(folder, **flags)
