@@ -4,10 +4,11 @@ The manifest's entry of a file is {"bytes": its size, "sha256": one hash, "block
 file of one block has no "blocks", and its "sha256" is that of its bytes; else that of the blocks' hashes.
 What lies in memory has "sums" for "sha256": no disk lies between, and a death waits for it.
 """
+import contextlib
 import hashlib
 import mmap
 import os
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -78,26 +79,12 @@ def cut(size):
     return [*range(BLOCK_BYTES, size, BLOCK_BYTES), size] if size else []
 
 
-class Inline(Executor):
-    """No thread but the caller's: for little work, or where no more can be started."""
-
-    def submit(self, act, *args):
-        future = Future()
-        try:
-            future.set_result(act(*args))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-
-def pool_of(count, name=""):
-    """So many threads, or none."""
-    pool = ThreadPoolExecutor(count, name)
-    try:
-        pool.submit(int)
-    except RuntimeError:
-        return Inline()
-    return pool
+def spread(act, count, *items):
+    """`act` of all items, by so many threads; by the caller where one is enough, or none can be had."""
+    if min(count, len(items[0])) > 1:
+        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(count) as pool:
+            return list(pool.map(act, *items))
+    return list(map(act, *items))
 
 
 def write_file(path, data, moved=None, ends=None, kind="sha256"):
@@ -122,8 +109,7 @@ def write_file(path, data, moved=None, ends=None, kind="sha256"):
         return digest.hexdigest()
 
     try:
-        with pool_of(threads() + 1) if len(ends) > 1 else Inline() as pool:
-            hashes = list(pool.map(write, [0, *ends[:-1]], ends))
+        hashes = spread(write, threads() + 1, [0, *ends[:-1]], ends)
         os.fsync(fd)
     finally:
         os.close(fd)
@@ -151,8 +137,7 @@ def read_file(path, entry, use=None, wanted=None, from_disk=False, moved=None, c
                 moved and moved()
 
         count = min(count, len(chosen)) or 1
-        with pool_of(count) if count > 1 else Inline() as pool:
-            list(pool.map(work, range(count)))  # raises what a thread has raised
+        spread(work, count, range(count))  # raises what a thread has raised
 
 
 def read_range(path, entry, start, end, from_disk=False):

@@ -7,7 +7,6 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.blocks import pool_of
 from common.checkpoint.commit import Writer
 from common.checkpoint.fence import HUNG_SECONDS
 from common.checkpoint.files import room
@@ -130,7 +129,7 @@ class Saving:
 
     def _do(self, act, *args):
         """One thread for all saves: starting one makes training wait."""
-        self.pool = self.pool or pool_of(1, "writer")
+        self.pool = self.pool or futures.ThreadPoolExecutor(1, "writer")
         return self.pool.submit(act, *args)
 
     def _write(self, writer, facts, images):

@@ -322,17 +322,20 @@ def test_a_file_or_a_link_under_the_name_of_the_next_checkpoint_does_not_stop_it
         assert is_at(life.state, 2) and steps_of(opts) == [2, 1] and (victim / "file").exists()
 
 
-def test_without_a_thread_to_be_had_the_save_is_made_all_the_same(tmp_path, monkeypatch):
+def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monkeypatch):
     def none_left(self):
         raise RuntimeError("can't start new thread")
 
     opts = options(tmp_path)
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 64)
     with a_life(opts) as life:
-        monkeypatch.setattr(threading.Thread, "start", none_left)
-        save(life, 1)
-        monkeypatch.undo()
-        assert announced_rescue(life.store, at_step(life.state, 2))
-    assert steps_of(opts) == [2, 1]
+        save(life, 1)  # its writer was started when there were threads
+        with life.store.writer.rescuing(3), monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", none_left)
+            save(life, 2)
+            assert life.store.rescue(at_step(life.state, 3))
+            assert all(describe(step, folder)[0] for step, folder in checkpoints(life.store.root))
+    assert steps_of(opts) == [3, 2, 1]
 
 
 def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(tmp_path):
