@@ -39,7 +39,6 @@ class CheckpointStore(Saving):
         super().__init__()
         self.fence: Any = None
         self.layout: Any = None
-        self.rescued_to = "disk"
 
     # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
     def restore(self, state: Any) -> str | None:
@@ -189,8 +188,8 @@ class CheckpointStore(Saving):
         self.memory.end(self.state.step)
         self.fence and self.fence.release()
 
-    def rescue(self, state: Any, in_memory: bool = False) -> bool | str:
-        """Saves the newest whole step: True. False: it was saved. A text: only this rank's part is saved.
+    def rescue(self, state: Any, in_memory: bool = False) -> str:
+        """Saves the newest whole step: "disk" or "memory". "": it was saved. Else: only this part is saved.
 
         No collective. Call it inside `writer.rescuing`. A rank that holds a part, and dies waiting with a
         complete gradient, saves its part of this step and of the next one (which it can make alone): ranks
@@ -216,8 +215,7 @@ class CheckpointStore(Saving):
         with state.lock:
             facts = state.facts()
             if state.half_updated or any(is_there(root, facts) for root in {self.root, writer.root}):
-                return False
-            self.rescued_to = where
-            return bool(self.write_live(writer, state)) or (
+                return ""
+            return where if self.write_live(writer, state) else (
                 f"step {facts['step']}: this rank's part is written; it counts once every stage's is, "
                 "until then the newest checkpoint stands")

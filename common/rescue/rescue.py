@@ -189,15 +189,15 @@ class Rescue(Wishes):
                         code = getattr(state.verdict, "code", 1)
                         return "the step was cut in two, the newest checkpoint stands", False, code
                     self.speaks = not writer.is_saved(state) and self._may_speak()  # it tells
-                    saved = self.store.rescue(state, for_a_peer and restart_is_sure(self))
+                    where = self.store.rescue(state, for_a_peer and restart_is_sure(self))
                 finally:
                     state.lock.release()
         except Exception as failure:
             code = getattr(failure, "code", UNSAVED)  # FENCED while it parts: all have met
             return there if self.parting and code == FENCED else (f"{failed}: {failure}", False, code)
-        if saved is not True:
-            return (saved, False, STOPPED) if saved else there
-        rank, seconds, where = self.world.rank, round(time.monotonic() - began, 3), self.store.rescued_to
+        if where not in ("disk", "memory"):
+            return (where, False, STOPPED) if where else there
+        rank, seconds = self.world.rank, round(time.monotonic() - began, 3)
         self.ledger.event("rescue", step=state.whole, rank=rank, why=why, rescue_s=seconds, where=where)
         by = f" by rank {rank}" * (self.world.size > 1) + " in memory" * (where == "memory")
         return f"step {state.whole} saved{by}", True, STOPPED

@@ -129,7 +129,7 @@ def test_eight_ranks_of_a_machine_restore_with_one_state_beside_their_own(tmp_pa
         end(store)
         return peak, size
 
-    assert fork_ranks(2, dies) == [0, True]
+    assert fork_ranks(2, dies) == [0, where.removeprefix("the ")]
     peaks, (size, *_) = zip(*fork_ranks(8, restores), strict=True)
     # each rank maps a file of memory as it reads it, and all map the same one
     state, shared = sum(size.values()), max(size.values()) if where == "memory" else 0
@@ -285,7 +285,7 @@ def test_the_next_life_takes_the_newest_state_that_verifies_and_saves_it(tmp_pat
         store.release()
         return source, "".join(said)
 
-    assert fork_ranks(2, dies) == [None, True]
+    assert fork_ranks(2, dies) == [None, "memory"]
     assert steps_of(opts) == [3], "the survivor did not wait for the disk"
     folder = next(tier.iterdir())
     if harm == "a flipped bit":
@@ -323,7 +323,7 @@ def test_a_machine_without_the_image_gets_it_from_one_that_has_it(tmp_path):
         end(store)
         return source
 
-    assert fork_ranks(2, dies, node_size=1) == [None, True]
+    assert fork_ranks(2, dies, node_size=1) == [None, "memory"]
     assert fork_ranks(2, goes_on, node_size=1) == ["memory/step-00000004"] * 2
     assert [steps_of(each) for each in opts] == [[4], [4]]
 

@@ -131,7 +131,7 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
             world.store.set("rescued", "1")
             return written
 
-        assert fork_ranks(2, live, node_size=1, may_die=[0]) == [1, True]
+        assert fork_ranks(2, live, node_size=1, may_die=[0]) == [1, "disk"]
         becomes(2)
         with a_life(options(fs.mounts[0])) as life:
             assert is_at(life.state, 4)
