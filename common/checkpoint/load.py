@@ -45,8 +45,8 @@ def load_newest(world, layout, roots, own, key, report):
     while True:
         row, source = rows[0]
         step, place, k = row
-        name, mine = folder_name(step, k), world.rank == source
-        folder, told, how, text = roots[place] / name, {}, LACKS, ""
+        folder, mine = roots[place] / folder_name(step, k), world.rank == source
+        name, told, how, text = f"{PLACES[place]}/{folder.name}", {}, LACKS, ""
         with world.all_or_none(f"offer {key} {rows[0]}"):  # it waits longer than a collective
             if unread[0] > step:  # exit code 1: when the agent starts again, the disk may answer
                 raise UserError(
@@ -63,9 +63,8 @@ def load_newest(world, layout, roots, own, key, report):
             how, text = reading.read(step, progress(world.store), threads(world.local_size))
         world.barrier(f"read {key} {rows[0]}")
         hows, loaded = _share_out(world, reading if told else None, how)
-        shown = f"{PLACES[place]}/{name}"
         if how in (UNREAD, DAMAGED) and hows.index(how) == world.rank:
-            report(f"{shown}: {text}; {'received from another rank' if loaded else 'trying the one before'}")
+            report(f"{name}: {text}; {'received from another rank' if loaded else 'trying the one before'}")
         if row in own and (how == DAMAGED or not loaded and (mine or how != LACKS)):
             own.remove(row)
             if DAMAGED in hows:
@@ -73,7 +72,7 @@ def load_newest(world, layout, roots, own, key, report):
             else:
                 unread = max(unread, (step, f"{folder}: cannot be read: {text}"))
         if loaded:
-            return Found(step, shown, how == FINE and place == 0, told["facts"], skipped, offered)
+            return Found(step, name, how == FINE and place == 0, told["facts"], skipped, offered)
         # a rank that lacks it may have another checkpoint of that name
         rows = [other for other in rows[1:] if other[0] != row or hows[other[1]] == LACKS]
 
