@@ -196,7 +196,7 @@ def full(path, *args):
 
 def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(tmp_path,
                                                                                         monkeypatch):
-    opts, said = options(tmp_path, save_every=2), []
+    opts, said = options(tmp_path, save_every=2, memory_tier="off"), []  # silent about runs of other tests
     with a_life(opts, said=said) as life:
         save(life, 2)
         monkeypatch.setattr(blocks, "write_file", full)
