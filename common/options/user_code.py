@@ -54,8 +54,8 @@ def load_file(path):
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with blamed_on(path):
-            spec.loader.exec_module(module)
+        with blamed_on(path):  # its source: a cached .pyc may be that of a text of the same second and size
+            exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except UserError:
         del sys.modules[name]
         raise

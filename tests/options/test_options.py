@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError
-from common.options import Options, environment, parse_options
+from common.options import Options, call_user, environment, parse_options
 from common.options.flags import flag_of
 from common.options.rules import DATASET_FLAGS
 
@@ -430,3 +430,16 @@ def test_the_datasets_known_to_options_are_those_of_data():
     assert set(DATASET_FLAGS) == set(registry), \
         ("a dataset has a line in DATASETS of common/data/datasets.py and one in DATASET_FLAGS of "
          "common/options/options.py")
+
+
+def test_a_users_file_that_was_changed_within_a_second_is_run_as_it_is_now(tmp_path, monkeypatch):
+    """Python's cache knows a text by its second and its size; a run's identity knows all of it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path, told = tmp_path / "mine.py", []
+    for number in (1, 2):
+        path.write_text(f"def net():\n    return {number}\n")
+        os.utime(path, (1e9, 1e9))
+        told.append(call_user(f"{path}:net"))
+        for name in [name for name in sys.modules if name.startswith("user_mine_")]:
+            monkeypatch.delitem(sys.modules, name)
+    assert told == [1, 2]

@@ -252,7 +252,7 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
     ("dp", ["SIGTERM"]), ("mp", ["SIGINT"]), ("ddp", ["SIGUSR1"]), ("ddp", ["SIGTERM", "SIGTERM"]),
     ("dp", ["SIGINT", "SIGTERM"])])
 def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, script, signals):
-    job = plain(jobs, script, run, PACE="0.05")
+    job = plain(jobs, script, run, PACE="0.2")
     wait_for(run, 3, 0, job)
     for name in signals:
         job.kill(getattr(signal, name))
