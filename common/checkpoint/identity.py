@@ -1,8 +1,10 @@
 """A run's options, data and code, kept in RUN/options.json; a restart that contradicts them is refused."""
 import contextlib
+import grp
 import hashlib
 import os
 import platform
+import pwd
 import stat
 from pathlib import Path
 
@@ -159,11 +161,20 @@ def refuse_an_idle_resume(run_dir, resume):
 def trusted(folder: Path) -> None:
     """UserError if other users may write into the folder: it could hold anything. (ssh's rule for its keys.)
 
-    The user's own group may: on Debian and Ubuntu (umask 002) each user has one, of the same number.
+    The user's own group may: on Debian and Ubuntu (umask 002) each user has a group of his own.
     """
     info = os.stat(folder)
-    others = stat.S_IWOTH if info.st_gid == info.st_uid else stat.S_IWOTH | stat.S_IWGRP
+    others = stat.S_IWOTH if _is_own_group(info.st_gid) else stat.S_IWOTH | stat.S_IWGRP
     if info.st_uid != os.getuid() or info.st_mode & others:
         mode = f"mode {stat.S_IMODE(info.st_mode):04o}"
         raise UserError(f"{folder} is not yours alone: owner {info.st_uid}, group {info.st_gid}, {mode}\n"
                         "chmod 700 it (as its owner), or use another --run-dir")
+
+
+def _is_own_group(number):
+    """Whether this user alone is in the group, as far as its name and members tell."""
+    with contextlib.suppress(KeyError):  # neither has a name in many containers
+        user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(number)
+        if group.gr_name != user or set(group.gr_mem) - {user}:
+            return False
+    return number == os.getgid()

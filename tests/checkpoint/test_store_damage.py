@@ -1,13 +1,16 @@
 """Damage of any kind to a checkpoint is noticed before a value is used, and the one before is loaded."""
 import copy
+import grp
 import hashlib
 import json
 import os
 import pickle
+import pwd
 import resource
 import shutil
 import tracemalloc
 import zipfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -368,15 +371,15 @@ def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
     assert "0.weight is F32[3, 2]" in said[-1] and "this run has F32[2, 3]" in said[-1]
 
 
-def test_a_folder_that_others_may_write_into_is_not_loaded_from(tmp_path):
+def test_a_folder_that_others_may_write_into_is_not_loaded_from(tmp_path, monkeypatch):
     opts, root = two_checkpoints(tmp_path)
     for folder, mode in ((opts.run_dir, 0o777), (root, 0o707)):
         folder.chmod(mode)
         with pytest.raises(UserError, match=f"not yours alone: owner .*, mode {mode:04o}"):
             new_store(opts).restore(tiny_state(opts))
         folder.chmod(0o700)
-    # as on clusters: one group for all
-    foreign = 12345 if os.getuid() == 0 else next((n for n in os.getgroups() if n != os.getuid()), None)
+    foreign = 12345 if os.getuid() == 0 else next((group for group in os.getgroups() if group != os.getgid()),
+                                                  None)
     for folder in (opts.run_dir, root) if foreign else ():
         os.chown(folder, -1, foreign)
         folder.chmod(0o770)
@@ -384,17 +387,26 @@ def test_a_folder_that_others_may_write_into_is_not_loaded_from(tmp_path):
             new_store(opts).restore(tiny_state(opts))
         os.chown(folder, -1, os.getgid())
         folder.chmod(0o700)
+    shared = SimpleNamespace(gr_name="users", gr_mem=[])             # as on clusters: one group for all
+    for folder in (opts.run_dir, root):
+        folder.chmod(0o770)
+        with monkeypatch.context() as patch:
+            patch.setattr(pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me"))
+            patch.setattr(grp, "getgrgid", lambda number: shared)
+            with pytest.raises(UserError, match=f"not yours alone: owner .*, group {os.getgid()}, mode 0770"):
+                new_store(opts).restore(tiny_state(opts))
+        folder.chmod(0o700)
     if os.getuid() == 0:
         os.chown(opts.run_dir, 12345, -1)
         with pytest.raises(UserError, match="owner 12345"):
             new_store(opts).restore(tiny_state(opts))
 
 
-@pytest.mark.skipif(os.getuid() not in (0, os.getgid(), *os.getgroups()),
-                    reason="this user has no group of his own number")
-def test_a_folder_made_under_umask_002_by_a_user_with_his_own_group_is_trusted(tmp_path):
+def test_a_folder_made_under_umask_002_by_a_user_with_his_own_group_is_trusted(tmp_path, monkeypatch):
     opts, root = two_checkpoints(tmp_path)
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: SimpleNamespace(pw_name="me"))
+    monkeypatch.setattr(grp, "getgrgid", lambda number: SimpleNamespace(gr_name="me", gr_mem=["me"]))
     for folder in (opts.run_dir, root):
-        os.chown(folder, -1, os.getuid())
+        os.chown(folder, -1, os.getgid())
         folder.chmod(0o775)
     assert new_store(opts).restore(state := tiny_state(opts)) and state.step == 2
