@@ -195,7 +195,8 @@ class Campaign(Strikes):
         assert "trying the one before" not in said, f"a kill has left a damaged checkpoint\n{said[-3000:]}"
         checks.every_step_is_logged_once(self.run, self.steps, but_the_last=self.script == "mp")
         worst = checks.weights_equal(self.run, reference, self.flavours[flavour][1])
-        checks.nothing_is_left(self.run, self.run.parent if not self.disk else self.run)
+        shared = self.disk and len(self.disk.mounts) > 1
+        checks.nothing_is_left(self.run if self.disk else self.run.parent, shared)
         rescues, count = checks.saves_and_rescues(self.run)
         self.notes.append({"flavour": flavour, "lives": count, "rescues": rescues, "difference": worst,
                            **counts})
