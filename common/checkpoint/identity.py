@@ -33,7 +33,7 @@ def marks(opts, world, fingerprint):
 
 def contradictions(saved, opts):
     """The options that a manifest or options.json contradicts, with both values; missing: default."""
-    fields = saved.get("decides", saved["identity"])  # the first manifests hold a hash: options.json speaks
+    fields = saved.get("decides", saved["identity"])  # the first manifests hold a hash: options.json tells
     return [f"--{name.replace('_', '-')} was {was!r}, now {now!r}"
             for name, was, now in (opts.compare(fields) if isinstance(fields, dict) else ())]
 

@@ -65,7 +65,8 @@ class Saving:
         self.saved_at, self.saved, self.unsaved = time.monotonic(), facts, False
         written = threading.Event()
         act = functools.partial(self._job, facts, self.saved_at, written)
-        self.act, self.written, self.jobs = act, written, [self._do(act)]  # or none: no thread can be started
+        # at once: where no thread can be started, nobody may wait for this save
+        self.act, self.written, self.jobs = act, written, [self._do(act)]
 
     def check(self) -> None:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
