@@ -41,6 +41,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
+class Leaving(Exception):
+    """What a save has written is whole; a process that leaves does not stay to read it back."""
+
+
 class Writer:
     """Writes into the staging folder of one life and renames out of it.
 
@@ -49,7 +53,7 @@ class Writer:
 
     def __init__(self, root, staging, marks, kind="sha256"):
         self.root, self.staging, self.marks, self.kind = root, staging, marks, kind
-        self.moved, self.renew = 0, None
+        self.moved, self.renew, self.leaving = 0, None, False
         self.layout = None  # as soon as the state is known
 
     def commit(self, images, facts):
@@ -131,10 +135,15 @@ class Writer:
     def _move(self):
         self.moved += 1
 
+    def _read_on(self):
+        self._move()
+        if self.leaving:
+            raise Leaving
+
     def read_back(self, step, folder):
         """Verifies what the disk gives back; if it is damaged, puts it aside and raises."""
         try:
-            verify(step, folder, from_disk=True, moved=self._move)
+            verify(step, folder, from_disk=True, moved=self._read_on)
         except Damaged:
             self.put_aside(folder)
             raise

@@ -7,7 +7,7 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
-from common.checkpoint.commit import Writer
+from common.checkpoint.commit import Leaving, Writer
 from common.checkpoint.fence import HUNG_SECONDS
 from common.checkpoint.files import room
 from common.checkpoint.manifest import checkpoints
@@ -63,6 +63,7 @@ class Saving:
                 self.images[part].copy(tensors)
             facts = state.facts()
         self.saved_at, self.saved, self.unsaved = time.monotonic(), facts, False
+        self.writer.leaving = False
         written = threading.Event()
         act = functools.partial(self._job, facts, self.saved_at, written)
         # at once: where no thread can be started, nobody may wait for this save
@@ -119,6 +120,7 @@ class Saving:
 
     def overtake(self) -> None:
         """A rescue waits until the last save is on the disk, not until the one before it was read back."""
+        self.writer.leaving = True
         if self.jobs and self.jobs[0].cancel():
             self.act(read_back=False)
         self.wait(read_back=False)
@@ -155,6 +157,8 @@ class Saving:
                 if self.ledger:
                     self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
             self.failures = 0
+        except Leaving:
+            pass  # older ones stay
         except Exception as error:
             self.committed, self.saved = before, None  # so that the next interval tries again
             self.failures += 1

@@ -474,10 +474,13 @@ def test_a_rescue_does_not_wait_until_the_save_before_it_was_read_back(run):
         step(state)
         store.save(state)
         reading.wait(20)
+        first = store.jobs[0]
         step(state)
         store.save(state)  # it stands behind the reading
         step(state)
-        return announced_rescue(store, state)
+        where = announced_rescue(store, state)
+        first.result(10)  # a process that ends with its own error would wait for it
+        return where
 
     assert fork_ranks(1, live, deadline=20) == ["disk"]
     assert saved(run) == [3, 2, 1]
