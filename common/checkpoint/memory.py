@@ -31,6 +31,7 @@ MARGIN_BYTES = 1 << 24   # must stay free beside two checkpoints
 USERS = "users"
 TOLD = "told"            # in a folder that other runs have to keep: one of them has said so
 JOIN_SECONDS = 5.0       # another run's sweep may hold the folder
+PAUSE_SECONDS = 600.0    # so long after its last save a run may be between two lives
 
 
 def open_memory(tier, size, world, fence, run_dir, marks, report):
@@ -169,7 +170,7 @@ def _sweep(path, report):
                          for root in (path, run_dir / "checkpoints"))
         if newest <= saved or record_of(run_dir).get("token") != about.get("token"):
             move_away(path)
-        elif not (path / TOLD).exists():
+        elif time.time() - path.stat().st_mtime > PAUSE_SECONDS and not (path / TOLD).exists():
             report(f"{path} alone holds step {newest} of {run_dir}: start that run again, or delete it")
             (path / TOLD).touch()
     finally:
