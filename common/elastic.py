@@ -23,7 +23,7 @@ from common.data import Batch, Data, batches, leaves, load_data, map_tensors
 from common.errors import UserError, fail
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import check_net
-from common.options import Options, die_with_the_agent
+from common.options import Options, begin_life
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
 from common.training import TrainState, distribute, factor, placed, seed
@@ -55,8 +55,8 @@ class Elastic:
         self.stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Elastic":
-        die_with_the_agent()
         try:
+            begin_life()
             self._begin()
         except UserError as error:
             self.stack.close()

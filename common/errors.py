@@ -89,8 +89,9 @@ def note_reason(text: str) -> None:
         file.write(text[:4000] + "\n")
 
 
-def fail(message: str | UserError, code: int = 2, everyone: bool = False) -> NoReturn:
-    """Print at most three lines on stderr, once per machine (or from everyone), and exit with `code`."""
+def fail(message: str | UserError, everyone: bool = False) -> NoReturn:
+    """Prints at most three lines on stderr, once per machine (or from everyone); exits with the code."""
+    code = getattr(message, "code", 2)
     if everyone or speaks_for_node():
         say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
         note_reason(str(message))
@@ -171,7 +172,7 @@ def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
             if not speaks_for_node():
                 time.sleep(OTHER_RANKS_WAIT)
             try:
-                fail(error, error.code, everyone=True)
+                fail(error, everyone=True)
             except SystemExit:
                 # Rank 0's store ends with it: other ranks may still have to read what they waited for there.
                 time.sleep(RANK_0_WAITS if os.environ.get("RANK") == "0" else 0)

@@ -1,7 +1,8 @@
 """torch's elastic agent, in a process of its own: it meets the other machines; the launcher has the workers.
 
 Private names of torch that are used or replaced: SubprocessContext and its handlers, LocalElasticAgent,
-dynamic_rendezvous' _delay, _BackendRendezvousStateHolder, _RendezvousExitOp, _op_executor, _stop_heartbeats.
+dynamic_rendezvous' _delay, _BackendRendezvousStateHolder, _RendezvousExitOp, _op_executor, _stop_heartbeats,
+_state_holder, _this_node, _store; the agent's _rendezvous and _monitor_workers.
 """
 import contextlib
 import json
@@ -11,7 +12,10 @@ import random
 import signal
 import sys
 import time
+from datetime import timedelta
+from pathlib import Path
 
+from torch.distributed import DistStoreError
 from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -21,6 +25,8 @@ from torch.distributed.run import main as torchrun
 from workers import FINAL, MESSAGE_BYTES, STOP, STOPPED, die_with
 
 from common.options.environment import flag_in
+
+ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 
 
 class Worker:
@@ -42,6 +48,8 @@ class Life(SubprocessContext):
 
     def _start(self):
         self.tell("life")
+        for path in self.starting():  # a rank that was killed
+            path.unlink()
         self.subprocess_handlers = {place: Worker() for place in range(self.nprocs)}
         for place in self.subprocess_handlers:
             words = self.entrypoint, *map(str, self.args[place])
@@ -61,6 +69,10 @@ class Life(SubprocessContext):
         while any(worker.pid and worker.returncode is None for worker in self.subprocess_handlers.values()):
             self.listen()
 
+    def starting(self):
+        """The notes of ranks that may still wait for others; see `begin_life`."""
+        return [*Path(self.envs[0]["TORCHELASTIC_ERROR_FILE"]).parents[2].glob("start-*")]
+
     def tell(self, *words):
         self.line.send(json.dumps(words).encode())
 
@@ -78,7 +90,30 @@ class Life(SubprocessContext):
 
 
 class Agent(launcher_api.LocalElasticAgent):
-    """Says that it leaves: the others would wait for its heart to stop."""
+    """Does without a machine that dies as others meet, and says that it leaves."""
+
+    def _rendezvous(self, group):
+        """Once more without a machine that came and died: torch's agents would all give up."""
+        while True:
+            try:
+                if self.meets_others:
+                    self._rdzv_handler._store.set_timeout(ANSWER)
+                return super()._rendezvous(group)
+            except DistStoreError:
+                print("torchrun: a machine came and does not answer, meeting again", file=sys.stderr)
+
+    def _monitor_workers(self, group):
+        """Ranks that start would wait for those of a dead machine; later they notice by themselves."""
+        if self.meets_others and self._pcontext.starting():
+            here = self._rdzv_handler._state_holder.state.participants
+            if len(here) < group.group_world_size or self._rdzv_handler._this_node not in here:
+                print("torchrun: a machine has gone before all could train, meeting again", file=sys.stderr)
+                self._restart_workers(group)
+        return super()._monitor_workers(group)
+
+    @property
+    def meets_others(self):
+        return isinstance(self._rdzv_handler, dynamic_rendezvous.DynamicRendezvousHandler)
 
     def run(self, role="default"):
         try:

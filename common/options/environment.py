@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from common.errors import UserError, say
+from common.options.process import die_with_the_agent
 
 SMALLEST = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}
 DEVICE = re.compile(r"-?\d+|(GPU|MIG)-[\w/-]+|NoDevFiles")  # the last is Slurm's word for none
@@ -28,7 +29,7 @@ def world_size():
 
 
 def check_environment(environ):
-    """Raises UserError for variables with which the processes could not meet; call before anything else."""
+    """Raises UserError for variables with which the processes could not meet."""
     numbers = {name: _number(environ, name, low) for name, low in SMALLEST.items() if name in environ}
     size, rank = numbers.get("WORLD_SIZE"), numbers.get("RANK")
     if rank is not None and size is None:
@@ -115,17 +116,13 @@ def _resolve(host, seconds, again):
                         "set it to a name or an address of rank 0's machine", code=1 if again else 2)
 
 
-def end_a_crash_loop(environ=os.environ):
+def end_a_crash_loop(notes, life):
     """Raises UserError once FAILED_STARTS lives in a row ended before they trained; delays each of them.
 
     An agent would restart them for ever. It counts its restarts, and `life_is_open` writes the number of the
     life beside the agent's logs, which end with the agent: each machine judges its own lives. The ledger
     tells of failures after that.
     """
-    notes = _notes(environ)
-    if not notes:
-        return
-    life = int(environ["TORCHELASTIC_RESTART_COUNT"])
     try:
         opened = int((notes / "open").read_text())
     except (OSError, ValueError):
@@ -139,12 +136,26 @@ def end_a_crash_loop(environ=os.environ):
         time.sleep(min(30, 2 ** (failed - 3)))
 
 
+def begin_life(environ: Mapping[str, str] = os.environ) -> None:
+    """Call first in every process; UserError if it cannot meet others, or has failed too often.
+
+    From here until the life is open, launch/agent.py ends the wait for a machine that dies.
+    """
+    die_with_the_agent()
+    check_environment(environ)
+    if notes := _notes(environ):
+        end_a_crash_loop(notes, int(environ["TORCHELASTIC_RESTART_COUNT"]))
+        with contextlib.suppress(OSError):
+            (notes / f"start-{environ['RANK']}").touch()
+
+
 def life_is_open(environ: Mapping[str, str] = os.environ) -> None:
     """Call when this life is ready to train: failed starts before it no longer count."""
-    notes = _notes(environ)
-    if notes and environ.get("LOCAL_RANK") == "0":
+    if notes := _notes(environ):
         with contextlib.suppress(OSError):
-            (notes / "open").write_text(environ["TORCHELASTIC_RESTART_COUNT"])
+            (notes / f"start-{environ['RANK']}").unlink(missing_ok=True)
+            if environ["LOCAL_RANK"] == "0":
+                (notes / "open").write_text(environ["TORCHELASTIC_RESTART_COUNT"])
 
 
 def _notes(environ):

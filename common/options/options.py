@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, fail, say
-from common.options.environment import check_environment, end_a_crash_loop, warn_of_late_joins, world_size
+from common.options.environment import begin_life, warn_of_late_joins, world_size
 from common.options.flags import (
     ARGUMENTS,
     BETAS,
@@ -33,7 +33,6 @@ from common.options.flags import (
 )
 from common.options.fork import inherited
 from common.options.optimizers import call_of, default_lr, keywords
-from common.options.process import die_with_the_agent
 from common.options.rules import DATASET_FLAGS, check_places, check_together, check_world, uses
 
 SAID = "TRAINING_FIRST_LINE"  # set once it is printed
@@ -197,15 +196,13 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
 
     An agent checks them for its workers: then `processes` is their number, or 0 if it is not known yet.
     """
-    die_with_the_agent()
     if argv is None and processes is None:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save"; before that it would kill
         gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
-        check_environment(os.environ)
-        end_a_crash_loop()
+        begin_life()
     except UserError as error:  # by hand, each process has a terminal of its own
-        fail(error, error.code, everyone="TORCHELASTIC_RUN_ID" not in os.environ)
+        fail(error, everyone="TORCHELASTIC_RUN_ID" not in os.environ)
     named = re.fullmatch(r"train_(ddp|dp|mp)(\.py)?", os.path.basename(sys.argv[0]))
     script = script or (named[1] if named else "ddp")
     try:

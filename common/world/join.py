@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.options import Options, die_with_the_agent
+from common.options import Options
 from common.world.determinism import pin
 from common.world.rendezvous import ANSWER, choose_interface, fresh_store, place
 from common.world.world import World, _refuse_a_shared_gpu, _too_few
@@ -47,7 +47,6 @@ def join(opts: Options) -> World:
     gc.freeze()  # imported modules stay: the collector need not look at them again
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
-    die_with_the_agent()
     keep_memory()
     rank, size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
     allow_open_files(4 * size + 23, f"{size} processes")  # rank 0 holds connections to all

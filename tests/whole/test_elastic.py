@@ -83,6 +83,16 @@ def test_what_has_no_index_is_refused_and_a_rate_may_be_a_tensor(jobs, script):
     assert jobs.start(script).wait() == 0
 
 
+def test_its_errors_have_the_exit_codes_of_the_scripts(jobs, script, tmp_path):
+    assert jobs.start(script).wait() == 0
+    for path in (tmp_path / "run/checkpoints").rglob("model.safetensors"):
+        path.write_bytes(b"")
+    damaged, lost = jobs.start(script), jobs.start(script, RANK="3")
+    assert damaged.wait() == 3 and "error: " in damaged.output, damaged.output
+    assert lost.wait() == 2 and "RANK=3 is set, but WORLD_SIZE is not" in lost.output, lost.output
+    assert "Traceback" not in damaged.output + lost.output
+
+
 def test_a_net_whose_checkpoints_would_lack_something_is_refused(jobs, script):
     text = script.read_text()
     script.write_text(text.replace("nn.Linear(32, 2)", "nn.Linear(32, 2), nn.LazyLinear(2)"))

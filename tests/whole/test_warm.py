@@ -153,15 +153,15 @@ def test_a_life_that_was_open_ends_the_count_of_those_before_and_the_cause_is_to
     for life in range(15):
         folder = tmp_path / f"attempt_{life}" / "0"
         folder.mkdir(parents=True)
-        environ = {"TORCHELASTIC_RESTART_COUNT": str(life), "LOCAL_RANK": "0",
+        environ = {"TORCHELASTIC_RESTART_COUNT": str(life), "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
                    "TORCHELASTIC_ERROR_FILE": f"{folder}/error.json"}
         if life == 14:
             with pytest.raises(UserError,
                                match="5 lives in a row .* the last error: OSError: no such disk") as refused:
-                environment.end_a_crash_loop(environ)
+                environment.begin_life(environ)
             assert refused.value.code == 5
             break
-        environment.end_a_crash_loop(environ)
+        environment.begin_life(environ)
         (folder / "error.json").write_text('{"message": {"message": "OSError: no such disk"}}')
         if life in (4, 8):
             environment.life_is_open(environ)
