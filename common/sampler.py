@@ -141,7 +141,7 @@ class Order:
 
 def _numbers(kind, given, n):
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        found = torch.as_tensor(given, dtype=torch.float64).flatten().clone()
+        found = torch.as_tensor(given, dtype=torch.float64).detach().cpu().flatten().clone()
         sizes = kind == "groups" and found.sum() == n and (found == found.round()).all()
         fits = sizes or kind == "weights" and len(found) == n < 2**31
         if fits and found.min() >= 0 < found.max() < 2**60:

@@ -48,7 +48,7 @@ class CheckpointStore(Saving):
         """
         self.state = state
         self.layout = self.writer.layout = Layout(state, self.world, self.opts.shard)
-        net = {"net (names, shapes or types)": self.layout.mark[:12]}
+        net = {"net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples)}
         same_everywhere(self.world, versions(self.opts, self.fingerprint) | net)
         self.fence = claim(self.opts, self.world, self.layout.parts, self.fingerprint, self.report)
         self.writer.renew = self.fence and self.fence.renew

@@ -9,6 +9,7 @@ path/to/file.py:function`. Files are not trusted: sizes are checked, and nothing
 import contextlib
 import gzip
 import math
+import operator
 import os
 import struct
 import tempfile
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from common.data.pictures import imagefolder
+from common.data.pictures import crop_flip, flip, imagefolder
+from common.data.samples import inherited, whole
 from common.data.shards import tar
-from common.data.splits import crop_flip, flip, inherited, whole
 from common.data.synthetic import Data, digits, random_numbers, sentiment, sentiment_large
 from common.data.tokens import text, tokens
 from common.errors import UserError, one_line
@@ -101,7 +102,8 @@ def user_dataset(opts):
     """
     found, name = call_user(opts.dataset, opts), opts.dataset
     found = list(found) if isinstance(found, (tuple, list)) else [found]
-    if all(isinstance(part, TensorDataset) and len(part.tensors) == 2 for part in found):
+    if all(type(part) is TensorDataset and [*vars(part)] == ["tensors"] and len(part.tensors) == 2
+           for part in found):  # nothing of the user's own
         found = [tensor for part in found for tensor in part.tensors]
     if len(found) == 4 and all(map(torch.is_tensor, found)):
         found = [tensor.detach().cpu() for tensor in found]
@@ -118,7 +120,7 @@ def user_dataset(opts):
         classes = max(filter(None, map(count_classes, found)), default=None)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         if opts.task == "classify":
-            raise UserError(f"dataset {name}: its `targets` are no classes: {one_line(error)}\n"
+            raise UserError(f"dataset {name}: its `classes` or `targets` are none: {one_line(error)}\n"
                             "wanted: a whole number for each sample, 0 or more") from error
         classes = None
     vocab = getattr(found[0], "vocab", None)
@@ -136,7 +138,7 @@ def count_classes(dataset):
     if classes is None and targets is not None and len(targets):
         labels = torch.as_tensor(targets if torch.is_tensor(targets) else list(targets))
         classes = max(map(whole, [labels.max(), *labels[labels != labels.long()][:1]])) + 1
-    return classes if classes is None or isinstance(classes, int) else len(classes)
+    return len(classes) if hasattr(classes, "__len__") else classes and operator.index(classes)
 
 
 # ---- all of them ----

@@ -9,7 +9,8 @@ from torch.utils.data import IterableDataset
 
 from common.data.datasets import find_source, make_ready
 from common.data.prefetch import Cuts, Shares, from_workers, map_tensors
-from common.data.splits import DatasetSplit, FetchSplit, TensorSplit, as_input
+from common.data.samples import as_input
+from common.data.splits import DatasetSplit, FetchSplit, TensorSplit
 from common.data.synthetic import Data
 from common.errors import UserError
 from common.options import Options
@@ -38,7 +39,7 @@ def load_data(opts: Options, world: Any, source: Data | None = None) -> Data:
     if opts.download or opts.dataset == "tar":
         make_ready(opts, world)
     source, name, labels = source or find_source(opts), opts.dataset, opts.task == "classify"
-    splits: list[Any] = []
+    splits, skip = list[Any](), opts.bad_samples == "skip"
     for part, samples in (("training", source.train), ("test", source.test)):
         augment = source.augment if part == "training" else None
         if isinstance(samples, IterableDataset) or not hasattr(samples, "__len__"):
@@ -52,10 +53,9 @@ def load_data(opts: Options, world: Any, source: Data | None = None) -> Data:
             x, y = checked(name, part, source, labels, *samples)
             splits.append(TensorSplit(x, y, source, opts.seed, augment))
         elif hasattr(samples, "fetch"):
-            splits.append(FetchSplit(samples, name, source.known_classes, labels))
+            splits.append(FetchSplit(samples, name, source.known_classes, labels, opts.seed, skip))
         else:
-            splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain, labels,
-                                       opts.bad_samples == "skip"))
+            splits.append(DatasetSplit(samples, name, source, opts.seed, augment, source.plain, labels, skip))
     train, test = splits
     if train.shape != test.shape and all(getattr(split, "labels", True) for split in splits):
         raise UserError(f"dataset {name}: samples to train on have shape {train.shape}, to test {test.shape}")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from common.data.synthetic import Data
 from common.errors import UserError, one_line
@@ -94,8 +95,29 @@ def hash_files(parts):
         for part in parts:
             for path, label in part.samples:
                 size = os.path.getsize(path)
-                digest.update(f"{os.path.relpath(path, part.root)}\0{label}\0{size}\n".encode())
+                name = os.fsencode(os.path.relpath(path, part.root))  # of any bytes
+                digest.update(name + f"\0{label}\0{size}\n".encode())
             digest.update(b"--\n")
     except FileNotFoundError as error:
         raise UserError(f"dataset imagefolder: {error.filename} is a link to no file\nremove it") from error
     return digest.hexdigest()
+
+
+# ---- augmentation of tensors: x is a copy of the images, u a uniform number in [0, 1) for each ----
+def flip(x, u):
+    """Mirror half of the images."""
+    chosen = (u < 0.5).nonzero().squeeze(1)
+    x[chosen] = x.index_select(0, chosen).flip(3)
+    return x
+
+
+def crop_flip(x, u):
+    """Move each image by up to 4 pixels in both directions (zeros come in), and mirror half of them."""
+    n, channels, height, width = x.shape
+    choice = (u * (9 * 9 * 2)).long().view(n, 1)
+    mirrored, down, right = choice % 2, choice // 2 % 9, choice // 18
+    rows, columns = torch.arange(height), torch.arange(width)
+    rows = (rows + down) * (width + 8)
+    columns = right + torch.where(mirrored == 1, width - 1 - columns, columns)
+    where = (rows.unsqueeze(2) + columns.unsqueeze(1)).view(n, 1, -1).expand(n, channels, -1)
+    return F.pad(x, (4, 4, 4, 4)).view(n, channels, -1).gather(2, where).view(x.shape)

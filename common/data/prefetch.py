@@ -6,6 +6,7 @@ import functools
 import itertools
 import mmap
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator, MutableMapping
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 from common.sampler import share
 
 BEGIN_SECONDS = 10.0    # that a forked process has to reach our first line
@@ -117,6 +118,7 @@ class Shares:
     def load(self, cut: list) -> tuple[list, list]:
         parts = [(len(ids), self.split.fetch(ids, self.epoch, self.augment) if ids else self.nothing())
                  for ids in cut]
+        parts = map_tensors(lambda t: t.detach() if t.requires_grad else t, parts)
         return parts, [id for ids in cut for id in ids]
 
     def nothing(self) -> Any:
@@ -131,6 +133,13 @@ class Shares:
         if get_worker_info():
             # DataLoader does this in a thread that drops errors: with a full /dev/shm it would wait for ever
             parts = map_tensors(lambda t: t.share_memory_() if t.numel() else t, parts)
+            try:
+                pickle.dumps(map_tensors(lambda t: None, parts))
+            except Exception as error:
+                few = ", ".join(map(str, ids[:3]))  # the thread would drop this error, too
+                return UserError(f"the batch of samples {few}, ... cannot leave its loading process: "
+                                 f"{one_line(error)}\nlet collate return tensors in tuples, lists or dicts, "
+                                 "or use --workers 0")
         return parts, ids
 
 

@@ -97,14 +97,20 @@ def look_through(paths):
     rows, groups, digest = array("q"), [], hashlib.sha256()
     for shard, path in enumerate(paths):
         samples = {}
-        for name, offset, size, content in members(path):
-            folder, _, file = name.rpartition("/")
-            key, _, kind = file.lower().partition(".")
-            if kind in IMAGES:
-                samples.setdefault((folder, key), {})["image"] = shard, offset, size
-            elif kind in ("cls", "json"):
-                samples.setdefault((folder, key), {}).setdefault("label", label_in(path, name, content()))
-            digest.update(f"{name}\0{size}\n".encode(errors="surrogateescape"))
+        for member, content in members(path):
+            folder, _, file = member.name.rpartition("/")
+            key, _, kind = file.partition(".")
+            kind, plain = kind.lower(), member.isreg() and not member.issparse()
+            if kind in (*IMAGES, "cls", "json"):
+                what, sample = "image" if kind in IMAGES else kind, samples.setdefault((folder, key), {})
+                if not plain or what in sample:
+                    raise UserError(f"dataset tar: {member.name} in {path} is a link, a sparse file or the "
+                                    f"second {what} of its sample\nwanted: one plain file of each kind")
+                sample[what] = shard, member.offset_data, member.size
+                if what != "image":
+                    sample.setdefault("label", label_in(path, member.name, content()))
+            if member.isreg():
+                digest.update(f"{member.name}\0{member.size}\n".encode(errors="surrogateescape"))
         for (_, key), sample in samples.items():
             if lacks := {"image", "label"} - sample.keys():
                 raise UserError(f"dataset tar: sample {key} of {path} has no {lacks.pop()}\n"
@@ -117,13 +123,13 @@ def look_through(paths):
 
 
 def members(path):
-    """Yield (name, offset, size, how to read it) of each file in a shard; UserError if it is damaged."""
+    """Yield (entry, how to read it) of each file and link in a shard; UserError if it is damaged."""
     try:
         with tarfile.open(path, "r:") as shard:
             while member := shard.next():
                 shard.members.clear()  # or all of them stay in memory
-                if member.isreg():
-                    yield member.name, member.offset_data, member.size, shard.extractfile(member).read
+                if not member.isdir():
+                    yield member, lambda member=member: shard.extractfile(member).read()
             shard.fileobj.seek(shard.offset)
             rest = shard.fileobj.read(2**20)
             if len(rest) < 512 or rest.strip(b"\0"):  # here tarfile ends without an error

@@ -6,32 +6,11 @@ The same ids give the same batch in any process: augmentation and other random c
 import sys
 
 import torch
-import torch.nn.functional as F
-from torch.utils.data import default_collate, get_worker_info
 
-from common.data.prefetch import leaves, map_tensors
-from common.errors import UserError, one_line, out_of_memory, say
+from common.data.prefetch import leaves
+from common.data.samples import as_input, collate, fitting, inherited, stacked, weights_of, whole, widest
+from common.errors import UserError, one_line, out_of_memory, say, speaks_for_node
 from common.sampler import seeded, uniforms
-
-
-# ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
-def flip(x, u):
-    """Mirror half of the images."""
-    chosen = (u < 0.5).nonzero().squeeze(1)
-    x[chosen] = x.index_select(0, chosen).flip(3)
-    return x
-
-
-def crop_flip(x, u):
-    """Move each image by up to 4 pixels in both directions (zeros come in), and mirror half of them."""
-    n, channels, height, width = x.shape
-    choice = (u * (9 * 9 * 2)).long().view(n, 1)
-    mirrored, down, right = choice % 2, choice // 2 % 9, choice // 18
-    rows, columns = torch.arange(height), torch.arange(width)
-    rows = (rows + down) * (width + 8)
-    columns = right + torch.where(mirrored == 1, width - 1 - columns, columns)
-    where = (rows.unsqueeze(2) + columns.unsqueeze(1)).view(n, 1, -1).expand(n, channels, -1)
-    return F.pad(x, (4, 4, 4, 4)).view(n, channels, -1).gather(2, where).view(x.shape)
 
 
 # ---- splits ----
@@ -76,7 +55,8 @@ class DatasetSplit:
     def __init__(self, dataset, name, source, seed, augment=None, plain=None, labels=True, skip=False):
         self.dataset, self.name, self.classes, self.seed = dataset, name, source.known_classes, seed
         self.augment, self.plain, self.labels, self.shape = augment or plain, plain, False, None
-        self.groups, self.weights = getattr(dataset, "groups", None), getattr(dataset, "weights", None)
+        self.classify, self.length = labels, len(dataset)  # asked once: all ranks must agree
+        self.groups, self.weights = getattr(dataset, "groups", None), weights_of(dataset)
         self.collate, self.tokens = inherited(dataset, "collate"), 1
         self.skip, self.note, self.told = skip, None, set()  # note: how a ledger takes an event
         self.first = next((id for id in range(len(self)) if self.readable(id, 0, False)), None)
@@ -88,9 +68,12 @@ class DatasetSplit:
             self.labels, first = True, self.sample(self.first, 0, False)
         self.shape = tuple(getattr(first[0] if pair else first, "shape", ()))
         self.tokens = 1 if self.labels else widest(self.fetch([self.first]))
+        was = repr(first)
+        if not self.labels and self.readable(len(self) - 1, 0, False) and repr(first) != was:
+            raise self.refuse(self.first, "changes when another one is read", "a copy of what you keep")
 
     def __len__(self):
-        return len(self.dataset)
+        return self.length
 
     def fetch(self, ids, epoch=0, augment=False):
         """A batch of these samples; `augment` chooses one of the source's two transforms, if it has any.
@@ -104,7 +87,8 @@ class DatasetSplit:
             return None
         try:
             with seeded(self.seed, epoch, "collate", ids[0]):  # it may mask words at random
-                return (self.collate or collate)(samples)
+                batch = (self.collate or collate)(samples)
+            return fitting(batch, self, ids)
         except UserError:
             raise
         except Exception as error:
@@ -140,7 +124,7 @@ class DatasetSplit:
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise self.refuse(id, f"is a {type(found).__name__}", "(x, y)")
         try:
-            x, y = as_input(torch.as_tensor(found[0])), whole(found[1])
+            x, y = as_input(torch.as_tensor(found[0]).detach()), whole(found[1])
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             types = ", ".join(type(part).__name__ for part in found)
             raise self.refuse(id, f"is ({types}): {one_line(error)}",
@@ -163,7 +147,12 @@ class DatasetSplit:
             return (self.sample(id, 0, False)[1], *means) if self.labels else means
 
         ids = sorted({0, len(self) // 2, len(self) - 1})
-        return [found if (found := once(id)) == once(id) else None for id in ids]
+        looks = [(id, once(id), once(id)) for id in ids]
+        if (odd := [id for id, one, two in looks if one != two]) and speaks_for_node():
+            say(f"warning: dataset {self.name}: sample {odd[0]} is another one each time it is read, so no "
+                "restart is exact\n         let it draw from torch, random or numpy.random: these are seeded",
+                sys.stderr)
+        return [one if one == two else None for _, one, two in looks]
 
     def refuse(self, id, fact, wanted):
         return UserError(f"dataset {self.name}: sample {id} {fact}\nwanted: {wanted}")
@@ -172,8 +161,9 @@ class DatasetSplit:
 class FetchSplit:
     """A Dataset whose own `fetch(ids, epoch, augment)` makes a whole batch at once."""
 
-    def __init__(self, split, name, classes, labels=True):
-        self.split, self.name, self.classes, self.labels = split, name, classes, labels
+    def __init__(self, split, name, classes, labels=True, seed=0, skip=False):
+        self.split, self.name, self.classes, self.classify = split, name, classes, labels
+        self.length, self.seed, self.skip = len(split), seed, skip
         first = self.fetch([0])
         x = first[0] if isinstance(first, (tuple, list)) else first
         self.in_memory = getattr(split, "in_memory", True)  # if not, loading processes fetch ahead
@@ -181,66 +171,11 @@ class FetchSplit:
         self.tokens = getattr(split, "tokens", None) or widest(first)
 
     def __len__(self):
-        return len(self.split)
+        return self.length
 
     def __getattr__(self, name):
         return getattr(self.split, name)
 
     def fetch(self, ids, epoch=0, augment=False):
-        batch = self.split.fetch(ids, epoch, augment)
-        y = batch[1] if self.labels and isinstance(batch, (tuple, list)) and len(batch) == 2 else None
-        if y is not None and (y.is_floating_point() or y.numel() and y.min() < 0):
-            raise UserError(f"dataset {self.name}: targets of {y.dtype} from {y.min():g} on\n"
-                            "wanted: whole numbers, 0 or more: the mean counts ignored targets (-100) too\n"
-                            "use --task tokens, whose mean leaves them out, or a task of your own")
-        return batch
-
-
-def stacked(samples, most):
-    """(x, y) of up to `most` pairs, each copied to its place at once; in a worker into shared memory."""
-    x, labels = torch.empty(0), []
-    for image, label in samples:
-        if not labels:
-            shape, x = (most, *image.shape), torch.empty(0, dtype=image.dtype)
-            if get_worker_info():
-                x.set_(torch.UntypedStorage._new_shared(most * image.nbytes), 0, shape)
-            x.resize_(shape)
-        x = x if x.dtype == image.dtype else x.float()
-        x[len(labels)] = image
-        labels.append(label)
-    return (x[:len(labels)], torch.tensor(labels)) if labels else None
-
-
-def inherited(dataset, name):
-    """An attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
-    while dataset is not None:
-        if (found := getattr(dataset, name, None)) is not None:
-            return found
-        dataset = getattr(dataset, "dataset", None)
-    return None
-
-
-def whole(label):
-    """The number of a class; a ValueError if int() would round it."""
-    if float(label) != int(label):
-        raise ValueError(f"label {float(label):g} is not a whole number")
-    return int(label)
-
-
-def widest(batch):
-    """The number of tokens or pixels with a class, of a batch of one sample."""
-    return max([1, *(leaf.numel() for leaf in leaves(batch) if leaf.dtype == torch.int64)])
-
-
-def collate(samples):
-    """torch's default_collate, which turns Python's numbers into float64; nets need float32."""
-    return map_tensors(lambda x: x.float() if x.dtype == torch.float64 else x, default_collate(samples))
-
-
-def as_input(x):
-    """What a net accepts: bytes become 0..1, other numbers float32, indices int64."""
-    if x.is_complex():
-        raise TypeError(f"{x.dtype}: its imaginary parts would be lost")
-    if x.dtype == torch.uint8:
-        return x.float().div_(255)
-    return x.float() if x.is_floating_point() or x.dtype == torch.bool else x.long()
+        with seeded(self.seed, epoch, "fetch", *ids[:1]):
+            return fitting(self.split.fetch(ids, epoch, augment), self, ids)

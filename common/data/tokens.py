@@ -52,7 +52,7 @@ class Windows:
         found = torch.from_numpy(np.asarray(self.numbers)[places].astype(np.int64))
         if found.numel() and found.max() >= self.vocab:
             raise too_high(self.path, int(found.max()), self.vocab)
-        return found[:, :-1], found[:, 1:]
+        return found[:, :-1].clone(), found[:, 1:].clone()  # a task may change one of them in place
 
 
 def length_of(opts):

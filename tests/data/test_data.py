@@ -7,8 +7,9 @@ import torch
 from torch.utils.data import Dataset
 
 from common.data import Data, batches, load_data
+from common.data.pictures import crop_flip, flip
 from common.data.prefetch import Shares
-from common.data.splits import DatasetSplit, TensorSplit, crop_flip, flip
+from common.data.splits import DatasetSplit, TensorSplit
 from common.errors import UserError
 from common.options import Options
 from common.sampler import ElasticSampler
