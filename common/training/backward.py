@@ -106,10 +106,13 @@ def forward(model, part, state, totals):
     A task may call the net as it likes, so DDP wraps all of it: it must know when a forward begins and ends.
     """
     def run(net):
-        if part is None:
+        def nothing():
             return sum(p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad)
+
+        if part is None:
+            return nothing()
         found = state.task(net, part, state)
         state.task.add(totals, found)
-        return found[state.task.names[0]][0]
+        return state.task.minimised(found, nothing)
 
     return model(run) if isinstance(model, DistributedDataParallel) else run(model)

@@ -122,7 +122,7 @@ class TrainState:
         """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
         self.record = {"step": self.step, "epoch": self.epoch, **self.task.metrics(totals),
                        "lr": self.rate(self.planned - 1)}
-        if not math.isfinite(loss := totals[0].item()):
+        if not math.isfinite(loss := (totals[0] + 0 * totals[1]).item()):
             self.condemn(f"step {self.step}: the loss is {loss} (every rank saw the same)")
         return self.record
 

@@ -9,6 +9,7 @@ of the same file, a function of {name: number or tensor}, makes numbers of them.
 import contextlib
 import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -32,16 +33,28 @@ class Task:
         self.function, self.names, self.finish, self.spec = function, names, finish, spec
         self.ahead = ahead  # the count of what is minimised is the number of samples
         self.bins: dict[str, torch.Size] = {}  # names and shapes of the whole numbers
+        self.shapes: dict[str, Any] = {}  # of all that a user's function returns
         self.predictions: dict[str, list] = {}  # and labels, of the last block that `classify` evaluated
         self.shown = shown or list(names)  # names of the numbers that a person sees
 
     def __call__(self, net: Any, batch: Any, state: Any) -> dict[str, Any]:
         found = self.function(net, batch, state)
-        if self.spec and tuple(found) != (*self.names, *self.bins):
-            raise UserError(f"--task {self.spec} returned {', '.join(found)}; on its first sample it was "
-                            f"{', '.join((*self.names, *self.bins))}\nreturn the same names each time; "
-                            "a sum of 0 and a count of 0 for nothing")
+        if self.spec and shapes(found) != self.shapes:
+            raise UserError(f"--task {self.spec} returned {outline(shapes(found))}; on its first sample it "
+                            f"was {outline(self.shapes)}\nreturn the same names and shapes each time "
+                            "(bincount takes minlength); a sum of 0 and a count of 0 for nothing")
         return found
+
+    def minimised(self, found: dict[str, Any], nothing: Callable[[], Tensor]) -> Tensor:
+        """The sum to be minimised; `nothing()`, which has a gradient too, where nothing counts."""
+        name = self.names[0]
+        loss, count = found[name]
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            return loss
+        if count:
+            raise UserError(f"--task {self.spec}: {name} has no gradient, but counts {float(count):g}"
+                            "\nreturn the sum as torch computed it: without .item(), .detach() or no_grad")
+        return nothing()
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers -----------------------
     def zeros(self, device: torch.device, kind: torch.dtype = torch.float64) -> Tensor:
@@ -71,7 +84,14 @@ class Task:
             at += shape.numel()
         if self.finish and len(found) == len(self.names) + len(self.bins):
             found = self.finish(found)
-        return {name: float(value) for name, value in found.items() if name not in self.bins}
+        try:
+            numbers = {name: float(value) for name, value in found.items() if name not in self.bins}
+            if self.spec and not all(map(named, numbers)):
+                raise ValueError
+            return numbers
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"--task {self.spec}: finish returned {describe(found)}\nwanted: a number for "
+                            f"each name; none begins with val_ or is one of {', '.join(TAKEN)}") from error
 
     # ---- where the net is cut into stages ---------------------------------------------------------
     def input_of(self, batch: Any, state: Any) -> Tensor:
@@ -111,13 +131,15 @@ class Task:
     def learn(self, found: Any) -> None:
         """Takes names and shapes from what the function returned of one sample."""
         values = list(found.values()) if isinstance(found, dict) and all(map(named, found)) else []
-        if not values or not all(map(counted, values)) or isinstance(values[0], Tensor):
+        if not values or not all(map(counted, values)) or isinstance(values[0], Tensor) or any(
+                value[1] < 0 for value in values if not isinstance(value, Tensor)):
             raise UserError(f"--task {self.spec} returned {describe(found)}\n"
                             'wanted: {"loss": (sum, count), ...}, the first one to be minimised: sums over '
                             "the samples, not means\nor, after it, tensors of whole numbers; "
                             f"no name begins with val_ or is one of {', '.join(TAKEN)}")
         self.bins = {name: value.shape for name, value in found.items() if isinstance(value, Tensor)}
         self.names = tuple(name for name in found if name not in self.bins)
+        self.shapes = shapes(found)
         with torch.no_grad():
             totals = self.add(self.zeros(torch.device("cpu")), map_tensors(lambda t: t.detach().cpu(), found))
         numbers = {name: 1.0 for name in self.names} | dict(self.metrics(totals))
@@ -133,7 +155,20 @@ def counted(value):
     if isinstance(value, Tensor):
         return not value.is_floating_point() and not value.is_complex()
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(
-        part.numel() == 1 if isinstance(part, Tensor) else isinstance(part, (int, float)) for part in value)
+        part.dim() == 0 and not part.is_complex() if isinstance(part, Tensor) else isinstance(part, Real)
+        for part in value)
+
+
+def shapes(found):
+    """{name: shape of its whole numbers, or None for (sum, count)}; its type where it is neither."""
+    if not isinstance(found, dict):
+        return {"": describe(found)}
+    return {name: describe(value) if not counted(value) else tuple(value.shape) if isinstance(value, Tensor)
+            else None for name, value in found.items()}
+
+
+def outline(shapes):
+    return ", ".join(name if shape is None else f"{name} {shape}".strip() for name, shape in shapes.items())
 
 
 def find_task(opts: Options) -> Task:
@@ -152,7 +187,8 @@ def find_task(opts: Options) -> Task:
         with autocast(opts, tensors[0].device) if tensors else contextlib.nullcontext():
             return function(net, batch)
 
-    return Task(users, spec=opts.task, finish=find_user(opts.task.rpartition(":")[0] + ":finish", None))
+    finish = find_user(opts.task.rpartition(":")[0] + ":finish", None)
+    return Task(users, spec=opts.task, finish=finish if callable(finish) else None)
 
 
 def perplexity(found):

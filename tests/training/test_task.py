@@ -353,3 +353,82 @@ def test_an_evaluation_with_many_classes_takes_few_samples_at_once_and_any_world
     assert [size(1, 10), size(128, 256), size(128, 50304), size(1024, 50304)] == [256, 32, 2, 1]
     assert size(1, None, task="own.py:loss", micro_batch_size=8) == 8
     assert size(1, None, task="own.py:loss", virtual_ranks=4, global_batch_size=66) == 17
+
+
+# ---- what is returned later, and by `finish` ---------------------------------------------------------
+ODD = """
+import torch
+import torch.nn.functional as F
+def loss(net, batch):
+    x, y = batch
+    out = net(x).squeeze(1)
+    loss = (out - y).square().sum()
+    {body}
+{more}
+"""
+
+
+def odd(tmp_path, body, more="", **given):
+    (tmp_path / "odd.py").write_text(ODD.format(body=body, more=more))
+    return options("regression", task=f"{tmp_path}/odd.py:loss", **given)
+
+
+@pytest.mark.parametrize("body, said", [
+    ("return {'loss': (loss, len(y)), 'n': torch.ones(2 if len(y) == 1 else 1).int()}", "n (1,)"),
+    ("return {'loss': (loss, len(y)), 'n': torch.ones(1) if len(y) > 1 else torch.ones(1).int()}",
+     "n Tensor"),
+    ("return {'loss': (loss if len(y) == 1 else (out - y).square(), len(y))}", "returned loss (Tensor, int)"),
+    ("return {'loss': (loss, len(y))} if len(y) == 1 else None", "returned NoneType"),
+    ("return {'loss': (loss.item(), len(y))}", "loss has no gradient, but counts 11"),
+    ("return {'loss': (loss.detach(), torch.tensor(len(y)))}", "loss has no gradient, but counts 11"),
+])
+def test_other_shapes_or_no_gradient_in_a_later_step_end_the_run(tmp_path, body, said):
+    life = Life(odd(tmp_path, body))
+    with pytest.raises(UserError) as caught:
+        life.epoch(1)
+    assert said in str(caught.value) and caught.value.code == 2 and str(caught.value).count("\n") <= 2
+
+
+@pytest.mark.parametrize("body, more, said", [
+    ("return {'loss': ((out - y).square(), len(y))}", "", "returned {'loss': tuple}"),
+    ("return {'loss': (loss * 1j, len(y))}", "", "returned {'loss': tuple}"),
+    ("return {'loss': (loss, -len(y))}", "", "returned {'loss': tuple}"),
+    ("return {'loss': (loss, len(y))}", "def finish(m): pass", "finish returned NoneType"),
+    ("return {'loss': (loss, len(y))}", "def finish(m): return m | {'f1': None}", "'f1': NoneType"),
+    ("return {'loss': (loss, len(y))}", "def finish(m): return m | {'f1': torch.ones(2)}", "'f1': Tensor"),
+    ("return {'loss': (loss, len(y))}", "def finish(m): return m | {'step': 7}", "'step': int"),
+])
+def test_what_is_no_number_is_refused_at_the_start(tmp_path, body, more, said):
+    with pytest.raises(UserError) as caught:
+        Life(odd(tmp_path, body, more))
+    assert said in str(caught.value) and caught.value.code == 2 and str(caught.value).count("\n") <= 2
+
+
+def test_whole_numbers_may_come_before_other_names_and_a_count_may_be_of_numpy(tmp_path):
+    life = Life(odd(tmp_path, "import numpy; return {'loss': (loss, numpy.int64(len(y))), "
+                    "'n': torch.tensor([len(y)]), 'mae': ((out - y).abs().sum(), len(y))}"))
+    assert set(life.epoch(2)[1]) == {"step", "epoch", "loss", "mae", "lr"}
+    assert life.task.metrics(life.task.zeros(CPU) + 1) == {"loss": 1.0, "mae": 1.0}
+
+
+@pytest.mark.parametrize("slices", [0, 4])
+def test_a_forward_of_which_nothing_counts_may_return_plain_zeros(tmp_path, slices):
+    body = "return {'loss': %s if y.sum() > 5 * len(y) else (loss, len(y))}"
+
+    def steps(world, zeros):
+        opts = odd(tmp_path, body % zeros, virtual_ranks=slices, micro_batch_size=0 if slices else 1)
+        life = Life(opts, world, double=True)
+        return [record.get("loss") for record in life.epoch(4)], life.weights()
+
+    wanted, weights = fork_ranks(1, steps, "(loss * 0, 0)")[0]
+    for world in (1, 2):
+        for losses, found in fork_ranks(world, steps, "(0, 0)"):
+            assert losses == pytest.approx(wanted, rel=1e-12) and losses[0]
+            for name, tensor in weights.items():
+                torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_a_count_that_is_no_number_ends_the_run(tmp_path):
+    life = Life(odd(tmp_path, "return {'loss': (loss, float('nan') if len(y) > 1 else 1.0)}"))
+    with pytest.raises(UserError, match="the loss is nan"):
+        life.epoch(1)
