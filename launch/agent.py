@@ -2,9 +2,11 @@
 
 Private names of torch that are used or replaced: SubprocessContext and its handlers, LocalElasticAgent,
 dynamic_rendezvous' _delay, _BackendRendezvousStateHolder, _RendezvousExitOp, _op_executor, _stop_heartbeats,
-_state_holder, _this_node, _store; the agent's _rendezvous and _monitor_workers.
+_state_holder, _store, _close; the agent's _rendezvous, _monitor_workers and _exit_barrier; c10's
+FLAGS_caffe2_log_level.
 """
 import contextlib
+import ctypes
 import json
 import logging
 import os
@@ -15,11 +17,18 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import DistStoreError
+import torch
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic import multiprocessing
+from torch.distributed.elastic.agent.server import RunResult, WorkerState
 from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError, dynamic_rendezvous
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    dynamic_rendezvous,
+)
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import main as torchrun
 from workers import FINAL, MESSAGE_BYTES, STOP, STOPPED, die_with
@@ -27,6 +36,8 @@ from workers import FINAL, MESSAGE_BYTES, STOP, STOPPED, die_with
 from common.options.environment import flag_in
 
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
+AWAY = 3  # seconds; a machine that leaves to meet again is in no list for a moment
+NO_STORE = (RendezvousConnectionError, DistNetworkError)
 
 
 class Worker:
@@ -90,39 +101,90 @@ class Life(SubprocessContext):
 
 
 class Agent(launcher_api.LocalElasticAgent):
-    """Does without a machine that dies as others meet, and says that it leaves."""
+    """Does without a machine that dies as others meet or end, and says that it leaves."""
+
+    connected = False  # to the store
 
     def _rendezvous(self, group):
         """Once more without a machine that came and died: torch's agents would all give up."""
+        Agent.connected, self.ended = True, False
+        if not self.meets_others:
+            return super()._rendezvous(group)
+        store = self._rdzv_handler._store
+        patience = store.timeout
         while True:
+            store.set_timeout(ANSWER)
             try:
-                if self.meets_others:
-                    self._rdzv_handler._store.set_timeout(ANSWER)
-                return super()._rendezvous(group)
-            except DistStoreError:
+                super()._rendezvous(group)
+                self.round, self.whole = self.state.round, time.monotonic()
+                return
+            except DistNetworkError:
+                raise
+            except RendezvousTimeoutError:
+                if not self.state.complete:  # else others train, and need not have had room
+                    raise
+            except RuntimeError:  # a time-out
                 print("torchrun: a machine came and does not answer, meeting again", file=sys.stderr)
+            finally:
+                store.set_timeout(patience)
 
     def _monitor_workers(self, group):
         """Ranks that start would wait for those of a dead machine; later they notice by themselves."""
-        if self.meets_others and self._pcontext.starting():
-            here = self._rdzv_handler._state_holder.state.participants
-            if len(here) < group.group_world_size or self._rdzv_handler._this_node not in here:
-                print("torchrun: a machine has gone before all could train, meeting again", file=sys.stderr)
-                self._restart_workers(group)
-        return super()._monitor_workers(group)
+        result = super()._monitor_workers(group)
+        if not self.meets_others:
+            return result
+        apart = self.state.round != self.round  # no heartbeats came: others may meet without us
+        fewer = apart or len(self.state.participants) < group.group_world_size
+        if not fewer:
+            self.whole = time.monotonic()
+        if result.state == WorkerState.SUCCEEDED:
+            alone = time.monotonic() - self.whole > AWAY
+            return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
+        if apart or fewer and self._pcontext.starting():
+            why = "a machine was cut off" if apart else "a machine has gone before all could train"
+            print(f"torchrun: {why}, meeting again", file=sys.stderr)
+            self._restart_workers(group)
+            return RunResult(WorkerState.HEALTHY)
+        return result
+
+    def all_ended(self, group):
+        """Whether the workers of all machines have ended well."""
+        try:
+            if not self.ended:
+                self.ended = True
+                if group.store.add("ended", 1) == group.group_world_size:
+                    group.store.set("all ended", "1")
+            return group.store.check(["all ended"])
+        except RuntimeError:  # the machine with the store has left
+            return True
+
+    def _exit_barrier(self):
+        """torch waits five minutes for a dead machine, and does not see one that must train again."""
+        if not self.meets_others:
+            super()._exit_barrier()
 
     @property
     def meets_others(self):
-        return isinstance(self._rdzv_handler, dynamic_rendezvous.DynamicRendezvousHandler)
+        dynamic = isinstance(self._rdzv_handler, dynamic_rendezvous.DynamicRendezvousHandler)
+        return dynamic and self._rdzv_handler.settings.max_nodes > 1
+
+    @property
+    def state(self):
+        return self._rdzv_handler._state_holder.state
 
     def run(self, role="default"):
         try:
-            return super().run(role)
-        except SignalException:
-            with contextlib.suppress(Exception):  # another kind of rendezvous, or it does not answer
-                self._rdzv_handler._stop_heartbeats()
-                leave = dynamic_rendezvous._RendezvousExitOp()
-                self._rdzv_handler._op_executor.run(leave, time.monotonic() + 3)
+            if result := super().run(role):
+                return result
+            print("torchrun: the job is over, it has not needed this machine", file=sys.stderr)
+            return RunResult(WorkerState.SUCCEEDED)
+        except Exception as error:
+            if not isinstance(error, NO_STORE):
+                with contextlib.suppress(Exception):  # another kind of rendezvous, or it does not answer
+                    self._rdzv_handler._stop_heartbeats()
+                    leave = dynamic_rendezvous._RendezvousExitOp()
+                    self._rdzv_handler._op_executor.run(leave, time.monotonic() + 3)
+            self._rdzv_handler._close = lambda: None  # torch would end the job for all machines
             raise
 
 
@@ -131,23 +193,31 @@ def serve(arguments, line, launcher):
     die_with(launcher, signal.SIGKILL)
     os.setsid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # the launcher tells of them
-    began, Life.line = time.monotonic(), line
+    Life.line = line
     multiprocessing.SubprocessContext, launcher_api.LocalElasticAgent = Life, Agent
     look_often()
-    if "LOGLEVEL" not in os.environ:
-        for name in ("agent.server.api", "multiprocessing.api"):  # the launcher says it in fewer words
+    if "LOGLEVEL" not in os.environ:  # the launcher says it in fewer words
+        for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    try:
-        torchrun(arguments)
-        return 0
-    except SignalException:
-        return STOPPED
-    except ChildFailedError as error:
-        if not {failure.exitcode for failure in error.failures.values()} & {*FINAL}:
-            print(error, file=sys.stderr)
-    except RendezvousError as error:
-        print(f"error: {not_met(error, arguments, time.monotonic() - began)}", file=sys.stderr)
-    return 1
+        with contextlib.suppress(OSError, ValueError):  # errors only: no stack for a slow store
+            c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
+            ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 2
+    while True:
+        began, Agent.connected = time.monotonic(), False
+        try:
+            torchrun(arguments)
+            return 0
+        except SignalException:
+            return STOPPED
+        except ChildFailedError as error:
+            if not {failure.exitcode for failure in error.failures.values()} & {*FINAL}:
+                print(error, file=sys.stderr)
+            return 1
+        except (RendezvousError, *NO_STORE) as error:
+            if not Agent.connected or not isinstance(error, NO_STORE):
+                print(f"error: {not_met(error, arguments, time.monotonic() - began)}", file=sys.stderr)
+                return 1
+            print("torchrun: the rendezvous does not answer, looking for it again", file=sys.stderr)
 
 
 def look_often():

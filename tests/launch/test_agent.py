@@ -1,11 +1,13 @@
 """launch/agent.py: machines that die while the others meet cost seconds, not the job."""
+import contextlib
 import os
 import socket
 import threading
 import time
+from datetime import UTC, datetime
 
 import pytest
-from jobs import PACED, ROOT, audit, lives
+from jobs import PACED, ROOT, audit, children, lives, until
 from stores import child
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
@@ -16,6 +18,25 @@ if os.environ["WORLD_SIZE"] == "3":
     os.kill(os.getppid(), signal.SIGKILL)    # the launcher; the kernel ends its agent and this worker
 signal.pause()
 """
+WAITS = """
+import os, pathlib, sys, time
+here = pathlib.Path(__file__).parent
+world, rank = os.environ["WORLD_SIZE"], os.environ["RANK"]
+(here / f"{world}-{rank}-{os.getpid()}").touch()
+while not (here / "end").exists() and not (here / f"end-{world}-{rank}").exists():
+    time.sleep(0.01)
+if (here / f"fail-{world}-{rank}").exists():
+    (here / f"fail-{world}-{rank}").unlink()
+    sys.exit(1)
+"""  # its notes: WORLD-RANK-PID
+
+
+@pytest.fixture
+def waits(tmp_path):
+    """A script that ends when a file says so."""
+    path = tmp_path / "waits.py"
+    path.write_text(WAITS)
+    return path
 
 
 @pytest.fixture
@@ -23,24 +44,35 @@ def place(jobs):
     """Of the machines' store, where they meet."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         place = f"127.0.0.1:{probe.getsockname()[1]}"
+    with serving(jobs, place):
+        yield place
+
+
+@contextlib.contextmanager
+def serving(jobs, place):
     store = jobs.start(ROOT / "launch/store.py", place)
-    yield place
+    yield store
     store.kill()
     store.wait()
 
 
-def machine(jobs, place, script, *flags):
-    return jobs.start(ROOT / "launch/torchrun.py", "--nnodes=1:3", "--nproc_per_node=1",
+def machine(jobs, place, script, *flags, nodes="1:3", conf="", **env):
+    return jobs.start(ROOT / "launch/torchrun.py", f"--nnodes={nodes}", "--nproc_per_node=1",
                       "--rdzv_backend=c10d", "--rdzv_id=job", f"--rdzv_endpoint={place}",
-                      "--rdzv_conf=is_host=0", "--local_addr=127.0.0.1", script, *flags, PACE="0.02")
+                      f"--rdzv_conf=is_host=0{conf}", "--local_addr=127.0.0.1", script, *flags,
+                      PACE="0.02", **env)
+
+
+def handler(place, address="0.0.0.0"):
+    conf = {"is_host": "0", "last_call_timeout": "1",
+            "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
+    return registry.get_rendezvous_handler(RendezvousParameters(
+        "c10d", place, "job", 1, 3, local_addr=address, **conf))
 
 
 def dies_as_all_have_come(place, address):
     """Its address orders it among the machines."""
-    conf = {"is_host": "0", "last_call_timeout": "1",
-            "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
-    one, eye = (registry.get_rendezvous_handler(RendezvousParameters(
-        "c10d", place, "job", 1, 3, local_addr=address, **conf)) for _ in range(2))
+    one, eye = handler(place, address), handler(place, address)
 
     def wait_for(count):
         while len(eye._state_holder.state.participants) < count:
@@ -75,3 +107,114 @@ def test_a_machine_that_dies_before_its_ranks_have_come_keeps_no_rank_waiting(jo
              for _ in range(2)]
     dying.wait()
     assert_complete(nodes, tmp_path / "run")
+
+
+def begun(script, world, count):
+    """Waits until so many processes have begun in a world of this size."""
+    until(lambda: len([*script.parent.glob(f"{world}-*")]) == count, f"{count} ranks of {world}", 40)
+
+
+def end(script, name="end"):
+    (script.parent / name).touch()
+
+
+def known(place):
+    """What the store knows of the machines."""
+    eye = handler(place)
+    eye._state_holder.sync()
+    return eye._state_holder.state
+
+
+def silence(place, who=lambda node: True):
+    """Nothing was heard of these machines for a minute, as if the store, or they, had been stopped."""
+    eye = handler(place)
+    while True:
+        eye._state_holder._last_sync_time = -1
+        eye._state_holder.sync()
+        beats = eye._state_holder.state.last_heartbeats
+        beats.update((node, datetime.fromtimestamp(0, UTC)) for node in beats if who(node))
+        eye._state_holder.mark_dirty()
+        if eye._state_holder.sync():
+            return
+
+
+def die(node):
+    """The whole machine: nothing of it saves or says good-bye."""
+    for pid in (*children(node.pid), node.pid):
+        node.jobs.kill(pid)
+
+
+def assert_all_end(nodes, codes=(0, 0)):
+    assert [node.wait(30) for node in nodes] == [*codes], "\n".join(node.output for node in nodes)
+    assert not any(word in node.output for node in nodes for word in ("Traceback", "frame #"))
+
+
+def end_of_rank_0(script, nodes):
+    """The machine of rank 0, which has completed, and the other one."""
+    pid = int(next(script.parent.glob("2-0-*")).name.rpartition("-")[2])
+    nodes = sorted(nodes, key=lambda node: pid not in node.workers)
+    end(script, "end-2-0")
+    until(lambda: pid not in nodes[0].workers, "the end of rank 0")
+    return nodes
+
+
+def test_a_machine_that_dies_as_the_others_have_completed_costs_them_its_heartbeats(jobs, place, waits):
+    nodes = [machine(jobs, place, waits) for _ in range(2)]
+    begun(waits, 2, 2)
+    first, last = end_of_rank_0(waits, nodes)
+    die(last)
+    assert_all_end([first], [0])
+
+
+def test_a_machine_that_must_train_again_finds_those_that_have_completed(jobs, place, waits):
+    nodes = [machine(jobs, place, waits) for _ in range(2)]
+    end(waits, "fail-2-1")
+    begun(waits, 2, 2)
+    end_of_rank_0(waits, nodes)
+    end(waits)
+    assert_all_end(nodes)
+    begun(waits, 2, 4)
+
+
+def test_a_machine_that_was_not_needed_ends_well_and_waits_longer_than_for_a_meeting(jobs, place, waits):
+    nodes = [machine(jobs, place, waits, nodes="1:2") for _ in range(2)]
+    begun(waits, 2, 2)
+    spare = machine(jobs, place, waits, nodes="1:2", conf=",join_timeout=1")
+    last = time.monotonic() + 2
+    while time.monotonic() < last:  # it must come again
+        it = until(lambda: known(place).redundancy_list, "the third machine")
+        silence(place, lambda node: node in it)  # noqa: B023
+    until(lambda: known(place).redundancy_list, "the third machine")
+    end(waits)
+    assert_all_end([*nodes, spare], (0, 0, 0))
+
+
+def test_machines_that_nobody_has_heard_of_meet_again_before_others_meet_without_them(jobs, place, waits):
+    nodes = [machine(jobs, place, waits) for _ in range(2)]
+    begun(waits, 2, 2)
+    silence(place)
+    begun(waits, 2, 4)
+    end(waits)
+    assert_all_end(nodes)
+
+
+@pytest.mark.parametrize("meeting", [True, False])
+def test_the_store_may_end_and_be_started_again(jobs, waits, meeting):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = f"127.0.0.1:{probe.getsockname()[1]}"
+    with serving(jobs, place):
+        nodes = [machine(jobs, place, waits, conf=",last_call_timeout=3") for _ in range(2)]
+        until(lambda: known(place).participants, "the first machine") if meeting else begun(waits, 2, 2)
+    with serving(jobs, place):
+        begun(waits, 2, 2 if meeting else 4)
+        end(waits)
+        assert_all_end(nodes)
+
+
+def test_a_machine_that_gives_up_does_not_end_the_job_for_the_others(jobs, place, waits):
+    first = machine(jobs, place, waits, nodes="2:3", conf=",join_timeout=1")
+    assert first.wait(30) == 1 and "too few machines came" in first.output
+    nodes = [machine(jobs, place, waits, nodes="2:3") for _ in range(2)]
+    begun(waits, 2, 2)
+    end(waits)
+    assert_all_end(nodes)
