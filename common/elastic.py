@@ -8,28 +8,38 @@
                 run.report(val_acc=test(run))
 
 Start it with torchrun, launch/local.sh or python; kill it, start it again with another number of processes.
-A batch may be empty, see common/README.md: the sum of nothing is 0, so a script needs no special case.
+Where a rank has no sample, its batch is a sample that counts nothing, so a script needs no special case.
 """
 import contextlib
+import json
+import os
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.checkpoint import CheckpointStore
-from common.data import Batch, Data, batches, leaves, load_data, map_tensors
-from common.errors import UserError, fail
+from common.data import Batch, Data, batches, load_data
+from common.errors import UserError, did_you_mean, end, fail
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import check_net
 from common.options import Options, begin_life
 from common.rescue import Rescue, open_life
 from common.sampler import ElasticSampler
 from common.training import TrainState, distribute, factor, placed, seed
-from common.world import join, leave
+from common.world import join, leave, send
 
-UNUSED = ("amp", "compile", "task", "virtual_ranks", "micro_batch_size", "model", "optimizer", "lr_schedule")
+TAKEN = (  # fields of Options that take effect here
+    "accept_data_change", "audit", "augment", "bad_samples", "best", "channels_last", "check_every",
+    "clip_grad_norm", "debug", "device", "digest_every", "ema_decay", "hang_timeout", "keep", "keep_every",
+    "log_every", "log_to", "max_steps", "memory_tier", "patience", "profile", "progress", "resume",
+    "save_every", "save_seconds", "tensorboard", "tf32", "threads", "workers")
+RATES = ("the script changes the optimizer's rate, which a restart would not know of\n"
+         "leave that to Elastic(schedule=f), where f(step, steps in all) returns a factor")
 
 
 class Elastic:
@@ -42,26 +52,34 @@ class Elastic:
 
         `options` are fields of Options that train_ddp.py has as flags: save_every, audit, keep, best, ...
         """
-        if refused := sorted({*options} & {*UNUSED}):
-            raise TypeError(f"{refused[0]}: not here; the script has the net, the optimizer and the loss")
-        self.clock, self.net, self.schedule, self.dataset = Clock("import"), net, schedule, dataset
-        self.optimizer, self.rate = optimizer, float(optimizer.param_groups[0]["lr"])
-        for group in optimizer.param_groups:
-            group["scale"] = float(group["lr"]) / self.rate if self.rate else 1.0
-        self.opts = Options(run_dir=Path(run_dir), model=type(net).__name__, dataset=type(dataset).__name__,
-                            global_batch_size=batch_size, epochs=epochs, seed=seed, task="the script",
-                            optimizer=type(optimizer).__name__.lower(), lr=self.rate,
-                            **({"workers": 0} | options))
-        self.stack = contextlib.ExitStack()
+        self.clock, self.net, self.optimizer, self.dataset = Clock("import"), net, optimizer, dataset
+        self.run_dir, self.schedule, self.debug = run_dir, schedule, options.get("debug")
+        self.given = {"global_batch_size": batch_size, "epochs": epochs, "seed": seed, "workers": 0} | options
 
     def __enter__(self) -> "Elastic":
-        try:
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save"; before that it would kill
+        with self._errors():
             begin_life()
-            self._begin()
-        except UserError as error:
-            self.stack.close()
-            fail(error)
+            refuse_odd(self.net, self.optimizer, self.given)
+            model, dataset, kind = (type(part).__name__ for part in (self.net, self.dataset, self.optimizer))
+            rate = float(next(filter(None, self._rates()), 0.0))
+            for group in self.optimizer.param_groups:
+                group["scale"] = float(group["lr"]) / (rate or 1.0)
+            self.opts = Options(run_dir=Path(self.run_dir), model=model, dataset=dataset, task="the script",
+                                optimizer=kind.lower(), lr=rate, **Options.checked(self.given))
+            with contextlib.ExitStack() as self.stack:
+                self._begin()
+                self.stack = self.stack.pop_all()
         return self
+
+    @contextlib.contextmanager
+    def _errors(self):
+        try:
+            yield
+        except UserError as error:
+            if self.debug:
+                raise
+            (end if "RANK" in os.environ else fail)(error)
 
     def _begin(self):
         opts, clock = self.opts, self.clock
@@ -72,31 +90,40 @@ class Elastic:
                                     opts.seed)
         check_net(self.net, opts.model)
         self.net.to(world.device)
+        for tensor in self.net.state_dict().values() if world.size > 1 else ():  # a script may not seed
+            whole = tensor.detach().contiguous()
+            world.broadcast(whole.view(-1).view(torch.uint8), 0)
+            tensor.copy_(whole)
         clock.lap("load")
         state = self.state = TrainState(self.net, self.optimizer, opts, len(self.data.train),
                                         order=self.order.name, rate=self._rate)
-        self.ledger = Ledger(opts.run_dir)
-        self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
+        self.ledger, self.audit = Ledger(opts.run_dir), Audit(
+            opts.run_dir, world.life, world.rank, on=opts.audit)
         self.store = CheckpointStore(opts, world, self.data.fingerprint, self.ledger)
-        source = self.store.restore(self.state)
+        source = self.store.restore(state)
         clock.lap("restore")
         self.wrapped = distribute(self.net, opts, world)
-        self.log = self.stack.enter_context(
-            Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)))
-        self.rescue = self.stack.enter_context(Rescue(
-            self.store, self.state, world, self.ledger, closing=[self.log.close, clock.close]))
-        open_life(self.log, self.ledger, clock, opts, world, self.data, self.state, source)
+        log = self.log = Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated))
+        self.rescue = Rescue(self.store, state, world, self.ledger, closing=[log.close, clock.close])
+        self.stack.enter_context(log), self.stack.enter_context(self.rescue)
+        self.stack.push(self._close)
+        open_life(log, self.ledger, clock, opts, world, self.data, state, source)
+        self.rates = self._rates()
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if error is None:  # also where the script has left its loop before the end
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        left = error is None or isinstance(error, SystemExit) and not error.code  # sys.exit(), a break
+        with self._errors():
+            self.stack.__exit__(*(None, None, None) if left else (kind, error, trace))
+            if isinstance(error, UserError):
+                raise error
+        if left:
+            leave(self.world)
+
+    def _close(self, kind, error, trace):
+        if error is None:  # the loop is over, or the script has left it
             self.store.save(self.state)
             self.store.close()
             self.clock.close()
-        self.stack.__exit__(kind, error, trace)
-        if isinstance(error, UserError):
-            fail(error)
-        if error is None:
-            leave(self.world)
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
@@ -107,57 +134,65 @@ class Elastic:
             self.order.set_epoch(state.epoch, state.position)
             self.net.train()
             if self.epoch_ended and state.evaluated.get("step") != state.step:
-                yield self._begin_step(Batch([self._nothing()], [], 0))  # a life died before it had reported
+                yield self._begin_step(Batch([], [], 0))  # a life died before it had reported
             for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
                 self.audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
-                step = state.step
-                yield self._begin_step(batch if batch.parts else batch._replace(parts=[self._nothing()]))
-                if state.step == step:
-                    raise RuntimeError("a batch was not trained on: call run.step(loss, count) once for each")
-                if state.finished:  # max_steps
+                yield self._begin_step(batch)
+                refuse((not self.stepped, "a batch was not trained on\ncall run.step(loss, count) for each"))
+                if state.step >= state.total_steps:  # max_steps
                     break
+            told = send(self.world, json.dumps([state.best, state.evaluated]).encode(), 0)
+            state.best, state.evaluated = json.loads(told)  # a script may report on rank 0 only
             state.end_epoch()
             self.store.save(state)
 
     def model(self, *inputs: Any, **named: Any) -> Any:
-        """The net's output; called once a step, so that gradients are averaged over the ranks."""
+        """The net's output; to train call it, not the net: so gradients are averaged over the ranks."""
         self.state.progress += 1
-        tensors = leaves([*inputs, *named.values()])
-        if tensors and not len(tensors[0]):
-            def nothing(net):
-                weights = [p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad]
-                return tensors[0].new_zeros(0, 1, dtype=torch.float32) + sum(weights)
-
-            return self.wrapped(nothing) if self.batch.size and self.world.size > 1 else nothing(self.net)
-        return self.wrapped(*inputs, **named)
+        self.called |= torch.is_grad_enabled()  # else it is an evaluation, maybe of one rank alone
+        return (self.wrapped if torch.is_grad_enabled() else self.net)(*inputs, **named)
 
     def step(self, loss: Tensor, count: Any) -> None:
         """One step of the global batch: `loss` is summed over this rank's samples, of which `count` count."""
         batch, state, world = self.batch, self.state, self.world
         if not batch.size:
-            return
-        (loss * (world.size / batch.size)).backward()
-        state.buffers.average(world, len(batch.ids) / batch.size)
+            return state.buffers.restore()
+        refuse(
+            (self.stepped, "run.step was called twice for one batch\nadd the losses, and call it once"),
+            (not self.called, "run.step without run.model: other ranks would lack this gradient\n"
+             "call run.model(x) in place of the net"),
+            (self.rates != self._rates(), RATES))
+        own = 0 if self.hollow else len(batch.ids)
+        (loss * (world.size / batch.size * bool(own))).backward()
+        state.buffers.average(world, own / batch.size)
         numbers = (torch.as_tensor(number, device=world.device) for number in (loss, count))
-        self.totals = torch.stack([number.detach().double() for number in numbers])
+        self.totals = torch.stack([number.detach().double() for number in numbers]) * bool(own)
         state.count(self.totals[1], batch.size, world.all_sum)
         if (state.step + 1) % self.opts.log_every == 0:
             self.rescue.all_sum(self.totals)  # and what RUN/control/ asks for
         state.update(batch.size)
+        self.stepped, self.rates = True, self._rates()
         self._end_step()
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether all samples of this epoch are trained on: the moment to evaluate and to report."""
-        return self.state.epoch_over
+        """Whether this epoch, or the run (max_steps), is trained on: the moment to evaluate and to report."""
+        return self.state.epoch_over or self.state.finished
 
     def report(self, **metrics: float) -> None:
-        """Logs an evaluation, the same numbers on all ranks; the best one keeps its checkpoint."""
-        numbers = {name: float(value) for name, value in metrics.items()}
+        """Logs an evaluation; the best one keeps its checkpoint. Where ranks differ, rank 0's counts."""
+        try:
+            numbers = {"val_" + name.removeprefix("val_"): float(value) for name, value in metrics.items()}
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"run.report: {error}\nwanted: a number for each name") from error
         self.log.evaluation(self.state, self.state.record_evaluation(numbers))
 
-    # ---- one step ---------------------------------------------------------------------------------
     def _begin_step(self, batch):
+        self.called = self.stepped = False
+        self.hollow = not batch.parts or batch.parts[0][1] is None  # of --bad-samples skip
+        if self.hollow:  # two, for BatchNorm cannot train on one
+            split = self.data.train
+            batch = batch._replace(parts=[(0, split.fetch(2 * [getattr(split, "first", 0)]))])
         self.batch = batch._replace(parts=[(n, placed(part, self.world.device, self.opts))
                                            for n, part in batch.parts])
         seed(self.world, self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
@@ -184,6 +219,31 @@ class Elastic:
         total = self.opts.epochs * -(-len(self.data.train) // self.opts.global_batch_size)
         return self.opts.lr * factor(self.schedule(planned, max(1, total)), "schedule", planned)
 
-    def _nothing(self):
-        """The part of a batch without samples."""
-        return 0, map_tensors(lambda t: t[:0], self.data.train.fetch([0]))
+    def _rates(self):
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def refuse(*rules):
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
+
+
+def refuse_odd(net, optimizer, given):
+    """UserError for arguments with which nothing can be trained, or not be resumed."""
+    odd = next((name for name in given if name not in (*TAKEN, "global_batch_size", "epochs", "seed")), "")
+    wrapped = isinstance(net, (DataParallel, DistributedDataParallel)) or hasattr(net, "_orig_mod")
+    groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
+    refuse(
+        (odd, f"Elastic: {odd} cannot take effect in a loop of your own{did_you_mean(odd, TAKEN)}\n"
+         "the script has the net, the optimizer and the loss"),
+        (wrapped or not isinstance(net, nn.Module),
+         f"Elastic: net is a {type(net).__name__}\ngive the bare nn.Module: it is wrapped here"),
+        (not groups, f"Elastic: optimizer is a {type(optimizer).__name__}\n"
+         "wanted: one torch.optim.Optimizer; it may have several groups"),
+        ({p for group in groups for p in group["params"]} - {*getattr(net, "parameters", tuple)()},
+         "Elastic: the optimizer has weights that are not the net's\n"
+         "make it from net.parameters(), of the net that is given here"),
+        (any("initial_lr" in group for group in groups), RATES),  # of torch's schedulers
+        (torch.distributed.is_initialized(), "Elastic: torch.distributed is initialised already\n"
+         "leave out init_process_group: Elastic joins the ranks, and parts them at its end"))

@@ -158,6 +158,19 @@ USE_LESS_MEMORY = {        # by script
     "mp": "use more stages, a smaller --micro-batch-size, --recompute or --shard"}
 
 
+def end(error: UserError) -> NoReturn:
+    """Ends this rank with the lines of an error that all ranks may have, or this one alone."""
+    if not speaks_for_node():
+        time.sleep(OTHER_RANKS_WAIT)
+    try:
+        fail(error, everyone=True)
+    except SystemExit:
+        # Rank 0's store ends with it: other ranks may still have to read what they waited for there.
+        time.sleep(RANK_0_WAITS if os.environ.get("RANK") == "0" else 0)
+        Outlet(sys.stdout).flush()
+        os._exit(error.code)  # no destructors: they may wait for a dead peer
+
+
 def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Turns a UserError of `main` into its lines and its exit code, without a traceback."""
     @functools.wraps(main)
@@ -169,14 +182,7 @@ def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
         except UserError as error:
             if opts.debug:
                 raise
-            if not speaks_for_node():
-                time.sleep(OTHER_RANKS_WAIT)
-            try:
-                fail(error, everyone=True)
-            except SystemExit:
-                # Rank 0's store ends with it: other ranks may still have to read what they waited for there.
-                time.sleep(RANK_0_WAITS if os.environ.get("RANK") == "0" else 0)
-                os._exit(error.code)  # no destructors: they may wait for a dead peer
+            end(error)
         except Exception as error:
             if opts.debug or not (missing := out_of_memory(error)):
                 _write_error_file_at_once()

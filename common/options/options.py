@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+from argparse import ArgumentTypeError
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,21 @@ class Options:
         for name, value in left_open.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+
+    @classmethod
+    def checked(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Values for fields as their flags would read them; None stands for the default."""
+        kinds, found = {f.name: f.metadata["kind"] for f in fields(cls)[1:]}, {}
+        for name, value in given.items():
+            if value is None:
+                continue
+            if kinds[name] is SWITCH and not isinstance(value, bool):
+                raise UserError(f"{name}: {value!r} is neither True nor False")
+            try:
+                found[name] = value if kinds[name] is SWITCH else kinds[name](str(value))
+            except ArgumentTypeError as error:
+                raise UserError(f"{name}: {error}") from error
+        return found
 
     @property
     def torch_optimizer(self) -> tuple[str, dict[str, Any]]:

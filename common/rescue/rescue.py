@@ -80,7 +80,7 @@ class Rescue(Wishes):
         stops = self.asked and self.state.step >= self.stop_at
         if error is None and not stops:
             error = self._part()
-        if isinstance(error, Exception):
+        if error is not None:  # sys.exit in a script of one's own, too
             self._end(error)  # returns if the error is this rank's own: it is raised again
         elif stops:
             self.leave()  # the signal came while the last lines were written

@@ -115,7 +115,8 @@ class TrainState:
             self.stepped = time.time()
             self.ready, self.half_updated, self.divisor = 0, False, None
             vars(self.optimizer).pop("grad_scale", None)
-        self.optimizer.zero_grad(set_to_none=True)
+        for p in self.names:  # not zero_grad: the optimizer need not have all weights
+            p.grad = None
         self.unsaved.look()
 
     def note(self, totals: torch.Tensor) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 import json
 
 import pytest
+import torch
 from jobs import ROOT, until
+from safetensors.torch import load_file
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
@@ -71,7 +73,7 @@ def test_a_life_that_died_before_its_report_is_followed_by_one_that_does(jobs, s
 def test_a_batch_that_was_not_trained_on_is_an_error(jobs, script, tmp_path):
     script.write_text(script.read_text().replace("run.step(loss, count=len(batch.y))", "pass"))
     job = jobs.start(script)
-    assert job.wait() == 1 and "a batch was not trained on: call run.step(" in job.output, job.output
+    assert job.wait() == 2 and "a batch was not trained on\n" in job.output, job.output
 
 
 def test_what_has_no_index_is_refused_and_a_rate_may_be_a_tensor(jobs, script):
@@ -105,3 +107,120 @@ def test_a_loop_that_is_left_early_has_saved_its_last_step(jobs, script, tmp_pat
     script.write_text(text + "                break\n")
     assert jobs.start(script).wait() == 0
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").glob("step-*")) == ["step-00000009"]
+
+
+# ---- twenty users -----------------------------------------------------------------------------------
+CALL, STEP = "run.model(batch.x)", "            run.step(loss, count=len(batch.y))"
+ENDS, REPORT = "            if run.epoch_ended:", "run.report(val_acc=test(run, points))"
+BEGIN, LOOP, AUDIT = "    points = Points()", "            time.sleep(0.05)", "audit=True"
+RANK = "int(__import__('os').environ.get('RANK', 0))"
+
+
+def change(script, *edits):
+    """The script without its pause, and with these (old, new) texts exchanged."""
+    text = script.read_text().replace(LOOP, "            pass")
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new)
+    script.write_text(text)
+
+
+def after(line, new, indent="            "):
+    return line, f"{line}\n{indent}{new}"
+
+
+@pytest.mark.parametrize(("fact", "edit"), [
+    ("run.step without run.model", (CALL, "net(batch.x)")),
+    ("run.step was called twice", after(STEP, STEP.strip())),
+    ("changes the optimizer's rate", after(STEP, "optimizer.param_groups[0]['lr'] = 0.1")),
+    ("changes the optimizer's rate", after(BEGIN, "torch.optim.lr_scheduler.StepLR(optimizer, 5)", "    ")),
+    ("save_every: 'x' is not a whole number", (AUDIT, "save_every='x'")),
+    ("keep: '1' is not a whole number from 2", (AUDIT, "keep=1")),
+    ("audit: 'yes' is neither True nor False", (AUDIT, "audit='yes'")),
+    ("epochs: '0' is not a whole number from 1", ("epochs=4", "epochs=0")),
+    ("save_evry cannot take effect in a loop of your own; did you mean save_every?", (AUDIT, "save_evry=1")),
+    ("freeze cannot take effect", (AUDIT, "freeze=('0.',)")),
+    ("run.report: could not convert", (REPORT, "run.report(val_acc='good')")),
+    ("optimizer is a list", ("optimizer=optimizer", "optimizer=[optimizer]")),
+    ("net is a DataParallel", ("net=net", "net=nn.DataParallel(net)")),
+    ("weights that are not the net's", ("net=net", "net=nn.Linear(8, 2)")),
+], ids=lambda value: value[:30] if isinstance(value, str) else "")
+def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit):
+    change(script, edit)
+    job = jobs.start(script)
+    assert job.wait() == 2 and "Traceback" not in job.output, job.output
+    told = job.output[job.output.index("error: "):].splitlines()
+    assert fact in told[0] and len(told) <= 3, told
+
+
+def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, tmp_path):
+    what = f"if {RANK} and run.state.step == 2: raise __import__('common.errors').errors.UserError('a fact')"
+    change(script, (LOOP.replace("time.sleep(0.05)", "pass"), f"            {what}"))
+    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
+    assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
+    assert len(events(tmp_path / "run", "life")) == 1, "a restart cannot help"
+
+
+@pytest.mark.parametrize(("how", "code"), [("sys.exit()", 0), ("sys.exit(3)", 3),
+                                           ("raise KeyboardInterrupt", 130)])
+def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, tmp_path, how, code):
+    change(script, after(STEP, f"if run.state.step == 7: {how}"))
+    job = jobs.start(script)
+    assert job.wait() == code, job.output
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000007"]
+
+
+def test_a_last_save_that_fails_has_its_exit_code(jobs, script):
+    fails = "def full(): raise __import__('common.errors').errors.UserError('the disk is full', code=4)"
+    change(script, after(STEP, f"{fails}\n            run.store.close = full\n            break"))
+    job = jobs.start(script)
+    assert job.wait() == 4 and "error: the disk is full" in job.output and "Traceback" not in job.output
+
+
+def test_ranks_may_begin_with_other_weights_and_only_one_may_report(jobs, script, tmp_path):
+    change(script, ("manual_seed(0)", f"manual_seed({RANK})"), (AUDIT, "audit=True, patience=1, best='acc'"),
+           (REPORT, f"{RANK} or run.report(acc=0.5)"))
+    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=0", script)
+    assert job.wait() == 0, job.output
+    assert evaluations(tmp_path / "run") == {9: 0.5, 18: 0.5}, "patience ends it after two of four epochs"
+    assert audit(tmp_path / "run") == CLEAN
+
+
+def test_a_rank_without_samples_needs_no_special_case(jobs, script, tmp_path):
+    """513 samples by 64: the last step has one. The net's output has no batch of 0 rows, and is a dict."""
+    wrap = "net.forward = lambda x: {'out': net[2](net[1](net[0](x))).view(-1, len(x) // len(x) * 2)}"
+    change(script, after(BEGIN, wrap, "    "), (CALL, f"{CALL}['out']"), (REPORT, "pass"))
+    weights = []
+    for start in ([script], ["torchrun", "--nproc_per_node=2", "--max_restarts=0", script]):
+        job = jobs.start(*start)
+        assert job.wait() == 0, job.output
+        weights.append(load_file(max((tmp_path / "run/checkpoints").glob("step-*")) / "model.safetensors"))
+        (tmp_path / "run").rename(tmp_path / f"run-{len(weights)}")
+    for name, one in weights[0].items():
+        torch.testing.assert_close(one, weights[1][name], rtol=1e-3, atol=1e-4)
+
+
+def test_weights_that_no_optimizer_has_do_not_count_twice_after_a_restart(jobs, script, tmp_path, capsys):
+    digests = []
+    change(script, (AUDIT, "clip_grad_norm=0.1"), ("NAdam(net.", "NAdam(net[2]."))
+    for starts, how in (1, "pass"), (5, "if run.state.step in (4, 13, 21, 31): break"):
+        change(script, after(STEP, how))
+        for _ in range(starts):
+            assert jobs.start(script).wait() == 0
+        assert checkpoints([str(tmp_path / "run"), "--digest"]) == 0
+        digests.append(capsys.readouterr().out.split()[-1])
+        (tmp_path / "run").rename(tmp_path / f"run-{len(digests)}")
+    assert digests[0] == digests[1]
+
+
+def test_a_first_group_without_a_rate_leaves_the_others_theirs(jobs, script):
+    groups = "[{'params': net[0].parameters(), 'lr': 0.0}, {'params': net[2].parameters()}]"
+    change(script, ("net.parameters()", groups), (
+        STEP, f"{STEP}\n            assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]"))
+    assert jobs.start(script).wait() == 0
+
+
+def test_max_steps_end_with_a_report(jobs, script, tmp_path):
+    change(script, (AUDIT, "max_steps=14"))
+    assert jobs.start(script).wait() == 0
+    assert sorted(evaluations(tmp_path / "run")) == [9, 14]
