@@ -12,7 +12,6 @@ Where a rank has no sample, its batch is a sample that counts nothing, so a scri
 """
 import contextlib
 import json
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.checkpoint import CheckpointStore
 from common.data import Batch, Data, batches, load_data
-from common.errors import UserError, did_you_mean, end, fail
+from common.errors import UserError, did_you_mean, end
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import check_net
 from common.options import Options, begin_life
@@ -79,7 +78,7 @@ class Elastic:
         except UserError as error:
             if self.debug:
                 raise
-            (end if "RANK" in os.environ else fail)(error)
+            end(error, notebook=True)
 
     def _begin(self):
         opts, clock = self.opts, self.clock
@@ -244,6 +243,4 @@ def refuse_odd(net, optimizer, given):
         ({p for group in groups for p in group["params"]} - {*getattr(net, "parameters", tuple)()},
          "Elastic: the optimizer has weights that are not the net's\n"
          "make it from net.parameters(), of the net that is given here"),
-        (any("initial_lr" in group for group in groups), RATES),  # of torch's schedulers
-        (torch.distributed.is_initialized(), "Elastic: torch.distributed is initialised already\n"
-         "leave out init_process_group: Elastic joins the ranks, and parts them at its end"))
+        (any("initial_lr" in group for group in groups), RATES))  # of torch's schedulers

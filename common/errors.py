@@ -158,8 +158,13 @@ USE_LESS_MEMORY = {        # by script
     "mp": "use more stages, a smaller --micro-batch-size, --recompute or --shard"}
 
 
-def end(error: UserError) -> NoReturn:
-    """Ends this rank with the lines of an error that all ranks may have, or this one alone."""
+def end(error: UserError, notebook: bool = False) -> NoReturn:
+    """Ends this rank with the lines of an error that all ranks may have, or this one alone.
+
+    A `notebook` may live on, if it is no rank.
+    """
+    if notebook and "RANK" not in os.environ:
+        fail(error)
     if not speaks_for_node():
         time.sleep(OTHER_RANKS_WAIT)
     try:

@@ -66,6 +66,9 @@ def join(opts: Options) -> World:
     # during the start; the watchdog takes over when training begins
     timeout = timedelta(seconds=4 * opts.hang_timeout or 600)
     life = uuid.uuid4().hex[:12]
+    if size > 1 and dist.is_initialized():  # by a script of one's own
+        raise UserError("torch.distributed is initialised already\n"
+                        "leave out init_process_group: the ranks are joined here, and parted at the end")
     if size > 1:
         choose_interface(env, size, local_size)
         store = store or fresh_store(rank, size)
