@@ -53,19 +53,21 @@ class Elastic:
         """
         self.clock, self.net, self.optimizer, self.dataset = Clock("import"), net, optimizer, dataset
         self.run_dir, self.schedule, self.debug = run_dir, schedule, options.get("debug")
+        self.called = self.stepped = False  # run.model, run.step: of this batch
         self.given = {"global_batch_size": batch_size, "epochs": epochs, "seed": seed, "workers": 0} | options
 
     def __enter__(self) -> "Elastic":
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save"; before that it would kill
         with self._errors():
             begin_life()
-            refuse_odd(self.net, self.optimizer, self.given)
+            _refuse_odd(self.net, self.optimizer, self.given)
             model, dataset, kind = (type(part).__name__ for part in (self.net, self.dataset, self.optimizer))
             rate = float(next(filter(None, self._rates()), 0.0))
             for group in self.optimizer.param_groups:
                 group["scale"] = float(group["lr"]) / (rate or 1.0)
-            self.opts = Options(run_dir=Path(self.run_dir), model=model, dataset=dataset, task="the script",
-                                optimizer=kind.lower(), lr=rate, **Options.checked(self.given))
+            self.opts = Options.checked(
+                self.given, run_dir=Path(self.run_dir), model=model, dataset=dataset, task="the script",
+                optimizer=kind.lower(), lr=rate)
             with contextlib.ExitStack() as self.stack:
                 self._begin()
                 self.stack = self.stack.pop_all()
@@ -90,9 +92,8 @@ class Elastic:
         check_net(self.net, opts.model)
         self.net.to(world.device)
         for tensor in self.net.state_dict().values() if world.size > 1 else ():  # a script may not seed
-            whole = tensor.detach().contiguous()
-            world.broadcast(whole.view(-1).view(torch.uint8), 0)
-            tensor.copy_(whole)
+            own = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            tensor.copy_(world.broadcast(own, 0).view(tensor.dtype).view(tensor.shape))
         clock.lap("load")
         state = self.state = TrainState(self.net, self.optimizer, opts, len(self.data.train),
                                         order=self.order.name, rate=self._rate)
@@ -137,7 +138,7 @@ class Elastic:
             for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
                 self.audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 yield self._begin_step(batch)
-                refuse((not self.stepped, "a batch was not trained on\ncall run.step(loss, count) for each"))
+                _refuse((not self.stepped, "a batch was not trained on\ncall run.step(loss, count) for each"))
                 if state.step >= state.total_steps:  # max_steps
                     break
             told = send(self.world, json.dumps([state.best, state.evaluated]).encode(), 0)
@@ -156,8 +157,10 @@ class Elastic:
         batch, state, world = self.batch, self.state, self.world
         if not batch.size:
             return state.buffers.restore()
-        refuse(
+        _refuse(
             (self.stepped, "run.step was called twice for one batch\nadd the losses, and call it once"),
+            (any(p.grad is not None for p in state.names), "there are gradients before run.step, which calls "
+             "backward itself\nadd the losses; set gradients from before the loop to None"),
             (not self.called, "run.step without run.model: other ranks would lack this gradient\n"
              "call run.model(x) in place of the net"),
             (self.rates != self._rates(), RATES))
@@ -222,18 +225,18 @@ class Elastic:
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def refuse(*rules):
+def _refuse(*rules):
     for broken, message in rules:
         if broken:
             raise UserError(message)
 
 
-def refuse_odd(net, optimizer, given):
+def _refuse_odd(net, optimizer, given):
     """UserError for arguments with which nothing can be trained, or not be resumed."""
     odd = next((name for name in given if name not in (*TAKEN, "global_batch_size", "epochs", "seed")), "")
     wrapped = isinstance(net, (DataParallel, DistributedDataParallel)) or hasattr(net, "_orig_mod")
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    refuse(
+    _refuse(
         (odd, f"Elastic: {odd} cannot take effect in a loop of your own{did_you_mean(odd, TAKEN)}\n"
          "the script has the net, the optimizer and the loss"),
         (wrapped or not isinstance(net, nn.Module),

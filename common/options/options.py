@@ -158,19 +158,19 @@ class Options:
                 object.__setattr__(self, name, value)
 
     @classmethod
-    def checked(cls, given: dict[str, Any]) -> dict[str, Any]:
-        """Values for fields as their flags would read them; None stands for the default."""
+    def checked(cls, given: dict[str, Any], **own: Any) -> "Options":
+        """The options of a script of one's own: those `given` are read as their flags would be."""
         kinds, found = {f.name: f.metadata["kind"] for f in fields(cls)[1:]}, {}
         for name, value in given.items():
-            if value is None:
-                continue
             if kinds[name] is SWITCH and not isinstance(value, bool):
                 raise UserError(f"{name}: {value!r} is neither True nor False")
             try:
                 found[name] = value if kinds[name] is SWITCH else kinds[name](str(value))
             except ArgumentTypeError as error:
                 raise UserError(f"{name}: {error}") from error
-        return found
+        opts = cls(**own, **found)
+        check_places(opts)
+        return opts
 
     @property
     def torch_optimizer(self) -> tuple[str, dict[str, Any]]:

@@ -72,7 +72,7 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
     # without init_sync, as the store has compared all weights: rank 0 need not send its own
     flags = {off: False, "init_sync": False, "gradient_as_bucket_view": True}
-    return DistributedDataParallel(Replica(net), **flags)
+    return Averaged(Replica(net), **flags)
 
 
 def replicate(net, opts, world):
@@ -87,6 +87,19 @@ def replicate(net, opts, world):
     if opts.show_scatter:
         show_scatter(model, net)
     return model
+
+
+class Averaged(DistributedDataParallel):
+    """torch's, with a UserError where some ranks would wait for ever for a gradient."""
+
+    def forward(self, *args, **kwargs):
+        try:
+            return super().forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise UserError("a weight had no part in the loss, and other ranks would wait for its gradient\n"
+                            "freeze what forward does not use (--freeze, requires_grad_(False))") from error
 
 
 class Replica(nn.Module):

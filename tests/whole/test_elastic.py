@@ -132,6 +132,9 @@ def after(line, new, indent="            "):
 @pytest.mark.parametrize(("fact", "edit"), [
     ("run.step without run.model", (CALL, "net(batch.x)")),
     ("run.step was called twice", after(STEP, STEP.strip())),
+    ("there are gradients before run.step", (
+        STEP, f"            (loss / 2).backward(retain_graph=True)\n{STEP}")),
+    ("--log-to: 'no.py:f' names no file", (AUDIT, "log_to='no.py:f'")),
     ("changes the optimizer's rate", after(STEP, "optimizer.param_groups[0]['lr'] = 0.1")),
     ("changes the optimizer's rate", after(BEGIN, "torch.optim.lr_scheduler.StepLR(optimizer, 5)", "    ")),
     ("save_every: 'x' is not a whole number", (AUDIT, "save_every='x'")),
@@ -159,6 +162,12 @@ def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, tmp_pa
     job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
     assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
     assert len(events(tmp_path / "run", "life")) == 1, "a restart cannot help"
+
+
+def test_ranks_that_would_wait_for_the_gradient_of_an_unused_weight_say_so(jobs, script):
+    change(script, after(BEGIN, "net.forward = lambda x: net[2](net[1](net[0](x).detach()))", "    "))
+    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
+    assert job.wait() != 0 and "error: a weight had no part in the loss" in job.output, job.output
 
 
 @pytest.mark.parametrize(("how", "code"), [("sys.exit()", 0), ("sys.exit(3)", 3),
