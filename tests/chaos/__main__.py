@@ -3,6 +3,7 @@
 python -m tests.chaos --events 200 --seed 1            # all kinds
 python -m tests.chaos --events 20 --seed 1 --short     # one of each kind that matters most
 python -m tests.chaos --plain 20                       # plain torchrun, no variable set, so many kills
+python -m tests.chaos --bunches 20 --seed 1            # machines die in bunches, under launch/torchrun.py
 python -m tests.chaos --events 40 --state 400          # MB of state
 python -m tests.chaos --events 40 --disk slow          # a slow file system; two: two mounts as two machines
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
@@ -20,6 +21,7 @@ import time
 from pathlib import Path
 
 from tests.chaos import points_names
+from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
 from tests.chaos.events import TARGETS
 from tests.chaos.plain import plain_kills
@@ -41,6 +43,8 @@ def main(argv=None):
                         help="share of submissions whose processes are executed, not forked")
     parser.add_argument("--plain", type=int, default=0, metavar="KILLS",
                         help="only this: kills in a row under plain torchrun")
+    parser.add_argument("--bunches", type=int, default=0, metavar="COUNT",
+                        help="only this: machines die in bunches, and others come")
     parser.add_argument("--folder", "--root", type=Path, help="where to train (default: a temporary folder)")
     parser.add_argument("--disk", choices=sorted(DISKS), help="a file system of tests/tools/netfs.py")
     parser.add_argument("--state", type=int, default=0, metavar="MB", help="weights beside those that train")
@@ -56,6 +60,9 @@ def main(argv=None):
         with disk as mounted, Jobs(folder) as jobs:
             if given.plain:
                 print(json.dumps(plain_kills(jobs, folder / "run", given.plain)))
+                return 0
+            if given.bunches:
+                print(json.dumps(bunches(jobs, folder / "run", random.Random(given.seed), given.bunches)))
                 return 0
             began = time.monotonic()
             campaign = Campaign(jobs, random.Random(given.seed), given.events, given.short,

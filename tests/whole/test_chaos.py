@@ -7,6 +7,7 @@ import pytest
 from jobs import PACED, STEPS, audit, events, lives
 
 from tests.chaos.__main__ import assert_that_it_struck
+from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
 from tests.chaos.events import Event
 
@@ -17,6 +18,12 @@ def test_twenty_faults_of_every_kind_cost_no_sample_and_no_step_of_a_survivor(jo
     assert_that_it_struck(campaign)
     assert sum(change.survived for change in campaign.changes) >= 5
     assert campaign.tally["loader KILL"]
+
+
+def test_machines_that_die_in_bunches_cost_seconds_and_no_sample(jobs, tmp_path):
+    found = bunches(jobs, tmp_path / "run", random.Random(16), count=2)
+    assert [found[name] for name in ("missed", "repeated", "lost", "redone")] == [0] * 4, found
+    assert found["lives"] > 1 and found["longest_s"] < 40
 
 
 @pytest.mark.parametrize("bug, event, words", [
