@@ -60,6 +60,9 @@ class Saving:
         self.wait(read_back=False)
         with state.lock:
             for part, tensors in state.tensors().items():
+                if odd := tensors.keys() ^ self.layout.tensors[part].keys():
+                    raise UserError(f"{part}: {min(odd)} came or went after the first step\n"
+                                    "no checkpoint would hold it: make it in the first step, as a tensor")
                 self.images[part].copy(tensors)
             facts = state.facts()
         self.saved_at, self.saved, self.unsaved = time.monotonic(), facts, False

@@ -34,7 +34,7 @@ def takes(name):
     given = next(node.args for node in body if getattr(node, "name", "") == "__init__")
     names, defaults = given.args + given.kwonlyargs, given.defaults + given.kw_defaults
     pairs = zip(names[-len(defaults):], defaults, strict=True)
-    return {arg.arg: ast.unparse(default) for arg, default in pairs}
+    return {arg.arg: ast.unparse(default) for arg, default in pairs if arg.arg != "differentiable"}
 
 
 def _parsed(module):
@@ -57,5 +57,6 @@ def call_of(opts):
     """(class of torch.optim, its arguments) that the flags say."""
     values = {flag: getattr(opts, flag) for flag in FLAGS if flag in takes(opts.optimizer)}
     given = {flag: value for flag, value in values.items() if value is not None and value is not False}
-    fused = {"fused": True} if opts.optimizer in LR else {}
-    return known()[opts.optimizer][0], given | fused | keywords(opts.optimizer_args)
+    more = keywords(opts.optimizer_args)
+    fused = {"fused": True} if opts.optimizer in LR and "foreach" not in more else {}
+    return known()[opts.optimizer][0], given | fused | more

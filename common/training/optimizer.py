@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.errors import UserError, one_line
+from common.errors import UserError, one_line, out_of_memory
 from common.options import Options, call_user
 
 
@@ -26,7 +26,7 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
                   {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0}]
     try:
         return getattr(torch.optim, name)(groups, **arguments)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # of any kind: torch checks some arguments and fails of others
         raise UserError(f"--optimizer {opts.optimizer}: {one_line(error)}\n"
                         "change --optimizer-args, or write a function: path/to/file.py:function") from error
 
@@ -42,6 +42,9 @@ def checked(optimizer, weights, net, opts):
                         "put all that trains into groups, and freeze the rest with --freeze")
     usual = inspect.signature(type(optimizer)).parameters.get("lr")
     for group in optimizer.param_groups:
+        if not isinstance(scale := group.get("scale", 1.0), (int, float)) or not 0 <= scale < math.inf:
+            raise UserError(f"--optimizer {opts.optimizer}: a group has scale={scale!r}\n"
+                            "wanted: a number from 0, times --lr")
         if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
             raise UserError(f"--optimizer {opts.optimizer}: its lr={group['lr']} cannot take effect, "
                             f"--lr is {opts.lr}\ngive --lr, and a group with another rate a `scale`")
@@ -68,7 +71,7 @@ def make_state(optimizer):
     So a checkpoint has the same names at step 0 and at step 1000. Weights of one shape share the work, unless
     the state depends on their values: else each restart would be seconds longer.
     """
-    groups, made, known = optimizer.param_groups, optimizer.state, {}
+    groups, made, known, was = optimizer.param_groups, optimizer.state, {}, remembered(optimizer)
     for i, group in enumerate(groups):
         for weight in group["params"]:
             twin, given = weight.detach(), made[weight]
@@ -83,7 +86,22 @@ def make_state(optimizer):
                 known[like] = one if same else None
             made[weight] = _first_state(optimizer, group, twin.clone(), given) \
                 if known[like] is None else copy.deepcopy(known[like])
-    optimizer.param_groups, optimizer.state = groups, made
+    optimizer.param_groups, optimizer.state, now = groups, made, remembered(optimizer)
+    if odd := [name for name, text in now.items() if was.get(name) != text]:
+        refuse(optimizer, f"keeps {odd[0]} as its attribute")
+
+
+def remembered(optimizer):
+    """{attribute: its text}: what an optimizer keeps beside groups and state; flags may be torch's own."""
+    found = {name: value for name, value in vars(optimizer).items() if name not in ("param_groups", "state")}
+    if inner := [name for name, value in found.items() if isinstance(value, torch.optim.Optimizer)]:
+        refuse(optimizer, f"keeps another optimizer, {inner[0]}")
+    return {name: repr(value) for name, value in found.items() if not isinstance(value, bool)}
+
+
+def refuse(optimizer, fact):
+    raise UserError(f"{type(optimizer).__name__} {fact}, which no checkpoint would hold\n"
+                    "keep a tensor instead, in the state of each weight")
 
 
 def _first_state(optimizer, group, twin, given):
@@ -92,12 +110,19 @@ def _first_state(optimizer, group, twin, given):
     alone = group | {"params": [twin]} | ({"weight_decay": 0.0} if "weight_decay" in group else {})
     before, state = dict(alone), Recorder(given)
     optimizer.param_groups, optimizer.state = [alone], defaultdict(dict, {twin: state})
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        kind = f"{type(optimizer).__name__} fails: {type(error).__name__}"
+        raise UserError(f"a step of {kind}: {one_line(error)}\n"
+                        "wanted: other --optimizer-args, or a step() that needs no closure") from error
+    if odd := [key for key in optimizer.state if key is not twin]:
+        refuse(optimizer, f"keeps {odd[0]} in no weight's state")
     for name, value in [*alone.items(), *state.items()]:
         if not torch.is_tensor(value) and value != before.get(name, state.first.get(name)):
-            kind = f"{type(optimizer).__name__} keeps {name} as a plain {type(value).__name__}"
-            raise UserError(f"{kind}, which no checkpoint would hold\n"
-                            "keep a tensor instead, in the state of each weight")
+            refuse(optimizer, f"keeps {name} as a plain {type(value).__name__}")
     return state.first
 
 
@@ -166,7 +191,7 @@ def learning_rate(step, opts, steps_per_epoch):
 
 def factor(found: Any, whose: str, step: int) -> float:
     """What a user's schedule has said of a step; it must follow from its arguments alone."""
-    if not isinstance(found, (int, float)) or not 0 <= found < math.inf:
+    if not isinstance(found, (int, float)) or not 0 <= found < 1e300:
         raise UserError(f"{whose} returned {found!r} for step {step}\n"
                         "wanted: a factor of the learning rate, a number from 0")
     return float(found)

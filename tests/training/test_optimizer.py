@@ -14,7 +14,7 @@ import torch
 from jobs import weights
 from ranks import fork_ranks
 from stores import world_of_one
-from test_bitwise import batch_at
+from test_bitwise import batch_at, run
 from test_state import resume
 from torch import nn
 from torch.nn import functional as F
@@ -252,6 +252,59 @@ class Counting(torch.optim.SGD):
             group["turn"] = group.get("turn", 0) + 1
         return super().step(closure)
 
+class Remembers(torch.optim.SGD):
+    turn = 0
+    def step(self, closure=None):
+        self.turn += 1
+        return super().step(closure)
+
+class Global(torch.optim.SGD):
+    def step(self, closure=None):
+        self.state["turn"] = self.state.get("turn", 0) + 1
+        return super().step(closure)
+
+class Closure(torch.optim.SGD):
+    def step(self, closure):
+        return super().step(closure)
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+    def step(self, closure=None):
+        self.inner.step()
+
+class Late(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                state["turn"] = state.get("turn", torch.tensor(0)) + 1
+                if state["turn"] == 3:
+                    state["slow"] = weight.detach().clone()
+        return super().step(closure)
+
+def remembers(net, opts):
+    return Remembers(net.parameters(), lr=opts.lr)
+
+def in_no_weight(net, opts):
+    return Global(net.parameters(), lr=opts.lr)
+
+def closure(net, opts):
+    return Closure(net.parameters(), lr=opts.lr)
+
+def lbfgs(net, opts):
+    return torch.optim.LBFGS(net.parameters(), lr=opts.lr)
+
+def around(net, opts):
+    return Around(torch.optim.Adam(net.parameters(), lr=opts.lr))
+
+def late(net, opts):
+    return Late(net.parameters(), lr=opts.lr)
+
+def odd_scale(net, opts):
+    return torch.optim.SGD([{"params": net.parameters(), "scale": float("nan")}], lr=opts.lr)
+
 def counting(net, opts):
     return Counting(net.parameters(), lr=opts.lr)
 
@@ -294,12 +347,34 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
     ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
     ("--optimizer=own.py:nothing", "returned int"), ("--optimizer=own.py:what", "has no function what"),
     ("--optimizer=own.py:counting", "Counting keeps turn as a plain int"),
+    ("--optimizer=own.py:remembers", "Remembers keeps turn as its attribute"),
+    ("--optimizer=own.py:in_no_weight", "Global keeps turn in no weight's state"),
+    ("--optimizer=own.py:closure", "needs no closure"), ("--optimizer=own.py:lbfgs", "needs no closure"),
+    ("--optimizer=own.py:around", "Around keeps another optimizer, inner"),
+    ("--optimizer=own.py:odd_scale", "scale=nan"),
+    ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
+    ("--optimizer-args=amsgrad='x'", "a step of Adam fails: TypeError"),
+    ("--optimizer-args=betas=(0.9,)", "index out of range"),
     ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
     ("--optimizer=muon", "Muon only supports 2D"), ("--optimizer-args=eps=-1", "Invalid epsilon")])
 def test_a_users_optimizer_or_schedule_that_cannot_be_right_is_refused(own, flag, words):
     with pytest.raises(UserError) as caught:
         own(flag)
     assert words in str(caught.value) and str(caught.value).count("\n") <= 2 and caught.value.code == 2
+
+
+def test_an_optimizer_that_remembers_something_later_ends_before_a_checkpoint_lacks_it(own, tmp_path, capfd):
+    given = {"model": "mlp", "dataset": "random:64x4", "optimizer": "own.py:late", "lr": 0.1, "save_every": 5,
+             "global_batch_size": 8}
+    with pytest.raises(AssertionError, match="rank 0, exit code 2"):
+        run(tmp_path / "run", 1, given)
+    assert "/slow came or went after the first step" in capfd.readouterr().err
+
+
+def test_foreach_takes_the_place_of_our_own_default(own):
+    assert not own("--optimizer=adam", "--optimizer-args=foreach=True").optimizer.defaults["fused"]
+    with pytest.raises(SystemExit):
+        own("--optimizer=adam", "--optimizer-args=differentiable=True")
 
 
 def test_flags_of_the_update_rule_reach_it(own):
