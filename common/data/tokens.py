@@ -109,7 +109,7 @@ def read_meta(folder, asked):
     if path.is_file():
         try:
             facts = dict(json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path} is no JSON object\n{one_line(error)}") from error
     told = facts.get("vocab_size", 0)
     if asked and told and asked != told:

@@ -36,22 +36,30 @@ def load_weights(net, opts):
                         f"choose the --model these weights belong to, or begin afresh: --init-skip {layers}")
     for name, tensor in ours.items():
         if name in weights and not name.startswith(skip):
+            if _kind(weights[name]) != _kind(tensor):
+                raise UserError(f"--init-from {path}: {name} is {_kind(weights[name])}, in the model it is "
+                                f"{_kind(tensor)}\nsave them dense, and in the type that the model has")
             tensor.copy_(weights[name])
 
 
 def read_weights(path):
     """{name: tensor} of a .safetensors file, or of a pickle, from which nothing but tensors is read."""
     try:
+        if not Path(path).is_file():
+            raise UserError(f"--init-from {path} is no file\nname a file of weights")
         if str(path).endswith(".safetensors"):
             from safetensors.torch import load_file
             return load_file(path)
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except UserError:
+        raise
     except Exception as error:
         raise UserError(f"--init-from {path}: not a file of weights {_in_the_way(path, error)}") from error
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
-    if not isinstance(loaded, dict) or not loaded or not all(torch.is_tensor(v) for v in loaded.values()):
+    if not isinstance(loaded, dict) or not loaded or not all(
+            isinstance(name, str) and torch.is_tensor(v) for name, v in loaded.items()):
         raise UserError(f"--init-from {path}: holds no dict of tensors\n"
                         "save it with torch.save(net.state_dict(), path)")
     return loaded
@@ -117,6 +125,13 @@ def check_prefixes(flag, prefixes, names):
         if not any(name.startswith(prefix) for name in names):
             layers = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UserError(f"{flag}: no weight's name begins with {prefix!r}\nthere are {layers[:300]}")
+
+
+def _kind(tensor):
+    """What copy_ would turn into other numbers without a word, or fails of."""
+    plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
+    number = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
+    return f"of {number} numbers" if plain else f"{tensor.layout}, {tensor.dtype} on {tensor.device}"
 
 
 def _shape(tensors, name):

@@ -184,6 +184,12 @@ def test_inputs_and_targets_of_tokens_share_no_memory(tmp_path):
     assert torch.equal(y, wanted)
 
 
+def test_a_meta_json_of_a_million_brackets_is_refused(tmp_path):
+    write(tmp_path, train=200, val=100, vocab=30)
+    (tmp_path / "meta.json").write_text("[" * 1_000_000)
+    assert "is no JSON object" in refusal("tokens:16", tmp_path)
+
+
 def entry(kind, **facts):
     info = tarfile.TarInfo("2.png")
     info.type = kind

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from ranks import fork_ranks
 from safetensors.torch import save_file
 from torch.nn import functional as F
 
@@ -130,6 +131,25 @@ def test_foreign_files_that_do_not_fit_are_refused_and_run_nothing(build):
             file.write(b"no file of weights")
         refused("not a file of weights", build, init_from=name)
     assert not os.path.exists("canary")
+
+
+@pytest.mark.parametrize("change, kind", [
+    (torch.Tensor.long, "of whole numbers"), (torch.Tensor.bool, "of whole numbers"),
+    (lambda t: t * 1j, "of complex numbers"), (lambda t: t.to("meta"), "on meta"),
+    (torch.Tensor.to_sparse, "torch.sparse_coo")])
+def test_weights_that_would_become_other_numbers_without_a_word_are_refused(build, change, kind):
+    foreign = build(seed=7).state_dict()
+    torch.save({name: change(t) if name == "0.weight" else t for name, t in foreign.items()}, "w.pt")
+    assert kind in refused("0.weight is", build, init_from="w.pt")
+    torch.save({name: t.half() if t.is_floating_point() else t for name, t in foreign.items()}, "w.pt")
+    build(init_from="w.pt")
+
+
+def test_a_pipe_is_not_waited_for_and_names_are_texts(build):
+    os.mkfifo("pipe.pt")
+    assert fork_ranks(1, lambda world: refused("is no file", build, init_from="pipe.pt"), deadline=20)
+    torch.save({0: torch.ones(2)}, "w.pt")
+    refused("no dict of tensors", build, init_from="w.pt")
 
 
 def test_objects_in_the_way_of_reading_a_training_checkpoint_are_named_with_a_way_out(build):
