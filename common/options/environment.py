@@ -139,7 +139,7 @@ def end_a_crash_loop(notes, life):
 def begin_life(environ: Mapping[str, str] = os.environ) -> None:
     """Call first in every process; UserError if it cannot meet others, or has failed too often.
 
-    From here until the life is open, launch/agent.py ends the wait for a machine that dies.
+    From here until the life is open, launch/meeting.py ends the wait for a machine that dies.
     """
     die_with_the_agent()
     check_environment(environ)
