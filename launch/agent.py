@@ -97,9 +97,9 @@ def serve(arguments, line, launcher):
     if "LOGLEVEL" not in os.environ:  # the launcher says it in fewer words
         for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
             logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-        with contextlib.suppress(OSError, ValueError):  # errors only: no stack for a slow store
+        with contextlib.suppress(OSError, ValueError):  # no stacks for a store that is slow
             c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
-            ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 2
+            ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3
     while True:
         began, Agent.connected = time.monotonic(), False
         try:
