@@ -57,7 +57,8 @@ def normalized(image):
 def decode(path, folder):
     """The image in a file; a UserError names a file that holds none."""
     try:
-        with open(path, "rb") as file:
+        # a pipe among the pictures is not waited for
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             return decoded(file, path)
     except UserError as error:
         raise UserError(f"{error}\nall such files: python -m common.data {folder} --check\n"

@@ -175,6 +175,18 @@ def test_a_fetch_that_draws_is_seeded_and_moves_no_generator_of_the_training(tmp
     assert alone == loaded and alone[1]
 
 
+def test_a_pipe_among_the_pictures_is_named_and_not_waited_for(tmp_path):
+    pytest.importorskip("torchvision")
+    os.mkfifo(write_images(tmp_path) / "train/cat/9.png")
+
+    def find(world):
+        with pytest.raises(UserError, match="9.png is not an image"):
+            load("imagefolder", tmp_path).train.fetch([3])
+        return True
+
+    assert fork_ranks(1, find, deadline=20) == [True]
+
+
 # ---- files -------------------------------------------------------------------------------------------
 def test_inputs_and_targets_of_tokens_share_no_memory(tmp_path):
     write(tmp_path, train=200, val=100, vocab=30)

@@ -29,6 +29,9 @@ def make(**facts):
 def groups(): return make(groups=[9, 30, 1] * 5)
 def weights(): return make(weights=torch.arange(200) % 5)
 def nothing(): return make()
+def subset():
+    train, test = make(weights=torch.arange(200) % 5)
+    return torch.utils.data.Subset(train, range(7, 187)), test
 """
 
 
@@ -52,8 +55,8 @@ def own(name):
     return flags
 
 
-@pytest.mark.parametrize("make", [tokens, tar, own("groups"), own("weights")],
-                         ids=["tokens", "tar", "groups", "weights"])
+@pytest.mark.parametrize("make", [tokens, tar, own("groups"), own("weights"), own("subset")],
+                         ids=["tokens", "tar", "groups", "weights", "subset"])
 def test_a_kill_and_another_world_leave_no_trace(tmp_path, make):
     given = make(tmp_path) | {"virtual_ranks": 4, "global_batch_size": 20, "audit": True}
     unbroken = run(tmp_path / "unbroken", 1, given)
