@@ -415,14 +415,16 @@ def test_whole_numbers_may_come_before_other_names_and_a_count_may_be_of_numpy(t
 def test_a_forward_of_which_nothing_counts_may_return_plain_zeros(tmp_path, slices):
     body = "return {'loss': %s if y.sum() > 5 * len(y) else (loss, len(y))}"
 
-    def steps(world, zeros):
-        opts = odd(tmp_path, body % zeros, virtual_ranks=slices, micro_batch_size=0 if slices else 1)
+    def steps(world, opts):
         life = Life(opts, world, double=True)
         return [record.get("loss") for record in life.epoch(4)], life.weights()
 
-    wanted, weights = fork_ranks(1, steps, "(loss * 0, 0)")[0]
+    def asked(zeros):
+        return odd(tmp_path, body % zeros, virtual_ranks=slices, micro_batch_size=0 if slices else 1)
+
+    wanted, weights = fork_ranks(1, steps, asked("(loss * 0, 0)"))[0]
     for world in (1, 2):
-        for losses, found in fork_ranks(world, steps, "(0, 0)"):
+        for losses, found in fork_ranks(world, steps, asked("(0, 0)")):
             assert losses == pytest.approx(wanted, rel=1e-12) and losses[0]
             for name, tensor in weights.items():
                 torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
