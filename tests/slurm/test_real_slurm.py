@@ -206,10 +206,9 @@ def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again
     node = slurm.daemons.pop("n2")
     steps = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
              if re.match(rf"slurmstepd: \[{job}\.", command(pid).replace("\0", " "))]
-    lost = [pid for pid in steps if "n2" in (Path(f"/proc/{pid}/environ").read_text(errors="replace"))]
-    for pid in lost:
-        for launcher in children(pid):
-            os.kill(launcher, signal.SIGKILL)
+    (step, launcher), = [(step, pid) for step in steps for pid in children(step)
+                         if "SLURMD_NODENAME=n2" in Path(f"/proc/{pid}/environ").read_text(errors="replace")]
+    for pid in (*children(launcher), launcher, step):
         os.kill(pid, signal.SIGKILL)
     node.kill()
     node.wait()

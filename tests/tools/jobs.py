@@ -83,7 +83,7 @@ class Jobs:
                                               "cwd": str(self.folder), "out": str(out)}).encode() + b"\n")
             self.warm.stdin.flush()
             self.news.wait_for(lambda: self.count in self.pids, 120)
-            return Job(self, self.pids[self.count], out)
+            return Job(self, self.pids[self.count], out, number=self.count)
 
     def torchrun(self, nproc, script, *flags, restarts=10, cold=False, **env):
         if SHARED_PORT:
@@ -133,18 +133,18 @@ class Jobs:
             news = json.loads(line)
             with self.news:
                 if "code" in news:
-                    self.codes[news["pid"]] = news["code"]
+                    self.codes[news["id"]] = news["code"]    # not by pid: soon another process has it
                 else:
                     self.pids[news["id"]] = news["pid"]
                 self.news.notify_all()
 
 
 class Job:
-    def __init__(self, jobs, pid, out, child=None):
-        self.jobs, self.pid, self.out, self.child = jobs, pid, out, child
+    def __init__(self, jobs, pid, out, child=None, number=None):
+        self.jobs, self.pid, self.out, self.child, self.number = jobs, pid, out, child, number
 
     def poll(self):
-        return self.child.poll() if self.child else self.jobs.codes.get(self.pid)
+        return self.child.poll() if self.child else self.jobs.codes.get(self.number)
 
     def wait(self, deadline=120):
         """The exit code; the whole output is in the error if it does not come."""

@@ -2,7 +2,7 @@
 would pay for importing torch again. What it starts has a session, signal handlers, environment and exit of
 its own, as after an exec.
 
-Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, and {"pid", "code"} once that
+Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, and {"id", "code"} once that
 process has ended. argv[0] is a script of Python, or the word torchrun: then the workers are forked from the
 agent in the same way.
 """
@@ -81,7 +81,7 @@ def main():
     signal.set_wakeup_fd(writer)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     say = os.fdopen(os.dup(1), "w", buffering=1)
-    buffered = b""
+    buffered, ids = b"", {}
     print(json.dumps({"ready": os.getpid()}), file=say)
     while True:
         ready = select.select([0, reader], [], [])[0]
@@ -93,7 +93,9 @@ def main():
                 return  # the test is over; it has ended what it started
             *lines, buffered = (buffered + data).split(b"\n")
             for line in lines:
-                print(json.dumps(_start(json.loads(line))), file=say)
+                started = _start(json.loads(line))
+                ids[started["pid"]] = started["id"]
+                print(json.dumps(started), file=say)
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -101,7 +103,7 @@ def main():
                 break
             if not pid:
                 break
-            print(json.dumps({"pid": pid, "code": os.waitstatus_to_exitcode(status)}), file=say)
+            print(json.dumps({"id": ids[pid], "code": os.waitstatus_to_exitcode(status)}), file=say)
 
 
 def _start(request):
