@@ -46,13 +46,13 @@ if [ "$agent" = launch/torchrun.py ]; then
     until grep "store on" "$folder/said"; do kill -0 "$store" || exit 2; sleep 0.1; done 2> /dev/null
     echo "to join later, on another machine: python ${words[*]}"
 fi
-agents=()
+agents=() result=''
 for host in "${hosts[@]}"; do
     on "$host" "${words[@]}" < "$folder/agents" & agents+=($!)
 done
-result=''
 for pid in "${agents[@]}"; do
-    while wait "$pid" && code=0 || code=$?; kill -0 "$pid" 2> /dev/null; do :; done  # a trap ends it
+    while kill -0 "$pid" 2> /dev/null; do wait "$pid" || :; done    # a trap ends a wait early
+    wait "$pid" && code=0 || code=$?
     case $agent:$code:$result in
         *:*: | *torchrun.py:0:* | *torchrun.py:*:255 | *doctor.py:*:0) result=$code ;;
     esac

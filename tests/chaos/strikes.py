@@ -90,9 +90,13 @@ class Strikes:
         the epoch.
         """
         found = []
-        self.until(lambda: self.over() or found or found.extend(self.cluster.loader() or ()),
-                   "a loading process")
-        if not found or not self.cluster.strike(found[1:], event.signal.split()[0]):
+
+        def strike():
+            found[:] = self.cluster.loader() or ()  # it may end with its epoch: the next one has others
+            return found and self.cluster.strike(found[1:], event.signal.split()[0])
+
+        self.until(lambda: strike() or self.over() and not found.clear(), "a loading process")
+        if not found:
             return 0, False
         began, epoch_over = time.monotonic(), reached(self.run) + EPOCH + 1
         if event.signal == "STOP CONT":
