@@ -118,7 +118,6 @@ class Shares:
     def load(self, cut: list) -> tuple[list, list]:
         parts = [(len(ids), self.split.fetch(ids, self.epoch, self.augment) if ids else self.nothing())
                  for ids in cut]
-        parts = map_tensors(lambda t: t.detach() if t.requires_grad else t, parts)
         return parts, [id for ids in cut for id in ids]
 
     def nothing(self) -> Any:

@@ -13,6 +13,7 @@ def fitting(batch, split, ids):
     if batch is None and not split.skip:
         raise UserError(f"dataset {split.name}: its batch of samples {', '.join(map(str, ids[:3]))}, ... "
                         "is None\nreturn what collate or fetch makes of them")
+    batch = map_tensors(lambda t: t.detach() if t.requires_grad else t, batch)
     pair = isinstance(batch, (tuple, list)) and len(batch) == 2
     y = batch.get("labels") if isinstance(batch, Mapping) else batch[1] if pair else None
     if not split.classify or not torch.is_tensor(y):
