@@ -165,10 +165,11 @@ def _notes(environ):
 
 
 def _why_it_ended(attempt):
+    """The error of a rank; not what it saw of another rank's end."""
     for path in sorted(attempt.glob("*/error.json*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             words = " ".join(json.loads(path.read_text())["message"]["message"].split())[:200]
-            if not words.startswith(("DistNetworkError", "DistStoreError")):  # of another rank's end
+            if not words.startswith(("DistNetworkError", "DistStoreError")) and "by peer" not in words:
                 return f"the last error: {words}"
     return "no error was noted (killed? out of memory?)"
 

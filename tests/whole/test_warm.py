@@ -126,11 +126,12 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
 
 
 def test_the_cause_of_an_end_is_not_what_another_rank_saw_of_it(tmp_path):
-    for rank, words in enumerate(("DistNetworkError: Connection reset by peer", "OSError: no such\n disk")):
+    closed = "RuntimeError: Gloo connectFullMesh failed with [tcp/pair.cc:561] Connection closed by peer [::1]:9"
+    for rank, words in enumerate((closed, "DistNetworkError: Connection reset", "OSError: no such\n disk")):
         (tmp_path / str(rank)).mkdir()
         (tmp_path / str(rank) / "error.json").write_text(json.dumps({"message": {"message": words}}))
     assert environment._why_it_ended(tmp_path) == "the last error: OSError: no such disk"
-    (tmp_path / "1" / "error.json").unlink()
+    (tmp_path / "2" / "error.json").unlink()
     assert environment._why_it_ended(tmp_path) == "no error was noted (killed? out of memory?)"
 
 
