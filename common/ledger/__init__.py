@@ -1,5 +1,5 @@
 """What a run tells and writes down; a log never stops a training. No torch here."""
-from common.ledger.account import history, lives_of, read_options, summarize
+from common.ledger.account import history, lives_of, summarize
 from common.ledger.audit import audit
 from common.ledger.clock import Clock
 from common.ledger.lines import Audit, Ledger
@@ -7,4 +7,4 @@ from common.ledger.log import Log
 from common.ledger.status import CONTROLS, replace_file
 
 __all__ = ["CONTROLS", "Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of",
-           "read_options", "replace_file", "summarize"]
+           "replace_file", "summarize"]

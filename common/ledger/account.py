@@ -147,15 +147,6 @@ def read(path, name="event"):
                     yield record
 
 
-def read_options(run_dir: Path | str) -> dict[str, Any]:
-    """What a run's options.json holds; ValueError if that is damaged."""
-    try:
-        facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
-        return facts | {"options": dict(facts["options"]), "identity": dict(facts.get("identity", {}))}
-    except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError("options.json is damaged") from error
-
-
 def lives_of(*run_dirs: Path | str) -> list[list[dict[str, Any]]]:
     """Return the lives in order, each a list of its events that begins with the one named "life".
 

@@ -3,6 +3,7 @@ import functools
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
 
     Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
     again. Missed: the notes exist, but lack the sample. A step that lacks samples where a rank has no notes
-    (a file is gone, a life without --audit, another node's folder) is listed in "unproven", if there is one.
+    (a damaged line, a life without --audit, another node's folder) is listed in "unproven", if there is one.
     What is expected follows from (n, seed, global batch size), the data's groups or weights and the step's
     number, never from the notes.
     """
@@ -77,17 +78,24 @@ def _read_life(folders, life):
     """Return {step: ids any rank began}, {step: how often the busiest rank did it}, {rank: steps noted}."""
     begun, done, spans = {}, Counter(), {}
     for path in (path for folder in folders for path in folder.glob(f"life-{life}-rank*.jsonl")):
-        own, steps = Counter(), set()
+        own, steps, good = Counter(), set(), 0
         for record in read(path):
-            match record:
-                case {"event": "begin", "step": int(step), "ids": list(ids)}:
-                    begun.setdefault(step, array("q")).extend(ids)  # 8 bytes a sample: an audit may hold many
-                    steps.add(step)
-                case {"event": "done", "step": int(step)}:
-                    own[step] += 1
+            with suppress(TypeError, OverflowError):  # damaged ids
+                match record:
+                    case {"event": "begin", "step": int(step), "ids": list(ids)}:
+                        ids = array("q", ids)  # 8 bytes a sample: an audit may hold many
+                        begun.setdefault(step, array("q")).extend(ids)
+                        steps.add(step)
+                        good += 1
+                    case {"event": "done", "step": int(step)} if steps & {step - 1, step}:
+                        own[step] += 1
+                        good += 1
         done |= own  # the larger of both counts
-        if steps := steps | own.keys():
-            spans[int(path.stem.rpartition("rank")[2])] = range(min(steps), max(steps) + 1)
+        with open(path, "rb") as file:
+            whole = good == sum(1 for _ in file)
+        if steps:  # a damaged line may have told of any other step
+            rank = int(path.stem.rpartition("rank")[2])
+            spans[rank] = range(min(steps), max(steps) + 1) if whole else steps
     return begun, done, spans
 
 

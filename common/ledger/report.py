@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import median
 from string import Template
 
-from common.ledger.account import ENDING, STARTING, is_number, lives_of, own, read, read_options, summarize
+from common.ledger.account import ENDING, STARTING, is_number, lives_of, own, read, summarize
+from common.options import read_options
 
 FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
 MOST_CHARTS, FIRST = 16, ("loss", "acc", "lr", "samples/s")

@@ -72,7 +72,7 @@ class Status:
         self.control.close()
         with self.lock:
             known = self.look()
-            with contextlib.suppress(OSError, ValueError, UserError):
+            with contextlib.suppress(OSError, UserError):
                 known = read_status(self.path.parent) | known
             self._write(known | {"state": state, "reason": reason, "exit_code": code})
 
@@ -92,9 +92,12 @@ class Status:
 def read_status(run_dir):
     path = Path(run_dir) / "status.json"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        status = json.loads(path.read_text(encoding="utf-8"))
+        return dict.fromkeys(FIELDS) | status | {"t": float(status["t"])}
     except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} does not exist\nthe run has not begun, or is of an older version") from None
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        raise UserError(f"{path} is damaged\na training writes it anew within a second") from None
 
 
 def prometheus(status, run_dir):

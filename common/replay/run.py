@@ -7,8 +7,8 @@ from pathlib import Path
 
 from common.checkpoint import checkpoints, describe
 from common.errors import UserError
-from common.ledger import lives_of, read_options
-from common.options import Options
+from common.ledger import lives_of
+from common.options import Options, read_options
 
 HOUSE = Path(__file__).resolve().parents[2]
 FREE = {"epochs", "data_dir", "train_folder", "val_folder", "vocab_size", "threads", "device", "workers"}

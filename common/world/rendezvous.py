@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError, say
-from common.options import machine
+from common.options import machine_id
 
 ANSWER = timedelta(seconds=5)     # a store that is alive answers within
 JOINING = timedelta(minutes=10)   # ranks may still import, download or compile
@@ -54,7 +54,7 @@ def fresh_store(rank, size):
 
 def place(store, rank, size):
     """(number of this machine, rank on it, ranks on it): a start by hand sets RANK and WORLD_SIZE alone."""
-    store.set(f"place/{rank}", machine())
+    store.set(f"place/{rank}", str(machine_id()))
     places = [store.get(f"place/{other}") for other in range(size)]
     if store.add("placed", 1) == size:
         store.set("all placed", "1")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError
-from common.options import machine
+from common.options import machine_id
 from common.world.rendezvous import ANSWER, JOINING, wait
 
 BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
@@ -171,5 +171,5 @@ def _refuse_a_shared_gpu(store, device, local_size):
     """Where each process sees one GPU, it must not be the same one."""
     if device.type == "cuda" and local_size > torch.cuda.device_count() == 1:
         gpu = torch.cuda.get_device_properties(device).uuid
-        if store.add(f"gpu/{machine()}/{gpu}", 1) > 1:
+        if store.add(f"gpu/{machine_id()}/{gpu}", 1) > 1:
             raise _too_few(local_size, 1)

@@ -177,7 +177,19 @@ def test_a_torn_last_line_is_no_line(run):
     lines = whole.splitlines()
     # the begin-line of a step that was finished
     path.write_text("\n".join([*lines[:-2], lines[-2][:-5], lines[-1]]))
-    assert audit(run) == {**CLEAN, "missed": BATCH}
+    assert audit(run) == {**CLEAN, "unproven": [20]}
+
+
+@pytest.mark.parametrize("damage", ["step", "x", "ids"])
+def test_a_damaged_line_leaves_its_step_unproven_and_not_missed(run, damage):
+    """A file may hold anything: other kinds of values, and steps that no loop could count to."""
+    def change(record):
+        if record["step"] == 18:
+            record |= {"ids": {"step": None, "x": ["x"], "ids": [1e30]}[damage]} | (
+                {"step": 10**30} if damage == "step" else {})
+        return [record]
+    doctor(run, "cc", 0, change)
+    assert audit(run) == {**CLEAN, "unproven": [18]}
 
 
 def test_what_the_missing_file_of_a_rank_would_tell_is_unproven_and_not_missed(run):

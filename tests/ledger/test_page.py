@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 import pytest
 from test_ledger import KILLED, write
 
+from common.checkpoint.files import sealed
 from common.ledger import summarize
 from common.ledger.__main__ import main
 from common.ledger.report import COLUMNS, report, thin
@@ -24,7 +25,8 @@ def a_run(folder, steps=60, spike=None):
         rows[spike - 1]["loss"] = 77.0
     rows += [{"step": 30, "val_loss": 0.5, "val_acc": 0.4}, {"step": steps, "val_loss": 0.4, "val_acc": 0.6}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 6')
-    (folder / "options.json").write_text(json.dumps({"options": {"lr": 0.1, "model": "<b>&amp;"}}))
+    facts = {"options": {"lr": 0.1, "model": "<b>&amp;"}, "identity": {}}
+    (folder / "options.json").write_bytes(sealed(facts))
     return folder
 
 

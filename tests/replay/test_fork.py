@@ -8,6 +8,7 @@ from jobs import audit, weights
 from test_verify import own, train  # noqa: F401  (own is a fixture)
 
 from common.checkpoint import checkpoints
+from common.checkpoint.files import sealed
 from common.options import parse_options
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
@@ -60,12 +61,17 @@ def test_a_fork_that_lacks_something_is_refused(flags, words, capsys):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("text", ["[]", "null", "7", '{"options": 7}', "[" * 100_000, "{"])
+A_RUN = {"options": {"lr": 0.5}, "identity": {"lr": 0.5}}
+FLIPPED = sealed(A_RUN).decode().replace("0.5", "0.7")
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "7", '{"options": 7}', "[" * 100_000, "{", json.dumps(A_RUN),
+                                  FLIPPED], ids=lambda text: text[:9])
 def test_a_fork_of_a_run_whose_options_are_damaged_is_refused(text, tmp_path, capsys):
     (tmp_path / "options.json").write_text(text)
     with pytest.raises(SystemExit, match="2"):
         parse_options("", [f"--fork={tmp_path}", "--at=3", f"--run-dir={tmp_path}/new"], script="ddp")
-    assert "options.json cannot be read" in capsys.readouterr().err
+    assert "options.json cannot be read: options.json is damaged" in capsys.readouterr().err
 
 
 def test_steps_that_are_not_there_and_a_skip_beyond_the_epoch_are_refused(jobs, tmp_path, own):  # noqa: F811

@@ -176,7 +176,7 @@ def by_hand(world, machines):
     clean_environment()
     os.environ.update(clean, MASTER_PORT=world.store.get("port").decode())
     dist.destroy_process_group()
-    meeting.machine = lambda: machines[world.rank]
+    meeting.machine_id = lambda: machines[world.rank]
     asked = []
     sys.modules["common.world.join"]._devices = lambda opts, rank, size: (
         asked.append((rank, size)) or (torch.device("cpu"),))
