@@ -174,7 +174,7 @@ def _why_it_ended(attempt):
     return "no error was noted (killed? out of memory?)"
 
 
-def agents_flag(name, environ=os.environ):
+def agents_flag(name: str, environ: Mapping[str, str] = os.environ) -> str | None:
     """--NAME or PET_NAME of the agent above this process; None if it is not set or cannot be read."""
     try:
         with open(f"/proc/{os.getppid()}/cmdline", encoding="utf-8", errors="replace") as file:

@@ -32,12 +32,12 @@ def die_with_the_agent() -> None:
         os._exit(1)
 
 
-def machine() -> str:
+def _machine():
     """The name of this machine, or of this container on it, in this boot."""
     return f"{socket.gethostname()} {_this_boot()}"
 
 
-def job_id() -> str:
+def job_id():
     """The same in all lives of a job: Slurm's number, the agent's run id, or (without both) this process."""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm/{os.environ['SLURM_JOB_ID']}"
@@ -51,8 +51,8 @@ def queued_again() -> bool:
 
 
 def machine_id() -> int:
-    """`machine` as a number that ranks can gather."""
-    return int.from_bytes(hashlib.sha256(machine().encode()).digest()[:7], "little")
+    """This machine, or this container on it, in this boot, as a number that ranks can gather."""
+    return int.from_bytes(hashlib.sha256(_machine().encode()).digest()[:7], "little")
 
 
 def end_of(pid: int) -> str | None:
@@ -102,7 +102,7 @@ def this_process() -> dict[str, Any]:
 
 def agent_id() -> int:
     """A 62-bit number of the agent above this process, or of itself; unique to machine and boot."""
-    return int.from_bytes(hashlib.sha256(f"{machine()} {this_agent()}".encode()).digest()[:8], "little") >> 2
+    return int.from_bytes(hashlib.sha256(f"{_machine()} {this_agent()}".encode()).digest()[:8], "little") >> 2
 
 
 def holder_status(owner: dict[str, Any]) -> str:

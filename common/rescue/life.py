@@ -9,7 +9,7 @@ from typing import Any
 
 from common.errors import UserError, say
 from common.ledger import Clock, Ledger, Log, history, lives_of
-from common.options import Options, job_id, life_is_open
+from common.options import Options, life_is_open, this_process
 from common.sampler import ElasticSampler
 from common.world import World, gather_texts
 
@@ -33,7 +33,8 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
     parameters = parameters or sum(p.numel() for p in state.net.parameters())
     doing = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
         "going on" if state.step else "starting"
-    past = history(opts.run_dir, job_id(), state.step, clock.began) if world.rank == 0 else {}
+    job = this_process()["job"]
+    past = history(opts.run_dir, job, state.step, clock.began) if world.rank == 0 else {}
     log.start([
         f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
         world.devices_line(),
@@ -50,7 +51,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
                    (lambda: log.note(f"{died}; training again after {max(0.0, time.time() - stepped):.1f} s"))
                    if died else None, past["past"])
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step,
-                     epoch=state.epoch, position=state.position, pids=pids, hosts=hosts, job=job_id(),
+                     epoch=state.epoch, position=state.position, pids=pids, hosts=hosts, job=job,
                      began=clock.began, n=len(data.train), seed=opts.seed, data=data.fingerprint[:12],
                      global_batch_size=opts.global_batch_size, stages=world.stages, order=order.name,
                      options=opts.given(), **clock.laps)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.options import Options
 from common.world.determinism import pin
-from common.world.rendezvous import ANSWER, choose_interface, fresh_store, place
+from common.world.rendezvous import ANSWER, choose_interface, fresh_store, place, while_machines_live
 from common.world.world import World, _refuse_a_shared_gpu, _too_few
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of mallopt: which freed memory goes back to the kernel
@@ -71,12 +71,13 @@ def join(opts: Options) -> World:
                         "leave out init_process_group: the ranks are joined here, and parted at the end")
     if size > 1:
         choose_interface(env, size, local_size)
-        store = store or fresh_store(rank, size)
-        _refuse_a_shared_gpu(store, devices[0], local_size)
-        _init_process_group(store, rank, size, devices[0], timeout)
-        if rank == 0:
-            store.set("life", life)
-        life = store.get("life").decode()
+        with while_machines_live():
+            store = store or fresh_store(rank, size)
+            _refuse_a_shared_gpu(store, devices[0], local_size)
+            _init_process_group(store, rank, size, devices[0], timeout)
+            if rank == 0:
+                store.set("life", life)
+            life = store.get("life").decode()
     restart = int(env.get("TORCHELASTIC_RESTART_COUNT", 0))
     left = int(env.get("TORCHELASTIC_MAX_RESTARTS", 0)) - restart if "TORCHELASTIC_RUN_ID" in env else 0
     world = World(rank, size, local_rank, local_size, node, devices, life, restart, store, restarts_left=left)

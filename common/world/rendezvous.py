@@ -2,22 +2,25 @@
 import contextlib
 import fcntl
 import os
+import pickle
 import socket
 import struct
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
 from common.errors import UserError, say
-from common.options import machine_id
+from common.options import agents_flag, machine_id
 
 ANSWER = timedelta(seconds=5)     # a store that is alive answers within
 JOINING = timedelta(minutes=10)   # ranks may still import, download or compile
+GONE_SECONDS = 3.0                # a machine that leaves to meet again is in no list for a moment
 SIOCGIFADDR = 0x8915              # asks Linux for an interface's address
 
 
@@ -50,6 +53,41 @@ def fresh_store(rank, size):
             answered.add(nonce)
         time.sleep(0.01)
     return store
+
+
+@contextlib.contextmanager
+def while_machines_live() -> Iterator[None]:
+    """Ends this rank if a machine dies before its ranks have come: then torchrun has the others meet again.
+
+    Else this rank would wait for them for ten minutes. launch/torchrun.py sees such a death first.
+    """
+    place, machines = agents_flag("rdzv_endpoint"), int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    met = threading.Event()
+    if machines > 1 and place and agents_flag("rdzv_backend") == "c10d":
+        threading.Thread(target=_look_for, args=(machines, place, met), daemon=True).start()
+    try:
+        yield
+    finally:
+        met.set()
+
+
+def _look_for(machines, place, met):
+    """Reads the list in which the agents keep each other; they strike out a machine after 15 seconds."""
+    if met.wait(ANSWER.total_seconds()):
+        return
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+    with contextlib.suppress(Exception):  # it does not answer: this rank waits as long as any
+        job = RendezvousParameters("c10d", place, os.environ["TORCHELASTIC_RUN_ID"], 1, 1, is_host="0")
+        backend, _ = create_backend(job)
+        whole = time.monotonic()
+        while time.monotonic() - whole < GONE_SECONDS:
+            if len(pickle.loads(backend.get_state()[0]).participants) >= machines:
+                whole = time.monotonic()
+            if met.wait(0.5):
+                return
+        say("a machine has gone before all could train, meeting again", sys.stderr)
+        os._exit(1)
 
 
 def place(store, rank, size):
