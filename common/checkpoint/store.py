@@ -140,6 +140,9 @@ class CheckpointStore(Saving):
         if odd is not None:
             self._withdraw(state)
             rank = f"rank {odd or 'any'}"
+            if self.agreed is None and not state.step:
+                raise UserError(f"model {self.opts.model}: the ranks have made different weights\n"
+                                "make them from --seed alone, not from the rank, the process or the time")
             raise RuntimeError(
                 f"step {state.step}: the weights of {rank} differ from the others; "
                 f"going back to step {self.agreed}, where all agreed" if self.agreed is not None else

@@ -193,7 +193,8 @@ def takes_one(net, data, task, opts):
     if not any(isinstance(m, _BatchNorm) for m in net.modules()):
         return True
     was, batch = net.training, map_tensors(lambda t: t.to("meta"), data.train.fetch([0]))
-    hollow = {name: torch.empty_like(tensor, device="meta") for name, tensor in named_tensors(net)}
+    hollow = {name: torch.empty_like(tensor, device="meta") if tensor.dim() else tensor.clone()
+              for name, tensor in named_tensors(net)}  # a BatchNorm reads how many batches it has seen
     try:
         with torch.no_grad():
             task.function(lambda *args, **kwargs: torch.func.functional_call(net, hollow, args, kwargs),

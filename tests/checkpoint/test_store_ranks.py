@@ -245,7 +245,7 @@ def test_the_same_start_on_all_ranks_or_none(tmp_path):
         state = tiny_state(options(tmp_path))
         with torch.no_grad():
             state.net[0].weight[0, 0] += world.rank
-        with pytest.raises(RuntimeError, match="starts with other weights"):
+        with pytest.raises(UserError, match="the ranks have made different weights"):
             new_store(options(tmp_path), world).restore(state)
         return state.half_updated
 

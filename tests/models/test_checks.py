@@ -62,6 +62,12 @@ def test_a_net_without_weights_is_refused_too(tmp_path):
     assert "no weight of it trains" in refusal(f"{tmp_path}/mine.py:net", ROWS)
 
 
+def test_what_a_net_freezes_as_it_is_set_to_training_is_frozen_before_the_optimizer_is_built(given):
+    def give(net):
+        net.kept, net.train = nn.Linear(3, 3), lambda mode=True: net.kept.requires_grad_(False)
+    assert not build(given(give), ROWS).kept.weight.requires_grad
+
+
 def test_extra_state_in_the_nets_own_memory_is_fine(given):
     own = torch.ones(3)
     build(given(lambda net: net.add_module("kept", Extra(lambda: own))), ROWS)

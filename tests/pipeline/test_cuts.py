@@ -84,7 +84,11 @@ def twice():
     return nn.Sequential(part, nn.Tanh(), part, nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("make", [lambda: Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), ResNet, twice])
+def scripted():
+    return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), ResNet, twice, scripted])
 def test_the_pieces_of_an_unusual_net_are_the_net(make):
     net, x = make(), torch.rand(3, 4)
     y = x

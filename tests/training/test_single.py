@@ -102,4 +102,6 @@ def test_a_net_that_cannot_be_tried_is_believed():
 
     sample = torch.ones(1, 4), torch.zeros(1, dtype=torch.int64)
     data = SimpleNamespace(train=SimpleNamespace(fetch=lambda ids: sample))
-    assert takes(Looks(), data) and not takes(nn.BatchNorm1d(4), data)
+    counting = nn.BatchNorm1d(4, momentum=None)  # reads how many batches it has seen
+    assert takes(Looks(), data) and not takes(nn.BatchNorm1d(4), data) and not takes(counting, data)
+    assert counting.num_batches_tracked == 0
