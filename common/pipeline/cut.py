@@ -39,7 +39,9 @@ class Measure(NamedTuple):
 def pieces(net):
     """The net as pieces, each with weights of its own: a part without weights joins the piece before it."""
     vision = type(net).__name__ if type(net).__module__.startswith("torchvision.") else ""
-    if getattr(type(net), "forward", None) is nn.Sequential.forward:
+    if net._forward_hooks or net._forward_pre_hooks:  # of the whole net
+        found = [Piece("all of it", net, ("",))]
+    elif getattr(type(net), "forward", None) is nn.Sequential.forward:
         # named_children would leave out a part that occurs twice
         found = [Piece(name, part, (name,)) for name, part in net._modules.items()]
     elif vision in CHAINS:

@@ -99,7 +99,8 @@ class Averaged(DistributedDataParallel):
             if "finished reduction in the prior iteration" not in str(error):
                 raise
             raise UserError("a weight had no part in the loss, and other ranks would wait for its gradient\n"
-                            "freeze what forward does not use (--freeze, requires_grad_(False))") from error
+                            "freeze what forward never uses (--freeze, requires_grad_(False)); with "
+                            "--virtual-ranks\nforward may use other weights in each step") from error
 
 
 class Replica(nn.Module):

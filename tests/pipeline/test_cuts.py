@@ -88,7 +88,14 @@ def scripted():
     return torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
 
 
-@pytest.mark.parametrize("make", [lambda: Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), ResNet, twice, scripted])
+def hooked():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net.register_forward_pre_hook(lambda module, inputs: (inputs[0] / 2,))
+    return net
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), ResNet, twice, scripted,
+                                  hooked])
 def test_the_pieces_of_an_unusual_net_are_the_net(make):
     net, x = make(), torch.rand(3, 4)
     y = x
