@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from common.checkpoint.files import parse_json, read_small
+from common.checkpoint.files import parse_json, read_small, room
 from common.checkpoint.manifest import STATE, checkpoints, describe, read_manifest
 from common.errors import UserError
 
@@ -86,11 +86,18 @@ def export(step, folder, target):
     chosen = {name: torch.cat(rows) if len(rows) > 1 else rows[0]
               for name, rows in (weights | averages).items() if name not in (tied or {})}
     aside, content = Path(f"{target}.new"), save(chosen, {"format": "pt"})
-    aside.write_bytes(content)
-    if aside.read_bytes() != content:
-        aside.unlink()
-        raise UserError(f"{target}: what was written reads back as something else\nexport to another disk")
-    os.rename(aside, target)
+    try:
+        with open(aside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if aside.read_bytes() != content:
+            raise UserError(f"{target}: what was written reads back as something else\nexport to another disk")
+        os.rename(aside, target)
+    except OSError as error:
+        raise UserError(f"--export {room(error, target, len(content))}\nexport to another place") from error
+    finally:
+        aside.unlink(missing_ok=True)
     notes = [f"{len(chosen)} tensors of step {step}", *["averaged"] * bool(averages),
              *[f"{name} is {first}" for name, first in (tied or {}).items()]]
     return f"{target}: {', '.join(notes)}"

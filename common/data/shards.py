@@ -75,18 +75,27 @@ def read_index(path, shards):
             head = file.readline()
         facts = json.loads(head)
         if facts["shards"] == shards:
-            return facts, np.memmap(path, "<i8", "r", len(head), (sum(facts["groups"]), 4))
-    except (FileNotFoundError, ValueError, TypeError, KeyError):
+            rows = np.memmap(path, "<i8", "r", len(head), (sum(facts["groups"]), 4))
+            if facts.pop("seal") == seal(facts, rows):  # one bit may be another label
+                return facts, rows
+    except (FileNotFoundError, ValueError, TypeError, KeyError, RecursionError):
         pass  # missing, torn or of another kind
     return None
+
+
+def seal(facts, rows):
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest.update(rows)
+    return digest.hexdigest()
 
 
 def write_index(path, shards, facts, rows):
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     aside = path.with_name(f"{path.name}.{os.uname().nodename}-{os.getpid()}")
     try:
-        head = json.dumps({"shards": shards, **facts}).encode() + b"\n"
-        aside.write_bytes(head + np.array(rows, dtype="<i8").tobytes())
+        facts, rows = {"shards": shards, **facts}, np.array(rows, dtype="<i8")
+        head = json.dumps(facts | {"seal": seal(facts, rows)}).encode() + b"\n"
+        aside.write_bytes(head + rows.tobytes())
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)

@@ -1,5 +1,7 @@
 """What a finished run is good for: its best checkpoint by name, its weights as a file that anybody reads."""
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -54,12 +56,19 @@ def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys)
     assert main([str(run), "--export", str(file)]) == 0 and "of step 2" in capsys.readouterr().out
 
 
-def test_an_export_that_reads_back_as_something_else_leaves_no_file(tmp_path, capsys, monkeypatch):
+def full(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("place, name, act, said", [
+    (Path, "read_bytes", lambda path: b"", "reads back as something else"),
+    (os, "fsync", full, "No space left on device (ENOSPC); needed")])
+def test_an_export_that_fails_leaves_no_file(tmp_path, capsys, monkeypatch, place, name, act, said):
     run, file = trained(tmp_path), tmp_path / "w.safetensors"
-    write = Path.write_bytes
-    monkeypatch.setattr(Path, "write_bytes", lambda path, content: write(path, content[:-1] + b"!"))
-    assert main([str(run), "--export", str(file)]) == 2
-    assert "reads back as something else" in capsys.readouterr().err and not list(tmp_path.glob("w*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(place, name, act)
+        assert main([str(run), "--export", str(file)]) == 2
+    assert said in capsys.readouterr().err and not list(tmp_path.glob("w*"))
 
 
 def test_what_is_exported_loads_strictly_into_the_bare_net(tmp_path, capsys):

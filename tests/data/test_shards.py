@@ -98,6 +98,20 @@ def test_the_index_is_made_once_and_again_when_a_shard_has_changed(tmp_path, mon
     assert data.fingerprint != first and len(data.train) == 9
 
 
+def test_an_index_in_which_any_bit_has_flipped_is_made_again(tmp_path):
+    """Its rows are labels and offsets: a flipped bit would train on another class without a word."""
+    folder = write_shards(tmp_path / "a")
+    tar(folder)
+    path, stamps = folder / ".train.index", [shards.stamp(path) for path in sorted(folder.glob("train*.tar"))]
+    whole = path.read_bytes()
+    assert shards.read_index(path, stamps)
+    for at in range(len(whole)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1:])
+        assert not shards.read_index(path, stamps), at
+    tar(folder)
+    assert path.read_bytes() == whole
+
+
 def test_labels_that_were_changed_change_the_fingerprint(tmp_path):
     folder = write_shards(tmp_path / "a")
     first = tar(folder).fingerprint
