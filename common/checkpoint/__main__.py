@@ -92,7 +92,8 @@ def export(step, folder, target):
             file.flush()
             os.fsync(file.fileno())
         if aside.read_bytes() != content:
-            raise UserError(f"{target}: what was written reads back as something else\nexport to another disk")
+            raise UserError(f"{target}: what was written reads back as something else\n"
+                            "export to another disk")
         os.rename(aside, target)
     except OSError as error:
         raise UserError(f"--export {room(error, target, len(content))}\nexport to another place") from error

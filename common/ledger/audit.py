@@ -1,5 +1,6 @@
 """Compares the samples each step was trained on with the order of an undisturbed run."""
 import functools
+import re
 from array import array
 from collections import Counter
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def _follow(folders, lives):
         resumed = events[0]["step"]
         lost += max(0, reached - resumed)
         chain = {step: ids for step, ids in chain.items() if step <= resumed}
-        begun, done, spans = _read_life(folders, events[0]["life"])
+        begun, done, spans = _read_life(folders, events[0]["life"], events[0]["world"])
         ranks = range(0, events[0]["world"], events[0].get("stages", 1))
         makers.append((resumed, [spans.get(rank, range(0)) for rank in ranks]))
         for step, ids in begun.items():
@@ -74,10 +75,13 @@ def _follow(folders, lives):
     return chain, makers, reached, lost, executions.total() - len(executions)
 
 
-def _read_life(folders, life):
+def _read_life(folders, life, world):
     """Return {step: ids any rank began}, {step: how often the busiest rank did it}, {rank: steps noted}."""
     begun, done, spans = {}, Counter(), {}
     for path in (path for folder in folders for path in folder.glob(f"life-{life}-rank*.jsonl")):
+        name = re.fullmatch(r".+-rank(0|[1-9]\d*)\.jsonl", path.name)
+        if not name or int(name[1]) >= world or not path.is_file():
+            continue  # a copy that a person made, say
         own, steps, good = Counter(), set(), 0
         for record in read(path):
             with suppress(TypeError, OverflowError):  # damaged ids
@@ -89,13 +93,12 @@ def _read_life(folders, life):
                         good += 1
                     case {"event": "done", "step": int(step)} if steps & {step - 1, step}:
                         own[step] += 1
-                        good += 1
+                        good += step in steps
         done |= own  # the larger of both counts
         with open(path, "rb") as file:
             whole = good == sum(1 for _ in file)
         if steps:  # a damaged line may have told of any other step
-            rank = int(path.stem.rpartition("rank")[2])
-            spans[rank] = range(min(steps), max(steps) + 1) if whole else steps
+            spans[int(name[1])] = range(min(steps), max(steps) + 1) if whole else steps
     return begun, done, spans
 
 

@@ -18,6 +18,7 @@ class Lines:
     """A file of JSON objects, one per line; append() survives a failing disk and never joins two lines.
 
     `warn` gets the text of the first failure; later lines are tried all the same, as a disk may be emptied.
+    append() returns whether the line is written.
     """
 
     def __init__(self, path, warn=lambda text: say(f"warning: {text}", sys.stderr)):
@@ -32,8 +33,10 @@ class Lines:
             # Two NFS clients may overwrite each other.
             if os.write(self.fd, line) < len(line):
                 raise OSError("the disk took only part of a line")
+            return True
         except OSError as error:
             self.give_up(error)
+            return False
 
     def open(self):
         """Follows no planted link; a last line that a full disk or a power cut tore gets its end."""
@@ -145,17 +148,21 @@ class Audit:
     """
 
     def __init__(self, run_dir: Path | str, life: str, rank: int, on: bool = True) -> None:
-        self.on, self.made = on, 0  # the newest step that is made
+        self.on, self.made, self.whole = on, 0, True  # the newest step that is made; whether no line is lost
         self.lines = Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
 
     def begin(self, step: int, epoch: int, position: int, ids: list[int]) -> None:
         if self.on:
             self.made = self.made or step - 1
-            self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position,
-                               "ids": ids})
+            self._note({"event": "begin", "step": step, "epoch": epoch, "position": position, "ids": ids})
 
     def done(self, step: int) -> None:
         """The newest step that is made: a GPU may make it after the next one has begun."""
         if self.on and step > self.made:
-            self.lines.append({"event": "done", "step": step})
+            self._note({"event": "done", "step": step})
             self.made = step
+
+    def _note(self, record):
+        """After a lost line the file says so: what it lacks is unproven then, not missed."""
+        self.whole = self.whole or self.lines.append({"event": "lost"})
+        self.whole = self.lines.append(record) and self.whole

@@ -1,7 +1,9 @@
 """The audit proves that no sample was lost or repeated, from the logs of all ranks; doctored logs show it can
 fail.
 """
+import errno
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +192,28 @@ def test_a_damaged_line_leaves_its_step_unproven_and_not_missed(run, damage):
         return [record]
     doctor(run, "cc", 0, change)
     assert audit(run) == {**CLEAN, "unproven": [18]}
+
+
+def test_lines_that_a_full_disk_did_not_take_are_unproven_and_not_missed(tmp_path, monkeypatch):
+    Ledger(tmp_path).event("life", life="aa", world=1, step=0, n=N, seed=SEED, global_batch_size=BATCH)
+    log, write = Audit(tmp_path, "aa", 0), os.write
+
+    def full(fd, line):
+        if 3 <= step <= 4:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, line)
+    monkeypatch.setattr(os, "write", full)
+    for step, ids in enumerate(ElasticSampler(N, BATCH, seed=SEED), start=1):
+        log.begin(step, 0, 0, ids)
+        log.done(step)
+    assert audit(tmp_path) == {**CLEAN, "unproven": [3, 4]}
+
+
+@pytest.mark.parametrize("rank", ["0 (copy)", "00", "-1", "x", "", "7"])
+def test_a_copy_of_an_audit_file_under_another_name_is_not_counted(run, rank):
+    text = (run / "audit" / "life-cc-rank0.jsonl").read_text()
+    (run / "audit" / f"life-cc-rank{rank}.jsonl").write_text(text)
+    assert audit(run) == CLEAN
 
 
 def test_what_the_missing_file_of_a_rank_would_tell_is_unproven_and_not_missed(run):
