@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import errno
 import functools
+import io
 import json
 import os
 import re
@@ -68,6 +69,33 @@ def say(text: str, stream: TextIO | None = None) -> None:
     bar = outlet.isatty() and os.environ.get("TERM") != "dumb"
     outlet.write(("\r\x1b[K" if bar else "") + text + "\n")
     outlet.flush()
+
+
+def fill_closed_streams() -> None:
+    """Else the number of a closed one (`>&-`) goes to the next file or socket, and C code prints into it."""
+    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(number)
+    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+
+
+def run_command(act: Callable[[], int]) -> int:
+    """The exit code of a command for people; 2 for a mistake, which is told, 130 after Ctrl-C."""
+    fill_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        code = act()
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except (UserError, OSError, ValueError, RecursionError, ImportError) as error:
+        Outlet(sys.stdout).flush()  # at exit, what cannot be written would be an error once more
+        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
+            return 141
+        say("error: " + "\n       ".join(str(error).splitlines()[:3]), sys.stderr)
+        return getattr(error, "code", 2)
 
 
 def speaks_for_node(environ: Mapping[str, str] = os.environ) -> bool:
@@ -194,8 +222,10 @@ def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 raise
             # Exit code 1: another process may have taken the memory for a while, so a restart is worth a try.
             rank = os.environ.get("RANK", 0)
-            advice = USE_LESS_MEMORY[opts.script]
-            say(f"error: rank {rank} is out of memory: {missing}\n       {advice}", sys.stderr)
+            what, advice = "memory", USE_LESS_MEMORY[opts.script]
+            if "thread" in missing:
+                what, advice = "threads", "raise their limit (ulimit -u, pids.max), or start fewer processes"
+            say(f"error: rank {rank} is out of {what}: {missing}\n       {advice}", sys.stderr)
             os._exit(1)
     return run
 

@@ -3,6 +3,7 @@
 Private names of torch that are used or replaced: SubprocessContext and its handlers, LocalElasticAgent, c10's
 FLAGS_caffe2_log_level.
 """
+import argparse
 import contextlib
 import ctypes
 import json
@@ -23,6 +24,7 @@ from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import main as torchrun
 from workers import FINAL, MESSAGE_BYTES, STOP, STOPPED, die_with
 
+from common.errors import out_of_memory
 from common.options.environment import flag_in
 
 
@@ -41,7 +43,7 @@ class Worker:
 class Life(SubprocessContext):
     """The workers of one life on this machine, which the launcher forks, signals and waits for."""
 
-    line = None
+    line, began = None, False
 
     def _start(self):
         self.tell("life")
@@ -53,6 +55,7 @@ class Life(SubprocessContext):
             if self._numa_options:
                 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as with_numa
                 words = with_numa(words, device_index=place, numa_options=self._numa_options)
+            Life.began = True
             self.tell("start", place, words, self.envs[place], (self.stdouts[place], self.stderrs[place]))
         while not all(self.pids().values()):
             self.listen()
@@ -86,13 +89,14 @@ class Life(SubprocessContext):
                     return
 
 
-def serve(arguments, line, launcher):
-    """torchrun with these arguments; returns the exit code."""
+def serve(arguments, line, launcher, given=()):
+    """torchrun with these arguments, of which a person gave some; returns the exit code."""
     die_with(launcher, signal.SIGKILL)
     os.setsid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # the launcher tells of them
     Life.line = line
     multiprocessing.SubprocessContext, launcher_api.LocalElasticAgent = Life, Agent
+    argparse.ArgumentParser.error = refuse
     look_often()
     if "LOGLEVEL" not in os.environ:  # the launcher says it in fewer words
         for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
@@ -116,6 +120,18 @@ def serve(arguments, line, launcher):
                 print(f"error: {not_met(error, arguments, time.monotonic() - began)}", file=sys.stderr)
                 return 1
             print("torchrun: the rendezvous does not answer, looking for it again", file=sys.stderr)
+        except (ValueError, AssertionError, RuntimeError, OSError) as error:
+            if Life.began:
+                raise
+            words = " ".join(str(error).split())[:200] or "a number is out of range"
+            print(f"error: torchrun cannot start so: {words}\n"
+                  f"       its flags were {' '.join(given) or 'none'}; see torchrun --help", file=sys.stderr)
+            return 1 if out_of_memory(error) else 2
+
+
+def refuse(parser, message):
+    """In place of a page of usage."""
+    raise ValueError(message)
 
 
 def not_met(error, arguments, seconds):

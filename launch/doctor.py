@@ -40,7 +40,7 @@ COPIES = 3  # of the state that may pass the disk at a stop: of a save under way
 def main(arguments):
     """Prints a line for each check; returns the exit code."""
     if {"-h", "--help"} & set(arguments[:1]):
-        print(__doc__)
+        say(__doc__)
         return 0
     job = job_of(arguments)
     if not job:

@@ -26,13 +26,14 @@ import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+HERE = ROOT / "launch"
+sys.path[:0] = [str(ROOT), str(HERE)]
 
 from keep import keep  # noqa: E402
 from output import Output  # noqa: E402
 from workers import STOP, STOPPED, Workers, run_script  # noqa: E402
 
-from common.errors import say  # noqa: E402
+from common.errors import fill_closed_streams, say  # noqa: E402
 from common.options.environment import flag_in  # noqa: E402
 
 SETTINGS = {
@@ -84,8 +85,10 @@ def main(arguments):
         code = 1
         try:
             line.close()
+            forget_modules()
+            sys.path.insert(0, str(HERE))
             from agent import serve
-            code = serve(settled(own, folder) + script, theirs, launcher)
+            code = serve(settled(own, folder) + script, theirs, launcher, own)
         except SystemExit as end:  # a wrong flag
             code = end.code
         except BaseException:
@@ -100,15 +103,8 @@ def main(arguments):
         code = Workers(agent, line, run_script if forks else None, say, deaths_in(opts), output).serve()
         return code if not opts or keep(opts, say) or code != STOPPED else UNSAVED
     finally:
+        line.close()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def fill_closed_streams():
-    """Else the number of a closed one (`>&-`) would go to the next socket, and a worker print into it."""
-    while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(number)
-    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
 
 
 def check_options(script, processes):
@@ -117,8 +113,8 @@ def check_options(script, processes):
     None for a script that has flags of its own, or none.
     """
     sys.argv = script
-    text = Path(script[0]).read_text(encoding="utf-8")
-    if "parse_options" not in text:
+    text = Path(script[0]).read_bytes()
+    if b"parse_options" not in text:
         return None
     from common.options import parse_options
     return parse_options(ast.get_docstring(ast.parse(text)) or "", processes=processes)
@@ -134,7 +130,11 @@ def preload(script, own, opts):
     """Imports everything that a worker will import; returns whether to fork workers."""
     if "spawn" in (flag_in(own, "start_method", os.environ) or ("" if sys.platform == "linux" else "spawn")):
         return False
-    sys.path.insert(0, str(Path(script[0]).resolve().parent))
+    if {"--no-python", "--no_python"} & set(own) or "PET_NO_PYTHON" in os.environ:
+        return False
+    elsewhere = [place for place in sys.path if Path(place).resolve() != HERE]
+    sys.path[:] = [str(Path(script[0]).resolve().parent), *elsewhere]
+    forget_modules()
     gc.disable()  # imports make no garbage
     if opts:
         runpy.run_path(script[0], run_name="preload")
@@ -154,6 +154,12 @@ def preload(script, own, opts):
     return True
 
 
+def forget_modules():
+    """A script may have modules named as those of this folder: output.py, agent.py, ..."""
+    for name in [name for name in sys.modules if (HERE / f"{name}.py").is_file()]:
+        del sys.modules[name]
+
+
 def settled(own, folder):
     """torchrun's arguments with our settings; `folder` is temporary."""
     # The command line's settings are added to these: torchrun alone would drop those of the environment.
@@ -170,6 +176,8 @@ def settled(own, folder):
                 "--local_addr=127.0.0.1", *own]
     if flag_in(own, "local_addr", os.environ):
         return own
+    if "--standalone" in own:
+        return ["--local_addr=127.0.0.1", *own]
     address = address_towards(flag_in(own, "rdzv_endpoint", os.environ))
     return [f"--local_addr={address}", *own] if address else own
 
@@ -181,7 +189,7 @@ def address_towards(endpoint):
         if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
             return None
     with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, int(port)))  # sends nothing
+        probe.connect((host, int(port) % 65536))  # sends nothing
         address = probe.getsockname()[0]
         return None if address.startswith("127.") else address
 
@@ -193,4 +201,9 @@ def count(own):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BlockingIOError as error:
+        say(f"error: no more processes can be started ({error.strerror})\n"
+            "       raise the limit (ulimit -u, pids.max), or start fewer", sys.stderr)
+        sys.exit(1)

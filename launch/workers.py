@@ -209,7 +209,7 @@ class Workers:
         if self.codes and not any(self.codes) and (self.asked or not self.code):
             return 0
         if not self.asked:
-            return self.code if self.code in (0, 1) else 1
+            return self.code if self.code in (0, 1, 2) else 1
         # killed: it had no time to save
         return STOPPED if STOPPED in self.codes or -signal.SIGKILL not in self.codes else 1
 

@@ -16,7 +16,7 @@ import torch
 
 from common.checkpoint.files import parse_json, read_small, room
 from common.checkpoint.manifest import STATE, checkpoints, describe, read_manifest
-from common.errors import UserError
+from common.errors import UserError, run_command
 
 EMA = "/ema"  # the end of an average's name
 
@@ -28,22 +28,15 @@ def main(arguments):
     parser.add_argument("--digest", action="store_true")
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--export", metavar="FILE")
-    try:
-        asked = parser.parse_args(arguments)
-        one = [choice for choice in checkpoints(asked.run.parent) if choice[1].name == asked.run.name]
-        if not one and not (asked.run / "checkpoints").is_dir():
-            raise UserError(f"{asked.run} is no run folder: it has no checkpoints/")
-        show(asked, one or checkpoints(asked.run / "checkpoints"))
-        return 0
-    except SystemExit as end:
-        return end.code
-    except (UserError, OSError, ImportError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return getattr(error, "code", 2)
+    asked = parser.parse_args(arguments)
+    return run_command(lambda: show(asked))
 
 
-def show(asked, found):
-    whole, act = [], asked.best or asked.export
+def show(asked):
+    found = [choice for choice in checkpoints(asked.run.parent) if choice[1].name == asked.run.name]
+    if not found and not (asked.run / "checkpoints").is_dir():
+        raise UserError(f"{asked.run} is no run folder: it has no checkpoints/")
+    found, whole, act = found or checkpoints(asked.run / "checkpoints"), [], asked.best or asked.export
     for step, folder in found:
         good, line = describe(step, folder)
         if not act and (good or not asked.digest):
@@ -56,6 +49,7 @@ def show(asked, found):
     chosen = best(whole[0][1], found) if asked.best else whole[0]
     if act:
         print(export(*chosen, asked.export) if asked.export else chosen[1])
+    return 0
 
 
 def best(newest, found):

@@ -87,7 +87,8 @@ class Saving:
             if self.failures >= MOST_FAILURES:
                 raise UserError(
                     f"{self.failures} saves in a row have failed, the last one: {error}\n"
-                    f"the newest good checkpoint is step {self.committed}; make room, then start again",
+                    + (f"the newest good checkpoint is step {self.committed}" if self.committed >= 0 else
+                       "there is no good checkpoint yet") + "; make room, then start again",
                     code=4)
 
     def _note_digest(self):

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from common.data.pictures import decode
-from common.errors import UserError
+from common.errors import UserError, run_command
 
 
 def complaint(path):
@@ -25,12 +25,14 @@ def main(arguments):
     if len(folders) != 1 or len(arguments) != 2:
         print("usage: python -m common.data DIR --check", file=sys.stderr)
         return 2
+    return run_command(lambda: check(Path(folders[0])))
+
+
+def check(root):
     from torchvision.datasets.folder import IMG_EXTENSIONS
-    root, bad = Path(folders[0]), 0
-    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
+    bad, paths = 0, sorted(path for path in root.rglob("*") if path.suffix.lower() in IMG_EXTENSIONS)
     if not paths:
-        print(f"error: no image is below {root}, as {root}/train/CLASS/IMAGE.jpg", file=sys.stderr)
-        return 2
+        raise UserError(f"no image is below {root}, as {root}/train/CLASS/IMAGE.jpg")
     with multiprocessing.get_context("fork").Pool(len(os.sched_getaffinity(0))) as pool:
         for text in filter(None, pool.imap(complaint, paths, chunksize=16)):
             bad += 1

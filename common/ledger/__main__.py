@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import UserError, run_command
 from common.ledger.account import summarize
 from common.ledger.audit import audit
 from common.ledger.report import by_host, page, report
@@ -38,11 +38,7 @@ def main(argv=None):
     given = parser.parse_args(argv)
     if (given.prometheus or given.stale is not None) and not given.status:
         parser.error("--prometheus and --stale belong to --status")
-    try:
-        return show(given)
-    except (UserError, OSError, ValueError, RecursionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: show(given))
 
 
 def show(given):

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from common.errors import UserError, say
+from common.errors import UserError, fill_closed_streams, say
 from common.options.process import die_with_the_agent
 
 SMALLEST = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}
@@ -90,11 +90,10 @@ def _check_meeting_point(environ, size):
 def _resolve(host, seconds, again):
     if host in ("localhost", socket.gethostname()):
         return
-    try:
-        ipaddress.ip_address(host.partition("%")[0])
+    with contextlib.suppress(ValueError):  # a name
+        if (address := ipaddress.ip_address(host.partition("%")[0])).is_loopback:
+            _reach_itself(address)
         return
-    except ValueError:
-        pass
     answer, end = [], time.monotonic() + seconds
 
     def look_up():
@@ -114,6 +113,17 @@ def _resolve(host, seconds, again):
     if problem:
         raise UserError(f"MASTER_ADDR={host!r} cannot be resolved{problem}\n"
                         "set it to a name or an address of rank 0's machine", code=1 if again else 2)
+
+
+def _reach_itself(address):
+    """In a sandbox the loopback interface may be down: torch would try to connect for ten minutes."""
+    try:
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))  # sends nothing
+    except OSError as error:
+        raise UserError(f"MASTER_ADDR={address}: this machine does not reach itself ({error.strerror})\n"
+                        "ip link set lo up; has lo that address (ip address show lo)?") from None
 
 
 def end_a_crash_loop(notes, life):
@@ -141,6 +151,7 @@ def begin_life(environ: Mapping[str, str] = os.environ) -> None:
 
     From here until the life is open, launch/meeting.py ends the wait for a machine that dies.
     """
+    fill_closed_streams()
     die_with_the_agent()
     check_environment(environ)
     if notes := _notes(environ):

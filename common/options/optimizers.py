@@ -2,7 +2,10 @@
 import ast
 import functools
 import importlib.util
+import sys
 from pathlib import Path
+
+from common.errors import UserError
 
 LR = {"sgd": 0.05, "adam": 1e-3, "adamw": 1e-3}  # where the default is ours; these are fused
 OWN_LR = 1e-3                                    # for a user's function
@@ -38,7 +41,10 @@ def takes(name):
 
 
 def _parsed(module):
-    folder = Path(importlib.util.find_spec("torch").origin).with_name("optim")
+    if not (torch := importlib.util.find_spec("torch")):
+        raise UserError(f"{sys.executable} has no torch\n"
+                        "launch/local.sh installs it into an environment of its own")
+    folder = Path(torch.origin).with_name("optim")
     return ast.parse((folder / f"{module}.py").read_text(encoding="utf-8")).body
 
 

@@ -13,7 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from common.errors import UserError
+from common.errors import run_command
 from common.replay.diff import diff
 from common.replay.step import step
 from common.replay.verify import verify
@@ -45,11 +45,7 @@ def main(argv=None):
     flag("--with-a", default="", help="what made the first run: PYTHON, or PYTHON:FOLDER of the code")
     flag("--with-b", default="", help="and the second run")
     given = parser.parse_args(argv)
-    try:
-        return given.act(given)
-    except (UserError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return run_command(lambda: given.act(given))
 
 
 if __name__ == "__main__":

@@ -330,7 +330,7 @@ def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):
             and "damaged: optimizer.safetensors is 8 bytes" in capsys.readouterr().out)
     assert main([str(opts.run_dir), "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")
     os.truncate(root / "step-00000001" / "optimizer.safetensors", 8)
-    assert main([str(opts.run_dir)]) == 3 and main([str(tmp_path)]) == main([]) == main(["a", "--no"]) == 2
+    assert main([str(opts.run_dir)]) == 3 and main([str(tmp_path)]) == 2
 
 
 def test_memory_that_the_driver_refuses_to_lock_fails_no_kernel_afterwards(tmp_path, monkeypatch):

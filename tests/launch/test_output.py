@@ -187,3 +187,32 @@ def test_a_shell_may_close_the_launchers_streams(jobs, tmp_path, closed):
                               stderr=file, env=jobs.environment(), timeout=120)
     assert done.returncode == 0, out.read_text()
     assert "val_loss" in (run / "logs/rank-0.log").read_text() and "Traceback" not in out.read_text()
+
+
+def test_a_script_may_have_modules_named_as_those_of_the_launcher(jobs, tmp_path):
+    names = sorted(path.stem for path in (ROOT / "launch").glob("*.py"))
+    for name in names:
+        (tmp_path / f"{name}.py").write_text("MINE = 1")
+    script = tmp_path / "mine.py"
+    script.write_bytes(b"# -*- coding: latin-1 -*- \xe9\n" + b"".join(
+        b"import %b; assert %b.MINE\n" % ((name.encode(),) * 2) for name in names))
+    job = jobs.start(ROOT / "launch/torchrun.py", "--max_restarts=0", script)
+    assert job.wait() == 0, job.output
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--nproc_per_node=many", "nproc_per_node"), ("--nproc_per_node=0", "out of range"),
+    ("--nnodes=1:2:3", "MIN:MAX"), ("--max_restarts=x", "max_restarts"), ("--rdzv_backend=foo", "foo"),
+    ("--rdzv_conf=x", "must have a value"), ("--start_method=x", "choose"), ("--nosuch", "unrecognized"),
+    ("--tee=9", "9"), ("--log_dir=/proc/x", "/proc/x"),
+    ("--rdzv_endpoint=127.0.0.1:99999", "65536"), ("", "required")])
+def test_what_torchrun_cannot_start_with_is_said_in_lines_and_ends_with_2(monkeypatch, flags, words, capfd):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    agent, parent, flags = importlib.import_module("agent"), os.getpid(), flags.split()
+    if (pid := os.fork()) == 0:
+        try:
+            os._exit(agent.serve([*flags, *["mine.py"] * len(flags)], None, parent, flags))
+        finally:
+            os._exit(9)
+    code, said = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), capfd.readouterr().err
+    assert code == 2 and words in said and "Traceback" not in said and "usage" not in said, said

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
+from common.errors import UserError, run_command
 from common.ledger import Clock, Ledger, summarize
 from common.ledger.__main__ import main
 from common.ledger.report import by_host, report
@@ -290,3 +290,22 @@ def test_damaged_files_of_a_run_cost_a_report_what_they_held_and_nothing_else(tm
     assert said.count("status.json is damaged") == 3 and len(said.splitlines()) == 6
     with pytest.raises(UserError, match="options.json"):
         replay.Run(tmp_path)
+
+
+def test_a_command_survives_any_reader_encoding_and_disk(tmp_path):
+    run = tmp_path / "\u6f22"
+    run.mkdir()
+    write(run, *KILLED)
+    ours, theirs = os.pipe()
+    os.close(ours)
+    full = os.open("/dev/full", os.O_WRONLY)
+    for out, flags, code, words in (
+            (theirs, [], 141, ""), (full, [], 2, "No space"), (subprocess.PIPE, ["--html"], 0, ""),
+            (subprocess.PIPE, ["--compare", tmp_path / "none"], 2, "none")):
+        done = subprocess.run([sys.executable, "-m", "common.ledger", run, *flags], cwd=HOUSE, timeout=60,
+                              stdout=out, stderr=subprocess.PIPE, encoding="latin-1",
+                              env=os.environ | {"PYTHONIOENCODING": "latin-1"})
+        assert done.returncode == code and words in done.stderr and "Exception" not in done.stderr, done
+        if not words:
+            assert done.stderr == ""
+    assert run_command(lambda: exec("raise KeyboardInterrupt")) == 130

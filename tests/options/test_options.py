@@ -425,6 +425,31 @@ def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
         assert run("--lr", "nan", capture_output=False, stdout=subprocess.PIPE, stderr=full).returncode == 2
 
 
+def test_without_torch_a_start_is_refused_with_a_way_out():
+    for words in (["train_ddp.py"], ["launch/torchrun.py", "train_ddp.py"]):
+        done = subprocess.run([sys.executable, "-S", *words],  # without site-packages
+                              capture_output=True, text=True, cwd=ROOT, timeout=60)
+        assert done.returncode == 2 and "has no torch\n" in done.stderr and done.stderr.count("\n") == 2
+
+
+def test_what_a_shell_has_closed_is_open_to_nowhere_before_any_file_takes_its_number():
+    code = ("import os, sys; from common.options import parse_options; parse_options('')\n"
+            "for end in (0, 1, 2): assert os.path.samestat(os.fstat(end), os.stat(os.devnull))\n"
+            "print('nowhere', file=sys.stderr), sys.stdout.flush()")
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
+
+
+def test_this_machine_must_reach_itself(monkeypatch):
+    class Down(socket.socket):
+        def connect(self, address):
+            raise OSError(101, "Network is unreachable")
+
+    monkeypatch.setattr(socket, "socket", Down)
+    with pytest.raises(UserError, match="does not reach itself"):
+        environment.check_environment(TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
+
+
 def test_the_datasets_known_to_options_are_those_of_data():
     registry = pytest.importorskip("common.data.datasets").DATASETS
     assert set(DATASET_FLAGS) == set(registry), \

@@ -224,6 +224,8 @@ def test_settings_on_the_command_line_come_on_top_of_the_launchers_own(monkeypat
     assert launcher.settled(["--nnodes=1:2", "--rdzv_conf=is_host=0,last_call_timeout=9"], str(tmp_path)) == [
         "--nnodes=1:2", f"--rdzv_conf={own},is_host=0,last_call_timeout=9"]
     assert launcher.settled(["--nproc_per_node=2"], str(tmp_path))[0] == "--rdzv_backend=c10d"
+    # the machine's own name may be unknown to it
+    assert launcher.settled(["--standalone"], str(tmp_path)) == ["--local_addr=127.0.0.1", "--standalone"]
 
 
 @pytest.mark.parametrize("own, endpoint, address", [
@@ -289,6 +291,8 @@ def test_a_stop_is_143_unless_everybody_was_killed_before_it_had_saved(monkeypat
     workers = importlib.import_module("workers").Workers(0, None)
     workers.codes, workers.asked, workers.code = codes, True, 143
     assert workers.verdict() == left_with
+    workers.codes, workers.asked, workers.code = [], False, 2  # a wrong flag of torchrun's
+    assert workers.verdict() == 2
 
 
 @pytest.mark.parametrize("name, words", [
