@@ -1,7 +1,11 @@
 """What a net remembers outside of its weights and buffers: no checkpoint holds it, a resumed run lacks it."""
+import pickle
+import random
 import sys
+from collections import deque
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -10,6 +14,7 @@ from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(nn.Module()))   # what each module has for itself
 LOOKED_AT = 1000                        # elements of a list
+OTHERS = np.ndarray, np.random.Generator, np.random.RandomState, random.Random
 
 
 class Unsaved:
@@ -54,8 +59,12 @@ def look_at(value, saved):
         return None if derived else (id(value), value._version)
     if isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, torch.Generator):
+        return value.get_state().tolist()
+    if isinstance(value, OTHERS):
+        return pickle.dumps(value)
     if isinstance(value, dict):
         value = [*value.items()]
-    if isinstance(value, (list, tuple, set)):
+    if isinstance(value, (list, tuple, set, deque)):
         return [look_at(part, saved) for part in list(value)[:LOOKED_AT]]
     return None

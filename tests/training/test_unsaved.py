@@ -62,9 +62,20 @@ def own_tensor(net):
     net.sums += 1
 
 
+def drawn(make, draw):
+    def act(net):
+        net.source = getattr(net, "source", None) or make()
+        draw(net.source)
+    return act
+
+
 @pytest.mark.parametrize("act, name", [
-    (counted, "kept"), (appended, "history"), (own_tensor, "sums"), (lambda net: net.cache.add_(1), "cache")],
-    ids=["a number", "a list", "a tensor", "a buffer that is not persistent"])
+    (counted, "kept"), (appended, "history"), (own_tensor, "sums"), (lambda net: net.cache.add_(1), "cache"),
+    (drawn(torch.Generator, lambda source: torch.rand(1, generator=source)), "source"),
+    (drawn(random.Random, lambda source: source.random()), "source"),
+    (drawn(numpy.random.default_rng, lambda source: source.random()), "source")],
+    ids=["a number", "a list", "a tensor", "a buffer that is not persistent", "torch's generator", "Python's",
+         "numpy's"])
 def test_what_changes_outside_of_the_checkpoint_is_warned_of_once(act, name, capsys):
     said = after_three_steps(act, capsys)
     assert said.count("warning") == 1 and f"training changes {name}," in said
