@@ -129,8 +129,13 @@ class Parser(argparse.ArgumentParser):
 
     def read(self, argv):
         """{field: value} of the flags in argv; --a_b counts as --a-b."""
-        argv = [re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), text) for text in argv]
-        given, unknown = self.parse_known_args(argv)
+        words: list[str] = []
+        for text in argv:
+            if re.match("-[^-]", text) and text != "-h" and words and re.fullmatch("--[^=]+", words[-1]):
+                words[-1] += f"={text}"  # argparse would take the value of `--best -loss` for a flag
+            else:
+                words.append(re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), text))
+        given, unknown = self.parse_known_args(words)
         if not unknown:
             return vars(given)
         flag = unknown[0].partition("=")[0]

@@ -198,6 +198,12 @@ def test_both_spellings_of_a_flag_count_and_values_keep_their_underscores():
         assert opts.run_dir == Path("a_b") and opts.lr_schedule == "cosine"
 
 
+def test_a_value_may_begin_with_a_minus_as_the_readme_has_it():
+    for argv in (["--best", "-loss", "--audit"], ["--audit", "--best=-loss"]):
+        opts = parse(*argv)
+        assert opts.best == "-loss" and opts.audit
+
+
 def test_the_script_is_known_by_its_file_name(monkeypatch):
     for name, script in (("train_dp.py", "dp"), ("/x/train_mp.py", "mp"), ("train_ddp.py", "ddp"),
                          ("pytest", "ddp")):
