@@ -46,6 +46,9 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
         f"position {state.position:,}" + (f", from {source}" if source else ""),
     ], clock, world=world.size, lives=past.get("lives", 0) + 1, lost=past.get("lost", 0))
     if world.rank == 0:
+        if state.step == 0 and past["saved"] and past["saved"][0] > 0:  # a disk is not mounted, say
+            log.note(f"{opts.run_dir}: step {past['saved'][0]} was saved, but no checkpoint is left; "
+                     "training begins again")
         died, stepped = past["death"] or ("", 0.0)
         clock.open(ledger, f"{opts.run_dir}/profile/{world.life}.json" if opts.profile else None,
                    (lambda: log.note(f"{died}; training again after {max(0.0, time.time() - stepped):.1f} s"))
