@@ -56,7 +56,7 @@ def main(opts):
     source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
     clock.lap("restore")
     model = distribute(net, opts, world)
-    check = CrossCheck(model, data.train, order, state, world)  # of another rank's numbers
+    check = CrossCheck(model, data.train, order, state, world)  # with --cross-check: one slice on two ranks
     with Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)) as log, \
             Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
         open_life(log, ledger, clock, opts, world, data, state, source)

@@ -8,7 +8,7 @@
                 run.report(val_acc=test(run))
 
 Start it with torchrun, launch/local.sh or python; kill it, start it again with another number of processes.
-Where a rank has no sample, its batch is a sample that counts nothing, so a script needs no special case.
+A rank without samples gets a batch that counts nothing, so a script needs no special case.
 """
 import contextlib
 import json
@@ -23,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.checkpoint import CheckpointStore
 from common.data import Batch, Data, batches, load_data
-from common.errors import UserError, did_you_mean, end
+from common.errors import UserError, did_you_mean, end, refuse
 from common.ledger import Audit, Clock, Ledger, Log
 from common.models import check_net
 from common.options import Options, begin_life
@@ -37,23 +37,23 @@ TAKEN = (  # fields of Options that take effect here
     "clip_grad_norm", "debug", "device", "digest_every", "ema_decay", "hang_timeout", "keep", "keep_every",
     "log_every", "log_to", "max_steps", "memory_tier", "patience", "profile", "progress", "resume",
     "save_every", "save_seconds", "tensorboard", "tf32", "threads", "workers")
-RATES = ("the script changes the optimizer's rate, which a restart would not know of\n"
+RATES = ("the script changes the optimizer's rate, and a restart would not know that\n"
          "leave that to Elastic(schedule=f), where f(step, steps in all) returns a factor")
 
 
 class Elastic:
-    """A run, held while it trains. `run.model` is the net to train, `run.world` the ranks of this life."""
+    """A run while it trains: `with Elastic(...) as run`. Call `run.model`; `run.world` has the ranks."""
 
     def __init__(self, *, net: nn.Module, optimizer: torch.optim.Optimizer, dataset: Any, run_dir: str | Path,
                  batch_size: int = 64, epochs: int = 1, seed: int = 0, schedule: Callable | None = None,
                  **options: Any):
-        """`dataset` is map-style; `schedule(step, total)` a factor of the optimizer's rate, a pure function.
+        """`dataset` is map-style. `schedule(step, total)` returns a factor of the rate, from these two alone.
 
         `options` are fields of Options that train_ddp.py has as flags: save_every, audit, keep, best, ...
         """
         self.clock, self.net, self.optimizer, self.dataset = Clock("import"), net, optimizer, dataset
         self.run_dir, self.schedule, self.debug = run_dir, schedule, options.get("debug")
-        self.called = self.stepped = False  # run.model, run.step: of this batch
+        self.called = self.stepped = False  # run.model, run.step: with this batch
         self.given = {"global_batch_size": batch_size, "epochs": epochs, "seed": seed, "workers": 0} | options
 
     def __enter__(self) -> "Elastic":
@@ -138,7 +138,7 @@ class Elastic:
             for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
                 self.audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
                 yield self._begin_step(batch)
-                _refuse((not self.stepped, "a batch was not trained on\ncall run.step(loss, count) for each"))
+                refuse((not self.stepped, "a batch was not trained on\ncall run.step(loss, count) for each"))
                 if state.step >= state.total_steps:  # max_steps
                     break
             told = send(self.world, json.dumps([state.best, state.evaluated]).encode(), 0)
@@ -147,17 +147,17 @@ class Elastic:
             self.store.save(state)
 
     def model(self, *inputs: Any, **named: Any) -> Any:
-        """The net's output; to train call it, not the net: so gradients are averaged over the ranks."""
+        """The net's output. Call it in place of the net: only then gradients are averaged over the ranks."""
         self.state.progress += 1
         self.called |= torch.is_grad_enabled()  # else it is an evaluation, maybe of one rank alone
         return (self.wrapped if torch.is_grad_enabled() else self.net)(*inputs, **named)
 
     def step(self, loss: Tensor, count: Any) -> None:
-        """One step of the global batch: `loss` is summed over this rank's samples, of which `count` count."""
+        """One step: `loss` is the sum over this rank's samples, `count` the number of those that count."""
         batch, state, world = self.batch, self.state, self.world
         if not batch.size:
             return state.buffers.restore()
-        _refuse(
+        refuse(
             (self.stepped, "run.step was called twice for one batch\nadd the losses, and call it once"),
             (any(p.grad is not None for p in state.names), "there are gradients before run.step, which calls "
              "backward itself\nadd the losses; set gradients from before the loop to None"),
@@ -178,7 +178,7 @@ class Elastic:
 
     @property
     def epoch_ended(self) -> bool:
-        """Whether this epoch, or the run (max_steps), is trained on: the moment to evaluate and to report."""
+        """Whether this epoch or the run (max_steps) is complete: now evaluate and report."""
         return self.state.epoch_over or self.state.finished
 
     def report(self, **metrics: float) -> None:
@@ -191,7 +191,7 @@ class Elastic:
 
     def _begin_step(self, batch):
         self.called = self.stepped = False
-        self.hollow = not batch.parts or batch.parts[0][1] is None  # of --bad-samples skip
+        self.hollow = not batch.parts or batch.parts[0][1] is None  # all skipped (bad_samples)
         if self.hollow:  # two, for BatchNorm cannot train on one
             split = self.data.train
             batch = batch._replace(parts=[(0, split.fetch(2 * [getattr(split, "first", 0)]))])
@@ -215,7 +215,7 @@ class Elastic:
             self.rescue.leave()
 
     def _rate(self, planned):
-        """The optimizer's own rate, times what `schedule` says of a step."""
+        """The optimizer's own rate, times the factor that `schedule` returns for a step."""
         if self.schedule is None:
             return self.opts.lr
         total = self.opts.epochs * -(-len(self.data.train) // self.opts.global_batch_size)
@@ -225,18 +225,14 @@ class Elastic:
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def _refuse(*rules):
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
 
 
 def _refuse_odd(net, optimizer, given):
-    """UserError for arguments with which nothing can be trained, or not be resumed."""
+    """UserError for arguments with which a run cannot train, or cannot resume."""
     odd = next((name for name in given if name not in (*TAKEN, "global_batch_size", "epochs", "seed")), "")
     wrapped = isinstance(net, (DataParallel, DistributedDataParallel)) or hasattr(net, "_orig_mod")
     groups = optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else []
-    _refuse(
+    refuse(
         (odd, f"Elastic: {odd} cannot take effect in a loop of your own{did_you_mean(odd, TAKEN)}\n"
          "the script has the net, the optimizer and the loss"),
         (wrapped or not isinstance(net, nn.Module),
@@ -246,4 +242,4 @@ def _refuse_odd(net, optimizer, given):
         ({p for group in groups for p in group["params"]} - {*getattr(net, "parameters", tuple)()},
          "Elastic: the optimizer has weights that are not the net's\n"
          "make it from net.parameters(), of the net that is given here"),
-        (any("initial_lr" in group for group in groups), RATES))  # of torch's schedulers
+        (any("initial_lr" in group for group in groups), RATES))  # torch's schedulers set it

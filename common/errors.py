@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, NoReturn, TextIO
 
 TERMINATION_LOG = os.environ.get("TERMINATION_LOG", "/dev/termination-log")  # written only if it is there
@@ -23,6 +23,13 @@ class UserError(Exception):
     def __init__(self, message: str, code: int = 2) -> None:
         super().__init__(message)
         self.code = code
+
+
+def refuse(*rules: tuple[Any, str]) -> None:
+    """Raises the message of the first of these (broken, message) that is broken."""
+    for broken, message in rules:
+        if broken:
+            raise UserError(message)
 
 
 class Outlet:
@@ -98,11 +105,12 @@ def run_command(act: Callable[[], int]) -> int:
         return getattr(error, "code", 2)
 
 
-def speaks_for_node(environ: Mapping[str, str] = os.environ) -> bool:
+def speaks_for_node() -> bool:
     """Whether this process prints errors for its machine.
 
     That is local rank 0, a process without ranks, or one whose rank variables contradict each other.
     """
+    environ = os.environ
     try:
         rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
         local_rank, local_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", size))
@@ -112,7 +120,7 @@ def speaks_for_node(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def note_reason(text: str) -> None:
-    """Why this process ends: Kubernetes shows it in the pod's status, slurm.sbatch in the job's comment."""
+    """Writes why this process ends: Kubernetes shows it in the pod's status, Slurm in the job's comment."""
     with contextlib.suppress(OSError), open(os.open(TERMINATION_LOG, os.O_WRONLY | os.O_TRUNC), "w") as file:
         file.write(text[:4000] + "\n")
 
@@ -128,16 +136,16 @@ def fail(message: str | UserError, everyone: bool = False) -> NoReturn:
     sys.exit(code)
 
 
-def dismiss_agent(environ: Mapping[str, str] = os.environ) -> None:
-    """Stop torchrun, for restarts cannot help: --max_restarts=100 would print the same error 100 times."""
+def dismiss_agent() -> None:
+    """Stops torchrun where restarts cannot help: --max_restarts=100 would print the same error 100 times."""
     try:
-        left = int(environ["TORCHELASTIC_MAX_RESTARTS"]) - int(environ["TORCHELASTIC_RESTART_COUNT"])
+        most, made = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
         with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
             command = file.read()
         agent = any(word in command for word in (b"torchrun", b"torch.distributed"))
     except (KeyError, ValueError, OSError):
         return
-    if left > 0 and agent:
+    if made < most and agent:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it back: our exit code comes first
         os.kill(os.getppid(), signal.SIGTERM)
 
@@ -154,7 +162,7 @@ def one_line(error: BaseException) -> str:
 
 
 def out_of_memory(error: BaseException | None) -> str:
-    """Which memory could not be had, if an exception or one of its causes tells of that; else empty."""
+    """How much memory was missing, in words, if an exception or one of its causes says so; else empty."""
     while error is not None:
         known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
             or getattr(error, "errno", 0) == errno.ENOMEM
@@ -167,7 +175,7 @@ def out_of_memory(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def only_deterministic() -> Iterator[None]:
-    """Names an operation that torch refuses under --virtual-ranks, as it would add in any order on a GPU."""
+    """UserError with the name of an operation that torch refuses: on a GPU it adds in no fixed order."""
     try:
         yield
     except RuntimeError as error:
@@ -178,8 +186,8 @@ def only_deterministic() -> Iterator[None]:
                         "by AvgPool2d, bilinear by nearest; or leave out --virtual-ranks") from error
 
 
-RANK_0_WAITS = 0.5         # seconds before it leaves: its store ends with it
-OTHER_RANKS_WAIT = 1.0     # seconds before they print: the agent ends them first if all have the error
+RANK_0_SECONDS = 0.5       # before it leaves: its store ends with it
+OTHER_RANKS_SECONDS = 1.0  # before they print: the agent ends them first if all have the error
 USE_LESS_MEMORY = {        # by script
     "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
     "dp": "use more --devices, or train_mp.py, which splits the net",
@@ -187,19 +195,19 @@ USE_LESS_MEMORY = {        # by script
 
 
 def end(error: UserError, notebook: bool = False) -> NoReturn:
-    """Ends this rank with the lines of an error that all ranks may have, or this one alone.
+    """Prints an error that all ranks may have, or this one alone, and ends this rank.
 
-    A `notebook` may live on, if it is no rank.
+    With `notebook`, a process that is no rank only raises SystemExit: a notebook lives on.
     """
     if notebook and "RANK" not in os.environ:
         fail(error)
     if not speaks_for_node():
-        time.sleep(OTHER_RANKS_WAIT)
+        time.sleep(OTHER_RANKS_SECONDS)
     try:
         fail(error, everyone=True)
     except SystemExit:
-        # Rank 0's store ends with it: other ranks may still have to read what they waited for there.
-        time.sleep(RANK_0_WAITS if os.environ.get("RANK") == "0" else 0)
+        # Other ranks may still have to read what they waited for in rank 0's store.
+        time.sleep(RANK_0_SECONDS if os.environ.get("RANK") == "0" else 0)
         Outlet(sys.stdout).flush()
         os._exit(error.code)  # no destructors: they may wait for a dead peer
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from common.errors import UserError
+from common.errors import UserError, refuse
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6               # fewer are visibly not random (a test shows it); 6 look like torch.randperm
@@ -186,15 +186,14 @@ class ElasticSampler(Sampler):
                  seed: int = 0, slices: int = 0) -> None:
         self.length = (len if hasattr(length_or_dataset, "__len__") else operator.index)(length_or_dataset)
         self.global_batch_size, self.rank, self.world, self.slices = global_batch_size, rank, world, slices
-        if not 0 < self.length <= LARGEST:
-            raise UserError(f"the dataset has {self.length} samples\nat least one is needed to train on")
-        if global_batch_size < 1:
-            raise UserError(f"the global batch size is {global_batch_size}\nit must be at least 1")
-        if not 0 <= rank < world:
-            raise UserError(f"there is no rank {rank} in a world of {world}\nranks go from 0 to world - 1")
-        if slices and world > slices:
-            raise UserError(f"{world} processes, but each global batch has {slices} slices "
-                            f"(--virtual-ranks {slices})\nstart at most {slices} processes")
+        refuse(
+            (not 0 < self.length <= LARGEST,
+             f"the dataset has {self.length} samples\nat least one is needed to train on"),
+            (global_batch_size < 1, f"the global batch size is {global_batch_size}\nit must be at least 1"),
+            (not 0 <= rank < world,
+             f"there is no rank {rank} in a world of {world}\nranks go from 0 to world - 1"),
+            (slices and world > slices, f"{world} processes, but each global batch has {slices} slices "
+             f"(--virtual-ranks {slices})\nstart at most {slices} processes"))
         self.order = Order(self.length, seed, getattr(length_or_dataset, "groups", None),
                            getattr(length_or_dataset, "weights", None))
         self.name = self.order.name

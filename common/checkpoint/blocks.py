@@ -21,7 +21,7 @@ MOST_THREADS = 8
 
 
 def threads(processes=1):
-    """How many threads may hash at once, if so many processes of this machine do."""
+    """How many threads of this process may hash, if so many processes of this machine hash at once."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
 
 
@@ -80,7 +80,7 @@ def cut(size):
 
 
 def spread(act, count, *items):
-    """`act` of all items, by so many threads; by the caller where one is enough, or none can be had."""
+    """[act(item) of all items], on `count` threads; on the caller's if one is enough or none can start."""
     if min(count, len(items[0])) > 1:
         with contextlib.suppress(RuntimeError), ThreadPoolExecutor(count) as pool:
             return list(pool.map(act, *items))
@@ -141,7 +141,7 @@ def read_file(path, entry, use=None, wanted=None, from_disk=False, moved=None, c
 
 
 def read_range(path, entry, start, end, from_disk=False):
-    """Some bytes of a file; all blocks in which they lie are compared."""
+    """Bytes `start` to `end` of a file; every block that holds some of them is compared."""
     found = bytearray(end - start)
 
     def keep(at, data):
@@ -153,7 +153,7 @@ def read_range(path, entry, start, end, from_disk=False):
 
 
 def _compare(fetch, name, kind, span, use):
-    """In format 1 a block is a whole file. A longer one is used piece by piece, before its end proves it."""
+    """Compares a block piece by piece, and uses each piece at once: in format 1 a block is a whole file."""
     (start, end, stated), digest = span, HASHES[kind]()
     for at in range(start, end, BLOCK_BYTES) if end else (0,):
         piece = fetch(at, min(at + BLOCK_BYTES, end))
@@ -181,6 +181,6 @@ def _reader(fd, name, size):
 
 
 def _mapped(fd, name, size):
-    """And for memory: where the bytes are."""
+    """fetch(start, end) for memory: the bytes in place, without a copy."""
     view = memoryview(mmap.mmap(fd, size, access=mmap.ACCESS_COPY) if size else b"")
     return lambda at, end: view[at:end]

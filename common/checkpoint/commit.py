@@ -42,7 +42,7 @@ THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
 class Leaving(Exception):
-    """What a save has written is whole; a process that leaves does not stay to read it back."""
+    """Ends a read-back: the save is whole, and this process leaves."""
 
 
 class Writer:
@@ -79,7 +79,7 @@ class Writer:
         return self._name(aside, facts["step"])
 
     def _aside(self, step):
-        """A name of its own: ranks in two containers may have one pid, and one staging folder."""
+        """A new folder name. A pid is not enough: ranks in two containers may have the same."""
         return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
     def _write_tensors(self, aside, images, ends=None):
@@ -125,7 +125,7 @@ class Writer:
             state.lock.release()
 
     def rescuing(self, step, needless=None):
-        """Enter it before anything that waits: a new owner would sweep the staging folder away."""
+        """A context; enter it before anything that waits: a new owner would sweep the staging folder away."""
         self.ensure_staging(step)
         return rescuing(self.staging, lambda: self.moved, needless, self.lock_name())
 
@@ -149,7 +149,7 @@ class Writer:
             raise
 
     def put_aside(self, folder):
-        """Renames a checkpoint, so that it counts no more; it is kept until a newer one is saved."""
+        """Renames a checkpoint, so that no start takes it; it is kept until a newer one is saved."""
         to = self.root / f"{ASIDE}{folder.name}"
         delete(to)
         with contextlib.suppress(OSError):

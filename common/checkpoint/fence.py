@@ -62,7 +62,7 @@ class Fence:
         return True
 
     def attend(self, rank):
-        """For a node that shares the owner's folder: the next life waits until its rank has left."""
+        """For the first rank of a node that shares the owner's folder: the next life waits for its end."""
         atexit.register(Held(self.staging / f"{NODE}{rank}", this_process()).close)
 
     def claim(self, report=print):
@@ -142,15 +142,15 @@ class Fence:
                         _wait_for_rescue(lock)
                 move_away(self.root / name)
         for name in os.listdir(self.path.parent):
-            if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):  # its process died as it wrote
+            if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):  # the process that wrote it has died
                 with contextlib.suppress(OSError):
                     os.unlink(self.path.parent / name)
 
     def _wait(self, report):
         """(the lock of a file that has no owner, or None; its record). UserError: its owner lives.
 
-        Waits for an owner of our job that moves, refuses another. Waits for one that does not move: the
-        longer the less is known of it.
+        Waits for an owner of our own job; refuses the run if the owner of another job moves. One that does
+        not move is waited for: the less is known of it, the longer.
         """
         began, beats, fates, said = time.monotonic(), Still(), Still(), False
         while True:
@@ -182,8 +182,8 @@ class Fence:
 def rescuing(staging, moved=None, needless=None, name=RESCUE):
     """Inside, only this process of its node saves. A new owner waits while it lives and `moved()` grows.
 
-    Where `needless()` says that there is nothing to save, now or after a wait, it takes no lock. Each part of
-    a net has a lock with a `name` of its own.
+    It takes no lock if `needless()`: there is nothing to save, or not any more. Each part of a net has its
+    own lock, `name`.
     """
     fd = _wait_for_rescue(staging / name, os.O_CREAT, needless)
     if fd is None and needless and needless():
@@ -218,7 +218,7 @@ def _wait_for_rescue(path, flags=0, needless=None, still=None, most=math.inf):
 
 
 def exists(staging):
-    """Whether the folder exists. A look may see what this machine remembers; mkdir asks the file server."""
+    """Whether the folder exists. isdir may see this machine's old copy; mkdir asks the file server."""
     with contextlib.suppress(FileExistsError, FileNotFoundError):
         os.mkdir(staging, 0o700)
         os.rmdir(staging)

@@ -46,7 +46,7 @@ def patient(read):
 
 
 def sync_folder(path):
-    """Syncs the names in a folder: a rename is only on the disk after that."""
+    """Syncs the names in a folder: only then is a rename on the disk."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -93,7 +93,7 @@ def opened(path):
 def parse_json(data, name, ours=True):
     """The JSON object in `data`; Damaged unless it is written as `to_json` writes it.
 
-    So a name twice, NaN, infinity and other spaces are refused. Not `ours`: the caller compares.
+    So a name twice, NaN, infinity and other spaces are refused. With `ours` False the caller compares.
     """
     try:
         value = json.loads(data)

@@ -26,7 +26,7 @@ def identity_of(opts, fingerprint):
 
 
 def marks(opts, world, fingerprint):
-    """What each checkpoint tells of its run: all that decides the result, and its hash for older versions."""
+    """What each manifest says of its run: all that decides the result, and its hash for older versions."""
     return {"decides": opts.identity(), "identity": identity_of(opts, fingerprint), "data": fingerprint,
             "torch": torch.__version__, "pinned": bit_facts(opts, world)}
 
@@ -97,7 +97,7 @@ def check_identity(run_dir, opts, world, fingerprint, report):
     code = first.get("own_code", {})  # older ones have none
     if changed := [name for name, now in ours["own_code"].items() if code.get(name, now) != now]:
         files = ", ".join(dict.fromkeys(opts.identity()[name].rpartition(":")[0] for name in changed))
-        report(f"{files}: changed since this run was started last; it goes on with the new code")
+        report(f"{files}: changed since this run was started last; it resumes with the new code")
     if not old or data or code != ours["own_code"]:
         new = (old or ours) | {"data": fingerprint, "own_code": ours["own_code"]}
         replace_file(path, sealed(new), sync=True)
@@ -126,15 +126,15 @@ def _manifests(root):
 
 
 def set_aside(run_dir, wanted, fresh_job, report):
-    """--resume none deletes nothing: the old run moves to before-K/. After a kill the next start ends it.
+    """--resume none: moves the old run to before-K/, deletes nothing; True if something was moved.
 
-    True if something was moved.
+    If it is killed half way, the next start completes the move.
     """
     aside, steps = run_dir / ".before", checkpoints(run_dir / "checkpoints")
     old = [name for name in KEPT_ASIDE if os.path.lexists(run_dir / name)]
     if not os.path.lexists(aside):
         if wanted and not fresh_job:
-            report("--resume none: this is a restart of the same job, it goes on with its own checkpoints")
+            report("--resume none: this is a restart of the same job: it resumes from its own checkpoints")
         if not wanted or not fresh_job or not (old or steps):
             return False
     (aside / "checkpoints").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def refuse_an_idle_resume(run_dir, resume):
     named = [step for step, folder in found if os.path.isdir(resume) and os.path.samefile(folder, resume)]
     if named and named[0] < found[0][0]:
         raise UserError(
-            f"--resume {resume}: this run goes on with its newest checkpoint, step {found[0][0]}\n"
+            f"--resume {resume}: this run resumes from its newest checkpoint, step {found[0][0]}\n"
             "leave it out to resume there; to go back to that step, give a --run-dir of its own as well")
 
 

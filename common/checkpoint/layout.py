@@ -23,7 +23,7 @@ from common.world import send
 
 
 class Layout:
-    """Call it on every rank: the ranks with the other stages tell what they hold."""
+    """This rank's tensors and their places; make it on every rank: stages tell each other what they hold."""
 
     def __init__(self, state, world, shard):
         self.tensors, self.rows = state.tensors(), state.rows()

@@ -101,7 +101,7 @@ def _offer(layout, step, folder):
 
 
 def _share_out(world, reading, how):
-    """(how each rank fared by itself, whether all have their tensors now)."""
+    """(how each rank's own reading went, whether all ranks have their tensors now)."""
     views = [tuple(view.tolist()) for view in world.all_gather(torch.tensor([how, world.node]))]
     hows, nodes, sources = [view[0] for view in views], set(), []
     for rank, (how, node) in enumerate(views):
@@ -119,7 +119,7 @@ def _share_out(world, reading, how):
 
 
 def leave_out(state, steps):
-    """--skip: the samples of so many steps, all of this epoch, are left out."""
+    """--skip: moves the position over the samples of so many steps, all in this epoch."""
     state.end_epoch()
     last = state.position + (steps - 1) * state.opts.global_batch_size
     if last >= state.samples:

@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.options import holder_status
 
 BEAT_SECONDS = 0.5       # between two moves of the counter
-LOOK_SECONDS = 1.0       # that pass between two looks at most, if the file server answers
+LOOK_SECONDS = 1.0       # at most between two looks, if the file server answers
 RECORD_BYTES = 1 << 18   # most bytes of a file: it names the agents of the job
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 

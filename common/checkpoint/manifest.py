@@ -70,7 +70,7 @@ def roots_of(files):
 
 
 def parts_of(files):
-    """What the names of each part's files begin with; of one part it is nothing."""
+    """The folder of each part, with a slash; [""] if there is one part only."""
     count = max(1, len(files) // len(TENSORS))
     return [""] if TENSORS["model"] in files else [part_name(number) + "/" for number in range(count)]
 
@@ -111,7 +111,7 @@ def read_manifest(step, folder):
 
 
 def _is_entry(entry):
-    """Whether it is what `entry_of` makes of its own blocks, each of which ends after the one before."""
+    """Whether `entry_of` makes the same entry from its blocks, and each block ends after the one before."""
     try:
         starts, ends, hashes = zip(*spans(entry), strict=True)
         rising = ends == (0,) or all(start < end for start, end in zip(starts, ends, strict=True))
@@ -167,7 +167,7 @@ def is_there(root, facts):
 
 
 def _how_far(facts):
-    """Within one step, the epoch ends after the evaluation."""
+    """What orders facts; within one step the evaluation comes last."""
     return facts["step"], facts["epoch"], facts.get("judged", {}).get("step", -1)
 
 

@@ -29,9 +29,9 @@ from common.world import send
 SHARED = Path("/dev/shm")
 MARGIN_BYTES = 1 << 24   # must stay free beside two checkpoints
 USERS = "users"
-TOLD = "told"            # in a folder that other runs have to keep: one of them has said so
+TOLD = "told"            # file in a folder that must be kept: another run has warned of it
 JOIN_SECONDS = 5.0       # another run's sweep may hold the folder
-PAUSE_SECONDS = 600.0    # so long after its last save a run may be between two lives
+PAUSE_SECONDS = 600.0    # after its last save: until then a run may be between two lives
 
 
 def open_memory(tier, size, world, fence, run_dir, marks, report):
@@ -106,7 +106,7 @@ class Memory:
         os.pwrite(self.lock, self.about, 0)
 
     def _sweep_others(self, report):
-        """Deletes what runs of this user left that have ended."""
+        """Deletes what other runs of this user have left, if they have ended."""
         for path in set(self.base.glob(f"{_prefix()}*")) - {self.root}:
             with contextlib.suppress(OSError):
                 _sweep(path, report)
@@ -116,18 +116,18 @@ class Memory:
         return checkpoints(self.root) if self.used else []
 
     def free(self, step):
-        """The disk has this step."""
+        """Deletes checkpoints up to this step: the disk has it."""
         for found, folder in self.checkpoints():
             if found <= step:
                 move_away(folder)
 
     def end(self, step):
-        """The disk has this step, and no life follows: nothing stays but a newer one of a peer."""
+        """Deletes the folder: the disk has this step, and no life follows. A peer's newer step stays."""
         if self.used and not any(newer > step for newer, _ in self.checkpoints()):
             move_away(self.root)
 
     def sign_off(self, rank):
-        """Notes that this rank ends by itself; the others take one without a note for killed."""
+        """Notes that this rank ends by itself: for the others, a rank without this note was killed."""
         with contextlib.suppress(OSError):
             self.used and (self.staging / f"left-{rank}").touch()
 

@@ -1,4 +1,4 @@
-"""A checkpoint of a net split over ranks: they write side by side, the last one to finish names it.
+"""A checkpoint of a net split over ranks: they write side by side, and the last one to finish names it.
 
     .life-L/gathered-N-STATE/part-00001/    one rank's tensors, and part.json, which tells of their blocks
     .life-L/gathered-N-STATE/part-00002/    another's

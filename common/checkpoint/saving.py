@@ -22,7 +22,7 @@ MOST_FAILURES = 3     # saves that fail in a row: then the run stops with exit c
 
 
 class Saving:
-    """The half of CheckpointStore behind a save."""
+    """The part of CheckpointStore that saves."""
 
     opts: Options
     ledger: Ledger | None
@@ -37,11 +37,11 @@ class Saving:
         self.state: Any = None
         self.images: dict[str, TensorFile] = {}
         self.pool: futures.Executor | None = None
-        self.act: Any = None  # the last save: it writes, then reads back
+        self.act: Any = None  # the function of the last save: it writes, then reads back
         self.jobs: list[futures.Future] = []  # that save, on its thread
         self.written = threading.Event()  # once it has written
         self.written.set()
-        self.touched: list[futures.Future] | None = None  # so that no save waits for an image's pages
+        self.touched: list[futures.Future] | None = None  # the images' pages are asked for before a save
         self.unsaved = False  # this disk lacks the state that was loaded
         self.committed, self.agreed = -1, None  # steps
         self.saved: Any = None  # the facts that were saved last
@@ -69,7 +69,7 @@ class Saving:
         self.writer.leaving = False
         written = threading.Event()
         act = functools.partial(self._job, facts, self.saved_at, written)
-        # at once: where no thread can be started, nobody may wait for this save
+        # assigned at once: if `_do` raises (no thread can be started), nothing waits for this save
         self.act, self.written, self.jobs = act, written, [self._do(act)]
 
     def check(self) -> None:

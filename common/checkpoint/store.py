@@ -187,12 +187,12 @@ class CheckpointStore(Saving):
         return self.writes and bool(told or at) and state.facts() != self.saved
 
     def release(self) -> None:
-        """The run is complete, and all ranks have met."""
+        """Gives up the run folder; call it once the run is complete and all ranks have met."""
         self.memory.end(self.state.step)
         self.fence and self.fence.release()
 
     def rescue(self, state: Any, in_memory: bool = False) -> str:
-        """Saves the newest whole step: "disk" or "memory". "": it was saved. Else: only this part is saved.
+        """Saves the newest whole step; returns "disk" or "memory", "" if it was saved, else what is missing.
 
         No collective. Call it inside `writer.rescuing`. A rank that holds a part, and dies waiting with a
         complete gradient, saves its part of this step and of the next one (which it can make alone): ranks
@@ -209,7 +209,7 @@ class CheckpointStore(Saving):
             if self.layout.parts > 1 and state.ready and not state.half_updated:
                 state.update(state.ready)
                 done = self._rescue(state, self.writer, "disk")
-                state.half_updated = True  # the main thread may come to where it makes this step
+                state.half_updated = True  # the main thread must not make this step once more
             if not state.half_updated:
                 self.memory.end(state.step)
             return done

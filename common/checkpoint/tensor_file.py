@@ -63,6 +63,8 @@ def read_header(data, file_name):
 
 
 class TensorFile:
+    """One file's header, places and host buffer; `open` allocates, `copy` fills, `wait` before reading."""
+
     def __init__(self, tensors):
         for name, tensor in tensors.items():
             if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
@@ -165,7 +167,7 @@ class Live:
 
 
 def flat_bytes(tensor):
-    """Its bytes; of one with holes those of a copy."""
+    """A tensor's bytes as a flat tensor; if it has holes, those of a copy."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from common.data.pictures import decode
-from common.errors import UserError, run_command
+from common.errors import UserError, one_line, run_command
 
 
 def complaint(path):
@@ -16,7 +16,7 @@ def complaint(path):
     try:
         decode(path, "")
     except (UserError, OSError) as error:
-        return next(iter(str(error).splitlines()))
+        return one_line(error)
 
 
 def main(arguments):

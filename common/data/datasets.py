@@ -110,8 +110,8 @@ def user_dataset(opts):
         inputs, targets = found[::2], found[1::2]
         words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x in inputs)
         classed = all(y.dim() == 1 and y.numel() and not y.is_floating_point() for y in targets)
-        return Data(*zip(inputs, targets, strict=True), vocab=highest(inputs) if words else None,
-                    known_classes=highest(targets) if classed else None)
+        return Data(*zip(inputs, targets, strict=True), vocab=kinds_in(inputs) if words else None,
+                    known_classes=kinds_in(targets) if classed else None)
     if len(found) != 2:
         raise UserError(f"dataset {name} returned ({', '.join(type(part).__name__ for part in found)})\n"
                         "wanted: (train, test), two Datasets with __len__ and __getitem__, "
@@ -128,8 +128,8 @@ def user_dataset(opts):
                 fingerprint=getattr(found[0], "fingerprint", None))
 
 
-def highest(tensors):
-    """As many classes or words as the numbers in these tensors need."""
+def kinds_in(tensors):
+    """How many classes or words the numbers in these tensors need: one more than the largest."""
     return max((int(tensor.max()) for tensor in tensors if tensor.numel()), default=0) + 1
 
 

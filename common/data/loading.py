@@ -69,7 +69,7 @@ def load_data(opts: Options, world: Any, source: Data | None = None) -> Data:
 
 
 def checked(name, part, source, labels, x, y):
-    """Tensors that can be trained on."""
+    """(x, y) as a split takes them; UserError for tensors that cannot be trained on."""
     odd = x.is_complex() or y.is_complex() or y.is_floating_point() or y.dim() != 1
     if not x.numel() or x.shape[:1] != y.shape[:1] or labels and (x.dim() < 2 or odd):
         raise UserError(f"dataset {name}: {part} samples {tuple(x.shape)} with labels {tuple(y.shape)}, "

@@ -57,7 +57,7 @@ def normalized(image):
 def decode(path, folder):
     """The image in a file; a UserError names a file that holds none."""
     try:
-        # a pipe among the pictures is not waited for
+        # O_NONBLOCK: a pipe among the pictures would be waited for
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             return decoded(file, path)
     except UserError as error:

@@ -143,7 +143,7 @@ class Shares:
 
 
 def map_tensors(change: Callable, tree: Any) -> Any:
-    """The same tree of dicts, lists and tuples, with each tensor changed; what else it holds stays."""
+    """The same tree of dicts, lists and tuples, with each tensor changed, and all else as it was."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, MutableMapping):

@@ -9,7 +9,7 @@ from common.errors import UserError
 
 
 def fitting(batch, split, ids):
-    """What a user's code made of these samples; a UserError if `classify` had no exact mean of it."""
+    """The batch that a user's code made of these samples; UserError if `classify` had no exact mean of it."""
     if batch is None and not split.skip:
         raise UserError(f"dataset {split.name}: its batch of samples {', '.join(map(str, ids[:3]))}, ... "
                         "is None\nreturn what collate or fetch makes of them")
@@ -31,7 +31,7 @@ def fitting(batch, split, ids):
 
 
 def stacked(samples, most):
-    """(x, y) of up to `most` pairs, each copied to its place at once; in a worker into shared memory."""
+    """(x, y) of up to `most` pairs, or None; each is copied once, in a worker into shared memory."""
     x, labels = torch.empty(0), []
     for image, label in samples:
         if not labels:
@@ -46,7 +46,7 @@ def stacked(samples, most):
 
 
 def weights_of(dataset):
-    """Its `weights`, or those that its samples have in the dataset of which it is a Subset."""
+    """A dataset's `weights`; of a Subset, those that its samples have in the whole dataset."""
     found = getattr(dataset, "weights", None)
     if found is None and isinstance(dataset, Subset) and (found := weights_of(dataset.dataset)) is not None:
         found = torch.as_tensor(found)[torch.as_tensor(dataset.indices)]
@@ -70,7 +70,7 @@ def whole(label):
 
 
 def widest(batch):
-    """The number of tokens or pixels with a class, of a batch of one sample."""
+    """How many classes a sample has at most (a token or a pixel each), from a batch of one sample."""
     return max([1, *(leaf.numel() for leaf in leaves(batch) if leaf.dtype == torch.int64)])
 
 
@@ -82,7 +82,7 @@ def collate(samples):
 
 
 def as_input(x):
-    """What a net accepts: bytes become 0..1, other numbers float32, indices int64."""
+    """The tensor as a net accepts it: bytes become 0..1, other numbers float32, indices int64."""
     if x.is_complex():
         raise TypeError(f"{x.dtype}: its imaginary parts would be lost")
     if x.layout != torch.strided or x.is_meta:

@@ -58,7 +58,7 @@ class DatasetSplit:
         self.classify, self.length = labels, len(dataset)  # asked once: all ranks must agree
         self.groups, self.weights = getattr(dataset, "groups", None), weights_of(dataset)
         self.collate, self.tokens = inherited(dataset, "collate"), 1
-        self.skip, self.note, self.told = skip, None, set()  # note: how a ledger takes an event
+        self.skip, self.note, self.told = skip, None, set()  # note(name, ...) writes to the ledger
         self.first = next((id for id in range(len(self)) if self.readable(id, 0, False)), None)
         if self.first is None:
             raise UserError(f"dataset {name}: none of its {len(self):,} samples can be read")
@@ -120,7 +120,7 @@ class DatasetSplit:
         return self.labelled(id, found) if self.labels else found
 
     def labelled(self, id, found):
-        """(input, class) of a sample; a UserError if that would cut something off."""
+        """(input, class) of a sample; UserError if it holds anything else, or would be changed."""
         if not isinstance(found, (tuple, list)) or len(found) != 2:
             raise self.refuse(id, f"is a {type(found).__name__}", "(x, y)")
         try:

@@ -24,7 +24,7 @@ class Data:
     vocab: int | None = None
     mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel
     std: tuple = (1.0,)
-    augment: Any = None  # for tensors: as `flip` of splits.py; for a Dataset: a transform of a sample
+    augment: Any = None  # for tensors: as `flip` of pictures.py; for a Dataset: a transform of a sample
     plain: Any = None  # for a Dataset: the transform of a sample when it is not augmented
     fingerprint: Any = None  # for a Dataset: a text, or a function that returns it; tensors are hashed
     name: str = ""

@@ -42,10 +42,10 @@ def summarize(run_dir: Path | str) -> dict[str, Any]:
 
 
 def history(run_dir: Path | str, job: str, step: int, began: float) -> dict[str, Any]:
-    """What the ledger tells of the lives before one that resumes at `step`; call it before it is entered.
+    """What the ledger tells of earlier lives; call it before the new life, which resumes at `step`, is noted.
 
-    lives: how many. lost: steps that are made again. past: their seconds in steps, and all of them. death:
-    see `last_death`. saved: (step, time) of the newest save, or None.
+    lives: how many. lost: steps that are made again. past: (their seconds in steps, all their seconds).
+    death: see `last_death`. saved: (step, time) of the newest save, or None.
     """
     lives: list[list[dict[str, Any]]] = []
     with suppress(UserError, OSError):
@@ -193,14 +193,14 @@ def saved_step(events):
 def deaths_of(events, over):
     """Return a dict per process that died: life, t, rank, host, pid, cause, and the step its life saved.
 
-    A process is dead if its agent or another process says so, if it told of an error of its own, or if it
-    neither left nor was done although its life is over.
+    A process has died if its agent or another process says so, if it noted an error of its own, or if its
+    life is over without a note that it has left.
     """
     life, left = events[0], {event["rank"] for event in own(events, "left", "rank")}
     told = [event for event in own(events, "death", "rank")
             if event["rank"] not in left or "killed" in str(event.get("why"))]
     told = [*own(events, "error", "rank"), *told]
-    told.sort(key=lambda event: "killed" not in str(event.get("why")))  # an agent knows better than a peer
+    told.sort(key=lambda event: "killed" not in str(event.get("why")))  # an agent sees more than a peer
     causes = {event["rank"]: event for event in reversed(told)}
     if over and "hosts" in life and not own(events, "done"):
         gone = {"t": events[-1].get("t"), "why": "ended without a word (killed, or its machine is gone)"}
@@ -212,9 +212,9 @@ def deaths_of(events, over):
 
 
 def last_death(events, job):
-    """Return who ended this life and who saved it, in words, and when its last step was made.
+    """Return (which process died and which one saved, in words; when the last step was made).
 
-    None if nobody died, or if the next life belongs to another job.
+    None if no process died, or if the next life belongs to another job.
     """
     deaths = deaths_of(events, over=True)
     if not deaths or events[0].get("job") != job:

@@ -27,7 +27,7 @@ class Board:
         if self.curves and os.path.islink(self.folder):
             raise UserError(f"{self.folder} is a link; it is not followed\nremove it")
         if self.tracker:
-            self._start()  # a row may have been written, but not told
+            self._start()  # the life before may have written a row and not passed it on
 
     def put(self, line, facts=()):
         """`facts` are for TensorBoard only."""
@@ -90,8 +90,8 @@ class Board:
 class Tracker:
     """Calls a person's function with each row of metrics.jsonl, in order and once.
 
-    RUN/log-to.json holds the last steps it was called with. A row that a killed process wrote and did not
-    tell is told by the next life.
+    RUN/log-to.json holds the last steps it was called with. If a process is killed after it wrote a row and
+    before it called the function, the next life calls it.
     """
 
     def __init__(self, run_dir, spec, note):

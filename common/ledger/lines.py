@@ -39,7 +39,7 @@ class Lines:
             return False
 
     def open(self):
-        """Follows no planted link; a last line that a full disk or a power cut tore gets its end."""
+        """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         self.fd = os.open(self.path, flags, 0o600)
@@ -85,7 +85,7 @@ class Ledger:
             self.event("death", rank=rank, why=why, **fields)
 
     def order(self, name: str, facts: dict[str, Any]) -> None:
-        """Notes once from what the order of samples follows, besides the seed: the audit needs it."""
+        """Writes once what the order of samples depends on besides the seed: the audit needs it."""
         lines = Lines(self.lines.path.parent / "audit" / f"order-{name}.jsonl")
         if name and not lines.path.exists():
             lines.append({"event": "order", **facts})
@@ -157,7 +157,7 @@ class Audit:
             self._note({"event": "begin", "step": step, "epoch": epoch, "position": position, "ids": ids})
 
     def done(self, step: int) -> None:
-        """The newest step that is made: a GPU may make it after the next one has begun."""
+        """`step` is the newest whole one: a GPU may end it after the next one has begun."""
         if self.on and step > self.made:
             self._note({"event": "done", "step": step})
             self.made = step

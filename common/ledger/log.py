@@ -133,7 +133,7 @@ class Console:
 
     def __init__(self, opts, total):
         self.out, self.total = Outlet(sys.stdout), total
-        self.at, self.text, self.drawn = (0, ""), "", 0.0  # (step, where that is), what it came to, when
+        self.at, self.text, self.drawn = (0, ""), "", 0.0  # step and its place; numbers; last drawn
         able = self.out.isatty() and os.environ.get("TERM") != "dumb"
         self.bar = opts.progress == "on" or opts.progress == "auto" and able
 
@@ -149,7 +149,7 @@ class Console:
         self._show(f"{text}\n{self._bar()}")
 
     def close(self):
-        """A bar that is full stays; the next life draws one that is not."""
+        """A full bar stays on the terminal; the next life replaces any other."""
         self._show(self._bar() + "\n" if self.text and self.at[0] >= self.total else "")
         self.text = ""
 

@@ -16,7 +16,7 @@ from common.options import read_options
 FACTS = ("world", "stages", "n", "data", "order")   # of a life, that may change
 MOST_CHARTS, FIRST = 16, ("loss", "acc", "lr", "samples/s")
 COLUMNS, HEIGHT = 600, 160                          # of a chart
-GAP = 0.04         # of the time the run was up: a longer time of "down" is drawn so, its true length written
+GAP = 0.04         # of the time up: a longer "down" is drawn so wide, with its true length as text
 
 
 def report(facts):
@@ -137,7 +137,7 @@ class Run:
                 yield new["step"], "resize", f"step {new['step']}: {old['world']} to {new['world']} processes"
 
     def section(self):
-        """What is told of each run apart."""
+        """The part of the page about this run alone."""
         bar, times, words = "", [], list(report(self.facts))
         for name, seconds in ((name, seconds) for name, seconds in self.spent.items() if seconds):
             down, spelled = name == "down", name.replace("_", " ")

@@ -16,7 +16,7 @@ FIELDS = ("state", "step", "total", "epoch", "eta_s", "world", "hosts", "life", 
 
 
 class Control:
-    """What a person asks of a training: `wanted` here, `agreed` by all ranks, `doing` since a step."""
+    """What a person asks of a training: `wanted` on this rank, `agreed` by all, `doing` since which step."""
 
     def __init__(self, run_dir):
         self.folder = Path(run_dir) / "control"
@@ -36,7 +36,7 @@ class Control:
         self.agreed |= set(names)
 
     def take(self, name):
-        """Whether it has been agreed on; once."""
+        """Whether all ranks have agreed on this; True once for each request."""
         agreed = name in self.agreed
         self.agreed.discard(name)
         return agreed
@@ -64,7 +64,7 @@ class Status:
         threading.Thread(target=self._work, daemon=True, name="status").start()
 
     def end(self, reason, code):
-        """The last word of this process: nothing here writes after it."""
+        """Writes how this process ends; nothing is written after that."""
         state = {0: "done", STOPPED: "stopping"}.get(code, "failed")
         if code:
             note_reason(reason)
@@ -90,6 +90,7 @@ class Status:
 
 
 def read_status(run_dir):
+    """The content of RUN/status.json, with every field; UserError if there is none or it is damaged."""
     path = Path(run_dir) / "status.json"
     try:
         status = json.loads(path.read_text(encoding="utf-8"))

@@ -119,7 +119,7 @@ def build_torchvision(name, data):
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     facts = {"num_classes": data.classes}
     if name in ("googlenet", "inception_v3"):
-        facts.update(aux_logits=False, init_weights=True)  # a second output would not fit the loop
+        facts.update(aux_logits=False, init_weights=True)  # the loop takes one output
     if name.startswith("vit_"):
         facts.update(image_size=height)
     if "input_size" in accepted:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from common.errors import UserError
+from common.errors import UserError, one_line
 
 
 @torch.no_grad()
@@ -54,7 +54,7 @@ def read_weights(path):
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"--init-from {path}: not a file of weights {_in_the_way(path, error)}") from error
+        raise UserError(f"--init-from {path}: not a file of weights {_why_not(path, error)}") from error
     for key in ("state_dict", "model", "model_state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
             loaded = loaded[key]
@@ -65,7 +65,8 @@ def read_weights(path):
     return loaded
 
 
-def _in_the_way(path, error):
+def _why_not(path, error):
+    """The end of the message for a file that could not be read: the cause, and the way out."""
     try:
         objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # it is no file of torch.save
@@ -73,8 +74,7 @@ def _in_the_way(path, error):
     if objects:
         return (f"alone: it holds {', '.join(objects[:3])}, and opening such objects can run code\n"
                 "if you trust it: torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt')")
-    words = next(iter(str(error).splitlines()), type(error).__name__).partition(". ")[0]
-    return f"({words[:120]})\nsave one with torch.save(net.state_dict(), path)"
+    return f"({one_line(error).partition('. ')[0][:120]})\nsave one with torch.save(net.state_dict(), path)"
 
 
 def published(model):
@@ -90,14 +90,14 @@ def published(model):
         raise UserError(f"--init-from pretrained: {path} does not exist, and nothing is downloaded\n"
                         f"fetch {url}, or set TORCH_HOME to where hub/checkpoints/{path.name} is")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    if not digest.startswith(path.stem.rpartition("-")[2]):  # with which its name ends
+    if not digest.startswith(path.stem.rpartition("-")[2]):  # its name ends with the first digits
         raise UserError(f"--init-from pretrained: {path} is damaged or changed: its SHA-256 begins with "
                         f"{digest[:8]}, not as its name says\ndelete it and fetch {url}")
     return path
 
 
 def freeze(net, prefixes):
-    """--freeze: weights whose names begin so do not train, and their modules stay in evaluation mode.
+    """--freeze: weights with these prefixes do not train, and their modules stay in evaluation mode.
 
     So their BatchNorm uses the statistics it has and keeps them, and their dropout is off.
     """
@@ -112,7 +112,7 @@ def freeze(net, prefixes):
 
 
 def tied_names(net: torch.nn.Module) -> dict[str, str]:
-    """{name: first name} of weights with several names; of the whole net, also where a part of it is left."""
+    """{name: first name} of weights with several names, in the whole net, even if only a part is left."""
     if isinstance(found := getattr(net, "tied", None), dict):
         return found
     named, first = list(net.named_parameters(remove_duplicate=False)), {}
@@ -128,7 +128,7 @@ def check_prefixes(flag, prefixes, names):
 
 
 def _kind(tensor):
-    """What copy_ would turn into other numbers without a word, or fails of."""
+    """What sort of tensor this is, in words: between two sorts, copy_ fails or changes numbers in silence."""
     plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
     number = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
     return f"of {number} numbers" if plain else f"{tensor.layout}, {tensor.dtype} on {tensor.device}"

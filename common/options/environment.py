@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from common.errors import UserError, fill_closed_streams, say
+from common.errors import UserError, fill_closed_streams, refuse, say
 from common.options.process import die_with_the_agent
 
 SMALLEST = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0, "GROUP_RANK": 0}
@@ -32,33 +32,30 @@ def check_environment(environ):
     """Raises UserError for variables with which the processes could not meet."""
     numbers = {name: _number(environ, name, low) for name, low in SMALLEST.items() if name in environ}
     size, rank = numbers.get("WORLD_SIZE"), numbers.get("RANK")
-    if rank is not None and size is None:
-        raise UserError(f"RANK={rank} is set, but WORLD_SIZE is not\n"
-                        "set both, or neither for a single process")
-    size = size or 1
-    if size > 1 and rank is None:
-        raise UserError(f"WORLD_SIZE={size} is set, but RANK is not\n"
-                        "start with torchrun, or give each process its own RANK")
-    if (rank or 0) >= size:
-        raise UserError(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to {size - 1}\n"
-                        "lower RANK, or raise WORLD_SIZE")
+    alone, size, local_rank = size is None, size or 1, numbers.get("LOCAL_RANK", 0)
     local_size = numbers.get("LOCAL_WORLD_SIZE", size)
-    if local_size > size:
-        raise UserError(f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}\n"
-                        "it counts the processes of this machine only")
-    if numbers.get("LOCAL_RANK", 0) >= local_size:
-        raise UserError(f"LOCAL_RANK={numbers['LOCAL_RANK']} with {local_size} processes on this machine\n"
-                        f"local ranks go from 0 to {local_size - 1}; set LOCAL_WORLD_SIZE if that is too few")
+    refuse(
+        (alone and rank is not None,
+         f"RANK={rank} is set, but WORLD_SIZE is not\nset both, or neither for a single process"),
+        (size > 1 and rank is None,
+         f"WORLD_SIZE={size} is set, but RANK is not\n"
+         "start with torchrun, or give each process its own RANK"),
+        ((rank or 0) >= size, f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to {size - 1}\n"
+         "lower RANK, or raise WORLD_SIZE"),
+        (local_size > size, f"LOCAL_WORLD_SIZE={local_size} is more than WORLD_SIZE={size}\n"
+         "it counts the processes of this machine only"),
+        (local_rank >= local_size, f"LOCAL_RANK={local_rank} with {local_size} processes on this machine\n"
+         f"local ranks go from 0 to {local_size - 1}; set LOCAL_WORLD_SIZE if that is too few"))
     if size > 1:  # a single process needs no address, and Kubernetes may set MASTER_PORT=tcp://... by itself
         _check_meeting_point(environ, size)
-    threads = environ.get("OMP_NUM_THREADS", "1")
-    if not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads):
-        raise UserError(f"OMP_NUM_THREADS={threads!r} is not a whole number from 1\n"
-                        "unset it, or set how many cores one process may use")
-    devices = environ.get("CUDA_VISIBLE_DEVICES", "")
-    if devices.strip() and not all(DEVICE.fullmatch(name.strip()) for name in devices.split(",")):
-        raise UserError(f"CUDA_VISIBLE_DEVICES={devices!r} is not a list of GPUs\n"
-                        "numbers like 0,2 or names like GPU-8f2c...; empty hides all GPUs")
+    threads, devices = environ.get("OMP_NUM_THREADS", "1"), environ.get("CUDA_VISIBLE_DEVICES", "")
+    refuse(
+        (not re.fullmatch(r"\s*0*[1-9]\d*\s*(,\s*0*[1-9]\d*\s*)*", threads),
+         f"OMP_NUM_THREADS={threads!r} is not a whole number from 1\n"
+         "unset it, or set how many cores one process may use"),
+        (devices.strip() and not all(DEVICE.fullmatch(name.strip()) for name in devices.split(",")),
+         f"CUDA_VISIBLE_DEVICES={devices!r} is not a list of GPUs\n"
+         "numbers like 0,2 or names like GPU-8f2c...; empty hides all GPUs"))
 
 
 def _number(environ, name, low):
@@ -127,11 +124,11 @@ def _reach_itself(address):
 
 
 def end_a_crash_loop(notes, life):
-    """Raises UserError once FAILED_STARTS lives in a row ended before they trained; delays each of them.
+    """UserError once FAILED_STARTS lives in a row have ended before they trained; from the third on, a delay.
 
     An agent would restart them for ever. It counts its restarts, and `life_is_open` writes the number of the
-    life beside the agent's logs, which end with the agent: each machine judges its own lives. The ledger
-    tells of failures after that.
+    life beside the agent's logs, which end with the agent: each machine judges its own lives. Failures of
+    a life that trains are in the ledger.
     """
     try:
         opened = int((notes / "open").read_text())
@@ -149,7 +146,7 @@ def end_a_crash_loop(notes, life):
 def begin_life(environ: Mapping[str, str] = os.environ) -> None:
     """Call first in every process; UserError if it cannot meet others, or has failed too often.
 
-    From here until the life is open, launch/meeting.py ends the wait for a machine that dies.
+    The file `start-RANK` tells launch/meeting.py that this rank still waits for others.
     """
     fill_closed_streams()
     die_with_the_agent()
@@ -176,7 +173,7 @@ def _notes(environ):
 
 
 def _why_it_ended(attempt):
-    """The error of a rank; not what it saw of another rank's end."""
+    """The last error of a rank, in words; errors that only follow from another rank's end do not count."""
     for path in sorted(attempt.glob("*/error.json*")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             words = " ".join(json.loads(path.read_text())["message"]["message"].split())[:200]
@@ -200,14 +197,14 @@ def flag_in(arguments: Iterable[str], name: str, environ: Mapping[str, str]) -> 
     return found[-1] if found else environ.get(f"PET_{name.upper()}")
 
 
-def warn_of_late_joins(environ=os.environ):
+def warn_of_late_joins():
     """Warns that a machine which joins this job later waits for an address in vain, and all agents end.
 
     Plain torchrun gives the rendezvous' own store to the workers, and announces its address in the first
     round only. A worker cannot mend that: the agents fail before they start the next workers.
     """
-    low, _, high = (agents_flag("nnodes", environ) or "1").partition(":")
-    shared = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if shared and environ.get("RANK") == "0" and high not in ("", low):
+    low, _, high = (agents_flag("nnodes", os.environ) or "1").partition(":")
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("RANK") == "0" and high not in ("", low):
         say("warning: a machine that joins this job later will end it: set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for every torchrun, or use launch/torchrun.py", sys.stderr)

@@ -36,7 +36,7 @@ from common.options.fork import inherited
 from common.options.optimizers import call_of, default_lr, keywords
 from common.options.rules import DATASET_FLAGS, check_places, check_together, check_world, uses
 
-SAID = "TRAINING_FIRST_LINE"  # set once it is printed
+SAID = "TRAINING_FIRST_LINE"  # environment variable: set once that line is printed
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Options:
     skip: str = fixed("", NAME, "A:B: leave out the samples of steps A to B, after --at, for good")
     init_from: str = fixed("", PATH, "weights to begin with: a .pt or .safetensors file, or `pretrained`: "
                            "torchvision's, if they are on this machine")
-    init_skip: tuple = fixed((), NAMES, "weights whose names begin so begin afresh, as fc.")
-    freeze: tuple = fixed((), NAMES, "weights whose names begin so do not train, as conv1.,layer1.")
+    init_skip: tuple = fixed((), NAMES, "weights whose names begin with these start afresh, as fc.")
+    freeze: tuple = fixed((), NAMES, "weights whose names begin with these do not train: conv1.,layer1.")
     seed: int = fixed(0, whole(0, 2**63 - 1), "every random number follows from it")
     epochs: int = free(3, whole(1), "how often each sample is seen; may be raised to go further")
     max_steps: int = free(0, whole(0), "stop after so many steps in all; 0: no limit")
@@ -73,7 +73,7 @@ class Options:
     vocab_size: int = free(0, whole(0, 2**32), "different tokens of train.bin; 0: as its meta.json says")
     download: bool = free(False, SWITCH, "fetch missing files (one process per machine does)")
     workers: int = free(None, whole(0, 256), "loading processes per rank for files (default: up to 4)")
-    bad_samples: str = fixed("stop", one_of("stop", "skip"), "what cannot be read ends the run, or counts 0",
+    bad_samples: str = fixed("stop", one_of("stop", "skip"), "an unreadable sample ends the run, or counts 0",
                              scripts="ddp dp")
     accept_data_change: bool = free(False, SWITCH, "resume although the data has changed; with another "
                                     "number of samples the epoch begins again")
@@ -96,8 +96,8 @@ class Options:
     no_decay_1d: bool = fixed(False, SWITCH, "no pull on weights of one dimension: biases and norms")
     lr_schedule: str = fixed("constant", one_of("constant", "step", "cosine", or_function=True),
                              "how lr falls; a function of (step, steps in all, opts) returns a factor")
-    min_lr: float = fixed(0.0, real(), "it falls no further than that")
-    warmup_epochs: float = fixed(0.0, real(), "lr rises linearly for so long")
+    min_lr: float = fixed(0.0, real(), "lr falls no lower than this")
+    warmup_epochs: float = fixed(0.0, real(), "epochs in which lr first rises linearly")
     label_smoothing: float = fixed(0.0, real(below=1), "share of the target spread over all classes")
     mixup: float = fixed(0.0, real(), "mix pairs of samples: Beta(X, X); 0: off")
     cutmix: float = fixed(0.0, real(), "paste a box of another sample: Beta(X, X); 0: off")
@@ -185,7 +185,7 @@ class Options:
     def compare(self, old: dict[str, Any]) -> list[tuple[str, Any, Any]]:
         """[(field, old, new)] where these options contradict `old`; a field missing there had its default.
 
-        Of a file, its name counts and not the way to it.
+        Of a file only the name counts, not its folder.
         """
         def plain(value):
             return value.rpartition("/")[2] if isinstance(value, str) else value
@@ -210,7 +210,7 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
                   processes: int | None = None) -> Options:
     """The checked options of this process; a mistake ends it with exit code 2, printed once per machine.
 
-    An agent checks them for its workers: then `processes` is their number, or 0 if it is not known yet.
+    A launcher checks them for its workers: then `processes` is their number, or 0 if it is not known yet.
     """
     if argv is None and processes is None:
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save"; before that it would kill
@@ -240,7 +240,7 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
 
 
 def _say_at_once(opts):
-    """The first line, before the seconds in which torch is imported; agents say it for their workers."""
+    """The first line, before the seconds in which torch is imported; a launcher prints it for its workers."""
     if os.environ.get("RANK", "0") == "0" and not os.environ.get(SAID):
         os.environ[SAID] = "1"
         say(f"{opts.run_dir}: starting; importing torch takes some seconds")

@@ -2,7 +2,7 @@
 import os
 from pathlib import Path
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, did_you_mean, refuse
 from common.options.flags import flag_of
 from common.options.optimizers import FLAGS, LR, REFUSED, keywords, known, takes
 
@@ -56,7 +56,7 @@ def check_together(opts):
               if given(flag) and (own or opts.task != "classify" and flag != "--label-smoothing")]
     kinds = {device.partition(":")[0] for device in opts.devices}
     devices = f"--devices {','.join(opts.devices)}"
-    _refuse(
+    refuse(
         (not own and opts.task not in TASKS,
          f"--task: {opts.task!r} is no task{did_you_mean(opts.task, TASKS)}\n"
          f"there are {', '.join(TASKS)}, and path/to/file.py:function"),
@@ -82,7 +82,7 @@ def check_together(opts):
         (opts.script == "mp" and len(opts.devices) == 1,
          f"{devices}: a model is split over two devices or more\nfor example --devices cpu,cpu"))
     check_optimizer(opts)
-    _refuse(*((given(flag) and given(other), f"{flag} cannot take effect with {other}: {why}\n{ONE}")
+    refuse(*((given(flag) and given(other), f"{flag} cannot take effect with {other}: {why}\n{ONE}")
               for flag, other, why in CLASHES))
 
 
@@ -93,7 +93,7 @@ def check_optimizer(opts):
     arguments = {} if own or name not in known() else takes(name)
     idle = [f for f in given if f not in arguments and not own]
     unknown, both = [a for a in args if a not in arguments], [a for a in args if a in given]
-    _refuse(
+    refuse(
         (not own and name not in known(),
          f"--optimizer: {name!r} is none of {', '.join(known())}{did_you_mean(name, known())}\n"
          "or write a function: path/to/file.py:function"),
@@ -120,7 +120,7 @@ def check_world(opts, world):
     """Flags that need another number of processes."""
     processes, stages = f"{world} process{'es' * (world > 1)}", opts.stages or world
     replicas = max(1, world // stages) if opts.script == "mp" else world
-    _refuse(
+    refuse(
         (opts.script == "dp" and world > 1,
          f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
          "use train_ddp.py with torchrun, or start train_dp.py with python"),
@@ -141,15 +141,10 @@ def check_world(opts, world):
          f"start at most {opts.virtual_ranks * (world // replicas)} processes"))
 
 
-def _refuse(*rules):
-    """Raises the first of these (broken, message) that is broken."""
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
 
 
 def check_data(opts):
-    """The parts of a dataset that has two in its folder."""
+    """UserError if a dataset's folder lacks the part to train on, or the one to evaluate on."""
     kind, names = opts.dataset.partition(":")[0], (opts.train_folder, opts.val_folder)
     for flag, name in zip(("--train-folder", "--val-folder"), names, strict=True):
         folder = Path(opts.data_dir, name)
@@ -170,7 +165,7 @@ def check_places(opts):
     """The files and folders that flags name; checked without torch, before the processes meet."""
     run, own_folder = opts.run_dir, "\ngive the run a folder of its own"
     try:
-        _refuse(
+        refuse(
             (opts.resume not in ("auto", "none") and not os.path.isdir(opts.resume),
              f"--resume: {opts.resume!r} is no folder\ngive a checkpoint's folder, auto or none"),
             (opts.init_from not in ("", "pretrained") and not os.path.isfile(opts.init_from),
@@ -187,7 +182,7 @@ def check_places(opts):
              f"--run-dir: {str(run)!r} is also the data folder{own_folder}"))
         check_data(opts)
         there = next(place for place in (run, *run.parents) if os.path.lexists(place))
-        _refuse(
+        refuse(
             (not there.is_dir(), f"--run-dir: {str(there)!r} is not a folder{own_folder}"),
             (not os.access(there, os.W_OK | os.X_OK),
              f"--run-dir: {str(there)!r} is not writable\nchoose another place, or change its permissions"))

@@ -17,7 +17,7 @@ def timetable(kind: str, count: int, stages: int, places: int) -> list[list[tupl
     no sum depends on the schedule.
     """
     loops, done = stages // places, set()
-    padded = count if loops == 1 else -(-count // places) * places  # interleaved: nothing is made of the rest
+    padded = count if loops == 1 else -(-count // places) * places  # interleaved: the added ones are left out
     turns = [(k, loop) for k in range(padded) for loop in range(loops)]
     ahead = sorted(turns, key=lambda turn: (turn[0] // places, turn[1], turn[0]))
     back = sorted(turns, key=lambda turn: (turn[0] // places, -turn[1], turn[0]))

@@ -117,7 +117,7 @@ class Pipeline(nn.Module):
         totals, sizes = task.zeros(self.stages[-1].device), [n for n, _ in batch.parts]
         if self.even:  # all replicas run forwards as large as those of the largest share
             sizes = forward_sizes(batch.size, world.replicas - 1, world.replicas, opts)
-        # before the run, which no copy of samples shall stop
+        # copied before the run: a copy of samples must not delay it
         inputs, answers = ([placed(part, self.stage_at[i].device, opts) for _, part in batch.parts]
                            if i in self.stage_at else None for i in (0, last))
 
@@ -145,7 +145,7 @@ class Pipeline(nn.Module):
         return totals
 
     def _padded(self, x, size):
-        """With samples that the loss ignores, in front of stages that all replicas run together."""
+        """`x` with zeros up to `size` samples; the loss ignores them. All replicas run equal forwards."""
         x = torch.cat([x, x.new_zeros(size - len(x), *x.shape[1:])]) if len(x) < size else x
         channels_last = self.opts.channels_last and x.dim() == 4
         return x.contiguous(memory_format=torch.channels_last) if channels_last else x

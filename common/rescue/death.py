@@ -1,4 +1,4 @@
-"""Who died, and of what, in words."""
+"""Which process died, and how, in words."""
 import os
 import re
 import time
@@ -12,7 +12,7 @@ ZOMBIE_SECONDS = 0.05      # from a connection's end until the process behind it
 
 
 def dead_peer(places):
-    """(rank, pid, how it ended) of a process of this machine, one that was killed first; or None."""
+    """(rank, pid, how it ended) of a process of this machine that has ended, a killed one if any; or None."""
     deadline = time.monotonic() + ZOMBIE_SECONDS
     while time.monotonic() < deadline:
         if ends := ended_here(places):
@@ -21,11 +21,11 @@ def dead_peer(places):
 
 
 def peers_end(rescue, error):
-    """None, or if another rank has ended: which one, and how it ended if that is known here."""
+    """Which other rank has ended, and how if that is known here; None if none has."""
     end = time.monotonic() + PEER_SECONDS
     while isinstance(error, RuntimeError) and rescue.lines and not rescue.lost and time.monotonic() < end:
         time.sleep(0.002)  # a collective fails before the thread hears of the end
-    own = isinstance(error, UserError)  # all ranks have found the same, and some have left already
+    own = isinstance(error, UserError)  # all ranks have this error, and some have left already
     if own or not rescue.lost or rescue.asked and not error:
         return None
     if (dead := dead_peer(rescue.places)) is None:

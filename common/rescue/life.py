@@ -32,7 +32,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
     pids, hosts = [int(pid) for pid, _ in who], [host for _, host in who]
     parameters = parameters or sum(p.numel() for p in state.net.parameters())
     doing = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
-        "going on" if state.step else "starting"
+        "resuming" if state.step else "starting"
     job = this_process()["job"]
     past = history(opts.run_dir, job, state.step, clock.began) if world.rank == 0 else {}
     log.start([
@@ -78,7 +78,7 @@ def _look(log, ledger, clock, state, facts):
 
 
 def note_slow(rescue, rank, text):
-    """Tells it, and enters it in the ledger."""
+    """Prints that a rank is slow, and notes it in the ledger."""
     say(text, sys.stderr)
     rescue.ledger.event("straggler", life=rescue.world.life, rank=rank, step=rescue.state.step)
 
@@ -97,13 +97,13 @@ def _pause(opts, state):
 
 
 def pause_seconds(lives, step):
-    """1, 2, 4 and so on, if three, four, five lives in a row began at this step and nobody stopped them."""
+    """1, 2, 4 and so on, if three, four, five lives in a row began at this step and died."""
     over = len(_begun_at(step, lives)) - LIVES_WITHOUT_PROGRESS
     return min(2 ** over, LONGEST_PAUSE_SECONDS) if over >= 0 else 0
 
 
 def _begun_at(step, lives):
-    """The lives in a row, newest first, that began at this step and that nobody stopped."""
+    """The lives in a row, newest first, that began at this step and died."""
     return list(itertools.takewhile(
         lambda events: events[0]["step"] == step and not {event["event"] for event in events} & ENDED_WELL,
         reversed(lives)))
@@ -117,7 +117,7 @@ def _lives(opts):
 
 
 def refuse_without_progress(ledger, opts, data, state):
-    """Exit code 5 if three lives in a row made no progress on this step, once: then there are three again."""
+    """Exit code 5 if three lives in a row made no progress on this step; the next start has three again."""
     def in_vain(events):
         further = any(event["step"] > state.step for event in events if type(event.get("step")) is int)
         return not further and events[0].get("data", data.fingerprint[:12]) == data.fingerprint[:12]

@@ -2,9 +2,9 @@
 
 In data parallelism every rank holds the whole state, and between two steps all states are equal. So one
 survivor is enough: every rank that is alive tries to save the last whole step before it leaves. A collective
-that raises (gloo) ends in `__exit__`. Where collectives hang (NCCL), a thread hears of a death by a line that
-ends, of a stop by a signal, and of a hang from the watchdog. The Python signal handler does nothing: an
-exception there could cut an optimizer step in two. All ways lead to `_end`.
+that raises (gloo) ends in `__exit__`. Where collectives hang (NCCL), a thread notices a death (a connection
+ends), a stop (a signal) and a hang (the watchdog). The Python signal handler does nothing: an exception there
+could cut an optimizer step in two. All ways lead to `_end`.
 """
 import contextlib
 import functools
@@ -49,7 +49,7 @@ class Rescue(Wishes):
         self.dead: dict[str, Any] = {}  # the peer that died, for the ledger
         self.lines: list[Any] = []  # sockets that end with other ranks
         self.ending, self.over = threading.Lock(), threading.Event()
-        self.speaks = self.parting = self.parted = False  # waits for all ranks at the end; has met them
+        self.speaks = self.parting = self.parted = False  # prints the end; waits for all at the end; met them
         self.under_agent, self.agent = "TORCHELASTIC_RUN_ID" in os.environ, os.getppid()
         limit = state.opts.hang_timeout or OPENING_SECONDS * state.opts.compile  # any step may compile
         self.watchdog = Watchdog(state, world, limit, functools.partial(note_slow, self))
@@ -90,7 +90,7 @@ class Rescue(Wishes):
         self.watchdog.stop()
         self.over.set()
         with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake already
-            os.write(self.pipe[1], bytes(1))  # closing it wakes nobody: forked processes hold it open too
+            os.write(self.pipe[1], bytes(1))  # to close it is not enough: forked processes have it open too
         self.watcher.join()  # a thread that wakes in a dying interpreter aborts it
         for end in (*self.pipe, *(end.detach() for end in self.lines)):
             os.close(end)
@@ -221,7 +221,7 @@ class Rescue(Wishes):
             self.control.wanted |= {"save"} if signal.SIGUSR2 in data else set()
             if not stopping and (numbers := [n for n in data if n in STOP]):
                 stopping = signal.Signals(numbers[0]).name
-                # not here: a store that is ending keeps its clients waiting, one that is cut off for ever
+                # not on this thread: a store that is ending answers late, one that is cut off never
                 threading.Thread(target=self.stop, args=[stopping], daemon=True).start()
                 deadline = min(deadline, time.monotonic() + (0 if self.parting else STEP_SECONDS))
             if self.lost or time.monotonic() > deadline:

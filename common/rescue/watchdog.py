@@ -30,7 +30,7 @@ SHOWN_RANKS, NAMED_RANKS = 16, 4   # of those at one place; with the names of th
 
 
 class Watchdog:
-    """Call `beat()` every second from a thread: None, or why this rank hangs, "" if another one says it."""
+    """Call `beat()` every second from a thread; it prints a hang and returns True."""
 
     def __init__(self, state, world, hang_timeout, note):
         self.state, self.world, self.given, self.note = state, world, hang_timeout, note
@@ -58,7 +58,7 @@ class Watchdog:
         return max(LEAST_LIMIT_SECONDS, LIMIT_STEPS * self._median())
 
     def beat(self):
-        """Whether this rank hangs; then it reports."""
+        """Whether this rank hangs; then `report` is printed."""
         now = time.monotonic()
         paused, self.beaten = max(0.0, now - self.beaten - LATE_SECONDS), now
         # SIGSTOP, a debugger, a machine that slept: no hang
@@ -80,7 +80,7 @@ class Watchdog:
         return True
 
     def report(self):
-        """Empty where another rank of this machine waits at the same place and reports."""
+        """Where all ranks are, in words; empty if another rank of this machine waits at the same place."""
         if self.world.local_rank and self.world.rank not in self.odd:
             return ""
         frame = sys._current_frames().get(self.main) if self.world.rank in (0, *self.odd) else None

@@ -18,7 +18,7 @@ class Wishes:
         self.stop_at, self.lost = 0, False  # the step after which all ranks stop; whether a rank has ended
 
     def stop(self, why: str) -> None:
-        """After a signal: no rank may begin a step that others do not make, so the first one names it."""
+        """After a signal: the first rank that has one names the last step, so that all ranks make it."""
         at = self.state.step + 2 + self.state.updates.ahead
         with contextlib.suppress(RuntimeError):  # rank 0 has gone with its store
             if self.world.size > 1 and not self.lost:

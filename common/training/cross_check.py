@@ -46,7 +46,7 @@ class CrossCheck:
         odd = {r for r in range(self.world.size) if again[r] != bits} | {
             r for r in (rank, second) if first[r] != bits}
         if 2 * count <= self.world.size:
-            odd = {rank, second}  # nobody can tell which of the two
+            odd = {rank, second}  # no majority: it may be either
         hosts = gather_texts(self.world, socket.gethostname())
         names = " or ".join(f"rank {r} (host {hosts[r]})" for r in sorted(odd))
         return f"step {self.state.step + 1}: {names} computes slice {v} with other bits than another rank"

@@ -26,13 +26,13 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
                   {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0}]
     try:
         return getattr(torch.optim, name)(groups, **arguments)
-    except Exception as error:  # of any kind: torch checks some arguments and fails of others
+    except Exception as error:  # of any kind: torch checks some arguments only
         raise UserError(f"--optimizer {opts.optimizer}: {one_line(error)}\n"
                         "change --optimizer-args, or write a function: path/to/file.py:function") from error
 
 
 def checked(optimizer, weights, net, opts):
-    """What a user's function returned, if it is an optimizer that trains what trains, at the rate of --lr."""
+    """A user's optimizer; UserError unless it has all weights that train, at the rate of --lr."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(f"--optimizer {opts.optimizer} returned {type(optimizer).__name__}\n"
                         "wanted: a torch.optim.Optimizer")
@@ -52,7 +52,7 @@ def checked(optimizer, weights, net, opts):
 
 
 class Recorder(UserDict):
-    """A weight's state; `first` has each entry as it was when it was made."""
+    """A weight's state; `first` keeps the first value of each entry."""
 
     def __init__(self, given):
         self.first = {}
@@ -128,7 +128,7 @@ def _first_state(optimizer, group, twin, given):
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
 def finish_gradient(state: Any) -> None:
-    """On every rank, as ranks that hold parts of one net tell each other overflows and lengths."""
+    """Unscales, divides and clips; call it on every rank, for ranks with parts of one net add their norms."""
     clip, scaler, divisor = state.opts.clip_grad_norm, state.scaler, state.divisor
     if scaler and (clip or state.all_sum or divisor is not None):
         unscale(state)
@@ -190,7 +190,7 @@ def learning_rate(step, opts, steps_per_epoch):
 
 
 def factor(found: Any, whose: str, step: int) -> float:
-    """What a user's schedule has said of a step; it must follow from its arguments alone."""
+    """The factor that a user's schedule returned for a step, checked; `whose` names the schedule."""
     if not isinstance(found, (int, float)) or not 0 <= found < 1e300:
         raise UserError(f"{whose} returned {found!r} for step {step}\n"
                         "wanted: a factor of the learning rate, a number from 0")

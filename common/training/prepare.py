@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.data import forward_sizes, leaves, map_tensors
-from common.errors import UserError
+from common.errors import UserError, refuse
 from common.models import named_tensors
 from common.options import Options
 from common.training.bitwise.sums import Tree
@@ -29,13 +29,14 @@ def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task,
     """The net with the layers and the memory layout of the options, on `device`; names do not change."""
     device = device or world.device
     given = {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}
-    if world.device.type != "cuda" and (flag := next((flag for flag, on in given.items() if on), "")):
-        raise UserError(f"--{flag} works on GPUs only, this process has {world.device}\n"
-                        "leave it out, or make a GPU visible")
-    if opts.script == "dp" and opts.compile and len(world.devices) > 1:
-        raise UserError("--compile: train_dp.py copies the net to its "
-                        f"{len(world.devices)} devices in each forward, which breaks compiled code\n"
-                        "leave it out, or use train_ddp.py, or one device")
+    flag = next((flag for flag, on in given.items() if on), "")
+    refuse(
+        (flag and world.device.type != "cuda",
+         f"--{flag} works on GPUs only, this process has {world.device}\n"
+         "leave it out, or make a GPU visible"),
+        (opts.script == "dp" and opts.compile and len(world.devices) > 1,
+         f"--compile: train_dp.py copies the net to its {len(world.devices)} devices in each forward, which "
+         "breaks compiled code\nleave it out, or use train_ddp.py, or one device"))
     torch.autograd.set_detect_anomaly(opts.debug)
     refuse_single(net, opts, world, data, task)
     if world.device.type == "cuda" and (opts.virtual_ranks or opts.recompute):
@@ -90,7 +91,7 @@ def replicate(net, opts, world):
 
 
 class Averaged(DistributedDataParallel):
-    """torch's, with a UserError where some ranks would wait for ever for a gradient."""
+    """DDP, with a UserError where some ranks would wait for ever for a gradient."""
 
     def forward(self, *args, **kwargs):
         try:

@@ -39,7 +39,7 @@ class TrainState:
         self.record: dict[str, Any] = {}  # of the last logged step; saved, as rank 0 may die before it logs
         self.evaluated: dict[str, Any] = {}  # the last evaluation, likewise
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
-        self.stepped, self.saving = time.time(), False  # of the last step's end; it waits for the disk
+        self.stepped, self.saving = time.time(), False  # the last step's end; whether a save waits
         self.lock, self.half_updated, self.progress = threading.RLock(), False, 0  # progress of any kind
         self.images: dict[str, Any] = {}  # the store's buffers: a save may be copying into them
         self.verdict: UserError | None = None  # why this state may never be saved
@@ -78,7 +78,7 @@ class TrainState:
                 yield
 
     def count(self, own: torch.Tensor, size: int, add: Callable) -> None:
-        """Notes what the gradient is still to be divided by; call it on all ranks, over which `add` sums."""
+        """Notes the divisor that the gradient still lacks; call it on all ranks, over which `add` sums."""
         if not self.task.ahead:
             total = add(own.clone())
             self.divisor = torch.where(total == 0, 1.0, total / size)
@@ -226,16 +226,16 @@ class TrainState:
         """(tensors, facts) of the newest whole step, for a rescue that holds the lock; a GPU's are copied."""
         while True:
             waiting, facts = self.updates.waiting(), self.facts()
-            # in the order they have: for another one the GPU would have to load a kernel
+            # cpu() keeps their strides: for other ones the GPU would have to load a kernel
             found = {part: {n: t.cpu() for n, t in named.items()} for part, named in self.tensors().items()}
             if waiting is None or not waiting[1].query():  # else that update has begun meanwhile
                 return found, facts
 
     @torch.no_grad()
     def load(self, facts: dict[str, Any]) -> None:
-        """Sets the counters to what `facts` of another one returned, whose tensors are in place already.
+        """Sets the counters to those in `facts`; the tensors are in place already.
 
-        If the order of samples is another one, the epoch begins again, unless it was complete.
+        If samples now come in another order, the epoch begins again, unless it was complete.
         """
         self.buffers.restore()
         self.step, self.epoch, self.position = facts["step"], facts["epoch"], facts["position"]

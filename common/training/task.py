@@ -75,7 +75,7 @@ class Task:
         return totals
 
     def metrics(self, totals: Tensor) -> dict[str, float]:
-        """{name: sum / count}, and what `finish` makes of it; left out is what has a count of 0."""
+        """{name: sum / count}, or what `finish` makes of these; names with a count of 0 are left out."""
         pairs, at = totals.tolist(), 2 * len(self.names)
         found: dict[str, Any] = {name: pairs[2 * i] / pairs[2 * i + 1]
                                  for i, name in enumerate(self.names) if pairs[2 * i + 1]}

@@ -18,7 +18,7 @@ OTHERS = np.ndarray, np.random.Generator, np.random.RandomState, random.Random
 
 
 class Unsaved:
-    """Looks after the first two steps of a life; what changed between them goes on changing."""
+    """Compares the net after the first and the second step of a life, and warns of what has changed."""
 
     def __init__(self, net: nn.Module):
         self.net, self.shapes = net, {name: tuple(b.shape) for name, b in net.named_buffers()}
@@ -53,7 +53,7 @@ class Unsaved:
 
 
 def look_at(value, saved):
-    """What can be compared later; None for what is saved, computed afresh in each forward, or of a class."""
+    """What can be compared later; None for saved tensors, results of a forward and other objects."""
     if isinstance(value, torch.Tensor):
         derived = value.grad_fn is not None or value.data_ptr() in saved
         return None if derived else (id(value), value._version)

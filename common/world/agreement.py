@@ -7,7 +7,7 @@ from torch import Tensor
 from common.errors import UserError
 from common.world.world import World
 
-TEXT_BYTES = 600        # of a text of which every rank has one
+TEXT_BYTES = 600        # a longer text is cut before ranks gather it
 
 
 def same_everywhere(world: World, mine: dict[str, Any]) -> None:

@@ -47,7 +47,7 @@ def fresh_store(rank, size):
         if time.monotonic() > deadline:
             arrived = 1 + sum(agent.check([hello]) for hello in hellos)
             raise TimeoutError(f"only {arrived} of {size} processes arrived within {JOINING}")
-        # two questions a turn for all ranks: nobody can begin before the last one is here
+        # two requests a turn, however many ranks: none can begin before the last one has come
         for nonce in set(agent.multi_get(hellos)) - answered if agent.check(hellos) else ():
             agent.set(f"port/{nonce.decode()}", str(store.port))
             answered.add(nonce)

@@ -134,7 +134,7 @@ class World:
                 self.store.set(f"meet/{name}/open", json.dumps([str(error), error.code]))
                 deadline = time.monotonic() + ANSWER.total_seconds()
                 while self.store.add(f"meet/{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
-                    time.sleep(0.01)  # the store ends with rank 0: let the others hear first
+                    time.sleep(0.01)  # the store ends with rank 0: the others must read the error first
             raise
         self.barrier(name)
 
@@ -168,7 +168,7 @@ def _too_few(processes, gpus):
 
 
 def _refuse_a_shared_gpu(store, device, local_size):
-    """Where each process sees one GPU, it must not be the same one."""
+    """UserError if each process of a machine sees one GPU only, and two of them the same one."""
     if device.type == "cuda" and local_size > torch.cuda.device_count() == 1:
         gpu = torch.cuda.get_device_properties(device).uuid
         if store.add(f"gpu/{machine_id()}/{gpu}", 1) > 1:

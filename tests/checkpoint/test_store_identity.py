@@ -76,7 +76,7 @@ def test_the_way_to_a_users_file_does_not_count_and_new_code_in_it_is_said_once(
     monkeypatch.chdir(own.parent)
     assert begin("own.py") == [] == begin("./own.py")
     own.write_text("one = 2")
-    assert begin(own) == [f"{own}: changed since this run was started last; it goes on with the new code"]
+    assert begin(own) == [f"{own}: changed since this run was started last; it resumes with the new code"]
     assert begin(own) == []
     (own.parent / "other.py").write_text("one = 2")
     refused(options(tmp_path, model="other.py:net"), "--model was '.*own.py:net', now 'other.py:net'")
@@ -278,7 +278,7 @@ def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(
         patch.setattr(owner, "agent_id", lambda: 6)  # another agent than that of the lives to come
         opts, root = two_checkpoints(tmp_path)
     text = refused(options(tmp_path, resume=str(root / "step-00000001")),
-                   "goes on with its newest checkpoint, step 2")
+                   "resumes from its newest checkpoint, step 2")
     assert "--run-dir" in text
     with a_life(options(tmp_path / "other", resume=str(root / "step-00000001"))) as life:
         assert is_at(life.state, 1)

@@ -228,7 +228,7 @@ def test_a_pod_leaves_at_once_whenever_it_is_asked(start):
         assert time.monotonic() - began < 8, late
     step = re.search(r"stopped on SIGTERM: step (\d+) saved", pod.log)[1]
     after = start("train-0", spec, change=change[:1] + [("train_ddp.py", ["train_ddp.py", *TRAINING])])
-    assert after.wait() == 0 and f"going on at step {step}" in after.log, after.log
+    assert after.wait() == 0 and f"resuming at step {step}" in after.log, after.log
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 

@@ -46,7 +46,7 @@ def test_a_bad_picture_stops_the_run_saved_and_once_it_is_mended_the_same_comman
     job = jobs.python(*flags, "--workers=0")
     assert job.wait(60) == 2 and "--accept-data-change" in job.output, job.output
     job = jobs.python(*flags, "--workers=0", "--accept-data-change")
-    assert job.wait(60) == 0 and "going on at step 2, epoch 1, position 4" in job.output, job.output
+    assert job.wait(60) == 0 and "resuming at step 2, epoch 1, position 4" in job.output, job.output
     assert audit(tmp_path / "run") == CLEAN and len(lives(tmp_path / "run")) == 2
 
 
@@ -55,12 +55,12 @@ def test_a_bad_picture_that_is_removed_lets_the_epoch_begin_again(jobs, tmp_path
     assert jobs.python(*flags, "--workers=0").wait(60) == 2
     bad.unlink()
     job = jobs.python(*flags, "--workers=0", "--accept-data-change")
-    assert job.wait(60) == 0 and "going on at step 2, epoch 1, position 0" in job.output, job.output
+    assert job.wait(60) == 0 and "resuming at step 2, epoch 1, position 0" in job.output, job.output
     assert "epoch 1 begins again with 7 samples" in job.output
     assert audit(tmp_path / "run") == CLEAN and (tmp_path / "run/checkpoints/step-00000006").is_dir()
 
 
-@pytest.mark.parametrize("every, begins", [(0, "starting at step 0"), (1, "going on at step 1")])
+@pytest.mark.parametrize("every, begins", [(0, "starting at step 0"), (1, "resuming at step 1")])
 def test_after_a_loss_that_is_no_number_the_command_it_names_begins_another_run_there(jobs, tmp_path, every,
                                                                                       begins):
     flags = [*PACED, "--optimizer=sgd", f"--save-every={every}"]

@@ -307,7 +307,7 @@ def test_the_commands_that_use_a_result_do_what_is_said_of_them(jobs, monkeypatc
     own, = fenced(first, "python")
     other = "\n\ndef other():\n    x, y, *test = bright()\n    return x, y, *[part[:100] for part in test]\n"
     Path("my_own.py").write_text(own + other)
-    text = section(README, "Using the result")
+    text = section(COMMON, "Using the result")
     for words in commands("".join(fenced(first, "sh") + fenced(text, "sh"))):
         if words[1] == "train_ddp.py":
             job = jobs.python("train_ddp.py", *words[2:], "--epochs=2", "--no-tensorboard")
@@ -346,7 +346,7 @@ def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(tmp_p
         assert done.returncode == 0 and "leaked" not in done.stderr, done.stdout + done.stderr
         printed += done.stdout
     shown = next(text for text in fenced(README, "") if text.startswith("run runs/net-digits")).splitlines()
-    shapes = {shape(line) for line in shown if line.startswith(("going", "resuming", "epoch", "step"))}
+    shapes = {shape(line) for line in shown if line.startswith(("resuming", "epoch", "step"))}
     assert len(shapes) == 3 and shapes <= {shape(line) for line in printed.splitlines()}
     code = "".join(path.read_text() for room in ("common", "launch") for path in (ROOT / room).rglob("*.py"))
     for words in ("stopped on ", "was killed by ", " by rank "):
