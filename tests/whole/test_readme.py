@@ -263,7 +263,7 @@ def test_every_launcher_and_every_setting_of_torchrun_is_explained():
     files = {path.name for path in (ROOT / "launch").iterdir() if path.is_file()} - {"README.md"}
     assert files <= set(re.findall(r"`(?:launch/)?([\w.]+)`", LAUNCH))
     tree = ast.parse((ROOT / "launch/torchrun.py").read_text())
-    settings = next(n.value for n in tree.body if isinstance(n, ast.Assign) and n.targets[0].id == "SETTINGS")
+    settings = next(n.value for n in tree.body if ast.unparse(n).startswith("SETTINGS ="))
     table = section(LAUNCH, "What torchrun.py sets, and why")
     for key, value in zip(settings.keys, settings.values, strict=True):
         assert key.value in table, key.value
