@@ -1,4 +1,4 @@
-"""torch's elastic agent, in a process of its own: it meets the other machines; the launcher has the workers.
+"""torch's elastic agent, in its own process: it meets the other machines; the launcher has the workers.
 
 Private names of torch that are used or replaced: SubprocessContext and its handlers, LocalElasticAgent, c10's
 FLAGS_caffe2_log_level.
@@ -29,7 +29,7 @@ from common.options.environment import flag_in
 
 
 class Worker:
-    """What torch wants to know of a process."""
+    """A worker as torch wants to see it: pid, exit code, poll()."""
 
     pid = returncode = None
 
@@ -47,7 +47,7 @@ class Life(SubprocessContext):
 
     def _start(self):
         self.tell("life")
-        for path in self.starting():  # a rank that was killed
+        for path in self.starting():  # left by ranks that were killed
             path.unlink()
         self.subprocess_handlers = {place: Worker() for place in range(self.nprocs)}
         for place in self.subprocess_handlers:

@@ -26,7 +26,7 @@ def keep(opts, say):
     try:
         memory = Memory(base, opts.run_dir, record_of(opts.run_dir).get("token"), {"life": life})
         if (alone := locked(memory.root / USERS, fcntl.LOCK_EX)) is None:
-            return True  # there is none, or another launcher of this machine goes on
+            return True  # there is none, or another launcher of this machine still trains
         os.close(alone)
         saved = max((step for step, _ in checkpoints(opts.run_dir / "checkpoints")), default=-1)
         if left := [found for found in checkpoints(memory.root) if found[0] > saved]:
@@ -49,7 +49,7 @@ def keep(opts, say):
 
 
 def _save_newest(left, fence):
-    """The step of the newest that verifies."""
+    """Saves the newest of these that verifies; returns its step."""
     from common.checkpoint.commit import Writer
     from common.checkpoint.files import Damaged
     from common.checkpoint.manifest import KINDS, TENSORS, verify

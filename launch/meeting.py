@@ -1,4 +1,4 @@
-"""How torch's agent meets the other machines of a job, does without those that die, and takes leave of them.
+"""How torch's agent meets the other machines of a job, continues without those that die, and leaves them.
 
 Private names of torch that are used or replaced: dynamic_rendezvous' _delay, _BackendRendezvousStateHolder,
 _RendezvousExitOp, _op_executor, _stop_heartbeats, _state_holder, _store, _close; the agent's _rendezvous,
@@ -20,17 +20,17 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LocalElasticAgent
 
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
-AWAY = 3  # seconds; a machine that leaves to meet again is in no list for a moment
+AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
 NO_STORE = (RendezvousConnectionError, DistNetworkError)
 
 
 class Agent(LocalElasticAgent):
-    """Does without a machine that dies as others meet or end, and says that it leaves."""
+    """Continues without a machine that dies while others meet or end, and tells the others when it leaves."""
 
     connected = False  # to the store
 
     def _rendezvous(self, group):
-        """Once more without a machine that came and died: torch's agents would all give up."""
+        """Meets again if a machine came and died; torch's own agents would all give up."""
         Agent.connected, self.ended = True, False
         if not self.meets_others:
             return super()._rendezvous(group)
@@ -45,7 +45,7 @@ class Agent(LocalElasticAgent):
             except DistNetworkError:
                 raise
             except RendezvousTimeoutError:
-                if not self.state.complete:  # else others train, and need not have had room
+                if not self.state.complete:  # else others train, and there was no room for this machine
                     raise
             except RuntimeError:  # a time-out
                 print("torchrun: a machine came and does not answer, meeting again", file=sys.stderr)
@@ -53,7 +53,7 @@ class Agent(LocalElasticAgent):
                 store.set_timeout(patience)
 
     def _monitor_workers(self, group):
-        """Ranks that start would wait for those of a dead machine; later they notice by themselves."""
+        """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
         result = super()._monitor_workers(group)
         if not self.meets_others:
             return result
@@ -63,7 +63,7 @@ class Agent(LocalElasticAgent):
         if not fewer:
             self.whole = time.monotonic()
         if result.state == WorkerState.SUCCEEDED:
-            alone = time.monotonic() - self.whole > AWAY
+            alone = time.monotonic() - self.whole > AWAY_SECONDS
             return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
         if apart and not state.closed or fewer and self._pcontext.starting():
             why = "a machine was cut off" if apart else "a machine has gone before all could train"
@@ -84,14 +84,14 @@ class Agent(LocalElasticAgent):
             return True
 
     def _restart_workers(self, group):
-        """Unless all have just ended well, and another machine comes: it comes too late."""
+        """Restarts the workers, unless all machines have just ended well: another one then comes too late."""
         if self.ended and group.store.add("ended", -1) == group.group_world_size - 1:
             group.store.set("all ended", "1")
         else:
             super()._restart_workers(group)
 
     def _exit_barrier(self):
-        """torch waits five minutes for a dead machine, and does not see one that must train again."""
+        """Left out: torch waits five minutes for a dead machine, and misses one that must train again."""
         if not self.meets_others:
             super()._exit_barrier()
 

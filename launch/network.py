@@ -73,7 +73,7 @@ def machines(job):
 
 
 def compare(job):
-    """What a line says if all that came are alike; UserError names the machine and its value."""
+    """The line to print if all that came are alike; else a UserError names a machine and its value."""
     place = job.place[0], job.place[1] + (1 if job.place[1] < 65535 else -1)
     theirs = meet(place, job, time.monotonic() + MEET_SECONDS)
     if len(theirs) < max(2, job.low):
@@ -99,7 +99,7 @@ def compare(job):
 
 
 def meet(place, job, end):
-    """What every machine says of itself, first the one at the meeting place, whichever this one is."""
+    """What every machine says of itself; the machine at the meeting place comes first."""
     problem = None
     while not problem or time.monotonic() < end:
         try:

@@ -73,7 +73,7 @@ def watch(given, process):
         if cloud:
             clouds = [cloud]
         elif not warned and not given.file and len(clouds) > 1:
-            say(f"no cloud answers at {given.address}; it goes on trying")
+            say(f"no cloud answers at {given.address}; trying again")
             warned = True
         time.sleep(given.every)
 

@@ -20,7 +20,7 @@ from patience import wait_for
 
 LOG_BYTES = 5_000_000
 LINE_BYTES = 1 << 16     # a longer line is cut
-PIPE_BYTES = 1 << 20     # workers print on while nobody takes what they print
+PIPE_BYTES = 1 << 20     # so much a worker can print while nothing is read
 LAST_SECONDS = 5.0       # for the last lines, if what the workers have started holds their pipes open
 WAITING = 1000           # pieces of text for a disk that has stopped; what comes then is only shown
 FINISH = b"0"            # the launcher's last word: all workers have ended
@@ -53,7 +53,7 @@ class Output:
         ours, theirs = os.pipe()
         with contextlib.suppress(OSError, AttributeError):  # more than this user may have; no Linux
             fcntl.fcntl(ours, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-        with contextlib.suppress(OSError):  # nobody prints any more, or nobody takes what is printed
+        with contextlib.suppress(OSError):  # the printing process has ended, or does not read
             socket.send_fds(self.line, [b"%d %d" % (stream, rank)], [ours])
         os.close(ours)
         return theirs
@@ -69,7 +69,7 @@ class Output:
         wait_for([self.pid], 2 * LAST_SECONDS)
 
     def _send(self, words):
-        with contextlib.suppress(OSError):  # nobody takes them
+        with contextlib.suppress(OSError):  # the printing process has ended, or does not read
             self.line.send(words[:LINE_BYTES])
 
 
@@ -87,7 +87,7 @@ class Printer:
         ears.register(line, selectors.EVENT_READ)
         while open_ or self.sources and time.monotonic() < end:
             ready = [key.fileobj for key, _ in ears.select(LAST_SECONDS)]
-            for source in sorted(ready, key=lambda source: source is line):  # said before its end
+            for source in sorted(ready, key=lambda source: source is line):  # lines before ends
                 if source is not line:
                     if self.read(source) is None:
                         ears.unregister(source)
@@ -137,7 +137,7 @@ class Printer:
         now = time.strftime("%Y-%m-%d %H:%M:%S ").encode()
         if not (text := b"".join(now + line + b"\n" for line in lines)):
             return
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader has gone
             left = memoryview(text)
             while left:
                 left = left[os.write(stream, left):]

@@ -27,7 +27,7 @@ class Patience:
 
 
 def wait_for(pids, seconds):
-    """Until these children have ended, at most so long."""
+    """Waits until these children have ended, at most so many seconds."""
     end = time.monotonic() + seconds
     for pid in pids:
         with contextlib.suppress(ChildProcessError):

@@ -121,7 +121,7 @@ def check_options(script, processes):
 
 
 def deaths_in(opts):
-    """What notes the death of a worker."""
+    """The function that notes the death of a worker: in the ledger, if the run is known."""
     from common.ledger import Ledger
     return Ledger(opts.run_dir).death if opts else lambda rank, how: None
 

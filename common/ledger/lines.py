@@ -163,6 +163,6 @@ class Audit:
             self.made = step
 
     def _note(self, record):
-        """After a lost line the file says so: what it lacks is unproven then, not missed."""
+        """After a line was lost, notes that first: the audit then calls its step unproven, not missed."""
         self.whole = self.whole or self.lines.append({"event": "lost"})
         self.whole = self.lines.append(record) and self.whole

@@ -24,8 +24,6 @@ RESOLVE_SECONDS = 3      # without a network a resolver may take minutes
 LATE_SECONDS = 60        # in Kubernetes, where the name of a new pod comes late
 
 
-def world_size():
-    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def check_environment(environ):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, fail, say
-from common.options.environment import begin_life, warn_of_late_joins, world_size
+from common.options.environment import begin_life, warn_of_late_joins
 from common.options.flags import (
     ARGUMENTS,
     BETAS,
@@ -228,7 +228,7 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
             given["run_dir"] = Path(given["run_dir"])
         opts = Options(script=script, **given)
         check_together(opts)
-        if world := world_size() if processes is None else processes:
+        if world := int(os.environ.get("WORLD_SIZE", 1)) if processes is None else processes:
             check_world(opts, world)
         check_places(opts)
         warn_of_late_joins()

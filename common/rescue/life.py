@@ -33,14 +33,15 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
     parameters = parameters or sum(p.numel() for p in state.net.parameters())
     doing = "evaluating" if opts.eval_only else "complete: nothing left to train" if state.finished else \
         "resuming" if state.step else "starting"
-    job = this_process()["job"]
+    count = opts.virtual_ranks or world.replicas
+    parts, job = f"{count} {'slices' if opts.virtual_ranks else 'shares'}", this_process()["job"]
     past = history(opts.run_dir, job, state.step, clock.began) if world.rank == 0 else {}
     log.start([
         f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
         world.devices_line(),
         f"model {opts.model}: {parameters:,} parameters   "
         f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
-        f"global batch {opts.global_batch_size} = {_parts_of_a_batch(opts, world)}   "
+        f"global batch {opts.global_batch_size} = {parts} of {-(-opts.global_batch_size // count)} or less   "
         f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
         f"{doing} at step {state.step}, epoch {min(state.epoch + 1, opts.epochs)}, "
         f"position {state.position:,}" + (f", from {source}" if source else ""),
@@ -83,9 +84,6 @@ def note_slow(rescue, rank, text):
     rescue.ledger.event("straggler", life=rescue.world.life, rank=rank, step=rescue.state.step)
 
 
-def _parts_of_a_batch(opts, world):
-    count, kind = (opts.virtual_ranks, "slices") if opts.virtual_ranks else (world.replicas, "shares")
-    return f"{count} {kind} of {-(-opts.global_batch_size // count)} or less"
 
 
 def _pause(opts, state):

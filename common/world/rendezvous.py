@@ -72,7 +72,7 @@ def while_machines_live() -> Iterator[None]:
 
 
 def _look_for(machines, place, met):
-    """Reads the list in which the agents keep each other; they strike out a machine after 15 seconds."""
+    """Reads the agents' list of machines, from which they remove a dead one after 15 seconds."""
     if met.wait(ANSWER.total_seconds()):
         return
     from torch.distributed.elastic.rendezvous import RendezvousParameters
