@@ -87,7 +87,7 @@ def fill_closed_streams() -> None:
 
 
 def run_command(act: Callable[[], int]) -> int:
-    """The exit code of a command for people: what `act` returns, 2 for a mistake (printed), 130 for Ctrl-C."""
+    """The exit code of a command for people: what `act` returns, 2 for a printed mistake, 130 for Ctrl-C."""
     fill_closed_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
         sys.stdout.reconfigure(errors="backslashreplace")
