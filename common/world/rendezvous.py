@@ -134,7 +134,13 @@ def lifelines(store: Any, rank: int, size: int) -> list[socket.socket]:
     """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process."""
     if rank:
         return [socket.create_connection((store.host, int(store.get("lifelines"))), ANSWER.total_seconds())]
-    with socket.create_server((store.host, 0), backlog=size) as listener:
+    try:
+        family, address = _own_address(store.host, 0)
+        listener = socket.create_server(address, family=family, backlog=size)
+    except OSError:
+        store.set("lifelines", "0")  # nobody waits for it
+        raise
+    with listener:
         store.set("lifelines", str(listener.getsockname()[1]))
         listener.settimeout(6 * ANSWER.total_seconds())
         return [listener.accept()[0] for _ in range(size - 1)]
@@ -179,11 +185,10 @@ def _find_store(host, port):
 
 def _open_store(host, port):
     """Bound to MASTER_ADDR alone: TCPStore by itself listens on every interface, without a password."""
-    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    family, *_, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    family, address = _own_address(host, port)
     _reachable(host, address[0])
     try:
-        listener = socket.create_server(address[:2], family=family, backlog=1024)
+        listener = socket.create_server(address, family=family, backlog=1024)
     except OSError as error:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the agent will choose another port
             raise
@@ -193,6 +198,13 @@ def _open_store(host, port):
     port = listener.getsockname()[1]
     return dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=JOINING,
                          master_listen_fd=listener.detach())
+
+
+def _own_address(host, port):
+    """(family, address) to listen at: IPv4, if the host has both."""
+    infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, address = min(infos, key=lambda info: info[0] != socket.AF_INET)
+    return family, address[:2]
 
 
 def _reachable(host, address):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from ranks import fork_ranks
 
 from common.errors import UserError
 from common.options import Options
-from common.world import World, join
+from common.world import World, join, lifelines
 from common.world import rendezvous as meeting
 from common.world.join import _devices, allow_open_files
 from common.world.rendezvous import _find_store, fresh_store
@@ -333,3 +334,28 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
         env = {"MASTER_ADDR": "10.0.0.7"}
         meeting.choose_interface(env, 2, 1)
         assert env == {"MASTER_ADDR": "10.0.0.7"} | found
+
+
+@pytest.mark.parametrize("host, lines", [("::1", 1), ("127.0.0.1", 1), ("192.0.2.1", 0)])
+def test_lifelines_go_over_ipv6_too_and_no_rank_waits_for_those_that_cannot_be(host, lines):
+    class Store(dict):
+        def set(self, name, value):
+            self[name] = value
+            there.set()
+
+        def get(self, name):
+            assert there.wait(20)
+            return self[name]
+
+    def take(rank):
+        try:
+            return lifelines(store, rank, 2)
+        except OSError:
+            return []
+
+    store, there = Store(), threading.Event()
+    store.host = host
+    with ThreadPoolExecutor() as pool:
+        for found in pool.map(take, (0, 1)):
+            assert len(found) == lines
+            [line.close() for line in found]
