@@ -29,6 +29,8 @@ def main(arguments):
     parser.add_argument("--best", action="store_true")
     parser.add_argument("--export", metavar="FILE")
     asked = parser.parse_args(arguments)
+    if asked.digest and (asked.best or asked.export is not None):
+        parser.error("--digest is that of the newest checkpoint, without --best and --export")
     return run_command(lambda: show(asked))
 
 
@@ -36,7 +38,8 @@ def show(asked):
     found = [choice for choice in checkpoints(asked.run.parent) if choice[1].name == asked.run.name]
     if not found and not (asked.run / "checkpoints").is_dir():
         raise UserError(f"{asked.run} is no run folder: it has no checkpoints/")
-    found, whole, act = found or checkpoints(asked.run / "checkpoints"), [], asked.best or asked.export
+    whole, act = [], asked.best or asked.export is not None
+    found = found or checkpoints(asked.run / "checkpoints")
     for step, folder in found:
         good, line = describe(step, folder)
         if not act and (good or not asked.digest):
@@ -48,7 +51,7 @@ def show(asked):
         raise UserError(f"no whole checkpoint in {asked.run}", code=3)
     chosen = best(whole[0][1], found) if asked.best else whole[0]
     if act:
-        print(export(*chosen, asked.export) if asked.export else chosen[1])
+        print(export(*chosen, asked.export) if asked.export is not None else chosen[1])
     return 0
 
 

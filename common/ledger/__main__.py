@@ -38,6 +38,10 @@ def main(argv=None):
     given = parser.parse_args(argv)
     if (given.prometheus or given.stale is not None) and not given.status:
         parser.error("--prometheus and --stale belong to --status")
+    if given.stale is not None and not given.stale >= 0:  # nan neither
+        parser.error(f"--stale {given.stale}: a number of seconds from 0")
+    if given.compare and (given.json or given.by_host or given.status or given.audit):
+        parser.error("--compare makes a page, it goes with --html alone")
     return run_command(lambda: show(given))
 
 
@@ -65,7 +69,10 @@ def show(given):
 
 
 def print_audit(runs):
-    wrong = []
+    wrong, runs = [], list(dict.fromkeys(run.resolve() for run in runs))
+    for run in runs[1:]:
+        if not (run / "audit").is_dir():
+            raise UserError(f"{run} has no audit/\nname the folders of one run on its machines")
     found = audit(*runs, explain=wrong.append)
     unproven = found.pop("unproven", [])
     print(*(f"{name} {count}" for name, count in found.items()))

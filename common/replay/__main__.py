@@ -19,6 +19,15 @@ from common.replay.step import step
 from common.replay.verify import verify
 
 
+def at_least(low, kind=int):
+    """What argparse makes of a number."""
+    def number(text):
+        if not (value := kind(text)) >= low:  # nan neither
+            raise argparse.ArgumentTypeError(f"{text} is less than {low}")
+        return value
+    return number
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser("python -m common.replay", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -32,12 +41,13 @@ def main(argv=None):
         return one.add_argument
 
     flag = command(verify, "run")
-    flag("--segments", type=int, default=1, help="so many, drawn at random (default: 1)")
+    flag("--segments", type=at_least(1), default=1, help="so many, drawn at random (default: 1)")
     flag("--all", action="store_true", help="every segment")
-    flag("--from", type=int, default=0, help="from this step")
-    flag("--to", type=int, default=0, help="to this step")
-    flag("--nproc", type=int, default=1, help="processes (default: 1)")
-    flag("--tolerance", type=float, default=1e-3, help="of a tensor's largest value, without --virtual-ranks")
+    flag("--from", type=at_least(0), default=0, help="from this step")
+    flag("--to", type=at_least(0), default=0, help="to this step")
+    flag("--nproc", type=at_least(1), default=1, help="processes (default: 1)")
+    flag("--tolerance", type=at_least(0, float), default=1e-3,
+         help="of a tensor's largest value, without --virtual-ranks")
     flag = command(step, "run", "step")
     flag("--dump", type=Path, help="a file for torch.load: batch, outputs, gradients")
     flag("--break", action="store_true", help="a prompt with net, batch, state")
@@ -45,6 +55,8 @@ def main(argv=None):
     flag("--with-a", default="", help="what made the first run: PYTHON, or PYTHON:FOLDER of the code")
     flag("--with-b", default="", help="and the second run")
     given = parser.parse_args(argv)
+    if getattr(given, "all", False) and given.segments > 1:
+        parser.error("--all and --segments contradict each other")
     return run_command(lambda: given.act(given))
 
 

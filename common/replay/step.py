@@ -25,6 +25,8 @@ SHOWN = 5  # largest tensors and losses
 
 def step(given):
     """Prints what the step does, sample by sample, and keeps it (--dump) or opens a prompt (--break)."""
+    if given.dump and not given.dump.absolute().parent.is_dir():
+        raise UserError(f"--dump {given.dump}: there is no such folder\nname a file in a folder that exists")
     with tempfile.TemporaryDirectory() as scratch, \
             contextlib.closing(Again(Run(given.run), given.step, scratch)) as again:
         state, net = again.state, again.net

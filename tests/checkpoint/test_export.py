@@ -40,6 +40,9 @@ def test_the_best_checkpoint_is_printed_as_a_path(tmp_path, capsys):
     assert capsys.readouterr().out == f"{run}/checkpoints/step-00000002\n"
     assert main([str(run / "checkpoints/step-00000002")]) == 0
     assert capsys.readouterr().out.startswith("step-00000002  whole")
+    assert main([str(run), "--export="]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), "--best", "--digest"])
 
 
 def test_without_an_evaluation_there_is_no_best(tmp_path, capsys):

@@ -248,6 +248,9 @@ def test_nodes_with_folders_of_their_own_are_audited_together(run, tmp_path, cap
     assert capsys.readouterr() and main([str(other), str(run), "--audit"]) == 0
     assert capsys.readouterr().out == "missed 0 repeated 0 lost 0 redone 0\n"
     assert main([str(run), str(other)]) == 2
+    (tmp_path / "again").symlink_to(run)
+    assert main([str(run), str(other), str(tmp_path / "again"), "--audit"]) == 0, "a folder counts once"
+    assert main([str(run), str(other), str(tmp_path / "none"), "--audit"]) == 2
 
 
 def test_a_history_that_lacks_its_first_life_is_not_clean(run):

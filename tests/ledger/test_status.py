@@ -64,8 +64,10 @@ def test_status_is_printed_for_a_person_and_for_prometheus_and_its_age_is_probed
     lines = capsys.readouterr().out.splitlines()
     assert f'training_step{{run="{tmp_path.name}"}} 7' in lines
     assert f'training_state{{run="{tmp_path.name}",state="training"}} 1' in lines
-    with pytest.raises(SystemExit, match="2"):
-        main([str(tmp_path), "--stale", "9"])
+    for flags in ("--stale 9", "--status --stale nan", "--status --stale -1", "--compare x --json",
+                  "--compare x --status", "--compare x --audit"):
+        with pytest.raises(SystemExit, match="2"):
+            main([str(tmp_path), *flags.split()])
     assert "run=\"größe\"" in "".join(prometheus({}, "größe")), "Prometheus knows no \\u escapes"
 
 

@@ -74,6 +74,19 @@ def replay(capsys, *arguments):
     return code, said.out + said.err
 
 
+@pytest.mark.parametrize("words", [
+    "verify RUN --segments 0", "verify RUN --all --segments 2", "verify RUN --from -1",
+    "verify RUN --nproc 0",
+    "verify RUN --tolerance nan", "verify RUN --tolerance -1", "step RUN 3 --dump nowhere/x"])
+def test_numbers_that_mean_nothing_and_a_dump_into_no_folder_are_refused(words, capsys):
+    try:
+        code = main(words.split())
+    except SystemExit as end:
+        code = end.code
+    said = capsys.readouterr().err
+    assert code == 2 and "options.json" not in said, said
+
+
 def rows(output):
     """{(begin, end): result} of the table."""
     found = {}
