@@ -1,6 +1,5 @@
 """Reads a ledger: the lives of a run, who died of what, and the bucket of every second. No torch here."""
 import json
-import math
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +11,7 @@ BUCKETS = ("start", "import", "rendezvous", "load", "restore", "data_wait", "ste
            "save_stall", "rescue", "detection", "down", "redone")  # "other" if a clock was set
 LAPS = {"import_s": "import", "join_s": "rendezvous", "load_s": "load", "restore_s": "restore"}
 SPENT = {f"{name}_s": name for name in ("data_wait", "steps", "evaluation", "save_stall")}
+MOST = 1e13  # seconds, or steps
 ENDING, STARTING = ("detection", "rescue", "down"), ("start", "import", "rendezvous", "load", "restore")
 
 
@@ -156,13 +156,15 @@ def lives_of(*run_dirs: Path | str) -> list[list[dict[str, Any]]]:
     if not paths:
         raise UserError(f"{Path(run_dirs[0]) / 'ledger.jsonl'} does not exist\n"
                         "name the folder of a run that has begun training")
-    everything = [event for path in paths for event in read(path)]
+    everything = [event for path in paths for event in read(path) if isinstance(event["event"], str)]
     if len(paths) > 1:
-        everything.sort(key=lambda event: event.get("t", 0))
+        everything.sort(key=lambda event: event["t"] if is_number(event.get("t")) else 0)
     lives: list[list[dict[str, Any]]] = []
     for event in everything:
         match event:
-            case {"event": "life", "life": str(), "world": int(), "step": int(), "t": int() | float()}:
+            case {"event": "life", "life": str(), "world": int(world), "step": int(step), "t": t} \
+                    if 0 < world < 2**20 and step >= 0 and is_number(step) and is_number(t):
+                event = {name: value for name, value in event.items() if is_fact(name, value)}
                 lives.append([])
             case {"event": "life"}:
                 raise UserError(f"{paths[0]}: the event of a life lacks life, world, step or t\n{event}")
@@ -173,8 +175,18 @@ def lives_of(*run_dirs: Path | str) -> list[list[dict[str, Any]]]:
     return lives
 
 
+def is_fact(name, value):
+    """Whether a life may say this; what a damaged line says besides counts as not there."""
+    if name in ("n", "global_batch_size", "stages"):
+        return type(value) is int and 0 < value < MOST
+    kinds = {"seed": int, "epoch": int, "position": int, "order": str, "data": str, "options": dict,
+             "hosts": list, "pids": list}
+    return isinstance(value, kinds.get(name, object))
+
+
 def is_number(value):
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Whether it is one that a run can reach: a damaged line may hold any."""
+    return isinstance(value, int | float) and abs(value) < MOST
 
 
 def own(events, name, *fields):
@@ -187,7 +199,7 @@ def own(events, name, *fields):
 def saved_step(events):
     """Return the last step that a checkpoint of this life is known to hold."""
     steps = [event.get("step") for event in events if event["event"] in ("life", "save", "rescue")]
-    return max(step for step in steps if isinstance(step, int))
+    return max(step for step in steps if isinstance(step, int) and is_number(step))
 
 
 def deaths_of(events, over):

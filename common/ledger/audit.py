@@ -29,7 +29,8 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], Any] = lambda line: No
     if reached == 0:
         raise UserError(f"{folders[0]} holds no finished step\nthere is nothing to audit yet")
     first = lives[0][0]
-    if lacks := {"n", "global_batch_size", "seed"} - set(first):
+    needed = ["n", "global_batch_size", "seed", *["epoch", "position"] * bool(first["step"])]
+    if lacks := set(needed) - set(first):
         raise UserError(f"{run_dirs[0]}: the first life lacks {sorted(lacks)}, from which the order follows")
     found: dict[str, Any] = {"missed": 0, "repeated": 0, "lost": lost, "redone": redone}
     unproven, ids_of = [], _orders(folders, first["seed"])

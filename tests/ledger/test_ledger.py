@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from common.errors import UserError, run_command
-from common.ledger import Clock, Ledger, summarize
+from common.ledger import Clock, Ledger, history, summarize
 from common.ledger.__main__ import main
 from common.ledger.report import by_host, report
 from common.replay import run as replay
@@ -129,6 +129,26 @@ def test_the_buckets_of_any_ledger_add_up_to_the_wall_time(tmp_path):
             first, moments = events[0], [event["t"] for event in events[:-1 if torn else None]]
             assert abs(facts["wall_s"] - (max(moments) - (first["began"] or first["t"]))) < 1e-6
         assert "\n".join(report(facts)) and "\n".join(by_host(facts))
+
+
+ODD = (None, "x", -1, 0, 10**30, 1e300, [], ["x"], {}, True, 1.5, float("nan"), "missing")
+LIFE = {"n": 50, "seed": 3, "global_batch_size": 8, "stages": 1, "epoch": 0, "position": 0, "order": "",
+        "data": "d", "options": {"lr": 1}}
+
+
+def test_a_line_of_the_ledger_in_which_any_field_is_damaged_ends_no_report_and_no_start(tmp_path, capsys):
+    draw, events = random.Random(1), [event | LIFE if event["event"] == "life" else event for event in KILLED]
+    (tmp_path / "audit").mkdir()
+    (tmp_path / "audit/life-aa-rank0.jsonl").write_text('{"event": "begin", "step": 1, "ids": [1]}\n')
+    for number, event in enumerate(events):
+        for name, value in ((name, value) for name in event for value in draw.sample(ODD, 3)):
+            damaged = {**event, name: value} if value != "missing" else \
+                {key: event[key] for key in event if key != name}
+            write(tmp_path, *events[:number], damaged, *events[number + 1:])
+            history(tmp_path, "j", 47, 3000.0)
+            flags = draw.choice((["--json"], ["--by-host"], [], ["--html"], ["--audit"]))
+            assert main([str(tmp_path), *flags]) in (0, 1, 2), damaged
+    capsys.readouterr()
 
 
 def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
