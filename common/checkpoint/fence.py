@@ -23,18 +23,18 @@ from common.checkpoint.lock_file import Held, Still, is_mine, look, record_of
 from common.errors import UserError
 from common.options import holder_status, queued_again, this_process
 
-# Seconds. The owner moves a counter twice a second.
-FREE_LOCK_WAIT = 2.0     # the lock of another machine's process must look free for so long
-STALE_AFTER = 8.0        # without a move: the owner is stopped, or an earlier life of our own job
-LEASE = 90.0             # the same, another job on another machine: networks show moves late, keep dead locks
-SAME_JOB_WAIT = 60.0     # an earlier life of our own job may still be saving; then the newest takes the run
-ORPHAN_WAIT = 10.0       # and so may one whose agent has just died
-RESCUE_WAIT = 10.0       # without a move: a rescue under way is given up
-HUNG_SECONDS = 600.0     # and so it is, like any save, without a byte written
-RESCUE = "rescue.lock"   # files in a staging folder have names that end so: held while a survivor saves
-NODE = "node."           # file in a staging folder: held by a rank of each other node while it lives
-NODE_STILL = 3.0         # without a move: that node is gone
-NODE_WAIT = 30.0         # a survivor may take to the end of its step, until it announces its rescue
+# The owner moves a counter twice a second; seconds without such a move, or in all.
+FREE_LOCK_SECONDS = 2.0    # the lock of another machine's process must look free for so long
+STALE_SECONDS = 8.0        # without a move: the owner is stopped, or an earlier life of our own job
+LEASE_SECONDS = 90.0       # the same, of another job on another machine: networks show moves late
+SAME_JOB_SECONDS = 60.0    # an earlier life of our own job may still save; then the newest takes the run
+ORPHAN_SECONDS = 10.0      # and so may one whose agent has just died
+RESCUE_SECONDS = 10.0      # without a move: a rescue under way is given up
+HUNG_SECONDS = 600.0       # a rescue or a save is given up, too, if it writes no byte for so long
+RESCUE = "rescue.lock"     # end of a file's name in a staging folder: held while a survivor saves
+NODE = "node."             # file in a staging folder: held by a rank of each other node while it lives
+NODE_STILL_SECONDS = 3.0   # without a move: that node is gone
+NODE_SECONDS = 30.0        # a survivor may take to the end of its step, until it announces its rescue
 
 
 class Fenced(UserError):
@@ -68,8 +68,7 @@ class Fence:
     def claim(self, report=print):
         """Takes the run, or raises UserError with the owner's name."""
         fd, owner = self._wait(report)
-        begun = owner.get("begun")
-        begun = begun if isinstance(begun, dict) else owner  # older versions have none
+        begun = owner["begun"] if isinstance(owner.get("begun"), dict) else owner  # older versions have none
         self.fresh_job = not self._is_of_our_job(begun)
         if isinstance(owner.get("token"), str):  # older versions have none
             self.token = owner["token"]
@@ -137,7 +136,7 @@ class Fence:
             if name.startswith((".life-", ".gone-")) and name != self.staging.name:
                 with contextlib.suppress(OSError):
                     for node in (self.root / name).glob(f"{NODE}*"):
-                        _wait_for_rescue(node, still=NODE_STILL, most=NODE_WAIT)
+                        _wait_for_rescue(node, still=NODE_STILL_SECONDS, most=NODE_SECONDS)
                     for lock in (self.root / name).glob(f"*{RESCUE}"):
                         _wait_for_rescue(lock)
                 move_away(self.root / name)
@@ -159,20 +158,21 @@ class Fence:
             waited, still, orphan = time.monotonic() - began, beats(owner.get("beat")), fates(fate)
             if fd is not None:
                 signed_off = not owner.get("machine") or owner.get("left") or is_mine(owner)
-                if signed_off or ours or fate == "gone" or fate == "unknown" and still >= FREE_LOCK_WAIT:
+                if signed_off or ours or fate == "gone" or fate == "unknown" and still >= FREE_LOCK_SECONDS:
                     return fd, owner
                 os.close(fd)  # it lives, and has lost its lock
-            patience = {"lost": 0, "orphan": ORPHAN_WAIT, "alive": math.inf, "stopped": STALE_AFTER,
-                        "gone": STALE_AFTER, "unknown": STALE_AFTER if ours else LEASE}[fate]
-            if (orphan if fate == "orphan" else still) >= patience or ours and waited > SAME_JOB_WAIT:
+            patience = {"lost": 0, "orphan": ORPHAN_SECONDS, "alive": math.inf, "stopped": STALE_SECONDS,
+                        "gone": STALE_SECONDS, "unknown": STALE_SECONDS if ours else LEASE_SECONDS}[fate]
+            if (orphan if fate == "orphan" else still) >= patience or ours and waited > SAME_JOB_SECONDS:
                 return None, owner
             who = f"host {owner.get('host')}, pid {owner.get('pid')}, life {owner.get('life')}"
-            lives = beats.changes and waited > FREE_LOCK_WAIT or fate == "alive" and waited > STALE_AFTER + 1
-            other = owner.get("job") != self.me["job"] or not ours and waited > SAME_JOB_WAIT
+            moves = beats.changes and waited > FREE_LOCK_SECONDS
+            lives = moves or fate == "alive" and waited > STALE_SECONDS + 1
+            other = owner.get("job") != self.me["job"] or not ours and waited > SAME_JOB_SECONDS
             if lives and other and fate in ("alive", "unknown"):
                 raise UserError(f"{self.path.parent} is in use by another job: {who}\n"
                                 "stop that job first, or give this one its own --run-dir", code=6)
-            if not said and waited > FREE_LOCK_WAIT + 1:
+            if not said and waited > FREE_LOCK_SECONDS + 1:
                 report(f"{self.path.parent}: waiting for {who}, which has the folder")
                 said = True
             time.sleep(0.05)
@@ -211,7 +211,7 @@ def _wait_for_rescue(path, flags=0, needless=None, still=None, most=math.inf):
         if fd is not None and not flags:
             os.close(fd)
         over = time.monotonic() - began > most or "moved" in owner and moves(owner["moved"]) > HUNG_SECONDS
-        over = over or beats(owner.get("beat")) > (still or RESCUE_WAIT)
+        over = over or beats(owner.get("beat")) > (still or RESCUE_SECONDS)
         if fd is not None or over or holder_status(owner) in ("lost", "stopped"):
             return fd
         time.sleep(pause := min(1.2 * pause, 0.5))  # a thousand ranks may wait for one lock

@@ -13,7 +13,7 @@ from pathlib import Path
 SMALL = 1 << 16    # bytes of our largest JSON: a longer one is not ours, and is not parsed
 # errors that prove that no file of ours has this name
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
-PAUSES = (0.1, 0.4, 1.0, 2.5)  # seconds between the tries of a read that fails
+RETRY_SECONDS = (0.1, 0.4, 1.0, 2.5)  # seconds between the tries of a read that fails
 
 
 class Damaged(Exception):
@@ -36,7 +36,7 @@ def patient(read):
     """Repeats a read that ends with an OSError: the error may be gone in seconds."""
     @functools.wraps(read)
     def again(*args, **kwargs):
-        for pause in PAUSES:
+        for pause in RETRY_SECONDS:
             try:
                 return read(*args, **kwargs)
             except OSError:

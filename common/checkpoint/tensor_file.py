@@ -25,7 +25,7 @@ WIPE_ON_FORK = 18
 POPULATE_WRITE = 23  # madvise: all pages at once
 TOUCHED_BYTES = 1 << 26  # at once
 LIBC = ctypes.CDLL(None)
-CHECKED = 1 << 22   # elements checked at once: bounds the memory of the check
+CHECKED_ELEMENTS = 1 << 22   # elements checked at once: bounds the memory of the check
 
 
 def lay_out(tensors):
@@ -176,7 +176,7 @@ def not_finite(tensors, names):
     for name in names:
         tensor = tensors.get(name)
         if tensor is not None and tensor.is_floating_point() and tensor.element_size() > 1:
-            for piece in tensor.detach().reshape(-1).split(CHECKED):
+            for piece in tensor.detach().reshape(-1).split(CHECKED_ELEMENTS):
                 # the sum alone may overflow
                 if not piece.sum().isfinite() and not piece.isfinite().all():
                     return name

@@ -8,9 +8,9 @@ from typing import Any
 from common.ledger.lines import Ledger
 from common.options import this_process
 
-ENTRY_EVERY = 10.0      # seconds between two entries in the ledger, and
+ENTRY_SECONDS = 10.0    # between two entries in the ledger, or
 ENTRY_SHARE = 0.01      # of a life's age, if that is less: a kill loses no more than that
-LEAST_ENTRY = 0.05
+LEAST_SECONDS = 0.05    # between two entries
 
 
 class Clock:
@@ -87,7 +87,7 @@ class Clock:
             self.first = self.mark = self.entered = now
             if self.told:
                 self.told()
-        if now - self.entered > min(ENTRY_EVERY, max(LEAST_ENTRY, ENTRY_SHARE * (now - self.opened))):
+        if now - self.entered > min(ENTRY_SECONDS, max(LEAST_SECONDS, ENTRY_SHARE * (now - self.opened))):
             self.enter()
 
     def evaluated(self) -> None:

@@ -12,7 +12,7 @@ from common.options import Options
 from common.sampler import hash_seed
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
-DOUBLES = 1 << 22        # logits that an evaluation turns into double precision at once: 32 MiB
+DOUBLE_LOGITS = 1 << 22        # logits that an evaluation turns into double precision at once: 32 MiB
 SHOWN_SAMPLES = 16       # up to so many samples, an evaluation tells the predictions, too
 IGNORED = -100           # a target that does not count, as torch's cross entropy has it
 
@@ -79,7 +79,7 @@ def judged(net, x, y, state):
                                       label_smoothing=state.opts.label_smoothing)
                    for weight, target in targets), hits(out, y, state)
     out = outputs(net, x, y, state)
-    rows = max(1, DOUBLES // max(1, out.shape[-1]))
+    rows = max(1, DOUBLE_LOGITS // max(1, out.shape[-1]))
     pieces = zip(out.flatten(0, -2).split(rows), y.flatten().split(rows), strict=True)
     loss = sum(criterion(piece.double(), targets, reduction="sum") for piece, targets in pieces)
     found, few = out.argmax(-1), y.dim() == 1 and len(y) <= SHOWN_SAMPLES

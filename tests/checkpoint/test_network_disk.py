@@ -45,8 +45,8 @@ def becomes(machine):
 @pytest.fixture(autouse=True)
 def patched(monkeypatch):
     monkeypatch.setattr(process, "_this_boot", process._this_boot)
-    monkeypatch.setattr(files, "PAUSES", (0.05,) * len(files.PAUSES))
-    for name, seconds in (("FREE_LOCK_WAIT", 1.2), ("STALE_AFTER", 1.2), ("LEASE", 2.5)):
+    monkeypatch.setattr(files, "RETRY_SECONDS", (0.05,) * len(files.RETRY_SECONDS))
+    for name, seconds in (("FREE_LOCK_SECONDS", 1.2), ("STALE_SECONDS", 1.2), ("LEASE_SECONDS", 2.5)):
         monkeypatch.setattr(fence, name, seconds)
 
 
@@ -86,7 +86,7 @@ def test_a_second_job_on_another_machine_is_refused_and_takes_over_after_a_lease
             assert error.value.code == 6
             os.kill(pid, signal.SIGSTOP)
             began = time.monotonic()
-            wait = fence.LEASE if locks == "shared" else fence.FREE_LOCK_WAIT
+            wait = fence.LEASE_SECONDS if locks == "shared" else fence.FREE_LOCK_SECONDS
             with a_life(mine) as life:
                 assert is_at(life.state, 1) and wait - held.BEAT_SECONDS < time.monotonic() - began < 10
                 save(life, 2)
@@ -174,7 +174,7 @@ def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp
     with served(tmp_path, machines=2) as fs:
         mine, theirs = (options(mount, keep=9) for mount in fs.mounts)
         saved = tmp_path / "saved"
-        monkeypatch.setattr(fence, "LEASE", 1.5)
+        monkeypatch.setattr(fence, "LEASE_SECONDS", 1.5)
 
         def live(life):
             until((tmp_path / "go").exists, "the server is back")
@@ -186,7 +186,7 @@ def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp
             until((tmp_path / "here").exists, "the first job owns the run")
             becomes(0)
             threading.Timer(0.5, fs.set, kwargs={"away": True}).start()
-            back = threading.Timer(0.5 + 2 * fence.LEASE, fs.set, kwargs={"away": False})
+            back = threading.Timer(0.5 + 2 * fence.LEASE_SECONDS, fs.set, kwargs={"away": False})
             back.start()
             with pytest.raises(UserError, match="in use by another job"):
                 new_store(mine).restore(tiny_state(mine))

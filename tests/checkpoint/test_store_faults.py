@@ -64,7 +64,7 @@ class Failing:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(files, "PAUSES", (0.0,) * len(files.PAUSES))
+    monkeypatch.setattr(files, "RETRY_SECONDS", (0.0,) * len(files.RETRY_SECONDS))
 
 
 @contextlib.contextmanager
@@ -417,9 +417,9 @@ def test_a_file_that_stays_unreadable_is_tried_for_seconds_and_no_longer(tmp_pat
     monkeypatch.setattr(os, "open", fails)
     with pytest.raises(OSError, match="Input/output error"):
         verify(2, root / "step-00000002")
-    assert len(count) == 1 + len(files.PAUSES)
+    assert len(count) == 1 + len(files.RETRY_SECONDS)
     assert is_there(root, {"step": 2, "epoch": 0}) == (name == "model.safetensors")
-    assert len(count) <= 2 * (1 + len(files.PAUSES))
+    assert len(count) <= 2 * (1 + len(files.RETRY_SECONDS))
 
 
 @pytest.mark.parametrize("number", TRANSIENT)

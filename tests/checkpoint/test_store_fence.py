@@ -99,7 +99,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
     """It is stopped in the middle of a save, loses the run, and wakes up to finish what it began."""
     opts, here, ready, go, end = options(tmp_path), *(tmp_path / name
                                                       for name in ("here", "ready", "go", "end"))
-    monkeypatch.setattr(fence, "STALE_AFTER", 1.0)
+    monkeypatch.setattr(fence, "STALE_SECONDS", 1.0)
 
     def stop_in_mid_save(life):
         save(life, 1)
@@ -157,7 +157,7 @@ def test_the_orphan_of_a_dead_agent_is_taken_over_at_once_if_it_stands_still(tmp
             agent.wait()
             began = time.monotonic()
             with a_life(opts) as life:
-                assert life.source is None and time.monotonic() - began < fence.STALE_AFTER / 2
+                assert life.source is None and time.monotonic() - began < fence.STALE_SECONDS / 2
 
 
 def test_a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter(tmp_p
     seen to run.
     """
     opts, here = options(tmp_path), tmp_path / "here"
-    monkeypatch.setattr(fence, "STALE_AFTER", 0.5)
+    monkeypatch.setattr(fence, "STALE_SECONDS", 0.5)
     with monkeypatch.context() as patch:
         patch.setattr(held, "BEAT_SECONDS", 1000)
         with lives(opts, here) as pid:
@@ -183,7 +183,7 @@ def elsewhere(patch, machine="another"):
 
 def test_on_another_machine_only_the_counter_tells_the_living_from_the_dead(tmp_path, monkeypatch):
     opts, here = options(tmp_path), tmp_path / "here"
-    monkeypatch.setattr(fence, "LEASE", 4.0)
+    monkeypatch.setattr(fence, "LEASE_SECONDS", 4.0)
     elsewhere(monkeypatch)
     with lives(opts, here) as pid:
         until(here.exists, "the first job owns the run")
@@ -201,7 +201,7 @@ def test_on_another_machine_only_the_counter_tells_the_living_from_the_dead(tmp_
 def test_the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease(tmp_path,
                                                                                         monkeypatch):
     opts, here = options(tmp_path), tmp_path / "here"
-    monkeypatch.setattr(fence, "LEASE", 30.0)
+    monkeypatch.setattr(fence, "LEASE_SECONDS", 30.0)
     elsewhere(monkeypatch)
     with lives(opts, here) as pid:
         until(here.exists, "the first job owns the run")
@@ -209,7 +209,7 @@ def test_the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_
         os.waitpid(pid, 0)
         began = time.monotonic()
         with a_life(opts):
-            assert fence.FREE_LOCK_WAIT <= time.monotonic() - began < 10
+            assert fence.FREE_LOCK_SECONDS <= time.monotonic() - began < 10
     began = time.monotonic()
     with a_life(opts):  # that one has signed off
         assert time.monotonic() - began < 1
@@ -221,8 +221,8 @@ def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch, loc
     while.
     """
     opts, here, go, end = options(tmp_path), *(tmp_path / name for name in ("here", "go", "end"))
-    monkeypatch.setattr(fence, "STALE_AFTER", 0.3)
-    monkeypatch.setattr(fence, "LEASE", 5.0)
+    monkeypatch.setattr(fence, "STALE_SECONDS", 0.3)
+    monkeypatch.setattr(fence, "LEASE_SECONDS", 5.0)
     elsewhere(monkeypatch)
 
     def live(life):
@@ -264,7 +264,7 @@ def test_the_counter_is_seen_through_the_caches_of_both_machines(tmp_path, monke
         opened[fd] = real["pread"](fd, held.RECORD_BYTES, 0) if os.path.basename(path) == "lock" else None
         return fd
 
-    monkeypatch.setattr(fence, "LEASE", 2.5)
+    monkeypatch.setattr(fence, "LEASE_SECONDS", 2.5)
     elsewhere(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", pwrite)
@@ -323,7 +323,7 @@ def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypat
     opts, here = options(tmp_path), tmp_path / "here"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     monkeypatch.setattr(owner, "agent_id", lambda: 7)
-    for name, seconds in (("STALE_AFTER", 1.0), ("SAME_JOB_WAIT", 3.0), ("LEASE", 60.0)):
+    for name, seconds in (("STALE_SECONDS", 1.0), ("SAME_JOB_SECONDS", 3.0), ("LEASE_SECONDS", 60.0)):
         monkeypatch.setattr(fence, name, seconds)
     elsewhere(monkeypatch)
     with lives(opts, here) as pid:
@@ -386,8 +386,8 @@ def test_an_orphan_that_is_still_saving_is_waited_for(tmp_path, monkeypatch, dis
     monkeypatch.setattr(fence, "holder_status", orphan)
     if disk != "fast":
         monkeypatch.setattr(held, "BEAT_SECONDS", 0.1)
-        for name in ("FREE_LOCK_WAIT", "STALE_AFTER", "LEASE", "SAME_JOB_WAIT", "ORPHAN_WAIT", "RESCUE_WAIT"):
-            monkeypatch.setattr(fence, name, 0.8)
+        for name in ("FREE_LOCK", "STALE", "LEASE", "SAME_JOB", "ORPHAN", "RESCUE"):
+            monkeypatch.setattr(fence, f"{name}_SECONDS", 0.8)
     with lives(opts, here, rescue):
         until(here.exists, "it trains")
         with a_life(opts) as life:
@@ -418,7 +418,7 @@ def test_a_rescuer_that_stands_still_is_not_waited_for_and_commits_nothing(tmp_p
         until(lambda: here.exists() and state_of(pid) == "T", "the rescuer stands still")
         began = time.monotonic()
         with a_life(opts) as life:
-            assert life.source is None and time.monotonic() - began < fence.RESCUE_WAIT / 2
+            assert life.source is None and time.monotonic() - began < fence.RESCUE_SECONDS / 2
             go.touch()
             os.kill(pid, signal.SIGCONT)
             until(end.exists, "the rescuer has ended")
@@ -472,7 +472,7 @@ def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing
 def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path, monkeypatch):
     staging, here, go = tmp_path / ".life-a", tmp_path / "here", tmp_path / "go"
     staging.mkdir()
-    monkeypatch.setattr(fence, "RESCUE_WAIT", 1.5)
+    monkeypatch.setattr(fence, "RESCUE_SECONDS", 1.5)
     monkeypatch.setattr(fence, "HUNG_SECONDS", 3.0)
 
     def rescue(moved):
@@ -632,8 +632,8 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
 def test_a_node_that_does_not_leave_is_not_waited_for_long(tmp_path, monkeypatch, gone):
     staging, here = tmp_path / ".life-a", tmp_path / "here"
     staging.mkdir()
-    monkeypatch.setattr(fence, "NODE_STILL", 1.0)
-    monkeypatch.setattr(fence, "NODE_WAIT", 2.0)
+    monkeypatch.setattr(fence, "NODE_STILL_SECONDS", 1.0)
+    monkeypatch.setattr(fence, "NODE_SECONDS", 2.0)
     monkeypatch.setattr(held, "BEAT_SECONDS", 1000 if gone == "it stands still" else 0.1)
     mine = fence.Fence(tmp_path / "run", "b")
     mine.root, mine.staging = tmp_path, tmp_path / ".life-b"

@@ -129,7 +129,7 @@ MUTANTS = {
                                                "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     "a damaged one stays in the way": ("checkpoint.commit", '        to = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",  # noqa: E501
                                        "a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again"),
-    "a read that fails is not tried again": ("checkpoint.files", "        for pause in PAUSES:\n", "        for pause in ():\n", "faults",  # noqa: E501
+    "a read that fails is not tried again": ("checkpoint.files", "        for pause in RETRY_SECONDS:\n", "        for pause in ():\n", "faults",  # noqa: E501
                                              "a_read_that_fails_at_a_start_costs_no_checkpoint"),
     "what cannot be read is taken for damaged": ("checkpoint.files", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),  # noqa: E501
     "what cannot be read is passed over": ("checkpoint.load", "            if unread[0] > step:",
@@ -163,9 +163,9 @@ MUTANTS = {
     # who may write
     "no lock is ever had": ("checkpoint.lock_file", "        return True\n    except (BlockingIOError", "        return False\n    except (BlockingIOError",  # noqa: E501
                             "fence", "the_free_lock_of_a_process_elsewhere_is_taken_in_seconds_and_not_after_a_lease"),
-    "a free lock is believed at once": ("checkpoint.fence", " and still >= FREE_LOCK_WAIT:", ":", *LATE,
+    "a free lock is believed at once": ("checkpoint.fence", " and still >= FREE_LOCK_SECONDS:", ":", *LATE,
                                         "local to each machine"),
-    "the lease is no longer than for our own job": ("checkpoint.fence", "STALE_AFTER if ours else LEASE", "STALE_AFTER", *LATE, "as they should be"),  # noqa: E501
+    "the lease is no longer than for our own job": ("checkpoint.fence", "STALE_SECONDS if ours else LEASE_SECONDS", "STALE_SECONDS", *LATE, "as they should be"),  # noqa: E501
     "the counter stays in memory": ("checkpoint.lock_file", "            os.fdatasync(self.fd)\n", "",
                                     *CACHES),
     "a name is owned as long as it is there": ("checkpoint.lock_file", "        if ours := os.path.samestat(os.fstat(self.fd), os.fstat(fd)):", "        if ours := True:",  # noqa: E501
@@ -186,7 +186,7 @@ MUTANTS = {
                                                  *RESCUES),
     "a rescue that hangs is waited for": ("checkpoint.fence", '"moved" in owner and', '"left" in owner and',
                                           *RESCUES),
-    "a live owner is robbed": ("checkpoint.fence", '"alive": math.inf', '"alive": STALE_AFTER', "fence",
+    "a live owner is robbed": ("checkpoint.fence", '"alive": math.inf', '"alive": STALE_SECONDS', "fence",
                                "a_live_owner_is_never_robbed_even_if_it_does_not_move_its_counter"),
     "the job is noted before the old run is set aside": ("checkpoint.fence", '{name: begun.get(name) for name', '{name: self.me.get(name) for name', *AFRESH),  # noqa: E501
     "half of what is set aside is forgotten": ("checkpoint.identity", '    if not os.path.lexists(aside):\n', '    if True:\n', *AFRESH),  # noqa: E501

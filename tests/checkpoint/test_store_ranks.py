@@ -131,7 +131,7 @@ def test_of_two_checkpoints_with_one_name_and_other_content_the_second_is_tried_
 
 def test_what_a_node_cannot_read_is_sent_by_another_that_has_it_and_else_no_step_is_thrown_away(tmp_path,
                                                                                                 monkeypatch):
-    monkeypatch.setattr(files, "PAUSES", (0.0, 0.0))
+    monkeypatch.setattr(files, "RETRY_SECONDS", (0.0, 0.0))
     for node, steps in ((0, (3, 9)), (1, (3, 9)), (2, (3, 4))):
         two_checkpoints(tmp_path / f"node{node}", steps=steps)
     real = os.preadv
