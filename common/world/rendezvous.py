@@ -78,8 +78,9 @@ def _look_for(machines, place, met):
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     with contextlib.suppress(Exception):  # it does not answer: this rank waits as long as any
-        job = RendezvousParameters("c10d", place, os.environ["TORCHELASTIC_RUN_ID"], 1, 1, is_host="0")
-        backend, _ = create_backend(job)
+        conf = dict(pair.split("=", 1) for pair in (agents_flag("rdzv_conf") or "").split(",") if pair)
+        job = os.environ["TORCHELASTIC_RUN_ID"]
+        backend, _ = create_backend(RendezvousParameters("c10d", place, job, 1, 1, **conf | {"is_host": "0"}))
         whole = time.monotonic()
         while time.monotonic() - whole < GONE_SECONDS:
             if len(pickle.loads(backend.get_state()[0]).participants) >= machines:

@@ -11,9 +11,8 @@ from jobs import ROOT, children, loaders, until
 WORKER = ROOT / "tests" / "chaos" / "worker.py"
 NODES = 3
 # What torchrun's defaults make slow or fragile: 2 s instead of 30 to wait for more nodes, 5 s instead of 15
-# until a dead agent
-# counts as dead, and no restart budget that preemptions could eat up (a run without progress stops by
-# itself).
+# until a dead agent counts as dead, and no restart budget that preemptions could eat up (a run without
+# progress stops by itself).
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
 
 
@@ -44,15 +43,15 @@ class Cluster:
     def add(self, processes):
         """One more node, of so many processes."""
         processes += processes % self.multiple
-        flags = [f"--nproc_per_node={processes}", "--max_restarts=1000000"]
-        if self.kind != "plain":
-            flags += [f"--nnodes=1:{NODES}", "--rdzv_backend=c10d", f"--rdzv_id={self.id}",
-                      f"--rdzv_endpoint={self.endpoint}",
-                      f"--rdzv_conf={self.conf}", "--local_addr=127.0.0.1"]
+        flags, meet = [f"--nproc_per_node={processes}", "--max_restarts=1000000"], {}
+        if self.kind != "plain":  # as variables, for ranks read them: the warm process has no flags
+            meet = {"PET_NNODES": f"1:{NODES}", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": self.id,
+                    "PET_RDZV_ENDPOINT": self.endpoint, "PET_RDZV_CONF": self.conf,
+                    "PET_LOCAL_ADDR": "127.0.0.1"}
         machine = (self.first + len(self.agents)) % len(self.views)
         training = [f"--run-dir={self.views[machine]}", *self.flags[1:]]
         agent = self.jobs.start("torchrun", *flags, WORKER, *training, cold=self.cold,
-                                **self.env, CHAOS_MACHINE=str(machine))
+                                **self.env, **meet, CHAOS_MACHINE=str(machine))
         agent.processes = processes
         self.agents.append(agent)
         return agent
