@@ -36,7 +36,8 @@ class Run:
         self.kept = dict(reversed(checkpoints(self.folder / "checkpoints")))  # of one step the latest facts
         self.steps = sorted({*self.kept, *[0] * (self.lives[0][0]["step"] == 0)})
         self.digests = {event["step"]: (event["model"], event["optimizer"])  # of a step made again, the last
-                        for events in self.lives for event in events if event["event"] == "digest"}
+                        for events in self.lives for event in events if event["event"] == "digest"
+                        and all(type(event.get(name)) is int for name in ("step", "model", "optimizer"))}
 
     def digest(self, step):
         """That of a checkpoint whose every byte was read; UserError if it is damaged."""

@@ -8,7 +8,10 @@ from types import SimpleNamespace
 import pytest
 from jobs import TESTS, events, wait_for
 
+from common.checkpoint.files import sealed
 from common.errors import UserError
+from common.ledger import Ledger
+from common.options import Options
 from common.replay.__main__ import main
 from common.replay.run import Run
 
@@ -168,3 +171,13 @@ def test_a_gpt_in_stages_and_a_cnn_are_made_again_by_train_ddp(jobs, tmp_path, c
 def test_what_cannot_be_verified_is_said_in_words(tmp_path):
     with pytest.raises(UserError, match="no whole options.json"):
         Run(tmp_path)
+
+
+def test_a_digest_whose_line_is_damaged_is_not_compared(tmp_path):
+    options = Options(script="ddp").to_json()
+    (tmp_path / "options.json").write_bytes(sealed({"options": options, "identity": {}}))
+    ledger, good = Ledger(tmp_path), {"step": 3, "model": 1, "optimizer": 2}
+    ledger.event("life", life="aa", world=1, step=0)
+    for damage in ({"step": None}, {"step": []}, {"model": "x"}, {"optimizer": None}, {}):
+        ledger.event("digest", **good | damage)
+    assert Run(tmp_path).digests == {3: (1, 2)}
