@@ -4,7 +4,6 @@ import contextlib
 import difflib
 import errno
 import functools
-import io
 import json
 import os
 import re
@@ -89,8 +88,8 @@ def fill_closed_streams() -> None:
 def run_command(act: Callable[[], int]) -> int:
     """The exit code of a command for people: what `act` returns, 2 for a printed mistake, 130 for Ctrl-C."""
     fill_closed_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # not in a notebook
-        sys.stdout.reconfigure(errors="backslashreplace")
+    getattr(sys.stdout, "reconfigure", dict)(errors="backslashreplace")  # a notebook's stream has none
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is temporary
     try:
         code = act()
         sys.stdout.flush()
@@ -103,6 +102,8 @@ def run_command(act: Callable[[], int]) -> int:
             return 141
         say("error: " + "\n       ".join(str(error).splitlines()[:3]), sys.stderr)
         return getattr(error, "code", 2)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def speaks_for_node() -> bool:
@@ -230,10 +231,9 @@ def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
                 raise
             # Exit code 1: another process may have taken the memory for a while, so a restart is worth a try.
             rank = os.environ.get("RANK", 0)
-            what, advice = "memory", USE_LESS_MEMORY[opts.script]
-            if "thread" in missing:
-                what, advice = "threads", "raise their limit (ulimit -u, pids.max), or start fewer processes"
-            say(f"error: rank {rank} is out of {what}: {missing}\n       {advice}", sys.stderr)
+            advice = "raise the limit of threads (ulimit -u, pids.max)" if "thread" in missing else \
+                USE_LESS_MEMORY[opts.script]
+            say(f"error: rank {rank} is out of memory: {missing}\n       {advice}", sys.stderr)
             os._exit(1)
     return run
 

@@ -64,9 +64,16 @@ def words_of(error):
 
 def job_of(arguments):
     """What would be started; None if its flags are wrong, which is printed."""
-    at = next((i for i, text in enumerate(arguments) if Path(text).name.startswith("train_")
-               and text.endswith(".py")), len(arguments))
+    at = next((i for i, text in enumerate(arguments) if text.endswith(".py") and text[0] != "-"),
+              len(arguments))
     agent, script = arguments[:at], arguments[at:] or [str(ROOT / "train_ddp.py")]
+    own = not Path(script[0]).name.startswith("train_")
+    if own and not Path(script[0]).is_file():
+        print(f"mend  script: {script[0]} does not exist")
+        return None
+    if own and b"parse_options" not in Path(script[0]).read_bytes():
+        say(f"ok    script: what {script[0]} trains, and where, is not looked at: below is train_ddp.py")
+        script = [str(ROOT / "train_ddp.py")]
 
     def flag(name):
         return flag_in(agent, name, os.environ)

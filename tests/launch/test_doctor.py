@@ -72,6 +72,14 @@ def test_wrong_flags_of_the_training_and_of_torchrun_are_found(doctor, line, cap
     assert line("versions", "--nproc_per_nod=two=2", "--no-such-flag").startswith("mend  torchrun does not")
 
 
+def test_a_script_of_ones_own_is_no_flag_and_one_that_is_not_there_is_found(doctor, tmp_path, capsys):
+    assert doctor.main([str(tmp_path / "nowhere.py")]) == 1
+    assert "nowhere.py does not exist" in capsys.readouterr().out
+    (tmp_path / "mine.py").touch()
+    job = doctor.job_of(["--nproc_per_node=3", str(tmp_path / "mine.py"), "--lr", "its own"])
+    assert job.agent == ["--nproc_per_node=3"] and "is not looked at" in capsys.readouterr().out
+
+
 def test_a_folder_of_others_and_one_that_cannot_rename_are_found(line, monkeypatch, tmp_path):
     run = tmp_path / "run"
     run.mkdir()

@@ -329,3 +329,5 @@ def test_a_command_survives_any_reader_encoding_and_disk(tmp_path):
         if not words:
             assert done.stderr == ""
     assert run_command(lambda: exec("raise KeyboardInterrupt")) == 130
+    with pytest.raises(SystemExit, match="143"):  # `finally` and `with` are run
+        run_command(lambda: os.kill(os.getpid(), 15) or time.sleep(9))
