@@ -5,6 +5,9 @@ the size of the global batch before the backward; `state.update` corrects for wh
 """
 import contextlib
 import random
+import re
+import traceback
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,8 +16,8 @@ import torch._dynamo  # noqa: F401  (takes a second, for which other ranks would
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data import Batch, map_tensors
-from common.errors import only_deterministic
+from common.data import Batch, leaves, map_tensors
+from common.errors import UserError, one_line, only_deterministic, out_of_memory
 from common.options import Options
 from common.sampler import hash_seed
 from common.training.state import TrainState
@@ -111,8 +114,26 @@ def forward(model, part, state, totals):
 
         if part is None:
             return nothing()
-        found = state.task(net, part, state)
+        try:
+            found = state.task(net, part, state)
+        except Exception as error:
+            if not state.step:
+                refuse_unfit(error, part, state.opts)
+            raise
         state.task.add(totals, found)
         return state.task.minimised(found, nothing)
 
     return model(run) if isinstance(model, DistributedDataParallel) else run(model)
+
+
+def refuse_unfit(error, part, opts):
+    """UserError for a net, or a task, that fails on its first batch; returns if another try may help."""
+    passing = re.search("gloo|nccl|cuda|deterministic", str(error), re.IGNORECASE)
+    if passing or isinstance(error, (UserError, OSError)) or out_of_memory(error):
+        return
+    own = {Path(spec.rpartition(":")[0]).name for spec in (opts.model, opts.task)}
+    files = [(Path(frame.filename).name, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    where = next((f"{name}, line {line}: " for name, line in files[::-1] if name in own), "")
+    given = ", ".join(f"{x.dtype} of shape {tuple(x.shape)}" for x in leaves(part)[:2])
+    raise UserError(f"model {opts.model} fails on its first batch, {given}\n"
+                    f"{where}{type(error).__name__}: {one_line(error)}\nits traceback: --debug") from error

@@ -154,3 +154,37 @@ def test_mixing_keeps_the_targets_in_proportion_and_depends_on_the_step_alone(fl
     (keep, mine), (rest, other) = targets
     wanted = keep * mine + rest * other  # the pixels are the labels here
     torch.testing.assert_close(mixed.mean((1, 2, 3)), wanted.float(), atol=1e-4, rtol=0)
+
+
+class Fails(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(6, 3), error
+
+    def forward(self, x):
+        if self.error:
+            raise self.error
+        return self.layer(x.view(-1, 5))  # batches have six numbers in a row
+
+
+def first_forward_of(net, step=0):
+    state, batch = make_state(net, model=f"{__file__}:net"), batch_of(4)
+    state.step = step
+    forward(net, (batch.x.float(), batch.y), state, state.task.zeros(torch.device("cpu")))
+
+
+def test_a_net_that_does_not_fit_its_first_batch_is_refused_with_the_file_and_the_line():
+    with pytest.raises(UserError, match=r"first batch, torch.float32 of shape \(4, 6\), .*\n"
+                       r"test_reduce.py, line \d+: RuntimeError: shape '\[-1, 5\]' is invalid"):
+        first_forward_of(Fails(None))
+    with pytest.raises(UserError, match="KeyError: 'mine'"):
+        first_forward_of(Fails(KeyError("mine")))
+
+
+@pytest.mark.parametrize("error, step", [
+    (OSError("disk"), 0), (RuntimeError("gloo: closed by peer"), 0), (RuntimeError("CUDA error"), 0),
+    (MemoryError(), 0), (ValueError("late"), 1)])
+def test_a_forward_that_may_fare_better_in_another_life_keeps_its_error(error, step):
+    with pytest.raises(type(error)) as raised:
+        first_forward_of(Fails(error), step)
+    assert raised.value is error
