@@ -202,8 +202,8 @@ def test_damage_that_one_rank_alone_reads_makes_all_take_the_one_before(tmp_path
 @pytest.mark.parametrize("how", ["flipped", "away", "a link", "unreadable"])
 def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_path, monkeypatch, how):
     """The cache or the memory of another machine may give other bytes; a network shows names late."""
-    monkeypatch.setattr("common.checkpoint.files.RETRY_SECONDS", ())
     save_in_stages(tmp_path, [1, 2])
+    monkeypatch.setattr("common.checkpoint.files.RETRY_SECONDS", ())  # after the save: it needs them at times
     other = tmp_path / "elsewhere"
 
     def live(world):
