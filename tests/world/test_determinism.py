@@ -110,6 +110,7 @@ def test_another_error_of_a_step_stays_what_it_is():
     opts = Options(virtual_ranks=1, global_batch_size=4)
     net, world = Wrong(2, 2), World(0, 1, 0, 1, 0, (torch.device("cpu"),), "life", 0)
     state = TrainState(net, build_optimizer(net, opts), opts, 4)
+    state.step = 1  # on its first batch a net is refused in words
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         backward(distribute(net, opts, world), share_of(torch.ones(4, 2), torch.ones(4), opts), state, world)
 

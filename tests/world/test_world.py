@@ -176,6 +176,7 @@ def by_hand(world, machines):
             world.store.set("port", str(probe.getsockname()[1]))
     clean_environment()
     os.environ.update(clean, MASTER_PORT=world.store.get("port").decode())
+    world.barrier("all are here")  # else its end could end another rank's beginning
     dist.destroy_process_group()
     meeting.machine_id = lambda: machines[world.rank]
     asked = []
