@@ -90,7 +90,7 @@ class Elastic:
         self.order = ElasticSampler(self.data.train, opts.global_batch_size, world.rank, world.size,
                                     opts.seed)
         check_net(self.net, opts.model)
-        self.net.to(world.device)
+        self.net.to(world.device).train()  # here a net may freeze parts of itself
         for tensor in self.net.state_dict().values() if world.size > 1 else ():  # a script may not seed
             own = tensor.detach().contiguous().view(-1).view(torch.uint8)
             tensor.copy_(world.broadcast(own, 0).view(tensor.dtype).view(tensor.shape))
@@ -223,8 +223,6 @@ class Elastic:
 
     def _rates(self):
         return [group["lr"] for group in self.optimizer.param_groups]
-
-
 
 
 def _refuse_odd(net, optimizer, given):

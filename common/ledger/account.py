@@ -137,14 +137,16 @@ def _of_steps(seconds, first, last, kept):
     return {"steps": seconds * share, "redone": seconds * (1 - share)}
 
 
-def read(path, name="event"):
-    """Yield the objects of a file of JSON lines that have this name; a torn line is skipped."""
+def read(path, name="event", torn=None):
+    """Yield the objects of a file of JSON lines that have this name; for a torn line `torn`, or nothing."""
     with open(path, "rb") as file:
         for line in file:
+            record = torn
             with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and name in record:
-                    yield record
+                found = json.loads(line)
+                record = found if isinstance(found, dict) and name in found else torn
+            if record is not None:
+                yield record
 
 
 def lives_of(*run_dirs: Path | str) -> list[list[dict[str, Any]]]:

@@ -83,21 +83,21 @@ def _read_life(folders, life, world):
         name = re.fullmatch(r".+-rank(0|[1-9]\d*)\.jsonl", path.name)
         if not name or int(name[1]) >= world or not path.is_file():
             continue  # a copy that a person made, say
-        own, steps, good = Counter(), set(), 0
-        for record in read(path):
+        own, steps, whole = Counter(), set(), True
+        for record in read(path, torn={}):
+            good = False
             with suppress(TypeError, OverflowError):  # damaged ids
                 match record:
                     case {"event": "begin", "step": int(step), "ids": list(ids)}:
                         ids = array("q", ids)  # 8 bytes a sample: an audit may hold many
                         begun.setdefault(step, array("q")).extend(ids)
                         steps.add(step)
-                        good += 1
+                        good = True
                     case {"event": "done", "step": int(step)} if steps & {step - 1, step}:
                         own[step] += 1
-                        good += step in steps
+                        good = step in steps
+            whole = whole and good
         done |= own  # the larger of both counts
-        with open(path, "rb") as file:
-            whole = good == sum(1 for _ in file)
         if steps:  # a damaged line may have told of any other step
             spans[int(name[1])] = range(min(steps), max(steps) + 1) if whole else steps
     return begun, done, spans

@@ -11,7 +11,6 @@ def named_tensors(net: nn.Module) -> list:
 
 def check_net(net: nn.Module, name: str) -> None:
     """UserError for a net that could not be trained, or not be resumed."""
-    net.train()  # here a net may freeze parts of itself
     for path, tensor in named_tensors(net):
         if nn.parameter.is_lazy(tensor):
             refuse(name, f"{path} has no size yet (a lazy layer)",

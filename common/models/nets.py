@@ -94,6 +94,7 @@ def build_model(opts: Options, data: Any) -> nn.Module:
             net = build_torchvision(name, data)
     check_net(net, name)
     net = net.cpu()
+    net.train()  # here a net may freeze parts of itself
     setattr(net, "tied", tied_names(net))  # noqa: B010  (of the whole net, before a part of it is taken)
     if opts.init_from:
         load_weights(net, opts)

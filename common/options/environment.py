@@ -24,8 +24,6 @@ RESOLVE_SECONDS = 3      # without a network a resolver may take minutes
 LATE_SECONDS = 60        # in Kubernetes, where the name of a new pod comes late
 
 
-
-
 def check_environment(environ):
     """Raises UserError for variables with which the processes could not meet."""
     numbers = {name: _number(environ, name, low) for name, low in SMALLEST.items() if name in environ}
@@ -201,7 +199,7 @@ def warn_of_late_joins():
     Plain torchrun gives the rendezvous' own store to the workers, and announces its address in the first
     round only. A worker cannot mend that: the agents fail before they start the next workers.
     """
-    low, _, high = (agents_flag("nnodes", os.environ) or "1").partition(":")
+    low, _, high = (agents_flag("nnodes") or "1").partition(":")
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("RANK") == "0" and high not in ("", low):
         say("warning: a machine that joins this job later will end it: set "

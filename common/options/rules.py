@@ -141,8 +141,6 @@ def check_world(opts, world):
          f"start at most {opts.virtual_ranks * (world // replicas)} processes"))
 
 
-
-
 def check_data(opts):
     """UserError if a dataset's folder lacks the part to train on, or the one to evaluate on."""
     kind, names = opts.dataset.partition(":")[0], (opts.train_folder, opts.val_folder)

@@ -84,8 +84,6 @@ def note_slow(rescue, rank, text):
     rescue.ledger.event("straggler", life=rescue.world.life, rank=rank, step=rescue.state.step)
 
 
-
-
 def _pause(opts, state):
     """Waits if the last lives began here too: they made steps, and died before these were saved."""
     end = time.monotonic() + (0 if state.finished else pause_seconds(_lives(opts), state.step))

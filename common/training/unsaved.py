@@ -13,8 +13,8 @@ from common.errors import UserError, say, speaks_for_node
 from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(nn.Module()))   # what each module has for itself
-LOOKED_AT = 1000                        # elements of a list
-OTHERS = np.ndarray, np.random.Generator, np.random.RandomState, random.Random
+LOOKED_AT = 1000                        # elements of a list or an array
+GENERATORS = np.random.Generator, np.random.RandomState, random.Random
 
 
 class Unsaved:
@@ -61,7 +61,9 @@ def look_at(value, saved):
         return value
     if isinstance(value, torch.Generator):
         return value.get_state().tolist()
-    if isinstance(value, OTHERS):
+    if isinstance(value, np.ndarray):
+        return value.flat[:LOOKED_AT].tobytes()
+    if isinstance(value, GENERATORS):
         return pickle.dumps(value)
     if isinstance(value, dict):
         value = [*value.items()]

@@ -63,7 +63,8 @@ def while_machines_live() -> Iterator[None]:
     """
     place, machines = agents_flag("rdzv_endpoint"), int(os.environ.get("GROUP_WORLD_SIZE", 1))
     met = threading.Event()
-    if machines > 1 and place and agents_flag("rdzv_backend") == "c10d":
+    first = os.environ.get("LOCAL_RANK") == "0"  # its agent ends the others of this machine
+    if first and machines > 1 and place and agents_flag("rdzv_backend") == "c10d":
         threading.Thread(target=_look_for, args=(machines, place, met), daemon=True).start()
     try:
         yield
@@ -79,16 +80,14 @@ def _look_for(machines, place, met):
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
     with contextlib.suppress(Exception):  # it does not answer: this rank waits as long as any
         conf = dict(pair.split("=", 1) for pair in (agents_flag("rdzv_conf") or "").split(",") if pair)
-        job = os.environ["TORCHELASTIC_RUN_ID"]
+        job, gone = os.environ["TORCHELASTIC_RUN_ID"], None
         backend, _ = create_backend(RendezvousParameters("c10d", place, job, 1, 1, **conf | {"is_host": "0"}))
-        whole = time.monotonic()
-        while time.monotonic() - whole < GONE_SECONDS:
-            if len(pickle.loads(backend.get_state()[0]).participants) >= machines:
-                whole = time.monotonic()
-            if met.wait(0.5):
-                return
-        say("a machine has gone before all could train, meeting again", sys.stderr)
-        os._exit(1)
+        while not met.wait(max(0.5, machines / 100)):  # a thousand machines would flood its store
+            fewer = len(pickle.loads(backend.get_state()[0]).participants) < machines
+            gone = (gone or time.monotonic()) if fewer else None
+            if gone and time.monotonic() - gone >= GONE_SECONDS:
+                say("a machine has gone before all could train, meeting again", sys.stderr)
+                os._exit(1)
 
 
 def place(store, rank, size):
