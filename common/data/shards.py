@@ -10,6 +10,7 @@ import io
 import json
 import os
 import tarfile
+import zlib
 from array import array
 from pathlib import Path
 
@@ -84,9 +85,8 @@ def read_index(path, shards):
 
 
 def seal(facts, rows):
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    digest.update(rows)
-    return digest.hexdigest()
+    """A CRC of the whole index: each rank reads it at each start, at 5 GB a second, SHA-256 at 1.5."""
+    return zlib.crc32(rows, zlib.crc32(json.dumps(facts, sort_keys=True).encode()))
 
 
 def write_index(path, shards, facts, rows):
