@@ -12,71 +12,29 @@ from common.options import parse_options
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
 
-from common.checkpoint import CheckpointStore
-from common.data import batches, load_data
-from common.errors import report_errors
-from common.ledger import Audit, Clock, Ledger, Log
+from common.errors import guarded
 from common.models import build_model
-from common.rescue import Rescue, open_life
-from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, distribute, evaluate, find_task, prepare
-from common.world import join, leave
+from common.run import Run
+from common.training import backward, build_optimizer, distribute, evaluate, find_task, prepare
 
 
-@report_errors
+@guarded
 def main(opts):
-    clock = Clock("import")
-    world = join(opts)  # reads RANK, LOCAL_RANK, WORLD_SIZE; without them a world of one
-    clock.lap("join")
-    data = load_data(opts, world)
-    order = ElasticSampler(data.train, opts.global_batch_size, world.rank, world.size, opts.seed)
+    run = Run(opts)  # who am I, with which data, in which order
     task = find_task(opts)  # what is minimised and shown
-    net = prepare(build_model(opts, data), opts, world, data, task)
-    clock.lap("load")
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train), order=order.name, task=task)
-    ledger, audit = Ledger(opts.run_dir), Audit(opts.run_dir, world.life, world.rank, on=opts.audit)
-    store = CheckpointStore(opts, world, data.fingerprint, ledger)
-    source = store.restore(state)  # the newest checkpoint that verifies, on any node; none is fine
-    clock.lap("restore")
-    model = distribute(net, opts, world)
-    with Log(opts, world, state.step, state.total_steps, (state.record, state.evaluated)) as log, \
-            Rescue(store, state, world, ledger, closing=[log.close, clock.close]) as rescue:
-        open_life(log, ledger, clock, opts, world, data, state, source)
-        while not state.finished:  # a finished run falls through and exits 0
-            if rescue.told("stop-epoch"):
-                rescue.leave()
-            order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is already trained on
+    net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
+    state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
+    model = distribute(net, opts, run.world)
+    with run.life(lambda: evaluate(model, run.data.test, state, run.world)):
+        while not state.finished:
+            run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
             net.train()
-            for batch in clock.timed(batches(data.train, order, opts)):
-                audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
-                totals = backward(model, batch, state, world)  # one gradient of one global batch
-                if (state.step + 1) % opts.log_every == 0:
-                    rescue.all_sum(totals)  # of one process: itself, and what RUN/control/ asks for
+            for batch in run.batches():
+                totals = backward(model, batch, state, run.world)  # one gradient of one global batch
+                run.share(totals)
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
-                audit.done(state.whole)
-                clock.stepped(state.step)
-                if state.step % opts.log_every == 0:
-                    log.step(state, state.note(totals) | world.memory())
-                if rescue.told("save") or store.due(state):
-                    store.save(state)  # copies; a thread writes
-                store.check()
-                if rescue.told("evaluate"):  # touch RUN/control/evaluate
-                    log.evaluation(state, evaluate(model, data.test, state, world))
-                    net.train()
-                if rescue.asked:
-                    rescue.leave()
-                if state.finished:  # --max-steps
-                    break
-            if state.evaluation_due:
-                log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
-            state.end_epoch()
-            store.save(state)
-        if state.evaluation_missing:  # --eval-only, or the run was stopped between its last step and this
-            log.evaluation(state, state.record_evaluation(evaluate(model, data.test, state, world)))
-            store.save(state)
-        store.close()
-        clock.close()
-    leave(world)
+                run.stepped(totals)  # logs, saves, leaves when asked
+            run.end_epoch()  # evaluates, saves if it is worth it
 
 
 if __name__ == "__main__":

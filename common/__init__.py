@@ -1,24 +1,33 @@
-"""The map of common/: ten rooms on two stones.
+"""The map of common/: rooms on three stones.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
 not know each other (tests/whole/test_house.py checks this).
 
-    replay       makes steps of a run once more, and compares: verify, step, diff
+    replay       makes segments of a run once more, and compares
 
     pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
     elastic      the loop of train_ddp.py as an iterator, for a script of one's own
 
+    run          what surrounds a step, once for the three scripts and for elastic
+
     training     one step: state, forward, loss, backward, update; and evaluation
+
+    models       the registry of nets; `load` gives that of a run with its weights
+
     checkpoint   the store on disk: atomic, asynchronous, verified, fenced
     rescue       how a life begins and how it ends: signals, survivors' save, hangs
 
     ledger       what a run tells and writes down; a log never stops a training. No torch here
     world        the processes of one life: they meet, agree, compute alike, leave
-    models       the registry of nets
     data         datasets as batches: the same numbers at any world size
 
     options      what was asked for: flags, the launcher's environment, a user's own code. No torch here
     sampler      which sample, when; all randomness is a function of a key
 
     errors       how a mistake reaches a person: once per machine, in three lines, with its exit code
+
+    place        where a process stands among the others: the one reader of the launcher's environment
 """
+import pkgutil
+
+__path__ = pkgutil.extend_path(__path__, __name__)  # beside a `common/` of a user's own; see elastic.py

@@ -1,17 +1,27 @@
-"""How a mistake reaches a person: once per machine, in at most three lines, with its exit code. No torch."""
-import atexit
+"""How a mistake reaches a person: once per machine, in at most three lines, with its exit code. No torch.
+
+    with blamed("model mine.py:net", "mend it, then start again"):
+        net = call_user(...)                 # any error: a UserError that says what, file and line, way out
+
+Training is a function of (seed, step): what fails in a user's file, in data, net, optimizer or a forward
+fails again after a restart. So it ends the job with exit code 2, at any step. What `may_pass` (a disk, a
+network, memory, a peer) is raised as it is: a crash, exit code 1, and a restart.
+"""
 import contextlib
 import difflib
 import errno
 import functools
-import json
 import os
 import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
+
+from common.place import here
 
 TERMINATION_LOG = os.environ.get("TERMINATION_LOG", "/dev/termination-log")  # written only if it is there
 
@@ -24,11 +34,80 @@ class UserError(Exception):
         self.code = code
 
 
-def refuse(*rules: tuple[Any, str]) -> None:
-    """Raises the message of the first of these (broken, message) that is broken."""
-    for broken, message in rules:
-        if broken:
-            raise UserError(message)
+PASSING_TYPES = (MemoryError, ConnectionError, TimeoutError, BrokenPipeError, ChildProcessError)
+PASSING_NAMES = {"OutOfMemoryError", "AcceleratorError", "DistError", "DistBackendError", "DistNetworkError",
+                 "DistStoreError"}  # torch's
+PASSING_WORDS = re.compile(r"gloo|nccl|CUDA error|CUDA driver|CUDNN_|CUBLAS_|can't allocate memory|"
+                           r"can't start new thread|DataLoader worker \(pid", re.IGNORECASE)
+LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+           errno.ELOOP, errno.EINVAL, None}  # of an OSError; None: a library's own, as of a damaged picture
+OURS = Path(__file__).parents[1]
+LIBRARIES = (Path(os.__file__).parent, Path(sys.prefix, "lib"), OURS / "common", OURS / "launch")
+SCRIPTS = [OURS / f"train_{name}.py" for name in ("ddp", "dp", "mp")]
+RANK_0_SECONDS = 0.5       # before it leaves: its store ends with it
+OTHER_RANKS_SECONDS = 1.0  # before they print: the agent ends them first if all have the error
+MEND = "mend it, then start again; --debug shows the whole stack"
+
+
+def may_pass(error: BaseException | None) -> bool:
+    """Whether another try may succeed: a disk, a network, memory or a peer has failed."""
+    while error is not None:
+        if isinstance(error, PASSING_TYPES) or type(error).__name__ in PASSING_NAMES:
+            return True
+        if isinstance(error, OSError) and error.errno not in LASTING:
+            return True
+        if isinstance(error, RuntimeError) and PASSING_WORDS.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextlib.contextmanager
+def blamed(what: str = "", way_out: str = MEND) -> Iterator[None]:
+    """Any error of the block becomes a UserError, unless it is one or `may_pass`."""
+    try:
+        yield
+    except Exception as error:
+        told = explained(error, what, way_out)
+        if told is error:
+            raise
+        raise told from error
+
+
+def explained(error: Exception, what: str = "", way_out: str = MEND) -> Exception:
+    """The UserError for an error of `what` or of a user's file; else, or if it may pass, the same error."""
+    place = users_line(error)
+    if isinstance(error, UserError) or may_pass(error) or not (what or place):
+        return error
+    fact = f"{type(error).__name__}: {one_line(error)}"
+    if what:
+        fact = f"{what}: {fact}"
+    return UserError("\n".join(line for line in (fact, place, way_out) if line))
+
+
+def too_little_memory(error: BaseException | None, opts: Any) -> UserError | None:
+    """What helps if memory was missing, for an exception or its causes; a restart may help too."""
+    while error is not None:
+        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+        if known or getattr(error, "errno", 0) == errno.ENOMEM or "can't allocate memory" in str(error):
+            is_cut = getattr(opts, "script", "") == "mp"
+            way_out = "more stages" if is_cut else "train_mp.py, which splits the net"
+            return UserError(f"this process is out of memory: {one_line(error)}\n"
+                             f"take smaller batches, or {way_out}", code=1)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def users_line(error: BaseException) -> str:
+    """`FILE, line N: SOURCE` of the newest line in a file that is neither ours nor a library's; or empty."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}: {(error.text or '').strip()[:80]}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        foreign = path in SCRIPTS or any(path.is_relative_to(folder) for folder in LIBRARIES)
+        if path.is_file() and not foreign:
+            return f"{path}, line {frame.lineno}: {(frame.line or '')[:80]}"
+    return ""
 
 
 class Outlet:
@@ -85,25 +164,66 @@ def fill_closed_streams() -> None:
     sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
 
 
-def run_command(act: Callable[[], int]) -> int:
-    """The exit code of a command for people: what `act` returns, 2 for a printed mistake, 130 for Ctrl-C."""
-    fill_closed_streams()
-    getattr(sys.stdout, "reconfigure", dict)(errors="backslashreplace")  # a notebook's stream has none
+def guarded(main: Callable[..., Any], what: str = "") -> Callable[..., Any]:
+    """`main` of a training (of its Options) or of a command, whose errors are told in three lines.
+
+    Errors of `what`, and of a user's files, end the process with their exit code; others are crashes.
+    """
+    @functools.wraps(main)
+    def run(*args):
+        fill_closed_streams()
+        try:
+            code = main(*args)
+            Outlet(sys.stdout).flush()  # at exit, what cannot be written would be an error once more
+            return code
+        except KeyboardInterrupt:
+            sys.exit(130)
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and what:  # `| head` has seen enough
+                Outlet(sys.stdout).flush()
+                sys.exit(141)
+            opts = next(iter(args), None)
+            told = too_little_memory(error, opts) or explained(error, what, "")
+            if getattr(opts, "debug", False) or not isinstance(told, UserError):
+                raise
+            end(told)
+    return run
+
+
+def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
+    """The exit code of a command: what `act` returns, or that of its error, which is printed."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is temporary
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stream has none
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code = act()
-        sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        return 130
-    except (UserError, OSError, ValueError, RecursionError, ImportError) as error:
-        Outlet(sys.stdout).flush()  # at exit, what cannot be written would be an error once more
-        if isinstance(error, BrokenPipeError):  # `| head` has seen enough
-            return 141
-        say("error: " + "\n       ".join(str(error).splitlines()[:3]), sys.stderr)
-        return getattr(error, "code", 2)
+        return guarded(act, what)()
+    except SystemExit as exit:
+        return int(exit.code or 0)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def end(error: UserError, shared: bool = False) -> NoReturn:
+    """Prints an error in at most three lines, and ends this process with its code.
+
+    With `shared` all ranks have it for sure, and only one of a machine prints it. Else a rank that is not the
+    first gives the agent a second to end it, if all have the error.
+    """
+    is_rank = "RANK" in os.environ
+    first = speaks_for_node()
+    if not first and not shared:
+        time.sleep(OTHER_RANKS_SECONDS)
+    if first or not shared:
+        say("error: " + "\n       ".join(str(error).splitlines()[:3]), sys.stderr)
+        note_reason(str(error))
+        if error.code != 1:  # 1: a restart may cure it
+            dismiss_agent()
+    Outlet(sys.stdout).flush()
+    if shared or not is_rank:
+        sys.exit(error.code)
+    if first:  # other ranks may still have to read what they waited for in rank 0's store
+        time.sleep(RANK_0_SECONDS)
+    os._exit(error.code)  # no destructors: they may wait for a dead peer
 
 
 def speaks_for_node() -> bool:
@@ -111,13 +231,10 @@ def speaks_for_node() -> bool:
 
     That is local rank 0, a process without ranks, or one whose rank variables contradict each other.
     """
-    environ = os.environ
     try:
-        rank, size = int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1))
-        local_rank, local_size = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", size))
+        return here().speaks
     except ValueError:
         return True
-    return local_rank == 0 or not (0 <= rank < size and 0 <= local_rank < local_size)
 
 
 def note_reason(text: str) -> None:
@@ -126,29 +243,18 @@ def note_reason(text: str) -> None:
         file.write(text[:4000] + "\n")
 
 
-def fail(message: str | UserError, everyone: bool = False) -> NoReturn:
-    """Prints at most three lines on stderr, once per machine (or from everyone); exits with the code."""
-    code = getattr(message, "code", 2)
-    if everyone or speaks_for_node():
-        say("error: " + "\n       ".join(str(message).splitlines()[:3]), sys.stderr)
-        note_reason(str(message))
-        if code != 1:  # 1: a restart may cure it
-            dismiss_agent()
-    sys.exit(code)
-
-
 def dismiss_agent() -> None:
     """Stops torchrun where restarts cannot help: --max_restarts=100 would print the same error 100 times."""
     try:
-        most, made = (int(os.environ[f"TORCHELASTIC_{name}"]) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
-        with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
-            command = file.read()
-        agent = any(word in command for word in (b"torchrun", b"torch.distributed"))
-    except (KeyError, ValueError, OSError):
+        place = here()
+        launcher = int(os.environ.get("LAUNCHER_PID", os.getppid()))  # its fork server is the parent
+        command = Path(f"/proc/{launcher}/cmdline").read_bytes()
+    except (ValueError, OSError):
         return
-    if made < most and agent:
+    is_agent = b"torchrun" in command or b"torch.distributed" in command
+    if place.agent and place.restarts_left > 0 and is_agent:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it back: our exit code comes first
-        os.kill(os.getppid(), signal.SIGTERM)
+        os.kill(launcher, signal.SIGTERM)
 
 
 def did_you_mean(name: str, known: Collection[str], most: int = 1) -> str:
@@ -162,89 +268,15 @@ def one_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
 
 
-def out_of_memory(error: BaseException | None) -> str:
-    """How much memory was missing, in words, if an exception or one of its causes says so; else empty."""
-    while error is not None:
-        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" \
-            or getattr(error, "errno", 0) == errno.ENOMEM
-        if known or any(words in str(error) for words in ("can't allocate memory", "can't start new thread")):
-            amount = re.search(r"tried to allocate ([\d.,]+ \w+)", str(error), re.IGNORECASE)
-            return f"{amount[1]} could not be had" if amount else one_line(error)
-        error = error.__cause__ or error.__context__
-    return ""
-
-
 @contextlib.contextmanager
 def only_deterministic() -> Iterator[None]:
     """UserError with the name of an operation that torch refuses: on a GPU it adds in no fixed order."""
     try:
         yield
     except RuntimeError as error:
-        if not (found := re.search(r"(\w+) does not have a deterministic implementation", str(error))):
+        operation = re.search(r"(\w+) does not have a deterministic implementation", str(error))
+        if not operation:
             raise
-        raise UserError(f"--virtual-ranks: torch's {found[1]} may have other bits each time\n"
+        raise UserError(f"--virtual-ranks: torch's {operation[1]} may have other bits each time\n"
                         "replace the layer that uses it (--debug shows where), as AdaptiveAvgPool2d\n"
                         "by AvgPool2d, bilinear by nearest; or leave out --virtual-ranks") from error
-
-
-RANK_0_SECONDS = 0.5       # before it leaves: its store ends with it
-OTHER_RANKS_SECONDS = 1.0  # before they print: the agent ends them first if all have the error
-USE_LESS_MEMORY = {        # by script
-    "ddp": "use a smaller --micro-batch-size, or train_mp.py, which splits the net",
-    "dp": "use more --devices, or train_mp.py, which splits the net",
-    "mp": "use more stages, a smaller --micro-batch-size, --recompute or --shard"}
-
-
-def end(error: UserError, notebook: bool = False) -> NoReturn:
-    """Prints an error that all ranks may have, or this one alone, and ends this rank.
-
-    With `notebook`, a process that is no rank only raises SystemExit: a notebook lives on.
-    """
-    if notebook and "RANK" not in os.environ:
-        fail(error)
-    if not speaks_for_node():
-        time.sleep(OTHER_RANKS_SECONDS)
-    try:
-        fail(error, everyone=True)
-    except SystemExit:
-        # Other ranks may still have to read what they waited for in rank 0's store.
-        time.sleep(RANK_0_SECONDS if os.environ.get("RANK") == "0" else 0)
-        Outlet(sys.stdout).flush()
-        os._exit(error.code)  # no destructors: they may wait for a dead peer
-
-
-def report_errors(main: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Turns a UserError of `main` into its lines and its exit code, without a traceback."""
-    @functools.wraps(main)
-    def run(opts):
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once: nothing to save yet
-        try:
-            return main(opts)
-        except UserError as error:
-            if opts.debug:
-                raise
-            end(error)
-        except Exception as error:
-            if opts.debug or not (missing := out_of_memory(error)):
-                _write_error_file_at_once()
-                raise
-            # Exit code 1: another process may have taken the memory for a while, so a restart is worth a try.
-            rank = os.environ.get("RANK", 0)
-            advice = "raise the limit of threads (ulimit -u, pids.max)" if "thread" in missing else \
-                USE_LESS_MEMORY[opts.script]
-            say(f"error: rank {rank} is out of memory: {missing}\n       {advice}", sys.stderr)
-            os._exit(1)
-    return run
-
-
-def _write_error_file_at_once():
-    """torchrun crashes on a half-written error file: `@record` writes it aside, and it is renamed at exit."""
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        os.environ["TORCHELASTIC_ERROR_FILE"] = aside = f"{path}.new"
-
-        @atexit.register
-        def publish():
-            with contextlib.suppress(OSError, ValueError), open(aside) as file:
-                json.load(file)
-                os.rename(aside, path)

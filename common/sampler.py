@@ -9,29 +9,26 @@ import hashlib
 import math
 import operator
 import random
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sized
+from typing import SupportsIndex
 
 import numpy
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from common.errors import UserError, refuse
-
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6               # fewer are visibly not random (a test shows it); 6 look like torch.randperm
 WINDOW = 8192            # positions per call of permute: hides torch's cost per call, fits the L2 cache
-GROUPS_MIXED = 16        # at least so many groups, and about WINDOW samples, are shuffled with each other
 LARGEST = 1 << 62        # samples: both halves of a position are below 2**31, so products fit in int64
 
 
-def hash_seed(*key: Any) -> int:
+def hash_seed(*key: SupportsIndex | str) -> int:
     """Return 32 bits that depend on every part of the key, the same on every machine.
 
     numpy's and torch's integers count as Python's. torch's CPU generator ignores the upper half of a seed.
     """
-    plain = tuple(operator.index(part) if hasattr(part, "__index__") else part for part in key)
+    plain = tuple(part if isinstance(part, str) else operator.index(part) for part in key)
     return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=4).digest(), "little")
 
 
@@ -66,7 +63,7 @@ def _permute_grid(x, rows, columns, keys):
     return row.mul_(columns).add_(column)
 
 
-def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: Any) -> Tensor:
+def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: int) -> Tensor:
     """Return the ids at these positions of the shuffled epoch; n costs neither memory nor time."""
     if not 0 < n <= LARGEST:
         raise ValueError(f"cannot permute {n} samples: 1 to 2**62 are possible")
@@ -90,70 +87,10 @@ def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: Any
     return x
 
 
-class Order:
-    """Which sample comes at which position of an epoch: shuffled, as a dataset's groups or weights say.
-
-    `groups`: sizes of shards. They are shuffled, then the samples inside windows of some groups. `weights`:
-    sample i comes n * weight / sum times an epoch, or up to two times more or less: the weights lie on a line
-    that is cut into n equal parts, and each position draws a point of one part.
-    """
-
-    def __init__(self, n: int, seed: int, groups: Any = None, weights: Any = None) -> None:
-        self.n, self.seed, self.epoch, self.name = n, seed, -1, ""
-        given = {"groups": groups, "weights": weights}
-        self.facts = {kind: _numbers(kind, facts, n) for kind, facts in given.items() if facts is not None}
-        if len(self.facts) > 1:
-            raise UserError("the dataset has `groups` and `weights`\ngive it one of them")
-        for kind, numbers in self.facts.items():
-            self.name = f"{kind}-{hashlib.sha256(numbers.numpy()).hexdigest()[:12]}"
-            units = (numbers / numbers.max() * 2**30).ceil().long()
-            self.line = units.cumsum(0)  # of integers: the same on every machine
-
-    def ids(self, positions: Tensor, epoch: int) -> Tensor:
-        """The samples at these positions."""
-        if "weights" in self.facts:
-            return self._weighted(permute(positions, self.n, self.seed, epoch), epoch)
-        return self._grouped(positions, epoch) if self.facts else permute(positions, self.n, self.seed, epoch)
-
-    def _grouped(self, positions, epoch):
-        if epoch != self.epoch:  # O(groups), once an epoch
-            sizes, count = self.facts["groups"].long(), len(self.facts["groups"])
-            windows = max(1, count // max(GROUPS_MIXED, -(-WINDOW * count // self.n)))
-            order = permute(range(count), count, self.seed, ("groups", epoch))
-            self.epoch, self.ends = epoch, sizes[order].cumsum(0)  # the position after each group
-            self.window_ends = self.ends[torch.arange(windows + 1) * count // windows - 1]
-            self.window_ends[0] = 0
-            self.moves = sizes.cumsum(0)[order] - self.ends  # from a position to its sample
-        x = positions.clone()
-        of_window = torch.searchsorted(self.window_ends, x, right=True)
-        for window in of_window.unique().tolist():
-            begin, end = self.window_ends[window - 1:window + 1].tolist()
-            inside = of_window == window
-            x[inside] = begin + permute(x[inside] - begin, end - begin, self.seed, ("window", epoch, window))
-        return x + self.moves[torch.searchsorted(self.ends, x, right=True)]
-
-    def _weighted(self, part, epoch):
-        line, keys = int(self.line[-1]), [hash_seed("draw", self.seed, epoch, half) for half in range(2)]
-        begin, end = (k * (line // self.n) + k * (line % self.n) // self.n for k in (part, part + 1))
-        point = begin + (mix(mix(part ^ keys[0]) ^ keys[1]) * (end - begin) >> 32)
-        return torch.searchsorted(self.line, point, right=True)
-
-
-def _numbers(kind, given, n):
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        found = torch.as_tensor(given, dtype=torch.float64).detach().cpu().flatten().clone()
-        sizes = kind == "groups" and found.sum() == n and (found == found.round()).all()
-        fits = sizes or kind == "weights" and len(found) == n < 2**31
-        if fits and found.min() >= 0 < found.max() < 2**60:
-            return found
-    wanted = {"groups": "sizes that add up to that", "weights": "a number from 0 for each sample, not all 0"}
-    raise UserError(f"the attribute `{kind}` does not fit a dataset of {n:,} samples\nwanted: {wanted[kind]}")
-
-
 def uniforms(ids: list[int] | Tensor, seed: int, epoch: int) -> Tensor:
     """Return float32 [len(ids)] in [0, 1): a pure function of (seed, epoch, id)."""
     ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
-    low, high = (hash_seed("uniform", seed, epoch, 0, half) for half in range(2))
+    low, high = [hash_seed("uniform", seed, epoch, 0, half) for half in range(2)]
     bits = mix(mix((ids & MASK32) ^ low) ^ (ids >> 32) ^ high)
     return (bits >> 8) * 2.0**-24  # a float32 holds 24 bits: all 32 could round up to 1
 
@@ -178,32 +115,27 @@ class ElasticSampler(Sampler):
 
     The world only cuts global batches into shares. No sample is padded or dropped: the last global batch may
     be short, and a list is empty where a batch has fewer samples than there are ranks. Iterating never moves
-    `position`: samples fetched ahead are not trained on yet. Attributes `groups` and `weights` of the dataset
-    change the order.
+    `position`: samples fetched ahead are not trained on yet.
     """
 
-    def __init__(self, length_or_dataset: Any, global_batch_size: int, rank: int = 0, world: int = 1,
+    def __init__(self, length_or_dataset: int | Sized, global_batch_size: int, rank: int = 0, world: int = 1,
                  seed: int = 0, slices: int = 0) -> None:
-        self.length = (len if hasattr(length_or_dataset, "__len__") else operator.index)(length_or_dataset)
-        self.global_batch_size, self.rank, self.world, self.slices = global_batch_size, rank, world, slices
-        refuse(
-            (not 0 < self.length <= LARGEST,
-             f"the dataset has {self.length} samples\nat least one is needed to train on"),
-            (global_batch_size < 1, f"the global batch size is {global_batch_size}\nit must be at least 1"),
-            (not 0 <= rank < world,
-             f"there is no rank {rank} in a world of {world}\nranks go from 0 to world - 1"),
-            (slices and world > slices, f"{world} processes, but each global batch has {slices} slices "
-             f"(--virtual-ranks {slices})\nstart at most {slices} processes"))
-        self.order = Order(self.length, seed, getattr(length_or_dataset, "groups", None),
-                           getattr(length_or_dataset, "weights", None))
-        self.name = self.order.name
+        if isinstance(length_or_dataset, Sized):
+            length_or_dataset = len(length_or_dataset)
+        self.length = length_or_dataset
+        self.global_batch_size = global_batch_size
+        self.rank = rank
+        self.world = world
+        self.seed = seed
+        self.slices = slices
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, position: int = 0) -> None:
         """Make the next iter() continue `epoch` after its first `position` samples."""
         if not 0 <= position <= self.length:
             raise ValueError(f"position {position} is not within 0..{self.length}")
-        self.epoch, self.position = epoch, position
+        self.epoch = epoch
+        self.position = position
 
     def __len__(self) -> int:
         return -(-(self.length - self.position) // self.global_batch_size)
@@ -214,32 +146,39 @@ class ElasticSampler(Sampler):
             yield min(self.global_batch_size, self.length - start)
 
     def __iter__(self) -> Iterator[list[int]]:
-        epoch, start, size = self.epoch, self.position, self.global_batch_size
+        epoch = self.epoch
+        start = self.position
+        size = self.global_batch_size
         mine = share(size, self.rank, self.world, self.slices)
         most = max(1, WINDOW // max(1, len(mine)))
-        count = 1  # global batches per window: the first one comes at once, then the windows double
+        count = 1  # global batches per call of permute: the first one comes at once, then the calls double
         while start < self.length:
             count = min(count, most, (self.length - start) // size)
             if count == 0:  # fewer samples are left than a global batch has: one short batch
-                count, size = 1, self.length - start
+                count = 1
+                size = self.length - start
                 mine = share(size, self.rank, self.world, self.slices)
             starts = torch.arange(start, start + count * size, size)
             positions = starts[:, None] + torch.arange(mine.start, mine.stop)
-            ids = self.order.ids(positions.flatten(), epoch)
+            ids = permute(positions.flatten(), self.length, self.seed, epoch)
             yield from ids.reshape(count, len(mine)).tolist()
-            start, count = start + count * size, count * 2
+            start += count * size
+            count *= 2
 
 
 @contextlib.contextmanager
-def seeded(*key: Any) -> Iterator[None]:
+def seeded(*key: SupportsIndex | str) -> Iterator[None]:
     """Inside the block, the CPU generators of torch, random and numpy are seeded by `key`; then restored."""
-    saved, seed = (torch.get_rng_state(), random.getstate(), numpy.random.get_state()), hash_seed(*key)
+    of_torch = torch.get_rng_state()
+    of_python = random.getstate()
+    of_numpy = numpy.random.get_state()
+    seed = hash_seed(*key)
     try:
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
         random.seed(seed)
         numpy.random.seed(seed)
         yield
     finally:
-        torch.set_rng_state(saved[0])
-        random.setstate(saved[1])
-        numpy.random.set_state(saved[2])
+        torch.set_rng_state(of_torch)
+        random.setstate(of_python)
+        numpy.random.set_state(of_numpy)

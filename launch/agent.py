@@ -1,151 +1,395 @@
-"""torch's elastic agent, in its own process: it meets the other machines; the launcher has the workers.
+"""torch's elastic agent with exit codes passed on, which continues without machines that die as others meet.
 
-Private names of torch that are used or replaced: SubprocessContext and its handlers, LocalElasticAgent, c10's
-FLAGS_caffe2_log_level.
+Private names of torch that are used or replaced: the agent's _rendezvous, _monitor_workers, _restart_workers,
+_exit_barrier, _remaining_restarts, _rdzv_handler, _logs_specs and _pcontext; start_processes as the agent
+knows it; dynamic_rendezvous' _delay, _BackendRendezvousStateHolder, _RendezvousExitOp, _op_executor,
+_stop_heartbeats, _state_holder, _store, _close; c10's FLAGS_caffe2_log_level.
 """
 import argparse
 import contextlib
 import ctypes
-import json
 import logging
+import multiprocessing
 import os
+import random
 import signal
+import socket
 import sys
 import time
+import uuid
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from meeting import NO_STORE, Agent, look_often
-from torch.distributed.elastic import multiprocessing
-from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState, local_elastic_agent
+from torch.distributed.elastic.multiprocessing.api import (
+    PContext,
+    RunProcsResult,
+    SignalException,
+    SubprocessContext,
+)
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    dynamic_rendezvous,
+)
 from torch.distributed.launcher import api as launcher_api
-from torch.distributed.run import main as torchrun
-from workers import FINAL, MESSAGE_BYTES, STOP, STOPPED, die_with
+from torch.distributed.run import config_from_args, get_args_parser
 
-from common.errors import out_of_memory
-from common.options.environment import flag_in
+from common.errors import may_pass, say
+from common.ledger import Ledger
+from launch.worker import work
 
-
-class Worker:
-    """A worker as torch wants to see it: pid, exit code, poll()."""
-
-    pid = returncode = None
-
-    def __init__(self):
-        self.proc = self  # a handler has a process: here they are one
-
-    def poll(self):
-        return self.returncode
+FINAL = {2, 3, 4, 5, 6, 7}      # bad input, no whole checkpoint, ...: another try cannot mend it
+STOPPED = 143
+# A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
+# comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a live node
+# counts as dead.
+MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
+ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
+AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
+NO_STORE = (RendezvousConnectionError, DistNetworkError)
 
 
-class Life(SubprocessContext):
-    """The workers of one life on this machine, which the launcher forks, signals and waits for."""
+class Forks(PContext):
+    """The processes of one life on this machine: forks of multiprocessing's fork server."""
 
-    line, began = None, False
+    run_dir: Path | None = None
+    processes = ()
 
-    def _start(self):
-        self.tell("life")
-        for path in self.starting():  # left by ranks that were killed
-            path.unlink()
-        self.subprocess_handlers = {place: Worker() for place in range(self.nprocs)}
-        for place in self.subprocess_handlers:
-            words = self.entrypoint, *map(str, self.args[place])
-            if self._numa_options:
-                from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as with_numa
-                words = with_numa(words, device_index=place, numa_options=self._numa_options)
-            Life.began = True
-            self.tell("start", place, words, self.envs[place], (self.stdouts[place], self.stderrs[place]))
-        while not all(self.pids().values()):
-            self.listen()
+    def _start(self) -> None:
+        server = multiprocessing.get_context("forkserver")
+        self.processes = []
+        for rank in range(self.nprocs):
+            script, *words = self.args[rank]
+            outputs = [self.stdouts[rank], self.stderrs[rank]]
+            process = server.Process(target=work, args=(script, words, self.envs[rank], outputs))
+            process.start()
+            self.processes.append(process)
 
-    def _poll(self):
-        self.listen(wait=False)
-        return super()._poll()
+    def pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in enumerate(self.processes)}
 
-    def _close(self, death_sig, timeout=30):
-        self.tell("end", death_sig)
-        while any(worker.pid and worker.returncode is None for worker in self.subprocess_handlers.values()):
-            self.listen()
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit codes; None of a process that runs."""
+        return [process.exitcode for process in self.processes]
 
-    def starting(self):
-        """The notes of ranks that may still wait for others; see `begin_life`."""
-        return [*Path(self.envs[0]["TORCHELASTIC_ERROR_FILE"]).parents[2].glob("start-*")]
+    def _poll(self) -> RunProcsResult | None:
+        """None while all run well; the first of the failures is the one that came first."""
+        codes = self.codes
+        if None in codes and not any(codes):
+            return None
+        first = [rank for rank, code in enumerate(codes) if code]
+        for rank in first:
+            self.note_death(rank)  # before the survivors are asked to end: one of them prints it
+        self.close()
+        later = [rank for rank, code in enumerate(self.codes) if code and rank not in first]
+        failures = {rank: ProcessFailure(rank, self.processes[rank].pid, self.codes[rank], error_file="")
+                    for rank in first + later}
+        return RunProcsResult(dict.fromkeys(range(self.nprocs)), failures, self.stdouts, self.stderrs)
 
-    def tell(self, *words):
-        self.line.send(json.dumps(words).encode())
+    def note_death(self, local_rank: int) -> None:
+        """Tells the ledger, and the survivors on this machine, of a process that was killed.
 
-    def listen(self, wait=True):
-        self.line.setblocking(wait)
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                what, *words = json.loads(self.line.recv(MESSAGE_BYTES))
-                if what == "leave":
-                    raise SignalException("a signal", signal.Signals(words[0]))
-                name = {"began": "pid", "ended": "returncode"}[what]
-                setattr(self.subprocess_handlers[words[0]], name, words[1])
-                if wait:
-                    return
+        One that fails has told them by itself. `end_of` in common/options/process.py reads the file.
+        """
+        code = self.codes[local_rank]
+        if code >= 0:
+            return
+        folder = Path(self.error_files[local_rank]).parents[2]
+        (folder / f"death-{self.processes[local_rank].pid}").write_text(in_words(code))
+        if self.run_dir:
+            Ledger(self.run_dir).death(int(self.envs[local_rank]["RANK"]), in_words(code))
+
+    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+        """Asks all to end, and waits as long as a save may take."""
+        self.signal(death_sig)
+        self.signal(signal.SIGCONT)  # nothing else would resume a process that is stopped
+        deadline = time.monotonic() + int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+        for process in self.processes:
+            process.join(max(0, deadline - time.monotonic()))
+        self.signal(signal.SIGKILL)
+        for process in self.processes:
+            process.join(timeout)
+
+    def signal(self, number: signal.Signals) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
 
 
-def serve(arguments, line, launcher, given=()):
-    """torchrun with these arguments, of which a person gave some; returns the exit code."""
-    die_with(launcher, signal.SIGKILL)
-    os.setsid()
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP)  # the launcher tells of them
-    Life.line = line
-    multiprocessing.SubprocessContext, launcher_api.LocalElasticAgent = Life, Agent
-    argparse.ArgumentParser.error = refuse
-    look_often()
-    if "LOGLEVEL" not in os.environ:  # the launcher says it in fewer words
-        for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
-            logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-        with contextlib.suppress(OSError, ValueError):  # no stacks for a store that is slow
-            c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
-            ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3
-    while True:
-        began, Agent.connected = time.monotonic(), False
-        try:
-            torchrun(arguments)
-            return 0
-        except SignalException:
-            return STOPPED
-        except ChildFailedError as error:
-            if not {failure.exitcode for failure in error.failures.values()} & {*FINAL}:
-                print(error, file=sys.stderr)
-            return 1
-        except (RendezvousError, *NO_STORE) as error:
-            if not Agent.connected or not isinstance(error, NO_STORE):
-                print(f"error: {not_met(error, arguments, time.monotonic() - began)}", file=sys.stderr)
-                return 1
-            print("torchrun: the rendezvous does not answer, looking for it again", file=sys.stderr)
-        except (ValueError, AssertionError, RuntimeError, OSError) as error:
-            if Life.began:
+def in_words(code: int) -> str:
+    """How a process has ended."""
+    if code >= 0:
+        return f"ended with {code}"
+    if -code in {*signal.Signals}:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"
+
+
+class Agent(local_elastic_agent.LocalElasticAgent):
+    """Continues without a machine that dies while others meet or end, and tells the others when it leaves."""
+
+    ended = False  # the workers of this machine have ended well
+
+    @property
+    def codes(self) -> set[int]:
+        """Exit codes of the newest life; its processes are forks, or torch's own."""
+        codes = set()
+        if isinstance(self._pcontext, Forks):
+            codes = {*self._pcontext.codes}
+        elif isinstance(self._pcontext, SubprocessContext):
+            codes = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
+        return codes - {None}
+
+    def _rendezvous(self, group: WorkerGroup) -> None:
+        """Meets again if a machine came and died; torch's own agents would all give up."""
+        self.ended = False
+        if not self.meets_others:
+            return super()._rendezvous(group)
+        store = self._rdzv_handler._store
+        patience = store.timeout
+        while True:
+            store.set_timeout(ANSWER)
+            try:
+                super()._rendezvous(group)
+                self.round = self.state.round
+                self.whole = time.monotonic()
+                return
+            except DistNetworkError:
                 raise
-            words = " ".join(str(error).split())[:200] or "a number is out of range"
-            print(f"error: torchrun cannot start so: {words}\n"
-                  f"       its flags were {' '.join(given) or 'none'}; see torchrun --help", file=sys.stderr)
-            return 1 if out_of_memory(error) else 2
+            except RendezvousTimeoutError:
+                if not self.state.complete:  # else others train, and there was no room for this machine
+                    raise
+            except RuntimeError:  # a time-out
+                say("torchrun: a machine came and does not answer, meeting again", sys.stderr)
+            finally:
+                store.set_timeout(patience)
+
+    def _start_workers(self, group: WorkerGroup) -> dict[int, int]:
+        for path in self.starting():
+            path.unlink()  # left by ranks that were killed
+        return super()._start_workers(group)
+
+    def _monitor_workers(self, group: WorkerGroup) -> RunResult:
+        """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
+        result = super()._monitor_workers(group)
+        if result.state == WorkerState.FAILED:
+            self.tell_of_the_death(result)
+        if not self.meets_others:
+            return result
+        state = self.state
+        apart = state.round != self.round  # no heartbeats came: others may meet without us
+        fewer = apart or len(state.participants) < group.group_world_size
+        if not fewer:
+            self.whole = time.monotonic()
+        if result.state == WorkerState.SUCCEEDED:
+            alone = time.monotonic() - self.whole > AWAY_SECONDS
+            return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
+        if apart and not state.closed or fewer and self.starting():
+            why = "a machine was cut off" if apart else "a machine has gone before all could train"
+            say(f"torchrun: {why}, meeting again", sys.stderr)
+            self._restart_workers(group)
+            return RunResult(WorkerState.HEALTHY)
+        return result
+
+    def tell_of_the_death(self, result: RunResult) -> None:
+        """Notes which process has ended first; ends the job if another life cannot mend it.
+
+        A survivor saves, and prints the death with what it saved; without one it is printed here.
+        """
+        rank, failure = next(iter(result.failures.items()))
+        death = f"torchrun: rank {rank} (pid {failure.pid}) {in_words(failure.exitcode)}"
+        if FINAL & self.codes:
+            self._remaining_restarts = 0
+        elif not self._remaining_restarts:
+            say(f"{death}, and no restart is left", sys.stderr)
+        elif max(self.codes) < 0:
+            say(f"{death}, starting again", sys.stderr)
+
+    def starting(self) -> list[Path]:
+        """The notes of ranks that may still wait for others; see `begin_life`."""
+        return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob("start-*")]
+
+    def all_ended(self, group: WorkerGroup) -> bool:
+        """Whether the workers of all machines have ended well."""
+        try:
+            if not self.ended:
+                self.ended = True
+                if group.store.add("ended", 1) == group.group_world_size:
+                    group.store.set("all ended", "1")
+            return group.store.check(["all ended"])
+        except RuntimeError:  # the machine with the store has left
+            return True
+
+    def _restart_workers(self, group: WorkerGroup) -> None:
+        """Restarts the workers, unless all machines have just ended well: another one then comes too late."""
+        if self.ended and group.store.add("ended", -1) == group.group_world_size - 1:
+            group.store.set("all ended", "1")
+        else:
+            super()._restart_workers(group)
+
+    def _exit_barrier(self) -> None:
+        """Left out: torch waits five minutes for a dead machine, and misses one that must train again."""
+        if not self.meets_others:
+            super()._exit_barrier()
+
+    @property
+    def meets_others(self) -> bool:
+        dynamic = isinstance(self._rdzv_handler, dynamic_rendezvous.DynamicRendezvousHandler)
+        return dynamic and self._rdzv_handler.settings.max_nodes > 1
+
+    @property
+    def state(self) -> dynamic_rendezvous._RendezvousState:
+        return self._rdzv_handler._state_holder.state
+
+    def run(self, role: str = "default") -> RunResult:
+        try:
+            result = super().run(role)
+        except Exception as error:
+            if not isinstance(error, NO_STORE):
+                with contextlib.suppress(Exception):  # another kind of rendezvous, or it does not answer
+                    self._rdzv_handler._stop_heartbeats()
+                    leave = dynamic_rendezvous._RendezvousExitOp()
+                    self._rdzv_handler._op_executor.run(leave, time.monotonic() + 3)
+            self._rdzv_handler._close = lambda: None  # torch would end the job for all machines
+            raise
+        if result:
+            return result
+        say("torchrun: the job is over, it has not needed this machine", sys.stderr)
+        return RunResult(WorkerState.SUCCEEDED)
 
 
-def refuse(parser, message):
+def look_often() -> None:
+    """torch's agents look at the rendezvous once a second, and so form a world a second or two late.
+
+    A thousand of them would flood its store, three would not.
+    """
+    holder = dynamic_rendezvous._BackendRendezvousStateHolder
+    dynamic_rendezvous._BackendRendezvousStateHolder = lambda backend, settings: holder(
+        backend, settings, cache_duration=min(1.0, settings.max_nodes / 50))
+    dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.05, 0.15))  # then asks that cache
+
+
+def hush() -> None:
+    """The agent's own logs say in pages what is said here in a line."""
+    for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    with contextlib.suppress(OSError, ValueError):  # no stacks for a store that is slow
+        c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
+        ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3
+
+
+def refuse(message: str) -> None:
     """In place of a page of usage."""
     raise ValueError(message)
 
 
-def not_met(error, arguments, seconds):
+def settle(args: argparse.Namespace, folder: str) -> None:
+    """Fills in what a person has left open; `folder` is temporary."""
+    args.log_dir = args.log_dir or folder  # else torchrun leaves a folder behind at every start
+    args.rdzv_conf = ",".join(filter(None, [MEETING, args.rdzv_conf]))  # the last one of a name counts
+    if args.standalone or args.nnodes in ("1", "1:1") and not args.rdzv_endpoint:
+        # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
+        args.rdzv_backend = "c10d"
+        args.rdzv_endpoint = f"{folder}/rendezvous"
+        args.rdzv_id = str(uuid.uuid4())
+        args.rdzv_conf += ",store_type=file"
+        args.local_addr = "127.0.0.1"
+    args.local_addr = args.local_addr or address_towards(args.rdzv_endpoint)
+    args.master_port = args.master_port or 29500
+
+
+def address_towards(endpoint: str) -> str | None:
+    """This machine's address towards HOST:PORT if its own name is a loopback, as on Debian; else None."""
+    host, _, port = endpoint.rpartition(":")
+    with contextlib.suppress(OSError):
+        if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
+            return None
+    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port) % 65536))  # sends nothing
+        address = probe.getsockname()[0]
+        return None if address.startswith("127.") else address
+
+
+def serve(arguments: list[str], folder: str, run_dir: Path | None) -> int:
+    """torchrun with these arguments; returns the exit code."""
+    agents = list[Agent]()
+
+    def make_agent(**settings) -> Agent:
+        agents.append(Agent(**settings))
+        return agents[-1]
+
+    def start_forks(start_method: str, numa_options: None, **settings) -> Forks:
+        forks = Forks(**settings)
+        forks.start()
+        return forks
+
+    launcher_api.LocalElasticAgent = make_agent
+    look_often()
+    if "LOGLEVEL" not in os.environ:
+        hush()
+    try:
+        parser = get_args_parser()
+        parser.error = refuse
+        args = parser.parse_args(arguments)
+        settle(args, folder)
+        config, command, words = config_from_args(args)
+        if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
+            local_elastic_agent.start_processes = start_forks
+            Forks.run_dir = run_dir
+            words = words[words.index(args.training_script):]
+        return serve_config(config, command, words, agents)
+    except (ValueError, AssertionError, RuntimeError, OSError) as error:
+        if agents and agents[-1].codes:
+            raise
+        reason = " ".join(str(error).split())[:200] or "a number is out of range"
+        say(f"error: torchrun cannot start so: {reason}\n"
+            f"       its flags were {' '.join(arguments)}; see torchrun --help", sys.stderr)
+        return 1 if may_pass(error) else 2
+
+
+def serve_config(config: launcher_api.LaunchConfig, command: str, words: list[str],
+                 agents: list[Agent]) -> int:
+    """Runs the agent, again if the store ends; returns the exit code."""
+    while True:
+        began = time.monotonic()
+        agents.clear()
+        try:
+            launcher_api.elastic_launch(config, command)(*words)
+            return 0
+        except SignalException:
+            codes = agents[-1].codes if agents else set()
+            if codes & FINAL:
+                return min(codes & FINAL)
+            killed = -signal.SIGKILL in codes and STOPPED not in codes  # had no time to save
+            return 1 if killed else STOPPED
+        except ChildFailedError:
+            return min(agents[-1].codes & FINAL or {1})
+        except (RendezvousError, *NO_STORE) as error:
+            if not agents or not isinstance(error, NO_STORE):
+                say(f"error: {not_met(error, config, time.monotonic() - began)}", sys.stderr)
+                return 1
+            say("torchrun: the rendezvous does not answer, looking for it again", sys.stderr)
+
+
+def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float) -> str:
     """Why the machines did not find each other, in three lines."""
-    place, name = (flag_in(arguments, flag, os.environ) for flag in ("rdzv_endpoint", "rdzv_id"))
-    match type(error).__name__:
-        case "RendezvousClosedError":
-            return (f"job {name} at {place} is over: it is complete, or a machine gave it up\n"
-                    "       to train on, start all machines again with a new --rdzv_id")
-        case "RendezvousTimeoutError":
-            return (f"job {name} at {place}: too few machines came in {seconds:.0f} s\n"
-                    "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?")
+    job = f"job {config.run_id} at {config.rdzv_endpoint}"
+    if isinstance(error, RendezvousClosedError):
+        return (f"{job} is over: it is complete, or a machine gave it up\n"
+                "       to train on, start all machines again with a new --rdzv_id")
+    if isinstance(error, RendezvousTimeoutError):
+        return (f"{job}: too few machines came in {seconds:.0f} s\n"
+                "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?")
     words = " ".join(str(error).split())[:100]
-    return (f"job {name}: no rendezvous at {place} in {seconds:.0f} s ({words})\n"
+    return (f"{job}: no rendezvous in {seconds:.0f} s ({words})\n"
             "       does `python launch/store.py` run there? "
             "is the address one of that machine, not 127.0.1.1?\n"
             "       does a firewall stand between? then start it again")

@@ -4,7 +4,6 @@
 #     launch/local.sh                             a process per GPU, or two without one
 #     launch/local.sh --nproc 4 --epochs 10       four processes; other flags: train_ddp.py --help
 #     NPROC=4 launch/local.sh                     the same number, from the environment
-#     launch/local.sh --check --epochs 10         only looks whether it could run (launch/doctor.py)
 #     launch/local.sh my_loop.py                  another script, its flags behind it
 #
 # Makes .venv and installs requirements.txt first, unless an environment that has it all is active.
@@ -13,14 +12,12 @@ root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 source "$root/launch/setup.sh"
 
 nproc=${NPROC:-}
-check=''
 flags=()
 while [ $# -gt 0 ]; do
     case $1 in
         --nproc) [ $# -gt 1 ] || fail "--nproc needs a number" "for example --nproc 2"
                  nproc=$2; shift ;;
         --nproc=*) nproc=${1#*=} ;;
-        --check) check=yes ;;
         *) flags+=("$1") ;;
     esac
     shift
@@ -36,12 +33,10 @@ fi
     fail "--nproc: '$nproc' is not a whole number from 1 to 999" "for example --nproc 2"
 
 set_up "$root/requirements.txt"
-agent=torchrun.py
-[ -z "$check" ] || agent=doctor.py
 script=$root/train_ddp.py
 if [[ ${flags[0]-} == *.py ]]; then
     script=${flags[0]}
     flags=("${flags[@]:1}")
     export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
 fi
-exec "$PYTHON" "$root/launch/$agent" --nproc_per_node="$nproc" "$script" ${flags[@]+"${flags[@]}"}
+exec "$PYTHON" "$root/launch/torchrun.py" --nproc_per_node="$nproc" "$script" ${flags[@]+"${flags[@]}"}

@@ -3,14 +3,11 @@
 #
 #     launch/ssh.sh node1,node2 --epochs 10                                   flags of train_ddp.py
 #     NPROC=8 MIN=2 launch/ssh.sh node1,node2,node3 --run-dir /shared/run   each, fewest machines
-#     launch/ssh.sh --check node1,node2 --epochs 10                           the doctor on all of them
 #
 # All have this folder at the same place and the same Python packages, and let you in without a password. They
 # meet at the first one: the others must reach it by that name. A machine that dies is done without.
 set -euo pipefail
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
-agent=launch/torchrun.py
-[ "${1:-}" != --check ] || { agent=launch/doctor.py; shift; }
 IFS=, read -ra hosts <<< "${1:-}"
 if [ "${#hosts[@]}" -lt 2 ] || [ "${#hosts[@]}" -gt 8 ]; then
     printf 'error: %s machines are named, wanted are 2 to 8\n       launch/ssh.sh node1,node2 --epochs 10\n' \
@@ -19,7 +16,7 @@ if [ "${#hosts[@]}" -lt 2 ] || [ "${#hosts[@]}" -gt 8 ]; then
 fi
 shift
 meeting=${hosts[0]#*@}:${PORT:-29400}
-words=("$agent" --nnodes="${MIN:-1}:${#hosts[@]}" --nproc_per_node="${NPROC:-1}" --rdzv_backend=c10d
+words=(launch/torchrun.py --nnodes="${MIN:-1}:${#hosts[@]}" --nproc_per_node="${NPROC:-1}" --rdzv_backend=c10d
        --rdzv_id="ssh-$(date +%s)-$$" --rdzv_endpoint="$meeting" --rdzv_conf=is_host=0 train_ddp.py "$@")
 
 # Runs Python there until it ends, or asks it to leave when our end of its standard input is closed.
@@ -33,28 +30,27 @@ on() {  # HOST WORDS...
     local host=$1
     shift
     exec ssh -o BatchMode=yes -- "$host" \
-        "$(printf '%q ' bash -c "$there" bash "$root" "${PYTHON:-}" "$@")" 8>&- 9>&-
+        "$(printf '%q ' bash -c "$there" bash "$root" "${PYTHON:-}" "$@")" 6<&- 7<&- 8>&- 9>&-
 }
 
 folder=$(mktemp -d)
 trap 'rm -rf -- "$folder"' EXIT
 mkfifo "$folder/store" "$folder/agents"
 exec 8<> "$folder/store" 9<> "$folder/agents"         # to close one of them asks its readers to leave
+exec 6< "$folder/store" 7< "$folder/agents"           # opened here: later, nobody may hold the other end
 trap 'exec 9>&-' INT TERM HUP USR1
-if [ "$agent" = launch/torchrun.py ]; then
-    on "${hosts[0]}" launch/store.py "$meeting" < "$folder/store" > "$folder/said" & store=$!
-    until grep "store on" "$folder/said"; do kill -0 "$store" || exit 2; sleep 0.1; done 2> /dev/null
-    echo "to join later, on another machine: python ${words[*]}"
-fi
+on "${hosts[0]}" launch/store.py "$meeting" <&6 > "$folder/said" & store=$!
+until grep "store on" "$folder/said"; do kill -0 "$store" || exit 2; sleep 0.1; done 2> /dev/null
+echo "to join later, on another machine: python ${words[*]}"
 agents=() result=''
 for host in "${hosts[@]}"; do
-    on "$host" "${words[@]}" < "$folder/agents" & agents+=($!)
+    on "$host" "${words[@]}" <&7 & agents+=($!)
 done
 for pid in "${agents[@]}"; do
     while kill -0 "$pid" 2> /dev/null; do wait "$pid" || :; done    # a trap ends a wait early
     wait "$pid" && code=0 || code=$?
-    case $agent:$code:$result in
-        *:*: | *torchrun.py:0:* | *torchrun.py:*:255 | *doctor.py:*:0) result=$code ;;
+    case $code:$result in
+        *: | 0:* | *:255) result=$code ;;              # 255: that machine was not reached
     esac
 done
 exit "$result"                                         # the end of this shell asks the store to leave too

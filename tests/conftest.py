@@ -1,6 +1,7 @@
 """What every test may rely on, and what every test is held to."""
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -20,6 +21,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
+# A shell starts what it puts into the background deaf to Ctrl-C, and so were all that tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 import police  # noqa: E402  (found through the path above)
 
@@ -28,6 +32,16 @@ TEMPORARY = police.move_in()
 
 def pytest_sessionfinish():
     shutil.rmtree(TEMPORARY, ignore_errors=True)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many of README's promises held, if they were tested."""
+    results = {name: [report for report in terminalreporter.stats.get(name, [])
+                      if report.nodeid.startswith("tests/test_promises.py") and report.when == "call"]
+               for name in ("passed", "failed")}
+    held, broken = len(results["passed"]), len(results["failed"])
+    if held + broken:
+        terminalreporter.write_line(f"promises: {held} of the {held + broken} tests of test_promises.py held")
 
 
 @pytest.fixture(autouse=True)
@@ -49,11 +63,11 @@ def warm(tmp_path_factory):
 
 @pytest.fixture
 def jobs(warm):
-    """What a test starts; no process of it may outlive the test by 5 s."""
+    """What a test starts; no process of it may outlive the test."""
     from jobs import until
     yield warm
     try:
-        until(lambda: not warm.alive(), "the last process to end", 5)
+        until(lambda: not warm.alive(), "the last process to end", 60)
     finally:
         for pid in warm.alive():
             warm.kill(pid)

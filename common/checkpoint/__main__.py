@@ -13,9 +13,10 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from common.checkpoint.files import parse_json, read_small, room
-from common.checkpoint.manifest import STATE, checkpoints, describe, read_manifest
+from common.checkpoint.disk import parse_json, read_small, sync_folder
+from common.checkpoint.folder import STATE, choices_at, describe, read_manifest
 from common.errors import UserError, run_command
 
 EMA = "/ema"  # the end of an average's name
@@ -23,45 +24,59 @@ EMA = "/ema"  # the end of an average's name
 
 def main(arguments):
     """Exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
-    parser = argparse.ArgumentParser("python -m common.checkpoint", allow_abbrev=False)
-    parser.add_argument("run", type=Path, metavar="RUN")
-    parser.add_argument("--digest", action="store_true")
-    parser.add_argument("--best", action="store_true")
-    parser.add_argument("--export", metavar="FILE")
+    parser = argparse.ArgumentParser("python -m common.checkpoint", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one checkpoint")
+    act = parser.add_mutually_exclusive_group()
+    act.add_argument("--digest", action="store_true",
+                     help="print the newest whole checkpoint; the last word is its digest")
+    act.add_argument("--export", type=Path, metavar="FILE",
+                     help="write the weights to FILE.safetensors, or with torch.save to FILE.pt")
+    parser.add_argument("--best", action="store_true",
+                        help="of the checkpoint with the best evaluation; alone: print its folder")
     asked = parser.parse_args(arguments)
-    if asked.digest and (asked.best or asked.export is not None):
-        parser.error("--digest is that of the newest checkpoint, without --best and --export")
+    if asked.digest and asked.best:
+        parser.error("--digest is that of the newest checkpoint, without --best")
     return run_command(lambda: show(asked))
 
 
 def show(asked):
-    found = [choice for choice in checkpoints(asked.run.parent) if choice[1].name == asked.run.name]
-    if not found and not (asked.run / "checkpoints").is_dir():
+    root, choices = choices_at(asked.run)
+    if not root.is_dir():
         raise UserError(f"{asked.run} is no run folder: it has no checkpoints/")
-    whole, act = [], asked.best or asked.export is not None
-    found = found or checkpoints(asked.run / "checkpoints")
-    for step, folder in found:
-        good, line = describe(step, folder)
-        if not act and (good or not asked.digest):
+    if asked.export:
+        check_suffix(asked.export)
+    newest = None
+    for step, folder in choices:
+        whole, line = describe(step, folder)
+        newest = newest or (step, folder) * whole
+        if asked.digest and whole or not (asked.digest or asked.best or asked.export):
             print(line)
-        whole += [(step, folder)] * good
-        if good and (act or asked.digest):
+        if whole and (asked.digest or asked.best or asked.export):
             break
-    if not whole:
+    if not newest:
         raise UserError(f"no whole checkpoint in {asked.run}", code=3)
-    chosen = best(whole[0][1], found) if asked.best else whole[0]
-    if act:
-        print(export(*chosen, asked.export) if asked.export is not None else chosen[1])
+    chosen = best(newest[1], choices) if asked.best else newest
+    if asked.export:
+        print(export(*chosen, asked.export))
+    elif asked.best:
+        print(chosen[1])
     return 0
 
 
-def best(newest, found):
+def best(newest, choices):
     """(step, folder) of the checkpoint with the best evaluation so far."""
     step = parse_json(read_small(newest / STATE), STATE)["best"]["step"]
-    chosen = next((choice for choice in found if choice[0] == step), None)
+    chosen = next((choice for choice in choices if choice[0] == step), None)
     if chosen is None or not describe(*chosen)[0]:
         raise UserError(f"no whole checkpoint of the best evaluation, which was at step {step}", code=3)
     return chosen
+
+
+def check_suffix(target):
+    if target.suffix not in (".safetensors", ".pt", ".pth"):
+        raise UserError(f"--export {target}: in which format?\n"
+                        "end the name in .safetensors, or in .pt for torch.save")
 
 
 def export(step, folder, target):
@@ -69,35 +84,34 @@ def export(step, folder, target):
 
     Averages, if there are any, are the weights; tied weights are there once.
     """
-    from safetensors.torch import load_file, save
-    weights, optimizer = {}, {}
-    for name in sorted(read_manifest(step, folder)["files"], key=lambda name: (len(name), name)):
-        found = weights if name.endswith("model.safetensors") else optimizer
-        for tensor, rows in load_file(folder / name).items() if name.endswith(".safetensors") else ():
-            found.setdefault(tensor, []).append(rows)  # of a sharded net the first rows are in the first file
-    averages = {name.removesuffix(EMA): rows for name, rows in optimizer.items() if name.endswith(EMA)}
-    tied = parse_json(read_small(folder / STATE), STATE).get("tied")
-    if averages and tied is None:
-        raise UserError(f"{folder} does not say which weights are tied: an earlier version saved it\n"
-                        "resume the run, so that it saves again")
+    weights, averages = {}, {}
+    for name in sorted(read_manifest(step, folder)["files"]):
+        if not name.endswith(".safetensors"):
+            continue
+        for tensor, rows in load_file(folder / name).items():
+            if name.endswith("model.safetensors"):
+                weights.setdefault(tensor, []).append(rows)  # of a sharded net the first part has the first
+            elif tensor.endswith(EMA):
+                averages.setdefault(tensor.removesuffix(EMA), []).append(rows)
+    tied = parse_json(read_small(folder / STATE), STATE)["tied"]
     chosen = {name: torch.cat(rows) if len(rows) > 1 else rows[0]
-              for name, rows in (weights | averages).items() if name not in (tied or {})}
-    aside, content = Path(f"{target}.new"), save(chosen, {"format": "pt"})
+              for name, rows in (weights | averages).items() if name not in tied}
+    aside = Path(f"{target}.new")
     try:
-        with open(aside, "wb") as file:
-            file.write(content)
-            file.flush()
+        if target.suffix == ".safetensors":
+            save_file(chosen, aside, {"format": "pt"})
+        else:
+            torch.save(chosen, aside)
+        with open(aside, "rb") as file:
             os.fsync(file.fileno())
-        if aside.read_bytes() != content:
-            raise UserError(f"{target}: what was written reads back as something else\n"
-                            "export to another disk")
         os.rename(aside, target)
-    except OSError as error:
-        raise UserError(f"--export {room(error, target, len(content))}\nexport to another place") from error
+        sync_folder(target.absolute().parent)
+    except Exception as error:  # safetensors' own, too
+        raise UserError(f"--export {target}: {error}\nexport to another place") from error
     finally:
         aside.unlink(missing_ok=True)
     notes = [f"{len(chosen)} tensors of step {step}", *["averaged"] * bool(averages),
-             *[f"{name} is {first}" for name, first in (tied or {}).items()]]
+             *[f"{name} is {first}" for name, first in tied.items()]]
     return f"{target}: {', '.join(notes)}"
 
 

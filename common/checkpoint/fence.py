@@ -2,39 +2,45 @@
 
 The process whose file has the name RUN/lock owns the run: ownership is the inode, nothing else. Each claim
 makes another file and renames it over that name. Its lock and its counter only tell a new owner how long to
-wait (lock_file.py). A life writes into a staging folder of its own, `.life-<id>`, and renames out of it. A
-new owner first renames away the staging folders of all earlier lives. A stopped process that wakes up later
-finds its staging gone, so its rename fails: nothing can happen between check and act. So a staging folder is
-never usable after its owner has lost the run. No decision depends on another machine's clock.
+wait. A life writes into a staging folder of its own, `.life-<id>`, and renames out of it. A new owner first
+renames away the staging folders of all earlier lives. A stopped process that wakes up later finds its staging
+gone, so its rename fails: nothing can happen between check and act. So a staging folder is never usable after
+its owner has lost the run, and a take-over from a process that lives costs that process, never a checkpoint.
+No decision depends on another machine's clock.
 
 A claim makes its staging before it looks for that of others, and looks at the name last. So of two that claim
 at once, the later one sweeps the earlier one, or the earlier one sees the later one.
 """
 import atexit
 import contextlib
+import errno
+import fcntl
+import json
 import math
 import os
-import re
+import threading
 import time
 import uuid
 
-from common.checkpoint.files import delete
-from common.checkpoint.lock_file import Held, Still, is_mine, look, record_of
+from common.checkpoint.disk import delete
 from common.errors import UserError
-from common.options import holder_status, queued_again, this_process
+from common.options import has_ended, this_process
 
-# The owner moves a counter twice a second; seconds without such a move, or in all.
-FREE_LOCK_SECONDS = 2.0    # the lock of another machine's process must look free for so long
-STALE_SECONDS = 8.0        # without a move: the owner is stopped, or an earlier life of our own job
+BEAT_SECONDS = 0.5         # between two moves of a counter
+NODE_BEAT_SECONDS = 10.0   # the same in a node's file: each is a synced write on a disk that many share
+LOOK_SECONDS = 1.0         # a look that came later counts as one second: the file server was away
+STALE_SECONDS = 8.0        # without a move: the owner is stopped, or another life of our own job
 LEASE_SECONDS = 90.0       # the same, of another job on another machine: networks show moves late
+MOVING_SECONDS = 6.0       # another job's counter has moved for so long: its run is refused
 SAME_JOB_SECONDS = 60.0    # an earlier life of our own job may still save; then the newest takes the run
-ORPHAN_SECONDS = 10.0      # and so may one whose agent has just died
 RESCUE_SECONDS = 10.0      # without a move: a rescue under way is given up
 HUNG_SECONDS = 600.0       # a rescue or a save is given up, too, if it writes no byte for so long
+NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
+NODES_SECONDS = 30.0       # survivors may take to the end of their step, until they announce their rescue
 RESCUE = "rescue.lock"     # end of a file's name in a staging folder: held while a survivor saves
 NODE = "node."             # file in a staging folder: held by a rank of each other node while it lives
-NODE_STILL_SECONDS = 3.0   # without a move: that node is gone
-NODE_SECONDS = 30.0        # a survivor may take to the end of its step, until it announces its rescue
+RECORD_BYTES = 1 << 16     # at most, of a file
+NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class Fenced(UserError):
@@ -44,14 +50,108 @@ class Fenced(UserError):
         super().__init__(message, code=6)
 
 
+class Held:
+    """A file that this process keeps locked, with a counter that it moves: so others see that it lives.
+
+    Ours until `close`, or until another process has put a file of its own under the name. The POSIX lock dies
+    with its process and, unlike flock, is not inherited by data workers. But a network file system may lose
+    it or never share it. So the lock alone decides nothing.
+    """
+
+    def __init__(self, path, aside=None, moved=None, seconds=None):
+        """Made as `aside` and renamed over any file with the name; without `aside` the name must be free.
+
+        `moved()`, if given, grows while this process makes progress; others read it in the file.
+        """
+        self.path, self.moved = path, moved
+        self.seconds = seconds or BEAT_SECONDS
+        self.record = this_process()
+        self.looks = []
+        self.stop, self.guard = threading.Event(), threading.Lock()
+        self.count = 0
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self.fd = os.open(aside or path, flags, 0o600)
+        try:
+            if not _lock(self.fd, path):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            self.write()
+            if aside:
+                os.rename(aside, path)
+        except BaseException:
+            os.close(self.fd)
+            with contextlib.suppress(OSError):
+                os.unlink(aside or "")
+            raise
+        self.thread = threading.Thread(target=self._beat, daemon=True, name="fence")
+        try:
+            self.thread.start()
+        except RuntimeError:  # no thread can be started: then no beat
+            self.thread = None
+
+    def write(self, **news):
+        """Synced, because other machines do not see what is only in this machine's memory."""
+        with self.guard:
+            self.record |= news | {"beat": self.count}
+            if self.moved:
+                self.record["moved"] = self.moved()
+            text = json.dumps(self.record).encode()
+            os.pwrite(self.fd, text.ljust(len(text) // 512 * 512 + 511) + b"\n", 0)
+            os.fdatasync(self.fd)
+
+    def is_ours(self):
+        """Whether our file still has the name; opened anew, as NFS compares with the server only then."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return False
+        ours = os.path.samestat(os.fstat(self.fd), os.fstat(fd))
+        if ours:
+            self.looks.append(fd)  # closing it would drop our lock on the file
+        else:
+            os.close(fd)
+        return ours
+
+    def close(self):
+        """Writes that this process has left: a new owner need not wait."""
+        self.stop.set()
+        if self.thread:
+            self.thread.join()  # one that wakes in a dying interpreter aborts it
+        with contextlib.suppress(OSError):
+            self.write(left=True)
+        for fd in (*self.looks, self.fd):
+            os.close(fd)
+
+    def _beat(self):
+        while not self.stop.wait(self.seconds):
+            self.count += 1
+            with contextlib.suppress(OSError):
+                self.write()
+
+
+class Still:
+    """Tells for how many seconds a value has not changed, and whether it ever has."""
+
+    def __init__(self):
+        self.value, self.moves = None, False
+        self.seconds, self.looked = 0.0, 0.0
+
+    def __call__(self, value):
+        now = time.monotonic()
+        self.seconds += min(now - self.looked, LOOK_SECONDS)
+        if value != self.value or not self.looked:
+            self.moves = bool(self.looked)
+            self.value, self.seconds = value, 0.0
+        self.looked = now
+        return self.seconds
+
+
 class Fence:
     """Claim once, on the one process that writes into this folder; `release` at the clean end."""
 
-    def __init__(self, run_dir, life, agents=()):
+    def __init__(self, run_dir, life):
         self.path, self.root = run_dir / "lock", run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
-        self.held, self.fresh_job, self.token = None, False, uuid.uuid4().hex
-        self.me = this_process() | {"life": life, "agents": list(agents)}
+        self.held = None
 
     def elect(self):
         """Makes the staging folder; True for the first process of its life (the file server decides)."""
@@ -63,19 +163,13 @@ class Fence:
 
     def attend(self, rank):
         """For the first rank of a node that shares the owner's folder: the next life waits for its end."""
-        atexit.register(Held(self.staging / f"{NODE}{rank}", this_process()).close)
+        atexit.register(Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS).close)
 
     def claim(self, report=print):
         """Takes the run, or raises UserError with the owner's name."""
-        fd, owner = self._wait(report)
-        begun = owner["begun"] if isinstance(owner.get("begun"), dict) else owner  # older versions have none
-        self.fresh_job = not self._is_of_our_job(begun)
-        if isinstance(owner.get("token"), str):  # older versions have none
-            self.token = owner["token"]
-        begun = {name: begun.get(name) for name in ("job", "agents")}
-        record = self.me | {"begun": begun, "token": self.token}
+        fd = self._wait(report)
         try:
-            self.held = Held(self.path, record, self.root / f"{self.staging.name}.lock")
+            self.held = Held(self.path, self.root / f"{self.staging.name}.lock")
         except FileNotFoundError:  # another claim has swept it
             raise self._fenced() from None
         finally:
@@ -86,19 +180,11 @@ class Fence:
         self.elect()  # another claim may have swept it
         self._check()
 
-    def begin(self, afresh=False):
-        """Notes that --resume none is done: a restart of this job resumes from its own checkpoints.
-
-        `afresh`: what is in memory belongs to another run from now on.
-        """
-        self.token = uuid.uuid4().hex if afresh else self.token
-        self.held.write(begun={name: self.me[name] for name in ("job", "agents")}, token=self.token)
-
     def renew(self):
         """For a staging folder that is gone: Fenced if a new owner moved it, else makes it again."""
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):  # a file has the name; _check tells whether it is ours
-            held = Held(self.path, self.held.record)
+            held = Held(self.path)
             self.held.close()
             self.held = held
         self.elect()
@@ -119,79 +205,69 @@ class Fence:
     def _fenced(self):
         owner = {}
         with contextlib.suppress(OSError):
-            owner = record_of(self.path.parent)
+            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            owner = read_record(fd)
+            os.close(fd)
         return Fenced(f"{self.path.parent} was taken over by another job while this one stood still: "
                       f"host {owner.get('host')}, pid {owner.get('pid')}\n"
                       "this job has stopped; what it had saved before is kept")
 
-    def _is_of_our_job(self, record):
-        """One run id may serve job after job: a known agent tells a restart from a new start."""
-        agents = record.get("agents") if isinstance(record.get("agents"), list) else []
-        again = queued_again() or any(agent in self.me["agents"] for agent in agents)
-        return again and record.get("job") == self.me["job"]
+    def _wait(self, report):
+        """The lock of a file without an owner, or None where the owner is given up. UserError: it lives.
+
+        An owner that has left or ended is not waited for, one that does not move only for a while. One that
+        moves is waited for if it is an earlier life of our own job, or if its agent has died: it may save.
+        """
+        began, counter, reported = time.monotonic(), Still(), False
+        us = this_process()
+        while True:
+            fd, owner = look(self.path, os.O_CREAT)
+            earlier = owner.get("job") == us["job"] or has_ended(owner, "agent")
+            ended = owner.get("left") or has_ended(owner, "process")
+            ours = earlier or not owner.get("job") or owner.get("process") == us["process"]
+            if ended or fd is not None and ours:
+                return fd
+            near = earlier or fd is not None or owner.get("machine") == us["machine"]
+            if fd is not None:
+                os.close(fd)
+            still, waited = counter(owner.get("beat")), time.monotonic() - began
+            if still >= (STALE_SECONDS if near else LEASE_SECONDS) or earlier and waited > SAME_JOB_SECONDS:
+                return None
+            who = f"host {owner.get('host')}, pid {owner.get('pid')}"
+            if not earlier and counter.moves and waited > MOVING_SECONDS:
+                raise UserError(f"{self.path.parent} is in use by another job: {who}\n"
+                                "stop that job first, or give this one its own --run-dir", code=6)
+            if not reported and waited > MOVING_SECONDS / 2:
+                report(f"{self.path.parent}: waiting for {who}, which has the folder")
+                reported = True
+            time.sleep(0.05)
 
     def _sweep(self):
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
+        deadline = time.monotonic() + NODES_SECONDS
         for name in os.listdir(self.root):
-            if name.startswith((".life-", ".gone-")) and name != self.staging.name:
+            if name.startswith(".life-") and name != self.staging.name:
                 with contextlib.suppress(OSError):
                     for node in (self.root / name).glob(f"{NODE}*"):
-                        _wait_for_rescue(node, still=NODE_STILL_SECONDS, most=NODE_SECONDS)
+                        wait_for(node, still=NODE_STILL_SECONDS, deadline=deadline)
                     for lock in (self.root / name).glob(f"*{RESCUE}"):
-                        _wait_for_rescue(lock)
+                        wait_for(lock)
                 move_away(self.root / name)
-        for name in os.listdir(self.path.parent):
-            if re.fullmatch(r"lock\.[0-9a-f]{12}|.+\.\d+\.new", name):  # the process that wrote it has died
-                with contextlib.suppress(OSError):
-                    os.unlink(self.path.parent / name)
-
-    def _wait(self, report):
-        """(the lock of a file that has no owner, or None; its record). UserError: its owner lives.
-
-        Waits for an owner of our own job; refuses the run if the owner of another job moves. One that does
-        not move is waited for: the less is known of it, the longer.
-        """
-        began, beats, fates, said = time.monotonic(), Still(), Still(), False
-        while True:
-            fd, owner = look(self.path, os.O_CREAT)
-            fate, ours = holder_status(owner), self._is_of_our_job(owner)
-            waited, still, orphan = time.monotonic() - began, beats(owner.get("beat")), fates(fate)
-            if fd is not None:
-                signed_off = not owner.get("machine") or owner.get("left") or is_mine(owner)
-                if signed_off or ours or fate == "gone" or fate == "unknown" and still >= FREE_LOCK_SECONDS:
-                    return fd, owner
-                os.close(fd)  # it lives, and has lost its lock
-            patience = {"lost": 0, "orphan": ORPHAN_SECONDS, "alive": math.inf, "stopped": STALE_SECONDS,
-                        "gone": STALE_SECONDS, "unknown": STALE_SECONDS if ours else LEASE_SECONDS}[fate]
-            if (orphan if fate == "orphan" else still) >= patience or ours and waited > SAME_JOB_SECONDS:
-                return None, owner
-            who = f"host {owner.get('host')}, pid {owner.get('pid')}, life {owner.get('life')}"
-            moves = beats.changes and waited > FREE_LOCK_SECONDS
-            lives = moves or fate == "alive" and waited > STALE_SECONDS + 1
-            other = owner.get("job") != self.me["job"] or not ours and waited > SAME_JOB_SECONDS
-            if lives and other and fate in ("alive", "unknown"):
-                raise UserError(f"{self.path.parent} is in use by another job: {who}\n"
-                                "stop that job first, or give this one its own --run-dir", code=6)
-            if not said and waited > FREE_LOCK_SECONDS + 1:
-                report(f"{self.path.parent}: waiting for {who}, which has the folder")
-                said = True
-            time.sleep(0.05)
 
 
 @contextlib.contextmanager
-def rescuing(staging, moved=None, needless=None, name=RESCUE):
+def rescuing(path, moved, needless):
     """Inside, only this process of its node saves. A new owner waits while it lives and `moved()` grows.
 
-    It takes no lock if `needless()`: there is nothing to save, or not any more. Each part of a net has its
-    own lock, `name`.
+    It takes no lock if `needless()`: there is nothing to save, or not any more. Each part of a net has a lock
+    of its own at `path`.
     """
-    fd = _wait_for_rescue(staging / name, os.O_CREAT, needless)
-    if fd is None and needless and needless():
+    fd = wait_for(path, os.O_CREAT, needless)
+    if fd is None and needless():
         yield
         return
-    aside = staging / f"{name}.{uuid.uuid4().hex[:12]}"
     try:
-        held = Held(staging / name, this_process(), aside, moved)
+        held = Held(path, path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}"), moved)
     finally:
         if fd is not None:
             os.close(fd)
@@ -201,20 +277,58 @@ def rescuing(staging, moved=None, needless=None, name=RESCUE):
         held.close()
 
 
-def _wait_for_rescue(path, flags=0, needless=None, still=None, most=math.inf):
-    """The lock, if `flags` ask for it; None if there is no need, or the rescue under way is given up."""
-    beats, moves, began, pause = Still(), Still(), time.monotonic(), 0.02
-    while True:
-        if needless and needless():
-            return None
+def wait_for(path, flags=0, needless=lambda: False, still=None, deadline=math.inf):
+    """The lock, if `flags` ask for it; None if there is no need, or its holder is given up."""
+    beat, moved = Still(), Still()
+    pause = 0.02
+    while not needless():
         fd, owner = look(path, flags)
         if fd is not None and not flags:
             os.close(fd)
-        over = time.monotonic() - began > most or "moved" in owner and moves(owner["moved"]) > HUNG_SECONDS
-        over = over or beats(owner.get("beat")) > (still or RESCUE_SECONDS)
-        if fd is not None or over or holder_status(owner) in ("lost", "stopped"):
+        hung = "moved" in owner and moved(owner["moved"]) > HUNG_SECONDS
+        gone = beat(owner.get("beat")) > (still or RESCUE_SECONDS)
+        if fd is not None or hung or gone or time.monotonic() > deadline:
             return fd
-        time.sleep(pause := min(1.2 * pause, 0.5))  # a thousand ranks may wait for one lock
+        pause = min(1.2 * pause, 0.5)  # a thousand ranks may wait for one lock
+        time.sleep(pause)
+    return None
+
+
+def look(path, flags=0):
+    """(a descriptor with the lock if it is free, the record); opened anew, so that NFS asks the server."""
+    fd, keep = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600), False
+    try:
+        owner = read_record(fd)
+        if _lock(fd, path):
+            with contextlib.suppress(FileNotFoundError):  # else a new file was put in place: look again
+                keep = os.path.samestat(os.fstat(fd), os.stat(path))
+        return (fd, owner) if keep else (None, owner)
+    finally:
+        if not keep:
+            os.close(fd)
+
+
+def read_record(fd):
+    """What the holder wrote; {} if the file holds no record."""
+    try:
+        value = json.loads(os.pread(fd, RECORD_BYTES, 0).partition(b"\n")[0])  # then an older, longer one
+        return value if isinstance(value, dict) else {}
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _lock(fd, path):
+    """Takes the lock; False if another process has it."""
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        raise UserError(f"{path}: this file system has no locks ({error.strerror})\nmount it with them "
+                        "(Lustre: -o flock, NFS: with its lock service), or use another --run-dir") from error
 
 
 def exists(staging):

@@ -1,224 +1,464 @@
 """The store on disk: atomic, asynchronous, verified, fenced.
 
-commit.py explains the crash points of a save, fence.py who may write, manifest.py what a load checks.
+folder.py explains the crash points of a save, fence.py who may write, load.py how all ranks load.
 """
-import contextlib
+import functools
+import os
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from concurrent import futures
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
 
-from common.checkpoint.commit import Writer
-from common.checkpoint.fence import Fenced, move_away
-from common.checkpoint.identity import marks, versions
+from torch import Tensor
+
+from common.checkpoint.disk import sync_folder
+from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, rescuing
+from common.checkpoint.folder import Writer, checkpoints, choices_at, is_there, numbers_of, part_name
+from common.checkpoint.identity import (
+    check_identity,
+    refuse_an_idle_resume,
+    refuse_other_formats,
+    run_of,
+    versions,
+)
 from common.checkpoint.layout import Layout
-from common.checkpoint.load import choices_at, leave_out, load_newest
-from common.checkpoint.manifest import checkpoints, is_there, numbers_of
-from common.checkpoint.memory import open_memory
-from common.checkpoint.owner import claim
+from common.checkpoint.load import Found, load_newest
 from common.checkpoint.parts import PartWriter
-from common.checkpoint.saving import Saving
-from common.checkpoint.tensor_file import TensorFile
+from common.checkpoint.tensors import Image, Live, not_finite
 from common.errors import UserError, say
 from common.ledger import Ledger
 from common.options import Options
 from common.world import World, fingerprint_of, odd_ranks, same_everywhere
 
 
-class CheckpointStore(Saving):
+class Updates(Protocol):
+    """What a GPU has still to do."""
+
+    images: dict[str, Image]
+    ready: int  # size of the batch whose gradient is complete
+
+    def settle(self) -> None: ...
+    def aside(self) -> AbstractContextManager[None]: ...
+
+
+class State(Protocol):
+    """What is asked of the TrainState."""
+
+    step: int
+    epoch: int
+    position: int
+    progress: int
+    verdict: UserError | None
+    lock: threading.RLock
+
+    @property
+    def samples(self) -> int: ...
+    @property
+    def whole(self) -> int: ...
+    @property
+    def savable(self) -> bool: ...
+    @property
+    def names(self) -> Mapping[Tensor, str]: ...
+    @property
+    def updates(self) -> Updates: ...
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]: ...
+    def facts(self) -> dict[str, Any]: ...
+    def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]: ...
+    def load(self, facts: dict[str, Any]) -> None: ...
+    def update(self, size: int) -> None: ...
+    def rescued(self) -> None: ...
+    def distrust(self, verdict: UserError | None = None) -> None: ...
+    def condemn(self, fact: str) -> NoReturn: ...
+
+
+MOST_FAILURES = 3    # saves that fail in a row: then the run stops with exit code 4
+STEP_SECONDS = 10.0  # the main thread may take to the end of its step before a rescue
+
+
+class CheckpointStore:
     """Of the processes that see one run folder, one owns it and saves; the others save only in a rescue."""
+
+    state: State
+    layout: Layout
+    writer: Writer
 
     def __init__(self, opts: Options, world: World, fingerprint: str = "", ledger: Ledger | None = None,
                  report: Callable[[str], None] = say):
         self.opts, self.world, self.fingerprint = opts, world, fingerprint
         self.ledger, self.report = ledger, report
-        self.run_dir, self.root = opts.run_dir, opts.run_dir / "checkpoints"
-        parts = world.stages * (world.replicas if opts.shard else 1)
-        told = {"life": world.life} | marks(opts, world, fingerprint)
-        kind = PartWriter if parts > 1 else Writer
-        self.writer = kind(self.root, self.root / f".life-{world.life}", told)
-        super().__init__()
-        self.fence: Any = None
-        self.layout: Any = None
+        self.root = opts.run_dir / "checkpoints"
+        self.fence: Fence | None = None  # of the owner
+        self.images: dict[str, Image] = {}
+        self.pool: futures.Executor | None = None
+        self.job: futures.Future | None = None  # the last save, on its thread
+        self.write_copy: Callable = lambda: None  # what that save does
+        self.opening = False  # the images' buffers are asked for
+        self.unsaved = False  # this disk lacks the state that was loaded
+        self.committed = -1   # the newest step on the disk
+        self.agreed: int | None = None  # the newest step on which all ranks agreed
+        self.saved: dict[str, Any] | None = None  # the facts that were saved last
+        self.saved_at = time.monotonic()
+        self.error: Exception | None = None
+        self.failures = 0
 
     # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
-    def restore(self, state: Any) -> str | None:
+    def restore(self, state: State) -> str | None:
         """Loads the newest checkpoint that verifies on any node; returns its name, or None.
 
         Call on every rank.
         """
+        opts, world = self.opts, self.world
         self.state = state
-        self.layout = self.writer.layout = Layout(state, self.world, self.opts.shard)
+        self.layout = Layout(state, world, opts.shard)
         net = {"net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples)}
-        same_everywhere(self.world, versions(self.opts, self.fingerprint) | net)
-        self.fence = claim(self.opts, self.world, self.layout.parts, self.fingerprint, self.report)
-        self.writer.renew = self.fence and self.fence.renew
-        self.images = state.images = {part: TensorFile(own) for part, own in self.layout.written.items()}
-        # a machine may have only some of the parts
-        self.memory = open_memory("off" if self.layout.parts > 1 else self.opts.memory_tier,
-                                  sum(image.size for image in self.images.values()), self.world, self.fence,
-                                  self.run_dir, self.writer.marks, self.report)
+        same_everywhere(world, versions(opts, self.fingerprint) | net)
+        if self.layout.parts > 1:
+            self.writer = PartWriter(self.root, world.life, run_of(opts), self.layout)
+        else:
+            self.writer = Writer(self.root, world.life, run_of(opts))
+        with world.all_or_none("owner"):
+            if world.rank == 0:
+                self._own()
+        with world.all_or_none("owners"):  # the first rank of each node: rank 0's folder, or one of its own?
+            if world.local_rank == 0 and world.rank != 0:
+                self._own()
+        self.images = state.updates.images = {part: Image(own) for part, own in self.layout.written.items()}
         source = self._load()
-        for image in self.images.values() if self.writes else ():
-            image.open()
         self.agree(state)
         return source
 
+    def _own(self):
+        """Claims the folder that this rank sees, unless another rank of this life has it."""
+        run_dir, rank = self.opts.run_dir, self.world.rank
+        fence = Fence(run_dir, self.world.life)
+        try:
+            _make(self.root)
+            if rank and not fence.elect():
+                return fence.attend(rank)
+            if rank and self.layout.parts > 1:
+                raise UserError(f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
+                                "a net in stages over machines needs one run folder that all of them share")
+            refuse_other_formats(self.root)
+            refuse_an_idle_resume(self.root, self.opts.resume)
+            fence.claim(self.report)
+            check_identity(fence.staging, self.opts, self.world, self.fingerprint, self.report)
+        except OSError as error:
+            fence.release()
+            raise UserError(f"--run-dir {run_dir}: {error}\n"
+                            "choose a folder that can be written to") from error
+        except UserError:
+            fence.release()
+            raise
+        self.fence = fence
+        self.writer.renew = fence.renew
+
     def _load(self):
-        """Loads the newest checkpoint that verifies, on any machine's disk or in its memory; its name."""
-        state, source = self.state, None
-        own = checkpoints(self.root) if self.fence else []
-        left = self.memory.checkpoints() if self.world.local_rank == 0 else []
-        found = self._take([self.root, self.memory.root], own + left, "own")
+        """Loads the newest checkpoint that verifies, on any machine's disk; its name."""
+        opts = self.opts
+        found = self._take(self.root, "own", checkpoints(self.root))
         if found.step >= 0:
-            source = found.name
             self._settle(found)
-        elif found.offered:
+            return found.name
+        if found.offered:
             raise UserError(
                 f"{self.root}: {found.offered} checkpoints found, none verifies "
-                f"(python -m common.checkpoint {self.run_dir} says why)\n"
-                "use --resume none to start afresh (they are kept aside), or another --run-dir", code=3)
-        elif self.opts.fork or self.opts.resume not in ("auto", "none"):
-            source, at = self.opts.fork or self.opts.resume, self.opts.at
-            root, kept = choices_at(source)
-            own = [choice for choice in kept if self.fence and at in (0, choice[0])]
-            given = self._take([root], own, "given")
-            if given.step < 0 and at:
-                raise UserError(f"--fork {source}: no whole checkpoint of step {at}\n"
-                                f"it keeps {', '.join(str(step) for step, _ in reversed(kept))}")
+                f"(python -m common.checkpoint {opts.run_dir} says why)\n"
+                f"to start afresh, move {opts.run_dir} away or give --run-dir NEW", code=3)
+        if opts.at or opts.resume != "auto":
+            source = opts.fork or opts.resume
+            root, choices = choices_at(source)
+            given = self._take(root, "given", [choice for choice in choices if opts.at in (0, choice[0])])
+            if given.step < 0 and opts.at:
+                raise UserError(f"--fork {source}: no whole checkpoint of step {opts.at}\n"
+                                f"it keeps {', '.join(str(step) for step, _ in reversed(choices))}")
             if given.step < 0:
                 raise UserError(f"--resume {source}: {given.offered} checkpoints, none verifies", code=3)
-            if self.opts.skip:
-                leave_out(state, int(self.opts.skip.partition(":")[2]) - at)
-        elif self.opts.init_from:
-            source = self.opts.init_from  # the net was built with these weights
-            if afresh := [n for n in state.tensors()["model"] if n.startswith(self.opts.init_skip)]:
-                source += f"; {', '.join(afresh)} begin afresh"
-        return source
+            return source
+        if opts.init_from:  # the net was built with these weights
+            afresh = [name for name in self.state.tensors()["model"] if name.startswith(opts.init_skip)]
+            return opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else "")
+        return None
 
-    def _take(self, roots, own, key):
+    def _take(self, root: Path, key: str, choices: list[tuple[int, Path]]) -> Found:
         """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.
 
         If another dataset's order was saved, the epoch begins again.
         """
-        state, found = self.state, load_newest(self.world, self.layout, roots, own, key, self.report)
-        if facts := found.facts:
-            if facts["order"] == [self.fingerprint]:  # of an earlier version
-                facts["order"] = state.order
-            state.load(facts)
-            if state.position < facts["position"] and self.fence:
-                self.report(f"step {state.step} was saved at position {facts['position']:,} of other data or "
-                            f"of another order; epoch {state.epoch + 1} begins again with "
+        state = self.state
+        own = choices if self.fence else []
+        found = load_newest(self.world, self.layout, root, own, key, self.report)
+        if found.step >= 0:
+            state.load(found.facts)
+            if state.position < found.facts["position"] and self.fence:
+                self.report(f"step {state.step} was saved at position {found.facts['position']:,} of other "
+                            f"data or of another order; epoch {state.epoch + 1} begins again with "
                             f"{state.samples:,} samples, some of them for the second time")
         return found
 
     def _settle(self, found):
         """Puts aside what is newer than the step that was loaded; what this disk lacks is saved to it."""
         for folder in found.skipped:
-            if folder.parent == self.memory.root:
-                self.report(f"{folder}: deleted")
-                move_away(folder)
-                continue
             ahead = numbers_of(folder.name)[0] - found.step
             again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
             self.report(f"checkpoints/{folder.name}: put aside{again}")
             self.writer.put_aside(folder)
-        self.memory.free(found.step - 1)
         if self.fence and not found.own:
-            self.committed, self.unsaved = max((step for step, _ in checkpoints(self.root)), default=-1), True
-            return self.report(f"step {found.step} was not on this disk and is saved here too")
+            self.committed = max((step for step, _ in checkpoints(self.root)), default=-1)
+            self.unsaved = True
+            self.report(f"step {found.step} was not on this disk and is saved here too")
+            return
         self.saved = self.state.facts()
         if self.fence:
             self.committed = found.step
-            self.let_go(found.facts)
+            self._prune(found.facts)
 
     # ---- whether the replicas are still equal ------------------------------------------------------
-    def agree(self, state: Any) -> None:
+    def agree(self, state: State) -> None:
         """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
         if self.opts.shard or self.world.size == 1:  # a shard is like no other
             return
         odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
         if odd is not None:
             self._withdraw(state)
-            rank = f"rank {odd or 'any'}"
             if self.agreed is None and not state.step:
                 raise UserError(f"model {self.opts.model}: the ranks have made different weights\n"
                                 "make them from --seed alone, not from the rank, the process or the time")
+            who = f"rank {odd} differs from the others" if odd else "no two ranks are the same" \
+                if self.world.size == 2 else "no majority of the ranks is the same"
+            back = "they did so at this life's start" if self.agreed is None else \
+                f"going back to step {self.agreed}, where all agreed"
             raise RuntimeError(
-                f"step {state.step}: the weights of {rank} differ from the others; "
-                f"going back to step {self.agreed}, where all agreed" if self.agreed is not None else
-                f"step {state.step}: {rank} starts with other weights than the others")
+                f"step {state.step}: the weights of the replicas differ ({who}); {back}. Something else than "
+                "the optimizer's step on the summed gradient has changed them: a second optimizer, a line "
+                "that writes to them, other library versions on a machine, or a device that computes wrongly")
         if self.agreed is None or not self.opts.cross_check:  # which finds more than equal weights show
             self.agreed = state.step
 
-    def trust(self, state: Any, fact: str) -> None:
+    def trust(self, state: State, fact: str) -> None:
         """After a --cross-check: the state is trusted, or if `fact` names a rank, the run ends."""
         if not fact:
             self.agreed = state.step
             return
         self._withdraw(state)
-        state.verdict = UserError(
+        verdict = UserError(
             f"{fact}; going back to step {self.agreed} or before, on which ranks agreed\n"
             "keep the run off that device, then start the same command again", code=7)
-        raise state.verdict
+        state.distrust(verdict)
+        raise verdict
 
     def _withdraw(self, state):
         """Puts aside what was saved since all ranks agreed: it may be a diverged rank's, as this state is."""
-        state.half_updated = True
+        state.distrust()
         self.wait()
-        for step, folder in checkpoints(self.root) if self.fence and self.agreed is not None else ():
+        if not self.fence or self.agreed is None:
+            return
+        for step, folder in checkpoints(self.root):
             if step > self.agreed:
                 self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed "
                             f"(step {self.agreed}); put aside")
                 self.writer.put_aside(folder)
+        if self.ledger:
+            self.ledger.event("withdrawn", step=self.agreed)  # what this life did after it is no progress
 
     # ---- saving -----------------------------------------------------------------------------------
+    @property
+    def writes(self) -> bool:
+        """Whether this rank saves while all live."""
+        return self.layout.writes if self.layout.parts > 1 else self.fence is not None
+
     def overdue(self) -> float:
         """1.0 where this rank owns the folder and its clock asks for a save (--save-seconds), else 0.0."""
         seconds = self.opts.save_seconds
         return float(bool(self.fence and seconds and time.monotonic() - self.saved_at >= seconds))
 
-    def due(self, state: Any, told: Any = None) -> bool:
+    def due(self, state: State, overdue: float | None = None) -> bool:
         """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
 
-        Stages must save at the same step: they give `told`, the sum of all ranks' `overdue`.
+        Stages must save at the same step: they give the sum of all ranks' `overdue`.
         """
-        told = self.overdue() if told is None else told
+        if overdue is None:
+            overdue = self.overdue()
         at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
-        return self.writes and bool(told or at) and state.facts() != self.saved
+        return self.writes and bool(overdue or at) and state.facts() != self.saved
+
+    def save(self, state: State) -> None:
+        """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
+        state.updates.settle()  # not under the lock: a rescue needs it if a collective hangs
+        if not self.writes or self.opts.eval_only or not state.savable or state.facts() == self.saved:
+            return
+        self.wait()
+        with state.lock:
+            for part, tensors in state.tensors().items():
+                if odd := tensors.keys() ^ self.layout.tensors[part].keys():
+                    raise UserError(f"{part}: {min(odd)} came or went after the first step\n"
+                                    "no checkpoint would hold it: make it in the first step, as a tensor")
+                self.images[part].copy(tensors)
+            facts = state.facts()
+        self.saved_at, self.saved = time.monotonic(), facts
+        self.unsaved = False
+        self.write_copy = functools.partial(self._write_copy, facts, self.saved_at)
+        self.job = self._do(self.write_copy)
+
+    def check(self) -> None:
+        """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
+        self._note_digest()
+        if self.writes and not self.opening:  # after the first step, which it would slow down
+            self.opening = True
+            for image in self.images.values():
+                self._do(image.open)
+        if self.unsaved:
+            self.save(self.state)
+        if self.error:
+            error, self.error = self.error, None
+            if isinstance(error, UserError):
+                raise error
+            self.report(f"save failed ({self.failures} in a row), training goes on: {error}")
+            if self.failures >= MOST_FAILURES:
+                good = f"the newest good checkpoint is step {self.committed}" if self.committed >= 0 else \
+                    "there is no good checkpoint yet"
+                raise UserError(f"{self.failures} saves in a row have failed, the last one: {error}\n"
+                                f"{good}; make room, then start again", code=4)
+
+    def _note_digest(self):
+        """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
+        state, every = self.state, self.opts.digest_every
+        if every and self.fence and self.ledger and state.step % every == 0:
+            sums = {part: fingerprint_of(tensors) for part, tensors in state.tensors().items()}
+            self.ledger.event("digest", step=state.step, **sums)
+
+    def wait(self) -> None:
+        """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
+        moved, since = None, time.monotonic()
+        while self.job and futures.wait([self.job], 0.1).not_done:
+            if moved != self.writer.moved:
+                moved, since = self.writer.moved, time.monotonic()
+            self.state.progress += time.monotonic() - since < HUNG_SECONDS
+
+    def close(self) -> None:
+        """Ends the writer thread, once the last save is on the disk or has failed three times."""
+        if self.unsaved:
+            self.save(self.state)
+        self.wait()
+        while self.error:
+            self.check()
+            self.save(self.state)
+            self.wait()
+        if self.pool:
+            self.pool.shutdown()
 
     def release(self) -> None:
         """Gives up the run folder; call it once the run is complete and all ranks have met."""
-        self.memory.end(self.state.step)
-        self.fence and self.fence.release()
+        if self.fence:
+            self.fence.release()
 
-    def rescue(self, state: Any, in_memory: bool = False) -> str:
-        """Saves the newest whole step; returns "disk" or "memory", "" if it was saved, else what is missing.
+    # ---- on the writer thread ---------------------------------------------------------------------
+    def _do(self, act):
+        """One thread for all saves: starting one makes training wait."""
+        self.pool = self.pool or futures.ThreadPoolExecutor(1, "writer")
+        return self.pool.submit(act)
 
-        No collective. Call it inside `writer.rescuing`. A rank that holds a part, and dies waiting with a
-        complete gradient, saves its part of this step and of the next one (which it can make alone): ranks
-        that had passed the wait have only the next step, ranks that had not have only this one, and one of
-        the two is then complete.
-        `in_memory`: the next life is sure to come; it takes the state from memory, and saves it.
+    def _write_copy(self, facts, began):
+        try:
+            for image in self.images.values():
+                image.wait()
+            if self._write(facts, self.images):
+                self.committed = facts["step"]
+                self._prune(facts)
+                if self.ledger:
+                    self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
+            self.failures = 0
+        except Exception as error:
+            self.saved = None  # so that the next interval tries again
+            self.failures += 1
+            self.error = error
+
+    def _write(self, facts, sources: dict[str, Image] | dict[str, Live]) -> Path | None:
+        """The folder of the new checkpoint, None if parts of other ranks are missing; or raises."""
+        if name := not_finite(sources["model"].views, self.state.names.values()):
+            self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
+        return self.writer.commit(sources, facts)
+
+    def _prune(self, facts):
+        """Deletes all but the newest `keep`, --keep-every, the best, the newest on which all ranks agreed."""
+        last, every = -1 if self.agreed is None else self.agreed, self.opts.keep_every
+        steps = [step for step, _ in checkpoints(self.root)]
+        agreed = [step for step in steps if step <= last][:1]
+        for_good = [step for step in steps if every and step % every == 0]
+        self.writer.prune(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed, *for_good})
+
+    # ---- a survivor saves -------------------------------------------------------------------------
+    def rescue(self, state: State, why: str = "") -> str:
+        """Saves the newest whole step; what this rank has saved, in words, "" if it was saved already.
+
+        No collective. Announced before anything that waits: from there on a new life waits for this one.
         """
-        if in_memory and self.memory.used:
-            with contextlib.suppress(OSError, Fenced):  # no room, say: the disk has some
-                return self._rescue(state, self.memory.writer, "memory")
-        self.overtake()
-        with state.lock:
-            done = self._rescue(state, self.writer, "disk")
-            if self.layout.parts > 1 and state.ready and not state.half_updated:
-                state.update(state.ready)
-                done = self._rescue(state, self.writer, "disk")
-                state.half_updated = True  # the main thread must not make this step once more
-            if not state.half_updated:
-                self.memory.end(state.step)
-            return done
+        began = time.monotonic()
+        self.writer.ensure_staging(state.whole)
+        name = f"{part_name(self.layout.number)}-{RESCUE}" if self.layout.parts > 1 else RESCUE
+        alone = rescuing(self.writer.staging / name, lambda: self.writer.moved, lambda: self.is_saved(state))
+        with state.updates.aside(), alone:
+            if not state.lock.acquire(timeout=STEP_SECONDS):
+                raise UserError(f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1)
+            try:
+                if not state.savable:
+                    code = state.verdict.code if state.verdict else 1
+                    raise UserError("the step was cut in two, the newest checkpoint stands", code)
+                if self.job and self.job.cancel():  # its thread has not begun
+                    self.write_copy()
+                self.wait()
+                saved = self._write_live(state)
+                if self.layout.parts > 1 and state.updates.ready:
+                    saved = self._write_next(state)
+            finally:
+                state.lock.release()
+        if saved is None:
+            return ""
+        step, named = saved
+        if not named:
+            return (f"step {step}: this rank's part is written; it counts once every stage's is, "
+                    "until then the newest checkpoint stands")
+        if self.ledger:
+            seconds = round(time.monotonic() - began, 3)
+            self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
+        return f"step {step} saved" + f" by rank {self.world.rank}" * (self.world.size > 1)
 
-    def _rescue(self, state, writer, where):
-        with state.lock:
-            facts = state.facts()
-            if state.half_updated or any(is_there(root, facts) for root in {self.root, writer.root}):
-                return ""
-            return where if self.write_live(writer, state) else (
-                f"step {facts['step']}: this rank's part is written; it counts once every stage's is, "
-                "until then the newest checkpoint stands")
+    def _write_next(self, state):
+        """A rank that holds a part, and dies waiting with a complete gradient, can make its next step alone.
+
+        Ranks that had passed the wait have only the next step, ranks that had not have only this one: one of
+        the two is then complete.
+        """
+        state.update(state.updates.ready)
+        saved = self._write_live(state)
+        state.rescued()  # the main thread must not make this step once more
+        return saved
+
+    def _write_live(self, state):
+        """Writes the tensors, which are held still; (step, whether it is named), or None: it is there."""
+        if is_there(self.root, state.facts()):
+            return None
+        tensors, facts = state.snapshot()
+        folder = self._write(facts, {part: Live(self.images[part], own) for part, own in tensors.items()})
+        return facts["step"], folder is not None
+
+    def is_saved(self, state: State) -> bool:
+        """Whether the newest whole step is on the disk; False also while a step is being made."""
+        if not state.lock.acquire(blocking=False):
+            return False
+        try:
+            return state.savable and is_there(self.root, state.facts())
+        finally:
+            state.lock.release()
+
+
+def _make(folder):
+    """A new folder is only on the disk once the one above it is synced."""
+    new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    for path in reversed(new):
+        path.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(path.parent)
+    os.listdir(folder)  # raises if it is a file or cannot be read

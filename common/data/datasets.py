@@ -1,35 +1,31 @@
-"""Registry of datasets: those read from files, and users' own.
-
-    python -m common.data DIR --check       # names every image of a folder that cannot be read
+"""The datasets: this project's by name, and a user's own from a file.
 
 To add one: write a function of the options that returns a Data, add a line to DATASETS below, and a line to
-DATASET_FLAGS in common/options/rules.py. Code that lives elsewhere needs no edit here: use `--dataset
-path/to/file.py:function`. Files are not trusted: sizes are checked, and nothing in them is ever executed.
+DATASETS in common/options/rules.py. Code that lives elsewhere needs no edit here: use `--dataset
+path/to/file.py:function`. Nothing in a file is ever executed.
 """
 import contextlib
 import gzip
-import math
 import operator
 import os
+import shutil
 import struct
 import tempfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import TensorDataset
 
-from common.data.pictures import crop_flip, flip, imagefolder
-from common.data.samples import inherited, whole
-from common.data.shards import tar
-from common.data.synthetic import Data, digits, random_numbers, sentiment, sentiment_large
+from common.data.drawn import digits, random_numbers, sentiment
+from common.data.images import crop_flip, flip, imagefolder
+from common.data.splits import Data, inherited
 from common.data.tokens import text, tokens
-from common.errors import UserError, one_line
-from common.options import call_user
+from common.errors import UserError, blamed
+from common.options import Options, call_user
+from common.sampler import seeded
 
-LARGEST_BYTES = 2**31  # that an IDX file may unpack to
-DOWNLOADS = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}  # of torchvision
+TORCHVISION = {"mnist": "MNIST", "fashion-mnist": "FashionMNIST", "cifar10": "CIFAR10"}  # can be downloaded
 
 
 # ---- MNIST and its relatives: IDX files ----
@@ -39,151 +35,118 @@ IDX = {"mnist": {"mean": (0.1307,), "std": (0.3081,)},
 
 def mnist(opts):
     """Handwritten digits, or pictures of clothes: 60,000 to train, 10,000 to test, in DATA_DIR/NAME/raw."""
-    folder, pairs = Path(opts.data_dir, DOWNLOADS[opts.dataset], "raw"), []
-    for part in ("train", "t10k"):
-        images = read_idx(opts, folder / f"{part}-images-idx3-ubyte", 3)
-        pairs.append((images.unsqueeze(1), read_idx(opts, folder / f"{part}-labels-idx1-ubyte", 1).long()))
+    folder = Path(opts.data_dir, TORCHVISION[opts.dataset], "raw")
+    pairs = []
+    for name in ("train", "t10k"):
+        images = read_idx(folder / f"{name}-images-idx3-ubyte")
+        labels = read_idx(folder / f"{name}-labels-idx1-ubyte")
+        pairs.append((images.unsqueeze(1), labels))
     return Data(*pairs, known_classes=10, **IDX[opts.dataset])
 
 
-def read_idx(opts, path, dims):
-    """The bytes of an IDX file, or of the .gz beside it; a false header is refused before memory is taken."""
-    packed = not path.is_file()
-    path = path.with_name(path.name + ".gz") if packed else path
-    if not path.is_file():
-        raise missing(opts, path.with_suffix(""))
-    try:
-        with (gzip.open if packed else open)(path, "rb") as file:
-            head = file.read(4 + 4 * dims)
-            if len(head) < 4 + 4 * dims or head[:4] != bytes((0, 0, 8, dims)):
-                raise UserError(f"{path} is no IDX file of bytes in {dims} dimensions\n"
-                                f"it begins with {head[:4]!r}")
-            shape, size = struct.unpack(f">{dims}I", head[4:]), path.stat().st_size
-            claimed = math.prod(shape)
-            most = min(LARGEST_BYTES, size * 1032) if packed else size  # deflate packs no better
-            content = bytearray(file.read(claimed + 1) if claimed <= most else b"")
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read\n{one_line(error)}") from error
-    if len(content) != claimed:
-        raise UserError(f"{path}: the header claims {'x'.join(map(str, shape))} = {claimed:,} bytes, "
-                        f"the file holds {'more' if len(content) > claimed else 'fewer'}\nfetch it again")
-    return torch.from_numpy(np.frombuffer(content, np.uint8)).view(shape)
+def read_idx(path):
+    """The bytes of an IDX file, or of the .gz beside it."""
+    packed = path.with_name(path.name + ".gz")
+    with gzip.open(packed) if packed.is_file() and not path.is_file() else open(path, "rb") as file:
+        _, _, dims = struct.unpack(">HBB", file.read(4))
+        shape = struct.unpack(f">{dims}I", file.read(4 * dims))
+        return torch.from_numpy(np.frombuffer(bytearray(file.read()), np.uint8)).view(shape)
 
 
-def missing(opts, path):
-    return UserError(f"dataset {opts.dataset}: {path} does not exist\n"
-                     f"--data-dir names the folder of the data (now {opts.data_dir}), --download fetches it\n"
-                     "--dataset digits needs no files")
-
-
-# ---- CIFAR-10 ----
 def cifar10(opts):
-    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test."""
+    """Colour photographs of 32x32 pixels, 50,000 to train, 10,000 to test.
+
+    These are pickles, but torchvision opens only those with the published checksum.
+    """
     from torchvision.datasets import CIFAR10
-    folder = Path(opts.data_dir, "cifar-10-batches-py")
-    if not folder.is_dir():
-        raise missing(opts, folder)
-    try:  # these are pickles, but torchvision opens only those with the published checksum
-        parts = [CIFAR10(opts.data_dir, train=train) for train in (True, False)]
-    except RuntimeError as error:
-        raise UserError(f"dataset cifar10: {folder} is damaged or changed\n"
-                        "remove it and use --download") from error
-    pairs = [(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
-             for part in parts]
+    pairs = []
+    for train in (True, False):
+        photographs = CIFAR10(opts.data_dir, train=train)
+        x = torch.from_numpy(photographs.data).permute(0, 3, 1, 2).contiguous()
+        pairs.append((x, torch.tensor(photographs.targets)))
     return Data(*pairs, known_classes=10, augment=crop_flip,
                 mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
 # ---- a user's own ----
+WANTED = "wanted: (train, test), Datasets with __len__ and __getitem__, or (x, y, x_test, y_test), tensors"
+
+
 def user_dataset(opts):
-    """What a user's function returns: (x, y, x_test, y_test) tensors, or (train, test) map-style Datasets.
-
-    The number of classes is a Dataset's attribute `classes` (a number, or the names), or it has `targets`.
-    """
-    found, name = call_user(opts.dataset, opts), opts.dataset
-    found = list(found) if isinstance(found, (tuple, list)) else [found]
-    if all(type(part) is TensorDataset and [*vars(part)] == ["tensors"] and len(part.tensors) == 2
-           for part in found):  # nothing of the user's own
-        found = [tensor for part in found for tensor in part.tensors]
-    if len(found) == 4 and all(map(torch.is_tensor, found)):
-        found = [tensor.detach().cpu() for tensor in found]
-        inputs, targets = found[::2], found[1::2]
-        words = any(x.dtype in (torch.int16, torch.int32, torch.int64) for x in inputs)
-        classed = all(y.dim() == 1 and y.numel() and not y.is_floating_point() for y in targets)
-        return Data(*zip(inputs, targets, strict=True), vocab=kinds_in(inputs) if words else None,
-                    known_classes=kinds_in(targets) if classed else None)
-    if len(found) != 2:
-        raise UserError(f"dataset {name} returned ({', '.join(type(part).__name__ for part in found)})\n"
-                        "wanted: (train, test), two Datasets with __len__ and __getitem__, "
-                        "or (x, y, x_test, y_test), four tensors")
-    try:
-        classes = max(filter(None, map(count_classes, found)), default=None)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        if opts.task == "classify":
-            raise UserError(f"dataset {name}: its `classes` or `targets` are none: {one_line(error)}\n"
-                            "wanted: a whole number for each sample, 0 or more") from error
-        classes = None
-    vocab = getattr(found[0], "vocab", None)
-    return Data(*found, known_classes=classes, vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
-                fingerprint=getattr(found[0], "fingerprint", None))
+    """What a user's function returns: (x, y, x_test, y_test) tensors, or (train, test) map-style Datasets."""
+    with seeded("dataset"):  # what it draws without a seed is the same on every rank, at every start
+        returned = call_user(opts.dataset, opts)
+    with blamed(f"dataset {opts.dataset} returned {type(returned).__name__}", WANTED):
+        if len(returned) == 4:
+            return _of_tensors(*returned)
+        train, test = returned
+    if type(train) is type(test) is TensorDataset and len(train.tensors) == 2:
+        return _of_tensors(*train.tensors, *test.tensors)
+    vocab = getattr(train, "vocab", None)
+    classes = [count for count in (count_classes(train), count_classes(test)) if count]
+    return Data(train, test, known_classes=max(classes, default=None),
+                vocab=len(vocab) if hasattr(vocab, "__len__") else vocab,
+                fingerprint=getattr(train, "fingerprint", None))
 
 
-def kinds_in(tensors):
+def _of_tensors(*tensors):
+    x, y, x_test, y_test = [tensor.detach().cpu() for tensor in tensors]
+    words = any(inputs.dtype in (torch.int16, torch.int32, torch.int64) for inputs in (x, x_test))
+    classed = all(targets.dim() == 1 and not targets.is_floating_point() for targets in (y, y_test))
+    return Data((x, y), (x_test, y_test), vocab=kinds_in(x, x_test) if words else None,
+                known_classes=kinds_in(y, y_test) if classed else None)
+
+
+def kinds_in(*tensors):
     """How many classes or words the numbers in these tensors need: one more than the largest."""
     return max((int(tensor.max()) for tensor in tensors if tensor.numel()), default=0) + 1
 
 
 def count_classes(dataset):
-    classes, targets = inherited(dataset, "classes"), inherited(dataset, "targets")
-    if classes is None and targets is not None and len(targets):
-        labels = torch.as_tensor(targets if torch.is_tensor(targets) else list(targets))
-        classes = max(map(whole, [labels.max(), *labels[labels != labels.long()][:1]])) + 1
-    return len(classes) if hasattr(classes, "__len__") else classes and operator.index(classes)
+    """How many classes a Dataset names, or its `targets` need if they are whole numbers; else None."""
+    classes = inherited(dataset, "classes")
+    if classes is not None:
+        return len(classes) if hasattr(classes, "__len__") else operator.index(classes)
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        labels = torch.as_tensor(inherited(dataset, "targets"))
+        return kinds_in(labels) if labels.numel() and torch.equal(labels, labels.long()) else None
 
 
 # ---- all of them ----
 DATASETS = {"digits": digits, "mnist": mnist, "fashion-mnist": mnist, "cifar10": cifar10,
-            "imagefolder": imagefolder, "sentiment": sentiment, "sentiment-large": sentiment_large,
-            "random": random_numbers, "text": text, "tokens": tokens, "tar": tar}
+            "imagefolder": imagefolder, "sentiment": sentiment,
+            "random": random_numbers, "text": text, "tokens": tokens}
+PRELOADED: dict[tuple, Data] = {}  # by `facts_of`
 
 
-def find_source(opts):
+def facts_of(opts):
+    """The options from which a dataset of this project follows."""
+    return opts.dataset, opts.data_dir, opts.image_size, opts.augment, opts.vocab_size, opts.seed
+
+
+def find_source(opts: Options) -> Data:
     """The Data that `opts.dataset` names."""
-    if ".py" in opts.dataset:
-        return user_dataset(opts)
-    return DATASETS[opts.dataset.partition(":")[0]](opts)  # options know the names, and refuse others
+    if facts_of(opts) in PRELOADED:
+        return PRELOADED[facts_of(opts)]
+    with blamed(f"dataset {opts.dataset}", "--data-dir names the folder of a dataset's files; "
+                   f"--download fetches {', '.join(TORCHVISION)}"):
+        if ".py" in opts.dataset:
+            return user_dataset(opts)
+        return DATASETS[opts.dataset.partition(":")[0]](opts)  # options know the names, and refuse others
 
 
-def make_ready(opts, world):
-    """--download, or the index of tar shards: one rank of each node makes what is missing, all wait."""
-    if opts.dataset != "tar" and opts.dataset not in DOWNLOADS:
-        raise UserError(f"dataset {opts.dataset} has nothing to download\n"
-                        f"leave --download out, it is for {', '.join(DOWNLOADS)}")
-    with world.all_or_none("download"):
-        try:
-            if world.local_rank == 0:
-                (find_source if opts.dataset == "tar" else download)(opts)
-        except UserError:
-            raise
-        except Exception as error:  # of any kind: the other ranks wait
-            raise UserError(f"dataset {opts.dataset} cannot be downloaded to {opts.data_dir}\n"
-                            f"{one_line(error)}") from error
-
-
-def download(opts):
+def download(opts: Options) -> None:
     """Fetches a dataset through torchvision, which knows its checksum, unless it exists and is whole."""
     with contextlib.suppress(UserError):  # missing or damaged
         find_source(opts)
         return
     from torchvision import datasets
-    # Into a folder aside, and each file is renamed when all are whole: neither a later start nor another node
-    # that shares the folder can take half a download for data.
+    # Into a folder aside, which is renamed when all files are whole: no start takes half a download for data.
     os.makedirs(opts.data_dir, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".download-", dir=opts.data_dir) as aside:
         for train in (True, False):
-            getattr(datasets, DOWNLOADS[opts.dataset])(aside, train=train, download=True)
-        for path in sorted(Path(aside).rglob("*")):
-            if path.is_file() and path.suffix != ".gz":
-                target = Path(opts.data_dir, path.relative_to(aside))
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.replace(path, target)
+            getattr(datasets, TORCHVISION[opts.dataset])(aside, train=train, download=True)
+        for path in Path(aside).iterdir():
+            target = Path(opts.data_dir, path.name)
+            shutil.rmtree(target, ignore_errors=True)  # damaged
+            shutil.move(path, target)

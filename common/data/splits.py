@@ -1,181 +1,253 @@
-"""A dataset's training or test set as a function: `fetch(ids, epoch, augment)` makes one batch of samples.
+"""A dataset, and its two sets as functions: `fetch(ids, epoch, augment)` makes one batch of samples.
 
 The same ids give the same batch in any process: augmentation and other random choices are a function of
 (seed, epoch, id of the sample), so no worker and no rank has a generator of its own to save.
 """
+import copy
 import sys
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils.data import default_collate
 
-from common.data.prefetch import leaves
-from common.data.samples import as_input, collate, fitting, inherited, stacked, weights_of, whole, widest
-from common.errors import UserError, one_line, out_of_memory, say, speaks_for_node
+from common.errors import UserError, blamed, may_pass, one_line, say, speaks_for_node
 from common.sampler import seeded, uniforms
 
 
-# ---- splits ----
+@dataclass(frozen=True)
+class Data:
+    """A dataset, and the facts a model is built from; `load_data` adds the last two."""
+
+    train: Any  # (x, y) tensors or a map-style Dataset; once loaded, a split
+    test: Any
+    known_classes: int | None
+    vocab: int | None = None
+    mean: tuple = (0.0,)  # of uint8 pixels scaled to 0..1, per channel
+    std: tuple = (1.0,)
+    augment: Callable | None = None  # of tensors, as `flip` of images.py
+    fingerprint: str | Callable[[], str] | None = None  # a function where it takes long; None: what is read
+    name: str = ""
+    sample_shape: tuple = ()
+
+    @property
+    def classes(self) -> int:
+        """Only some models ask for it: a regression has no classes."""
+        if self.known_classes is None:
+            raise UserError(f"dataset {self.name} does not tell its number of classes\n"
+                            "give its training set an attribute `classes` (a number, or the names), "
+                            "or use a --model of your own that does not need it")
+        return self.known_classes
+
+
 class TensorSplit:
     """Samples in memory: a batch costs one index operation, not one call per sample."""
 
-    in_memory, tokens = True, 1
+    in_memory = True
+    tokens = 1
 
     def __init__(self, x, y, source, seed, augment=None):
-        whole_numbers = not y.is_floating_point() and y.dtype != torch.bool
-        self.x, self.y = x.contiguous(), (y.long() if whole_numbers else y).contiguous()
-        self.shape, self.classes = tuple(x.shape[1:]), source.known_classes
-        self.seed, self.augment = seed, augment
-        mean, std = torch.tensor(source.mean), torch.tensor(source.std)
-        scale, shift = 1 / (255 * std), -mean / std
-        # plain numbers for one channel: they are faster than tensors of one element
-        self.scale, self.shift = (t.item() if len(t) == 1 else t.view(-1, 1, 1) for t in (scale, shift))
+        self.x = x.contiguous()
+        self.y = y.contiguous()
+        self.shape = tuple(x.shape[1:])
+        self.classes = source.known_classes
+        self.seed = seed
+        self.augment = augment
+        mean = torch.tensor(source.mean)
+        std = torch.tensor(source.std)
+        self.scale = _per_channel(1 / (255 * std))
+        self.shift = _per_channel(-mean / std)
 
     def __len__(self):
         return len(self.y)
 
     def fetch(self, ids, epoch=0, augment=False):
         """(x, y) of these samples; augmented as (seed, epoch, id) say."""
-        ids = torch.as_tensor(ids, dtype=torch.int64)
-        x, y = self.x.index_select(0, ids), self.y.index_select(0, ids)
-        if augment and self.augment and len(ids):
-            x = self.augment(x, uniforms(ids, self.seed, epoch))
+        rows = torch.as_tensor(ids, dtype=torch.int64)
+        x = self.x.index_select(0, rows)
+        y = self.y.index_select(0, rows)
+        if augment and self.augment and len(rows):
+            x = self.augment(x, uniforms(rows, self.seed, epoch))
         if x.dtype == torch.uint8:
             x = x.float().mul_(self.scale).add_(self.shift)
         return x, y
 
 
-class DatasetSplit:
-    """A map-style Dataset; before each sample, (seed, epoch, id) seeds torch, Python and numpy.
+def _per_channel(numbers):
+    """A plain number for one channel: it is faster than a tensor of one element."""
+    return numbers.item() if len(numbers) == 1 else numbers.view(-1, 1, 1)
 
-    With `labels` samples are (x, class), and checked. All others become a batch in the dataset's own method
-    `collate(list of samples)`, or in torch's default_collate.
+
+class DatasetSplit:
+    """A Dataset; (seed, epoch, id) seeds torch, Python and numpy before each sample.
+
+    Samples become a batch in its own `collate(samples)`, or in torch's default_collate.
     """
 
     in_memory = False
 
-    def __init__(self, dataset, name, source, seed, augment=None, plain=None, labels=True, skip=False):
-        self.dataset, self.name, self.classes, self.seed = dataset, name, source.known_classes, seed
-        self.augment, self.plain, self.labels, self.shape = augment or plain, plain, False, None
-        self.classify, self.length = labels, len(dataset)  # asked once: all ranks must agree
-        self.groups, self.weights = getattr(dataset, "groups", None), weights_of(dataset)
-        self.collate, self.tokens = inherited(dataset, "collate"), 1
-        self.skip, self.note, self.told = skip, None, set()  # note(name, ...) writes to the ledger
-        self.first = next((id for id in range(len(self)) if self.readable(id, 0, False)), None)
-        if self.first is None:
-            raise UserError(f"dataset {name}: none of its {len(self):,} samples can be read")
-        first = self.sample(self.first, 0, False)
-        pair = isinstance(first, (tuple, list)) and len(first) == 2
-        if labels and not self.collate and (pair and not isinstance(first[0], (dict, tuple, list))):
-            self.labels, first = True, self.sample(self.first, 0, False)
-        self.shape = tuple(getattr(first[0] if pair else first, "shape", ()))
-        self.tokens = 1 if self.labels else widest(self.fetch([self.first]))
-        was = repr(first)
-        if not self.labels and self.readable(len(self) - 1, 0, False) and repr(first) != was:
-            raise self.refuse(self.first, "changes when another one is read", "a copy of what you keep")
+    def __init__(self, dataset, source, opts):
+        self.dataset = dataset
+        self.name = opts.dataset
+        self.seed = opts.seed
+        self.classes = source.known_classes
+        self.classify = opts.task == "classify"
+        self.skip = opts.bad_samples == "skip"
+        self.length = len(dataset)  # asked once: ranks must agree
+        self.note = None  # note("bad_sample", ...) writes to the ledger
+        self.warned_of = set()
+        self.collate = inherited(dataset, "collate")
+        self.first = self._first_readable()
+        batch = self.fetch([self.first])
+        x = batch[0] if isinstance(batch, (tuple, list)) else batch
+        self.shape = tuple(getattr(x, "shape", ())[1:])
+        self.tokens = max([1, *(leaf.numel() for leaf in leaves(batch) if leaf.dtype == torch.int64)])
 
     def __len__(self):
         return self.length
 
     def fetch(self, ids, epoch=0, augment=False):
-        """A batch of these samples; `augment` chooses one of the source's two transforms, if it has any.
+        """A batch of these samples; a Dataset augments by itself.
 
         With --bad-samples skip it lacks those that cannot be read; it is None if it lacks all.
         """
-        samples = (sample for id in ids for sample in self.readable(id, epoch, augment))
-        if self.labels:
-            return stacked(samples, len(ids))
-        if not (samples := list(samples)):
+        samples = self._samples(ids, epoch)
+        if not samples:
             return None
-        try:
-            with seeded(self.seed, epoch, "collate", ids[0]):  # it may mask words at random
-                batch = (self.collate or collate)(samples)
-            return fitting(batch, self, ids)
-        except UserError:
-            raise
-        except Exception as error:
-            few = ", ".join(map(str, ids[:3]))
-            raise UserError(f"dataset {self.name}: samples {few}, ... are no batch: {one_line(error)}\n"
-                            "wanted: samples of one shape, or a method collate(samples) of the dataset, "
-                            "which may pad them") from error
+        with blamed(f"dataset {self.name}: {named(ids)} are no batch",
+                       "samples of one shape, or a method collate(samples) of the dataset, may pad them"):
+            with seeded(self.seed, epoch, "collate", ids[0]), torch.no_grad():  # it may mask words at random
+                batch = self.collate(samples) if self.collate else collate(samples, self.classify)
+            return self._checked(batch, ids)
 
-    def readable(self, id, epoch, augment):
-        """[the sample]; [] if it is bad and to be skipped."""
-        try:
-            return [self.sample(id, epoch, augment)]
-        except Exception as error:
-            if not self.skip or getattr(error, "errno", None) or out_of_memory(error):  # a restart may help
-                raise
-            if id not in self.told:
-                say(f"warning: sample {id} is left out: {one_line(error)}", sys.stderr)
-            self.told.add(id)
-            if self.note:
-                self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
-            return []
+    def _samples(self, ids, epoch):
+        """Those of the samples that can be read."""
+        samples = []
+        for id in ids:
+            try:
+                with seeded(self.seed, epoch, id):
+                    samples.append(self.dataset[id])
+            except Exception as error:
+                if not self.skip or may_pass(error):
+                    with blamed(f"dataset {self.name}: sample {id}",
+                                   "mend it, or use --bad-samples skip"):
+                        raise
+                self._leave_out(id, epoch, one_line(error))
+        return samples
 
-    def sample(self, id, epoch, augment):
-        transform = self.augment if augment else self.plain
-        with seeded(self.seed, epoch, id):
-            found = self.dataset[id]
-            if transform:
-                found = (transform(found[0]), *found[1:])
-        return self.labelled(id, found) if self.labels else found
+    def _leave_out(self, id, epoch, why):
+        if id not in self.warned_of:
+            say(f"warning: sample {id} is left out: {why}", sys.stderr)
+        self.warned_of.add(id)
+        if self.note:
+            self.note("bad_sample", id=id, epoch=epoch, why=why)
 
-    def labelled(self, id, found):
-        """(input, class) of a sample; UserError if it holds anything else, or would be changed."""
-        if not isinstance(found, (tuple, list)) or len(found) != 2:
-            raise self.refuse(id, f"is a {type(found).__name__}", "(x, y)")
-        try:
-            x, y = as_input(torch.as_tensor(found[0]).detach()), whole(found[1])
-        except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            types = ", ".join(type(part).__name__ for part in found)
-            raise self.refuse(id, f"is ({types}): {one_line(error)}",
-                              "(tensor, label), the label a whole number; for other targets write a "
-                              "--task path/to/file.py:function") from error
-        if self.shape is not None and tuple(x.shape) != self.shape:
-            raise self.refuse(id, f"has shape {tuple(x.shape)}", f"{self.shape}, the shape of sample 0")
-        if not 0 <= y < (self.classes or y + 1):
-            wanted = f"0 to {self.classes - 1}" if self.classes else "0 or more"
-            raise self.refuse(id, f"has label {y}", wanted)
-        return x, y
+    def _first_readable(self):
+        for id in range(self.length):
+            if self._samples([id], 0):
+                return id
+        raise UserError(f"dataset {self.name}: none of its {self.length:,} samples can be read\n"
+                        "at least one is needed to train on, and one to test on")
+
+    def _checked(self, batch, ids):
+        """The batch; UserError if `classify` would have no exact mean of it."""
+        if batch is None and not self.skip:
+            raise UserError(f"dataset {self.name}: {named(ids)} became None\n"
+                            "wanted: a batch of them, from the dataset's `collate`")
+        pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+        y = batch[1] if pair else batch.get("labels") if isinstance(batch, Mapping) else None
+        if not self.classify or not isinstance(y, Tensor):
+            return batch
+        count = len(y) if self.skip else len(ids)
+        whole = whole_targets(y, count, self.classes, f"dataset {self.name}: {named(ids)}")
+        return (batch[0], whole) if pair else batch
 
     def look(self):
-        """(label, mean size of the numbers) of three samples; None for one that differs when read again."""
-        def once(id):
-            if not self.readable(id, 0, False):
-                return None
-            numbers = leaves(self.sample(id, 0, False) if self.labels else self.fetch([id]))
-            means = [f"{x.double().abs().mean():.2e}" for x in numbers]  # the CPU may decide the last bits
-            return (self.sample(id, 0, False)[1], *means) if self.labels else means
+        """The mean sizes of the numbers of three samples; None for one that differs when read again."""
+        looks = []
+        for id in sorted({0, self.length // 2, self.length - 1}):
+            facts = self._facts_of(id)
+            if facts != self._facts_of(id):
+                facts = None
+                if speaks_for_node():
+                    say(f"warning: dataset {self.name}: sample {id} is another one each time it is read, so "
+                        "no restart is exact\n         let it draw from torch, random or numpy.random, which "
+                        "are seeded", sys.stderr)
+            looks.append(facts)
+        return looks
 
-        ids = sorted({0, len(self) // 2, len(self) - 1})
-        looks = [(id, once(id), once(id)) for id in ids]
-        if (odd := [id for id, one, two in looks if one != two]) and speaks_for_node():
-            say(f"warning: dataset {self.name}: sample {odd[0]} is another one each time it is read, so no "
-                "restart is exact\n         let it draw from torch, random or numpy.random: these are seeded",
-                sys.stderr)
-        return [one if one == two else None for _, one, two in looks]
-
-    def refuse(self, id, fact, wanted):
-        return UserError(f"dataset {self.name}: sample {id} {fact}\nwanted: {wanted}")
+    def _facts_of(self, id):
+        facts = []
+        for tensor in leaves(self.fetch([id])):
+            digits = 2 if tensor.is_floating_point() else 15  # the CPU may decide the last bits
+            facts.append(f"{tensor.double().abs().mean():.{digits}e}")
+        return facts
 
 
-class FetchSplit:
-    """A Dataset whose own `fetch(ids, epoch, augment)` makes a whole batch at once."""
+def whole_targets(y, samples, classes, which):
+    """The targets of `classify`, a whole number for each sample; UserError where a mean would be wrong."""
+    whole = y.long()
+    most = classes or torch.iinfo(torch.int64).max
+    if len(y) != samples or not torch.equal(whole, y) or y.numel() and not 0 <= y.min() <= y.max() < most:
+        span = f"from {y.min():g} to {y.max():g}" if y.numel() else ""
+        raise UserError(f"{which}: {len(y)} targets for {samples} samples, {y.dtype} {span}\n"
+                        f"wanted: for each sample a whole number from 0 to {most - 1}\n"
+                        "for others, also -100, there is --task tokens, or path/to/file.py:function")
+    return whole[:, 0] if y.dim() == 2 and y.shape[1] == 1 else whole
 
-    def __init__(self, split, name, classes, labels=True, seed=0, skip=False):
-        self.split, self.name, self.classes, self.classify = split, name, classes, labels
-        self.length, self.seed, self.skip = len(split), seed, skip
-        first = self.fetch([0])
-        x = first[0] if isinstance(first, (tuple, list)) else first
-        self.in_memory = getattr(split, "in_memory", True)  # if not, loading processes fetch ahead
-        self.shape = getattr(split, "shape", tuple(getattr(x, "shape", ())[1:]))
-        self.tokens = getattr(split, "tokens", None) or widest(first)
 
-    def __len__(self):
-        return self.length
+def collate(samples, classify):
+    """torch's default_collate, which turns Python's numbers into float64; nets need float32."""
+    batch = map_tensors(lambda x: x.float() if x.dtype == torch.float64 else x, default_collate(samples))
+    if classify and isinstance(batch, (tuple, list)) and isinstance(batch[0], Tensor):
+        return (as_input(batch[0]), *batch[1:])
+    return batch
 
-    def __getattr__(self, name):
-        return getattr(self.split, name)
 
-    def fetch(self, ids, epoch=0, augment=False):
-        with seeded(self.seed, epoch, "fetch", *ids[:1]):
-            return fitting(self.split.fetch(ids, epoch, augment), self, ids)
+def as_input(x):
+    """The tensor as a net accepts it: bytes become 0..1, other numbers float32, indices int64."""
+    if x.dtype == torch.uint8:
+        return x.float().div_(255)
+    if x.is_complex():
+        return x
+    return x.float() if x.is_floating_point() or x.dtype == torch.bool else x.long()
+
+
+def named(ids):
+    more = ", ..." if len(ids) > 3 else ""
+    return f"samples {', '.join(map(str, ids[:3]))}{more}"
+
+
+def inherited(dataset, name):
+    """An attribute of a dataset, or of the one that a Subset (as random_split makes it) is part of."""
+    while dataset is not None:
+        value = getattr(dataset, name, None)
+        if value is not None:
+            return value
+        dataset = getattr(dataset, "dataset", None)
+    return None
+
+
+# ---- batches that are trees of tensors ----
+def map_tensors(change: Callable, tree: Any) -> Any:
+    """The same tree of dicts, lists and tuples, with each tensor changed, and all else as it was."""
+    if isinstance(tree, Tensor):
+        return change(tree)
+    if isinstance(tree, MutableMapping):
+        same = copy.copy(tree)  # of the same type, as default_collate makes it
+        for key, value in tree.items():
+            same[key] = map_tensors(change, value)
+        return same
+    if isinstance(tree, (list, tuple)):
+        branches = [map_tensors(change, branch) for branch in tree]
+        return type(tree)(*branches) if hasattr(tree, "_fields") else type(tree)(branches)
+    return tree
+
+
+def leaves(tree: Any) -> list[Tensor]:
+    """The tensors of a tree."""
+    tensors: list[Tensor] = []
+    map_tensors(tensors.append, tree)
+    return tensors

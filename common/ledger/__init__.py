@@ -2,9 +2,7 @@
 from common.ledger.account import history, lives_of, summarize
 from common.ledger.audit import audit
 from common.ledger.clock import Clock
-from common.ledger.lines import Audit, Ledger
+from common.ledger.ledger import Audit, Ledger
 from common.ledger.log import Log
-from common.ledger.status import CONTROLS, replace_file
 
-__all__ = ["CONTROLS", "Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of",
-           "replace_file", "summarize"]
+__all__ = ["Audit", "Clock", "Ledger", "Log", "audit", "history", "lives_of", "summarize"]

@@ -1,86 +1,80 @@
-"""Reports where the time and the samples of a run went.
+"""Reports how a run is, and where its time and its samples went.
 
-    python -m common.ledger RUN             lives, restarts, deaths, saves, rescues, goodput
-    python -m common.ledger RUN --json      the same for programs: wall_s, buckets, goodput, lives, deaths
-    python -m common.ledger RUN --by-host   processes, deaths, hangs and slow spells of each machine
-    python -m common.ledger RUN --status    how it is now; --stale S: exit code 1 if S seconds old or older
-    python -m common.ledger RUN --html      a page of curves, lives and times; --compare RUN2 adds another
-    python -m common.ledger RUN --audit     missed 0 repeated 0 lost 0 redone 0 (two of samples, two of steps)
+    python -m common.ledger RUN              how it is now; lives, deaths, saves, rescues, goodput
+    python -m common.ledger RUN --json       the same as one object, for programs
+    python -m common.ledger RUN --html FILE  curves and lives as a page that needs no server
+    python -m common.ledger RUN --audit      missed 0 repeated 0 lost 0 redone 0 (samples, then steps)
 """
 import argparse
 import json
 import sys
-import time
+from contextlib import suppress
 from pathlib import Path
 
 from common.errors import UserError, run_command
-from common.ledger.account import summarize
+from common.ledger.account import lives_of, own, report, summarize
 from common.ledger.audit import audit
-from common.ledger.report import by_host, page, report
-from common.ledger.status import prometheus, read_status
+from common.ledger.ledger import read
+
+MOST_ROWS = 4000  # in a page
 
 
 def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", type=Path, nargs="+",
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN",
                         help="the folder of a run; with --audit also those of its other nodes")
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--json", action="store_true", help="one object for programs")
-    what.add_argument("--by-host", action="store_true", help="which machine fails or is slow")
-    what.add_argument("--html", nargs="?", const="", metavar="FILE", help="default: RUN/report.html")
-    what.add_argument("--status", action="store_true", help="RUN/status.json")
-    what.add_argument("--audit", action="store_true",
-                      help="compare the samples trained on with those an undisturbed run would have used")
-    parser.add_argument("--prometheus", action="store_true", help="--status for node-exporter's text files")
-    parser.add_argument("--stale", type=float, metavar="S", help="--status as a liveness probe")
-    parser.add_argument("--compare", type=Path, metavar="RUN2", help="a page of both runs")
-    given = parser.parse_args(argv)
-    if (given.prometheus or given.stale is not None) and not given.status:
-        parser.error("--prometheus and --stale belong to --status")
-    if given.stale is not None and not given.stale >= 0:  # nan neither
-        parser.error(f"--stale {given.stale}: a number of seconds from 0")
-    if given.compare and (given.json or given.by_host or given.status or given.audit):
-        parser.error("--compare makes a page, it goes with --html alone")
-    return run_command(lambda: show(given))
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print one object for programs")
+    form.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves, deaths and lives")
+    form.add_argument("--audit", action="store_true", help="compare the samples trained on with those that "
+                      "an undisturbed run would have used; exit code 1 if one is missed or repeated")
+    args = parser.parse_args(argv)
+    return run_command(lambda: show(args))
 
 
-def show(given):
+def show(args):
     """Print or write what was asked for; returns the exit code."""
-    run, *others = given.run
-    if given.audit:
-        return print_audit(given.run)
-    if others:
-        raise UserError(f"the report reads one folder, not {len(given.run)}\nname one, or add --audit")
-    if given.status:
-        status = read_status(run)
-        print("\n".join(prometheus(status, run)) if given.prometheus else json.dumps(status, indent=1))
-        return int(given.stale is not None and time.time() - status["t"] >= given.stale)
-    if given.html is not None or given.compare:
-        text, path = page(*filter(None, (run, given.compare))), Path(given.html or run / "report.html")
-        path.write_text(text, encoding="utf-8")
-        path.chmod(0o600)
-        print(f"{path}: {len(text) / 1000:,.0f} kB")
-        return 0
-    facts, told = summarize(run), ("wall_s", "buckets", "goodput", "lives", "deaths")
-    print(json.dumps({key: facts[key] for key in told}) if given.json else
-          "\n".join(by_host(facts) if given.by_host else [f"{run}:", *report(facts)]))
+    run = args.runs[0]
+    try:
+        if args.audit:
+            return print_audit(args.runs)
+        if len(args.runs) > 1:
+            raise UserError(f"the report reads one folder, not {len(args.runs)}\nname one, or add --audit")
+        facts = summarize(run)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:  # nobody wrote this line
+        raise UserError(f"{run}: a line of its ledger or audit is damaged: {error!r}") from error
+    if args.html:
+        args.html.write_text(page(run, facts), encoding="utf-8")
+    elif args.json:
+        print(json.dumps(facts))
+    else:
+        print(f"{run}: " + "\n".join(report(facts)))
     return 0
 
 
+def page(run, facts):
+    rows = []
+    with suppress(OSError):
+        rows = list(read(run / "metrics.jsonl", "step"))
+    rescues = [event for events in lives_of(run) for event in own(events, "rescue")]
+    data = facts | {"run": str(run), "rows": rows[::len(rows) // MOST_ROWS + 1], "rescues": rescues,
+                    "report": list(report(facts))}
+    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    return template.replace("DATA", json.dumps(data).replace("<", "\\u003c"))
+
+
 def print_audit(runs):
-    wrong, runs = [], list(dict.fromkeys(run.resolve() for run in runs))
-    for run in runs[1:]:
-        if not (run / "audit").is_dir():
-            raise UserError(f"{run} has no audit/\nname the folders of one run on its machines")
-    found = audit(*runs, explain=wrong.append)
-    unproven = found.pop("unproven", [])
-    print(*(f"{name} {count}" for name, count in found.items()))
+    wrong = []
+    counts = audit(*dict.fromkeys(run.resolve() for run in runs), explain=wrong.append)
+    unproven = counts.pop("unproven", [])
+    print(*(f"{name} {count}" for name, count in counts.items()))
     if unproven:
         print(f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: "
               "a rank has no notes there (lost, or in the folder of another node: name it too)")
-    print("".join(f"{line}\n" for line in wrong[:5]), end="", file=sys.stderr)
-    return 1 if found["missed"] or found["repeated"] or unproven else 0
+    for line in wrong[:5]:
+        print(line, file=sys.stderr)
+    return 1 if counts["missed"] or counts["repeated"] or unproven else 0
 
 
 if __name__ == "__main__":

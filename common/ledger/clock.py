@@ -3,9 +3,8 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-from common.ledger.lines import Ledger
+from common.ledger.ledger import Ledger
 from common.options import this_process
 
 ENTRY_SECONDS = 10.0    # between two entries in the ledger, or
@@ -25,13 +24,11 @@ class Clock:
         self.began = round(_process_start(), 3)
         self.mark = time.monotonic() - max(0.0, time.time() - self.began)
         self.ledger: Ledger | None = None
-        self.first = self.opened = self.entered = 0.0  # moments: the first step, its life, the last entry
-        self.step, self.evaluating = 0, False
-        self.spent: Counter[str] = Counter()    # seconds since the last entry, and
-        self.whole: Counter[str] = Counter()    # of this life: read on other threads, name by name
-        self.profiler: Any = None
-        self.told: Callable | None = None
-        self.past = 0.0, 0.0
+        self.after_first_step: Callable[[], None] | None = None
+        self.opened = 0.0   # when the steps of this life could begin
+        self.entered = 0.0  # the last entry; 0 before the first step
+        self.step = 0
+        self.spent: Counter[str] = Counter()  # seconds since the last entry
         self.lap(lap)
 
     def lap(self, name: str) -> None:
@@ -40,20 +37,12 @@ class Clock:
         self.laps[f"{name}_s"] = round(now - self.mark, 3)
         self.mark = now
 
-    def open(self, ledger: Ledger, trace: str | None = None, told: Callable | None = None,
-             past: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Time the steps from now on; call on rank 0. `trace` is a file for a profile of a few steps.
-
-        `told` is called once, after the first step. `past`: seconds in steps, and all, of earlier lives.
-        """
-        self.ledger, self.mark, self.told, self.past = ledger, time.monotonic(), told, past
+    def open(self, ledger: Ledger, after_first_step: Callable[[], None] | None = None) -> None:
+        """Time the steps from now on; call on rank 0."""
+        self.ledger = ledger
+        self.after_first_step = after_first_step
+        self.mark = time.monotonic()
         self.opened = self.mark
-        if trace:
-            from torch import profiler
-            os.makedirs(os.path.dirname(trace), mode=0o700, exist_ok=True)
-            self.profiler = profiler.profile(schedule=profiler.schedule(wait=3, warmup=2, active=5, repeat=1),
-                                             on_trace_ready=lambda done: done.export_chrome_trace(trace))
-            self.profiler.start()
 
     def timed(self, batches: Iterable) -> Iterator:
         """The same batches; time between them counts as data_wait, and what follows a step as save_stall."""
@@ -63,56 +52,41 @@ class Clock:
             yield batch
             self.add("save_stall")
         self.add("data_wait")
-        self.evaluating = True  # it may follow: a kill in it costs no time of steps
-        self.enter()
+        self.enter(then="evaluation")  # a kill in it costs no time of steps
 
     def add(self, bucket: str) -> None:
         """The time since the last call goes to this bucket; before the first step it belongs to the start."""
-        if self.first:
+        if self.entered:
             now = time.monotonic()
             self.spent[bucket] += now - self.mark
-            self.whole[bucket] += now - self.mark
             self.mark = now
 
     def stepped(self, step: int) -> None:
         """A step is done."""
         if self.ledger is None:
             return
-        if self.profiler:
-            self.profiler.step()
         self.add("steps")
-        now, self.step, self.evaluating = time.monotonic(), step, False
-        if not self.first:
+        now = time.monotonic()
+        self.step = step
+        if not self.entered:
             self.ledger.event("first_step", step=step, first_step_s=round(now - self.mark, 3))
-            self.first = self.mark = self.entered = now
-            if self.told:
-                self.told()
+            self.mark = now
+            self.entered = now
+            if self.after_first_step:
+                self.after_first_step()
         if now - self.entered > min(ENTRY_SECONDS, max(LEAST_SECONDS, ENTRY_SHARE * (now - self.opened))):
             self.enter()
 
-    def evaluated(self) -> None:
-        self.add("evaluation")
-        self.evaluating = False
-
-    def shares(self) -> dict[str, float]:
-        """Goodput of the run so far, and the share of this life that was spent waiting for data."""
-        life = max(1e-9, time.time() - self.began)
-        return {"goodput": (self.past[0] + self.whole["steps"]) / (self.past[1] + life),
-                "data_wait": self.whole["data_wait"] / life}
-
-    def enter(self) -> None:
+    def enter(self, **more: str) -> None:
         """Write down the seconds since the last entry."""
-        if self.ledger is not None and self.first and self.spent:
+        if self.ledger is not None and self.spent:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items() if s}
-            self.ledger.event("steps", t=round(time.time() - (time.monotonic() - self.mark), 3), at=self.step,
-                              **({"then": "evaluation"} if self.evaluating else {}), **seconds)
-            self.spent, self.entered = Counter(), time.monotonic()
+            moment = time.time() - (time.monotonic() - self.mark)
+            self.ledger.event("steps", t=round(moment, 3), at=self.step, **more, **seconds)
+            self.spent = Counter()
+            self.entered = time.monotonic()
 
     def close(self) -> None:
-        """Write down what is left; the profile ends."""
-        self.profiler, profiler = None, self.profiler
-        if profiler:
-            profiler.stop()
         self.enter()
 
 

@@ -6,28 +6,30 @@ nn.Module, and add it to MODELS. One in a file of your own needs no edit here: `
 import inspect
 import math
 from collections import OrderedDict
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from common.errors import UserError, did_you_mean, one_line
-from common.models.checks import check_net, check_trains, named_tensors
+from common.errors import UserError, blamed, did_you_mean
 from common.models.gpt import build_gpt
-from common.models.weights import freeze, load_weights, tied_names
-from common.options import Options, call_user
+from common.models.weights import freeze, load_weights, tied_names, trained_weights
+from common.options import Options, call_user, read_options
 from common.sampler import seeded
 
 
-class Pool(nn.MaxPool2d):
-    """The same bits in half the time: torch's pooling on CPUs is slow unless channels come last in memory."""
+class HalfPool(nn.Module):
+    """2x2 max pooling: the same bits as nn.MaxPool2d(2), which takes twice the time on CPUs."""
 
     def forward(self, x):
         if x.device.type != "cpu" or x.dim() < 4 or not x.is_contiguous():
-            return super().forward(x)
+            return nn.functional.max_pool2d(x, 2)
         with torch.no_grad():
             last = x.contiguous(memory_format=torch.channels_last)
-            where = nn.functional.max_pool2d(last, self.kernel_size, return_indices=True)[1].contiguous()
+            where = nn.functional.max_pool2d(last, 2, return_indices=True)[1].contiguous()
         return x.flatten(2).gather(2, where.flatten(2)).view_as(where)
 
 
@@ -47,8 +49,8 @@ def build_net(data):
         raise UserError(f"model net needs 16x16 pixels or more, dataset {data.name} has {height}x{width}")
     net = nn.Sequential(OrderedDict(
         # Pooling before ReLU gives the same numbers as after it, from a quarter of the work.
-        block1=nn.Sequential(nn.Conv2d(channels, 10, 5), Pool(2), nn.ReLU()),
-        block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), Pool(2), nn.ReLU()),
+        block1=nn.Sequential(nn.Conv2d(channels, 10, 5), HalfPool(), nn.ReLU()),
+        block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), HalfPool(), nn.ReLU()),
         fc1=nn.Sequential(nn.Flatten(), nn.Linear(20 * rest[0] * rest[1], 50), nn.ReLU(), nn.Dropout()),
         fc2=nn.Sequential(nn.Linear(50, data.classes), nn.LogSoftmax(1)),
     ))
@@ -79,10 +81,10 @@ MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_g
 def build_model(opts: Options, data: Any) -> nn.Module:
     """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
     name = opts.model
-    with seeded(opts.seed, "init"):
+    with seeded(opts.seed, "init"), blamed(f"model {name}"):
         if ".py" in name:
             net = call_user(name, opts, data)
-            if isinstance(net, (list, tuple)) and all(isinstance(part, nn.Module) for part in net):
+            if isinstance(net, (list, tuple)) and all(isinstance(stage, nn.Module) for stage in net):
                 net = nn.Sequential(*net)  # its stages, already cut
             if not isinstance(net, nn.Module):
                 raise UserError(f"model {name} returned {type(net).__name__}, not an nn.Module")
@@ -95,14 +97,74 @@ def build_model(opts: Options, data: Any) -> nn.Module:
     check_net(net, name)
     net = net.cpu()
     net.train()  # here a net may freeze parts of itself
-    setattr(net, "tied", tied_names(net))  # noqa: B010  (of the whole net, before a part of it is taken)
+    tied_names(net)  # noted of the whole net, before a part of it is taken
+    vars(net)["_facts_of_data"] = {fact: getattr(data, fact, None) for fact in FACTS}
     if opts.init_from:
         load_weights(net, opts)
     if opts.freeze:
         freeze(net, opts.freeze)
-    if not opts.eval_only:
-        check_trains(net, name)
+    if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
+        raise UserError(f"model {name}: no weight of it trains\n"
+                        "give it weights with requires_grad, or --freeze fewer")
     return net
+
+
+def load(run: str | Path, which: str | int = "best") -> nn.Module:
+    """The net of a run, on the CPU and in evaluation mode: no torchrun is needed, nor the data.
+
+    Its weights are those of the best evaluation, averaged with --ema-decay; or the "newest", or of a step.
+    """
+    weights, facts = trained_weights(Path(run), which)
+    if not facts["data"]:
+        raise UserError(f"{run} was trained by a script of its own, which builds the net\n"
+                        f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt")
+    flags = read_options(run)["options"] | {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
+    known: dict[str, Any] = {}
+    for field in fields(Options):
+        if field.name in flags:
+            value = flags[field.name]
+            known[field.name] = tuple(value) if isinstance(value, list) else value
+    opts = Options(**known)
+    data = SimpleNamespace(**facts["data"], classes=facts["data"]["known_classes"])
+    data.sample_shape = tuple(data.sample_shape)
+    net = build_model(opts, data)
+    net.load_state_dict(weights)
+    return net.eval()
+
+
+FACTS = "name", "known_classes", "sample_shape", "vocab"  # of the data, from which a net is built
+
+
+def facts_of_data(net: nn.Module) -> dict[str, Any]:
+    """The facts that `build_model` was given; a checkpoint holds them, so that `load` needs no data."""
+    return vars(net).get("_facts_of_data", {})
+
+
+def named_tensors(net: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*net.named_parameters(), *net.named_buffers()]
+
+
+def check_net(net: nn.Module, name: str) -> None:
+    """UserError for a net that could not be trained, or whose checkpoints would lack something."""
+    for path, tensor in named_tensors(net):
+        if nn.parameter.is_lazy(tensor):
+            raise UserError(f"model {name}: {path} has no size yet (a lazy layer)\n"
+                            "give the layer all sizes, or run the net once on zeros before you return it")
+        if tensor.is_meta or tensor.layout != torch.strided:
+            raise UserError(f"model {name}: {path} is {tensor.layout} on {tensor.device}\n"
+                            "return the net with its weights made, and dense")
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            tensor.data = tensor.data.clone()  # expanded: nothing can be loaded into it
+    for path, module in net.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise UserError(f"model {name}: {path} makes sparse gradients\n"
+                            "leave out sparse=True: updates here are dense")
+    again = net.state_dict()
+    for path, value in net.state_dict().items():
+        if not torch.is_tensor(value) or value.data_ptr() != again[path].data_ptr():
+            raise UserError(f"model {name}: its state_dict makes {path} ({type(value).__name__}) anew each "
+                            "time\na checkpoint holds the net's own tensors: keep it in a buffer "
+                            "(register_buffer)")
 
 
 def build_torchvision(name, data):
@@ -119,24 +181,13 @@ def build_torchvision(name, data):
     channels, height, width = numbers(name, data, dims=3)
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     facts = {"num_classes": data.classes}
-    if name in ("googlenet", "inception_v3"):
-        facts.update(aux_logits=False, init_weights=True)  # the loop takes one output
     if name.startswith("vit_"):
-        facts.update(image_size=height)
+        facts["image_size"] = height
     if "input_size" in accepted:
-        facts.update(input_size=(height, width))
-    try:
-        net = models.get_model(name, weights=None, **facts)
-        fit_channels(net, channels)
-        # A dry run on the meta device computes nothing; it fails now if the images are too small for the net.
-        on_meta = {key: t.to("meta") for key, t in named_tensors(net)}
-        with torch.no_grad():
-            x = torch.empty(2, channels, height, width, device="meta")
-            torch.func.functional_call(net.eval(), on_meta, (x,))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"model {name} cannot work on dataset {data.name} with samples of shape "
-                        f"{data.sample_shape}\n{one_line(error)}") from error
-    return net.train()
+        facts["input_size"] = (height, width)
+    net = models.get_model(name, weights=None, **facts)
+    fit_channels(net, channels)
+    return net
 
 
 def fit_channels(net, channels):

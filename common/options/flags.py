@@ -1,19 +1,23 @@
 """A flag: the values it takes, the scripts that have it, and the parser that reports mistakes."""
 import argparse
+import dataclasses
 import math
 import re
-from dataclasses import field
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
 
 from common.errors import UserError, did_you_mean, say, speaks_for_node
-from common.options.optimizers import keywords
 
-SWITCH = None      # the kind of a flag without a value
+NUMBERS = {int: "a whole number", float: "a number"}
+DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
-def free(default, kind, text, group="", scripts="ddp dp mp", fixed=False):
+def free(default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=(), fixed=False):
     """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
-    return field(default=default, metadata={
-        "kind": kind, "help": text, "group": group, "scripts": scripts.split(), "fixed": fixed})
+    return dataclasses.field(default=default, metadata={
+        "help": text, "group": group, "scripts": scripts.split(), "low": low, "below": below,
+        "choices": choices, "fixed": fixed})
 
 
 def fixed(*args, **kwargs):
@@ -21,117 +25,95 @@ def fixed(*args, **kwargs):
     return free(*args, **kwargs, fixed=True)
 
 
-def flag_of(name):
+def flag_of(name: str) -> str:
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
 
 
-# ---- kinds of values: functions from a flag's text to its value ------------------------------------
-def _kind(shape, convert):
-    def kind(text):
-        try:
-            return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
-    kind.shape = shape
-    return kind
+def value_of(field: dataclasses.Field, text: str) -> Any:
+    """The value that a flag's text stands for; ValueError in words."""
+    if field.type in NUMBERS:
+        return _number(field, text)
+    if not text:
+        raise ValueError("is empty")
+    choices = field.metadata["choices"]
+    if choices and text not in choices and not ("FILE.py:f" in choices and ".py:" in text):
+        raise ValueError(f"{text!r} is none of {', '.join(choices)}{did_you_mean(text, choices)}")
+    if field.name == "devices":
+        return _devices(text)
+    if field.type is tuple:
+        return tuple(text.split(","))
+    if field.name == "optimizer" and ".py" not in text:
+        return text.lower()
+    return Path(text) if field.type is Path else text
 
 
-def whole(low, high=10**9):
-    def convert(text):
-        if not re.fullmatch(r"[+-]?[0-9]{1,30}", text) or not low <= int(text) <= high:
-            raise ValueError(f"is not a whole number from {low} to {high}")
-        return int(text)
-    return _kind("N", convert)
-
-
-def real(below=math.inf, above=False):
-    def convert(text):
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not 0 <= value < below or (above and value == 0):  # nan fails every comparison
-            bound = "" if below == math.inf else f" and < {below:g}"
-            raise ValueError(f"is not a finite number {'>' if above else '>='} 0{bound}")
+def _number(field, text):
+    low = field.metadata["low"]
+    below = field.metadata["below"]
+    try:
+        value = field.type(text)
+    except ValueError:
+        value = math.nan
+    if low <= value < below:
         return value
-    return _kind("X", convert)
-
-
-def one_of(*names, or_function=False):
-    """One of these names, or `path/to/file.py:function`."""
-    def convert(text):
-        if text not in names and not (or_function and ".py:" in text):
-            raise ValueError(f"is none of {', '.join(names)}{did_you_mean(text, names)}")
-        return text
-    return _kind("{" + ",".join([*names, *["FILE.py:f"] * or_function]) + "}", convert)
-
-
-def _plain(text):
-    """A name: it ends up in paths, log lines and JSON, so it may only have characters that those can hold."""
-    if not text or any(ord(c) < 32 or 127 <= ord(c) < 160 or 0xD800 <= ord(c) < 0xE000 for c in text):
-        raise ValueError("is empty, holds a control character or is not UTF-8; use another name")
-    return text
+    bound = f" and below {below:g}" if below < math.inf else ""
+    raise ValueError(f"{text!r} is not {NUMBERS[field.type]} from {low}{bound}")
 
 
 def _devices(text):
-    if not re.fullmatch(r"(cpu|cuda(:\d{1,4})?)(,(cpu|cuda(:\d{1,4})?))*", text):
-        raise ValueError("is not a list of devices like cuda:0,cuda:1 or cpu,cpu")
-    return tuple("cuda:0" if name == "cuda" else name for name in text.split(","))
+    names = text.split(",")
+    if not all(map(DEVICE.fullmatch, names)):
+        raise ValueError(f"{text!r} is not a list of devices like cuda:0,cuda:1 or cpu,cpu")
+    return tuple("cuda:0" if name == "cuda" else name for name in names)
 
 
-def _betas(text):
-    values = tuple(real(below=1)(part) for part in text.split(","))
-    if len(values) != 2:
-        raise ValueError("is not two numbers like 0.9,0.95")
-    return values
+def reader(field: dataclasses.Field) -> Callable[[str], Any]:
+    """`value_of`, as argparse calls it."""
+    def read(text):
+        try:
+            return value_of(field, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return read
 
 
-def _arguments(text):
-    keywords(text)
-    return text
+def shape(field):
+    """What --help shows for the value."""
+    choices = field.metadata["choices"]
+    if choices:
+        return "{" + ",".join(choices) + "}"
+    return {int: "N", float: "X", Path: "PATH", tuple: "A,B"}.get(field.type, "NAME")
 
 
-def _balance(text):
-    if not re.fullmatch(r"parameters|time|[1-9]\d{0,5}(,[1-9]\d{0,5})*", text):
-        near = did_you_mean(text, ("parameters", "time"))
-        raise ValueError(f"is not parameters, time or a list of counts like 3,1{near}")
-    return text
-
-
-NAME, PATH = _kind("NAME", _plain), _kind("PATH", _plain)
-NAMES = _kind("NAME,NAME", lambda text: tuple(map(_plain, text.split(","))))
-DEVICES, CUTS = _kind("D,D", _devices), _kind("HOW", _balance)
-BETAS, ARGUMENTS = _kind("X,Y", _betas), _kind("A=V,A=V", _arguments)
-OPTIMIZER = _kind("NAME", lambda text: _plain(text if ".py" in text else text.lower()))
-
-
-# ---- the parser -----------------------------------------------------------------------------------
 class Parser(argparse.ArgumentParser):
     """--help begins with the script's own commands; every mistake is a UserError."""
 
-    def __init__(self, doc, script, options):
+    def __init__(self, doc: str | None, script: str, options: list[dataclasses.Field]) -> None:
         super().__init__(prog=f"train_{script}.py", description=doc, usage=argparse.SUPPRESS,
                          allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
                          argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
-        self.script, self.owners = script, {flag_of(f.name): f.metadata["scripts"] for f in options}
-        for f in options:
-            kind, text = f.metadata["kind"], f.metadata["help"]
-            if f.metadata["group"]:
-                group = self.add_argument_group(f.metadata["group"])
-            if script not in f.metadata["scripts"]:
+        self.owners = {flag_of(field.name): field.metadata["scripts"] for field in options}
+        self.mine = [flag for flag, scripts in self.owners.items() if script in scripts]
+        for field in options:
+            if field.metadata["group"]:
+                group = self.add_argument_group(field.metadata["group"])
+            flag = flag_of(field.name)
+            if flag not in self.mine:
                 continue
-            if kind is SWITCH:
-                how = {"action": "store_false" if f.default else "store_true", "help": text}
-            else:
-                shown = "" if f.default in (None, "", ()) else f" (default: {f.default})"
-                how = {"type": kind, "metavar": kind.shape, "help": text + shown}
-            group.add_argument(flag_of(f.name), dest=f.name, **how)
+            text = field.metadata["help"]
+            if field.type is bool:
+                action = "store_false" if field.default else "store_true"
+                group.add_argument(flag, dest=field.name, action=action, help=text)
+                continue
+            if field.default not in (None, "", ()):
+                text += f" (default: {field.default})"
+            group.add_argument(flag, dest=field.name, type=reader(field), metavar=shape(field), help=text)
 
-    def read(self, argv):
+    def read(self, argv: list[str]) -> dict[str, Any]:
         """{field: value} of the flags in argv; --a_b counts as --a-b."""
         words: list[str] = []
         for text in argv:
-            if re.match("-[^-]", text) and text != "-h" and words and re.fullmatch("--[^=]+", words[-1]):
+            if re.match("-[^-h]", text) and words and re.fullmatch("--[^=]+", words[-1]):
                 words[-1] += f"={text}"  # argparse would take the value of `--best -loss` for a flag
             else:
                 words.append(re.sub("^--[^=]*", lambda flag: flag[0].replace("_", "-"), text))
@@ -142,10 +124,9 @@ class Parser(argparse.ArgumentParser):
         if flag in self.owners:
             owners = " and ".join(f"train_{script}.py" for script in self.owners[flag])
             raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
-        mine = [name for name, scripts in self.owners.items() if self.script in scripts]
-        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, mine)}")
+        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, self.mine)}")
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
 
     def print_help(self, file=None):

@@ -1,10 +1,13 @@
 """--fork RUN --at N: a run of its own that shares the first N steps of RUN. No torch here."""
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+
+OWN = {"run_dir", "resume", "max_steps", "eval_only"}  # never inherited
 
 
 def read_options(run_dir: Path | str) -> dict[str, Any]:
@@ -19,22 +22,29 @@ def read_options(run_dir: Path | str) -> dict[str, Any]:
         raise ValueError("options.json is damaged") from error
 
 
-def inherited(given, names):
+def newest_flags(run: Path | str) -> dict[str, Any]:
+    """The flags of a run's newest life: a restart may have changed some since options.json was written."""
+    with contextlib.suppress(OSError):
+        for line in reversed(Path(run, "ledger.jsonl").read_bytes().splitlines()):
+            with contextlib.suppress(ValueError):  # torn
+                event = json.loads(line)
+                if event["event"] == "life":
+                    return event["options"]
+    return read_options(run)["options"]
+
+
+def inherited(given: dict[str, Any], names: set[str]) -> dict[str, Any]:
     """The flags of this run: those given, then its own of earlier lives or those of the run it leaves."""
-    at = given.get("at", 0)
-    first, _, last = given.get("skip", f"{at + 1}:{at + 1}").partition(":")
-    good = first == str(at + 1) and last.isdecimal() and int(last) > at and \
-        given.get("resume", "auto") in ("auto", "none") and {"fork", "at", "run_dir"} <= given.keys()
-    if {"fork", "at", "skip"} & given.keys() and not good:
-        raise UserError("--fork needs --at and --run-dir (--fork RUN --at N --run-dir NEW), and no --resume\n"
-                        "--skip A:B leaves out the samples of the steps after --at N: A is N + 1")
-    if "fork" not in given:
+    if not {"fork", "at"} & given.keys():
         return given
-    path = next((path for folder in (given["run_dir"], given["fork"])
-                 if (path := Path(folder, "options.json")).is_file()), Path(given["fork"], "options.json"))
+    if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
+        raise UserError("--fork needs --at and --run-dir, and no --resume\n"
+                        "write --fork RUN --at N --run-dir NEW")
+    source = given["run_dir"] if Path(given["run_dir"], "options.json").is_file() else given["fork"]
     try:
-        old = read_options(path.parent)["options"]
+        old = newest_flags(source)
     except (OSError, ValueError) as error:
-        raise UserError(f"--fork: {path} cannot be read: {error}\nname the folder of a run") from None
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in old.items()
-            if name in names - {"run_dir", "resume", "max_steps", "memory_tier", "skip"}} | given
+        raise UserError(f"--fork: {source}/options.json cannot be read: {error}\n"
+                        "name the folder of a run") from None
+    was = {name: tuple(value) if isinstance(value, list) else value for name, value in old.items()}
+    return {name: value for name, value in was.items() if name in names - OWN} | given

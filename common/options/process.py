@@ -1,16 +1,15 @@
-"""Identifies a process (host, boot, pid, start time) and its agent.
-
-Also tells whether the holder of a lock runs, is stopped, orphaned or gone. No torch here.
-"""
+"""Identifies a process (host, boot, pid, start time) and its agent. No torch here."""
 import ctypes
 import hashlib
 import os
 import signal
 import socket
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
-STOPPED, DEAD = b"Tt", b"ZX"  # states in /proc/PID/stat: stopped or traced; zombie or dead
+from common.place import here
+
+DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead
 
 
 def die_with_the_agent() -> None:
@@ -32,6 +31,11 @@ def die_with_the_agent() -> None:
         os._exit(1)
 
 
+def agent_pid() -> int:
+    """The parent, or launch/torchrun.py above its fork server."""
+    return int(os.environ.get("LAUNCHER_PID", os.getppid()))
+
+
 def _machine():
     """The name of this machine, or of this container on it, in this boot."""
     return f"{socket.gethostname()} {_this_boot()}"
@@ -45,24 +49,34 @@ def job_id():
     return run_id if run_id != "none" else f"{socket.gethostname()}/{this_agent()}"
 
 
-def queued_again() -> bool:
-    """Whether Slurm has requeued this job: it has new agents, but it is the same job."""
-    return os.environ.get("SLURM_RESTART_COUNT", "0") != "0"
-
-
 def machine_id() -> int:
     """This machine, or this container on it, in this boot, as a number that ranks can gather."""
     return int.from_bytes(hashlib.sha256(_machine().encode()).digest()[:7], "little")
 
 
-def end_of(pid: int) -> str | None:
-    """How a process of this machine has ended, in words, or None; a zombie still has its exit code."""
+class Ending(NamedTuple):
+    """How a process has ended."""
+
+    words: str = "is gone"
+    killed: bool = False
+
+
+def end_of(pid: int) -> Ending | None:
+    """How a process of this machine has ended, or None; a zombie still has its exit code.
+
+    A fork server reaps its processes at once; then launch/agent.py leaves a file with these words.
+    """
     if (found := _state(pid)) is None:
-        return "is gone" if os.path.exists("/proc/self/stat") else None
+        notes = here().notes
+        if notes and (notes / f"death-{pid}").exists():
+            return Ending((notes / f"death-{pid}").read_text(), killed=True)
+        return Ending() if os.path.exists("/proc/self/stat") else None
     if found[0] not in DEAD:
         return None
     code = os.waitstatus_to_exitcode(found[2])
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has left with code {code}"
+    if code < 0:
+        return Ending(f"was killed by {signal.Signals(-code).name}", killed=True)
+    return Ending(f"has left with code {code}")
 
 
 def this_agent():
@@ -95,29 +109,16 @@ def _started(pid):
 
 
 def this_process() -> dict[str, Any]:
+    """What a lock's file tells of its holder."""
     pid = os.getpid()
-    return {"host": socket.gethostname(), "machine": _this_boot(), "pid": pid, "started": _started(pid),
-            "job": job_id(), "agent": this_agent()}
+    return {"host": socket.gethostname(), "machine": _this_boot(), "pid": pid, "job": job_id(),
+            "started": _started(pid), "process": f"{pid}/{_started(pid)}", "agent": this_agent()}
 
 
-def agent_id() -> int:
-    """A 62-bit number of the agent above this process, or of itself; unique to machine and boot."""
-    return int.from_bytes(hashlib.sha256(f"{_machine()} {this_agent()}".encode()).digest()[:8], "little") >> 2
-
-
-def holder_status(owner: dict[str, Any]) -> str:
-    """The process that holds a lock is alive, stopped, orphan, lost, gone or unknown.
-
-    orphan: its agent has died. lost: an orphan that is stopped (SIGSTOP), so nothing will resume it. unknown:
-    it is on another machine.
-    """
-    if owner.get("machine") is None or owner["machine"] != _this_boot():
-        return "unknown"
-    found = _state(owner.get("pid"))
-    if found is None or found[1] != owner.get("started") or found[0] in DEAD:
-        return "gone"  # the kernel is about to drop its lock, or a network file system keeps it
-    stopped = found[0] in STOPPED
-    agent, _, started = str(owner.get("agent")).partition("/")
-    if str(_started(agent)) != started:
-        return "lost" if stopped else "orphan"
-    return "stopped" if stopped else "alive"
+def has_ended(holder: dict[str, Any], name: str) -> bool:
+    """Whether the holder's "process", or its "agent", is known to have ended: only on the same machine."""
+    if not holder.get("machine") or holder["machine"] != _this_boot():
+        return False
+    pid, _, started = str(holder.get(name)).partition("/")
+    found = _state(pid)
+    return found is None or str(found[1]) != started or found[0] in DEAD

@@ -1,14 +1,12 @@
 """A user's own code: the function in `path/to/file.py:function`; its errors name file and line."""
-import contextlib
 import importlib.util
 import inspect
 import sys
-import traceback
 import zlib
 from pathlib import Path
 from typing import Any
 
-from common.errors import UserError, one_line
+from common.errors import UserError, blamed
 
 
 def find_user(spec: str, *default: Any) -> Any:
@@ -33,7 +31,7 @@ def call_user(spec: str, *facts: Any, first: bool = False) -> Any:
     With `first` it gets the first of them.
     """
     function = find_user(spec)
-    with blamed_on(spec.rpartition(":")[0]):
+    with blamed(spec):
         required = [p for p in inspect.signature(function).parameters.values()
                     if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if len(required) > len(facts):
@@ -54,24 +52,9 @@ def load_file(path):
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
-        with blamed_on(path):  # its source: a cached .pyc may be that of a text of the same second and size
+        with blamed(path):  # its source: a cached .pyc may be that of a text of the same second and size
             exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
     except UserError:
         del sys.modules[name]
         raise
     return module
-
-
-@contextlib.contextmanager
-def blamed_on(path):
-    """Turns an exception of a user's file into a UserError that names the file and the line."""
-    try:
-        yield
-    except UserError:
-        raise
-    except Exception as error:
-        own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__)
-               if Path(frame.filename).resolve() == Path(path).resolve()]
-        line = error.lineno if isinstance(error, SyntaxError) else (own or [None])[-1]
-        where = f"{path}, line {line}" if line else path
-        raise UserError(f"{where}: {type(error).__name__}\n{one_line(error)}") from error

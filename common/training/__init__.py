@@ -1,15 +1,14 @@
 """One step: state, task, forward, backward, update; and evaluation."""
-import common.training.loss as loss
-from common.training.backward import backward, placed, seed
-from common.training.bitwise.buckets import dense
+from common.training.bitwise import dense
 from common.training.cross_check import CrossCheck
 from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer, factor
-from common.training.prepare import distribute, prepare
+from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
-from common.training.task import find_task
+from common.training.step import backward, placed, seed
+from common.training.tasks import autocast, find_task
 
 __all__ = [
-    "CrossCheck", "TrainState", "backward", "build_optimizer", "dense", "distribute", "evaluate",
-    "factor", "find_task", "loss", "placed", "prepare", "seed",
+    "CrossCheck", "TrainState", "autocast", "backward", "build_optimizer", "dense", "distribute",
+    "evaluate", "factor", "find_task", "placed", "prepare", "seed",
 ]

@@ -1,27 +1,33 @@
 """What decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start."""
 import os
-import platform
 import sys
-from typing import Any
+from typing import Protocol
 
 import torch
 
-from common.errors import say
+from common.errors import UserError, say
 from common.options import Options
 from common.sampler import hash_seed
-from common.world.agreement import first_difference, same_everywhere
-from common.world.world import World
 
-MUST_MATCH = {"threads": "CPU threads per process", "device": "kind of device",
-              "optimizer": "implementation of the optimizer"}
-SHOULD_MATCH = {"torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}  # other bits are likely: a warning
-# environment variables that choose code as the CPU, or the GPU, does
-KERNELS = {"cpu": ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS"),
-           "gpu": ("NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG",
-                   "CUBLASLT_WORKSPACE_SIZE")}
+FACTS = {  # {name in options.json: what it is}
+    "threads": "CPU threads per process", "device": "kind of device",
+    "optimizer": "implementation of the optimizer", "torch": "build of torch", "cpu": "CPU", "gpu": "GPU"}
+MUST_MATCH = ("threads", "device", "optimizer")  # where another of the rest may give other bits: a warning
 
 
-def pin(opts):
+class Ranks(Protocol):
+    """What is asked of a World."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def differences(self, facts: dict[str, str | int]) -> list[tuple[int, str, str, str]]: ...
+
+
+def pin(opts: Options) -> None:
     """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
     if opts.tf32:
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -35,44 +41,39 @@ def pin(opts):
     torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
 
 
-def bit_facts(opts: Options, world: World) -> dict[str, Any]:
+def bit_facts(opts: Options, world: Ranks) -> dict[str, str | int]:
     """{name: value} for options.json; empty without --virtual-ranks, when bits are not promised."""
     if not opts.virtual_ranks:
         return {}
-    given = {kind: [f"{name}={os.environ[name]}" for name in names if name in os.environ]
-             for kind, names in KERNELS.items()}
-    build = f"{hash_seed(torch.__config__.show()):08x}"
-    found = {"threads": torch.get_num_threads(), "device": world.device.type,
-             "optimizer": "fused" if opts.torch_optimizer[1].get("fused") else "torch's choice",
-             "torch": f"{torch.__version__} {torch.version.git_version} {build}",
-             "cpu": " ".join([torch.backends.cpu.get_cpu_capability(), _processor(), *given["cpu"]])}
+    facts = {
+        "threads": torch.get_num_threads(),
+        "device": world.device.type,
+        "optimizer": "fused" if opts.torch_optimizer[1].get("fused") else "torch's choice",
+        "torch": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
+        "cpu": torch.backends.cpu.get_cpu_capability()}
     if world.device.type == "cuda":
-        cudnn = f"cudnn {torch.backends.cudnn.version()}"
-        found["gpu"] = " ".join([torch.cuda.get_device_name(world.device), cudnn, *given["gpu"]])
-    return found
+        name = torch.cuda.get_device_name(world.device)
+        facts["gpu"] = f"{name} cudnn {torch.backends.cudnn.version()}"
+    return facts
 
 
-def bit_differences(was: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def bit_differences(was: dict[str, str | int], now: dict[str, str | int]) -> tuple[list[str], list[str]]:
     """(differences to refuse, differences to warn of) between two `bit_facts`, in words."""
-    def differences(names):
-        return [f"{text} was {was[name]}, now {now.get(name)}" for name, text in names.items()
-                if name in was and was[name] != now.get(name)]
+    firm = []
+    soft = []
+    for name, text in FACTS.items():
+        if name in was and was[name] != now.get(name):
+            differences = firm if name in MUST_MATCH else soft
+            differences.append(f"{text} was {was[name]}, now {now.get(name)}")
+    return firm, soft
 
-    return differences(MUST_MATCH), differences(SHOULD_MATCH)
 
-
-def require_same_bits(opts: Options, world: World) -> None:
+def require_same_bits(opts: Options, world: Ranks) -> None:
     """Refuses a life whose ranks would compute other bits, or warns; call on every rank."""
-    mine = bit_facts(opts, world)
-    same_everywhere(world, {text: mine.get(name) for name, text in MUST_MATCH.items()})
-    odd = first_difference(world, {text: mine.get(name) for name, text in SHOULD_MATCH.items()})
-    if odd and world.rank in (0, odd[0]):
-        say(f"--virtual-ranks: {odd[1]}: other worlds may give other bits", sys.stderr)
-
-
-def _processor():
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    for rank, name, first, value in world.differences(bit_facts(opts, world)):
+        words = f"rank 0 has {FACTS[name]} {first}, rank {rank} has {FACTS[name]} {value}"
+        if name in MUST_MATCH:
+            raise UserError(f"--virtual-ranks: the ranks compute other bits: {words}\n"
+                            "give every node the same kind of device and the same --threads")
+        if world.rank in (0, rank):
+            say(f"--virtual-ranks: {words}: other worlds may give other bits", sys.stderr)

@@ -1,23 +1,32 @@
-"""The processes of one life: who is who, the device of each, and the few collectives."""
+"""The processes of one life: who is who, the device of each, and what they say to each other."""
+import atexit
 import contextlib
+import ctypes
+import gc
 import json
 import os
+import resource
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from common.errors import UserError
-from common.options import machine_id
-from common.world.rendezvous import ANSWER, JOINING, wait
+from common.options import Options
+from common.place import here
+from common.world.determinism import pin
+from common.world.rendezvous import ANSWER, WORKING, choose_interface, find_place, fresh_store, gather, wait
 
 BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
-WATCHED = timedelta(days=1)       # a collective's time-out while the watchdog ends hangs
+WATCHED = timedelta(days=1)       # a collective's time-out while the rescue ends hangs
+M_TRIM_THRESHOLD = -1             # of mallopt: which freed memory goes back to the kernel
+M_MMAP_THRESHOLD = -3
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,10 @@ class World:
     devices: tuple[torch.device, ...]
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     restart: int
-    store: Any = None  # a TCPStore of this life; None if there is one process
+    store: dist.TCPStore | None = None  # of this life; None if there is one process
     stages: int = 1  # ranks that hold one replica of the net together, a stage each
-    stage_group: Any = None  # the group of this rank's replica, if it is more than this rank
-    peers: Any = None  # the group of the ranks with the same stage, if they are not all
-    restarts_left: int = 0  # lives that the agent may still start after a failure; without an agent none
+    stage_group: dist.ProcessGroup | None = None  # of this rank's replica, if it is more than this rank
+    peers: dist.ProcessGroup | None = None  # the ranks with the same stage, if they are not all
 
     @property
     def stage(self) -> int:
@@ -56,24 +64,29 @@ class World:
 
     @property
     def backend(self) -> str:
-        return "none" if self.size == 1 else "nccl" if self.device.type == "cuda" else "gloo"
+        if self.size == 1:
+            return "none"
+        return "nccl" if self.device.type == "cuda" else "gloo"
 
     def devices_line(self) -> str:
         """Which physical devices these are: torch counts only those that CUDA_VISIBLE_DEVICES leaves."""
         if self.device.type != "cuda":
             names = ", ".join(map(str, self.devices))
             return f"devices {names}   {torch.get_num_threads()} CPU threads a process"
-        visible = [v.strip() for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v.strip()]
-        numbers = [visible[d.index or 0] if visible else d.index or 0 for d in self.devices]
-        return "devices " + ", ".join(f"{device} (physical {number}, {torch.cuda.get_device_name(device)})"
-                                      for device, number in zip(self.devices, numbers, strict=True))
+        visible = here().gpus
+        words = []
+        for device in self.devices:
+            number = visible[device.index or 0] if visible else device.index or 0
+            words.append(f"{device} (physical {number}, {torch.cuda.get_device_name(device)})")
+        return "devices " + ", ".join(words)
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
         gpus = [device for device in self.devices if device.type == "cuda"]
         return {f"MiB_{gpu.index}": torch.cuda.memory_allocated(gpu) >> 20 for gpu in gpus}
 
-    def all_sum(self, tensor: Tensor, group: Any = None, ranks: int = 0) -> Tensor:
+    # ---- collectives ------------------------------------------------------------------------------
+    def all_sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None, ranks: int = 0) -> Tensor:
         """Sum over ranks, in place."""
         if (ranks or self.size) > 1:
             dist.all_reduce(tensor, group=group)
@@ -87,23 +100,13 @@ class World:
         """Sum over the ranks of this replica, in place."""
         return self.all_sum(tensor, self.stage_group, self.stages)
 
-    def in_stages(self, stages: int, timeout: timedelta | None = None) -> "World":
-        """This world as size / stages replicas of so many ranks each; call on every rank."""
-        if stages == 1:
-            return self
-        replicas = [range(first, first + stages) for first in range(0, self.size, stages)]
-        same_stage = [range(stage, self.size, stages) for stage in range(stages)]
-        groups = [[dist.new_group(ranks, timeout) for ranks in kind] for kind in (replicas, same_stage)]
-        own, peers = groups[0][self.rank // stages], groups[1][self.rank % stages]
-        return replace(self, stages=stages, stage_group=own, peers=peers)
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor (of one shape), in rank order."""
         if self.size == 1:
             return [tensor]
-        out = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(out, tensor)
-        return out
+        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(tensors, tensor)
+        return tensors
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The source's bytes everywhere, in place; a flat tensor of any length."""
@@ -112,17 +115,41 @@ class World:
                 dist.broadcast(piece, source)
         return tensor
 
-    def barrier(self, name: str, patience: timedelta | None = None) -> None:
-        """Waits for all ranks over the key-value store: up to 10 minutes, longer than a collective would."""
-        if self.size > 1:
-            _meet(self.store, f"meet/{name}", self.size, patience)
+    def in_stages(self, stages: int, timeout: timedelta | None = None) -> "World":
+        """This world as size / stages replicas of so many ranks each; call on every rank."""
+        if stages == 1:
+            return self
+        replicas = [range(first, first + stages) for first in range(0, self.size, stages)]
+        same_stage = [range(stage, self.size, stages) for stage in range(stages)]
+        replica_groups = [dist.new_group(ranks, timeout) for ranks in replicas]
+        stage_groups = [dist.new_group(ranks, timeout) for ranks in same_stage]
+        return replace(self, stages=stages, stage_group=replica_groups[self.rank // stages],
+                       peers=stage_groups[self.rank % stages])
 
     def watched(self) -> None:
-        """From now on the watchdog ends hangs: collectives wait, however long a step or a save takes."""
+        """From now on the rescue ends hangs: collectives wait, however long a step or a save takes."""
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.stage_group, self.peers):
                 set_timeout(WATCHED, group)
+
+    # ---- over the key-value store -----------------------------------------------------------------
+    def barrier(self, name: str, patience: timedelta | None = None) -> None:
+        """Waits for all ranks, longer than a collective would; use each name once per life.
+
+        UserError if a rank has raised one in `all_or_none`.
+        """
+        if self.size == 1:
+            return
+        assert self.store
+        key = f"meet/{name}"
+        if self.store.add(key, 1) == self.size:
+            self.store.set(f"{key}/open", "")
+        wait(self.store, [f"{key}/open"], patience)
+        error = self.store.get(f"{key}/open")
+        if error:
+            self.store.add(f"{key}/heard", 1)
+            raise UserError(*json.loads(error))
 
     @contextlib.contextmanager
     def all_or_none(self, name: str) -> Iterator[None]:
@@ -131,6 +158,7 @@ class World:
             yield
         except UserError as error:
             if self.size > 1:
+                assert self.store
                 self.store.set(f"meet/{name}/open", json.dumps([str(error), error.code]))
                 deadline = time.monotonic() + ANSWER.total_seconds()
                 while self.store.add(f"meet/{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
@@ -138,38 +166,184 @@ class World:
             raise
         self.barrier(name)
 
-    def new_store_client(self) -> Any:
-        """A second connection to this life's store, for a thread that must not wait for the main one."""
-        return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
-
     def once_per_node(self, name: str, find: Callable[[], str]) -> str:
         """Calls `find` on the node's first rank, returns its text on all; use each name once per life."""
         if self.local_size == 1:
             return find()
+        assert self.store
         key = f"once/{self.node}/{name}"
         if self.local_rank == 0:
             self.store.set(key, find())
-        self.store.wait([key], JOINING)
+        wait(self.store, [key])
         return self.store.get(key).decode()
 
+    def differences(self, facts: dict[str, str | int]) -> list[tuple[int, str, str, str]]:
+        """(rank, name, rank 0's value, its own) wherever a rank has another value; call on every rank."""
+        texts = gather_texts(self, json.dumps({name: str(value) for name, value in facts.items()}))
+        first, *others = map(json.loads, texts)
+        return [(rank, name, first.get(name), other.get(name)) for rank, other in enumerate(others, 1)
+                for name in {**first, **other} if first.get(name) != other.get(name)]
 
-def _meet(store, key, count, patience=None):
-    if store.add(key, 1) == count:
-        store.set(f"{key}/open", "1")
-    wait(store, f"{key}/open", patience)
-    if (word := store.get(f"{key}/open")) != b"1":
-        store.add(f"{key}/heard", 1)
-        raise UserError(*json.loads(word))
-
-
-def _too_few(processes, gpus):
-    return UserError(f"{processes} processes on this machine but {gpus} GPUs are visible\n"
-                     f"start at most {gpus} (--nproc_per_node={gpus}), or use --device cpu")
+    def new_store_client(self) -> dist.TCPStore:
+        """A second connection to this life's store, for a thread that must not wait for the main one."""
+        assert self.store
+        return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
 
 
-def _refuse_a_shared_gpu(store, device, local_size):
-    """UserError if each process of a machine sees one GPU only, and two of them the same one."""
-    if device.type == "cuda" and local_size > torch.cuda.device_count() == 1:
-        gpu = torch.cuda.get_device_properties(device).uuid
-        if store.add(f"gpu/{machine_id()}/{gpu}", 1) > 1:
-            raise _too_few(local_size, 1)
+# ---- what the ranks of one life tell each other, never as pickles ---------------------------------
+def gather_texts(world: World, text: str) -> list[str]:
+    """The text of every rank; call on every rank."""
+    if world.size == 1:
+        return [text]
+    return gather(world.store, world.rank, world.size, text)
+
+
+def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
+    """UserError, naming two ranks and their values, if {name: value} differs between ranks."""
+    differences = world.differences(facts)
+    if differences:
+        rank, name, first, value = differences[0]
+        raise UserError(f"the ranks run different things: rank 0 has {name} {first}, "
+                        f"rank {rank} has {name} {value}\n"
+                        "give every node the same code, environment, data and options\n"
+                        "seed what is drawn at random: torch.manual_seed(0), numpy.random.default_rng(0)")
+
+
+def send(world: World, data: bytes | None, source: int) -> bytes:
+    """The bytes of rank `source`, on every rank."""
+    length = world.broadcast(torch.tensor([len(data or b"")]), source)
+    tensor = torch.zeros(int(length), dtype=torch.uint8)
+    if data and world.rank == source:
+        tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return bytes(world.broadcast(tensor, source).tolist())
+
+
+def odd_ranks(world: World, numbers: list[int]) -> list[int] | None:
+    """None if the ranks of each stage have equal integers; else those in the minority, [] without one."""
+    rows = [tuple(row.tolist()) for row in world.all_gather(torch.tensor(numbers))]
+    minority = None
+    for stage in range(world.stages):
+        values = rows[stage::world.stages]
+        if len(set(values)) == 1:
+            continue
+        few = [i for i, value in enumerate(values) if values.count(value) <= len(values) // 2]
+        if len(few) == len(values):  # no majority
+            few = []
+        minority = (minority or []) + [stage + i * world.stages for i in few]
+    return minority
+
+
+@torch.no_grad()
+def fingerprint_of(tensors: dict[str, Tensor]) -> int:
+    """A cheap 64-bit sum over every bit of named tensors; equal weights give equal sums on every device."""
+    sums = [torch.zeros((), dtype=torch.int64)]
+    for tensor in tensors.values():
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        if flat.numel() % 8 or flat.storage_offset() % 8:
+            flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
+        sums.append(flat.view(torch.int64).sum().cpu())  # 64-bit sums wrap, so their order does not matter
+    total = sum((2 * index + 1) * value for index, value in enumerate(torch.stack(sums).tolist())) % 2**64
+    return total - 2**64 if total >= 2**63 else total
+
+
+# ---- how a process joins the world of this life, and how it leaves it -----------------------------
+def join(opts: Options) -> World:
+    """The world that torchrun or a person describes in the environment; call once, on every rank."""
+    prepare_process()
+    place = here()
+    node = place.node
+    local_rank = place.local_rank
+    local_size = place.local_size
+    store = None
+    if place.size > 1 and dist.is_initialized():  # by a script of one's own
+        raise UserError("torch.distributed is initialised already\n"
+                        "leave out init_process_group: the ranks are joined here, and parted at the end")
+    if place.by_hand:
+        store = fresh_store(place.rank, place.size)
+        node, local_rank, local_size = find_place(store, place.rank, place.size)
+    devices = choose_devices(opts, local_rank, local_size)
+    if opts.threads:
+        torch.set_num_threads(opts.threads)
+    pin(opts)
+    if devices[0].type == "cuda":
+        torch.cuda.set_device(devices[0])
+    timeout = timedelta(seconds=4 * opts.hang_timeout) if opts.hang_timeout else WORKING
+    life = uuid.uuid4().hex[:12]
+    if place.size > 1:
+        choose_interface(place, local_size, os.environ)
+        store = store or fresh_store(place.rank, place.size)
+        _init_process_group(store, place, devices[0], timeout)
+        if place.rank == 0:
+            store.set("life", life)
+        life = store.get("life").decode()
+    world = World(place.rank, place.size, local_rank, local_size, node, devices, life, place.restart, store)
+    return world.in_stages(opts.stages or place.size if opts.script == "mp" else 1, timeout)
+
+
+def leave(world: World) -> None:
+    """The clean end: all is saved, all ranks have met, and no error is a failure.
+
+    Rank 0 holds the store, so it leaves last: its end would be a death for a rank that still asks the store.
+    """
+    if world.size > 1:
+        assert world.store
+        with contextlib.suppress(RuntimeError):
+            deadline = time.monotonic() + ANSWER.total_seconds()
+            world.store.add("left", 1)
+            while world.rank == 0 and world.store.add("left", 0) < world.size and time.monotonic() < deadline:
+                time.sleep(0.01)
+            dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+def prepare_process() -> None:
+    """Makes this process a good one to train in."""
+    gc.freeze()  # imported modules stay: the collector need not look at them again
+    atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
+    gc.enable()
+    keep_memory()
+    with contextlib.suppress(ValueError, OSError):  # rank 0 holds connections to all
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def keep_memory() -> None:
+    """Keeps freed memory for the next step: the kernel would clear it, a quarter of a ResNet's time."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # glibc; other libraries do not give memory back, or offer no choice
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
+            libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions accept
+
+
+def choose_devices(opts: Options, local_rank: int, local_size: int) -> tuple[torch.device, ...]:
+    """The devices of this process: one per rank, or the list of a script that drives many."""
+    count = torch.cuda.device_count() if opts.device != "cpu" else 0
+    if opts.device == "cuda" and not count:
+        visible = ",".join(here().gpus) or "none"
+        raise UserError(f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {visible})\n"
+                        "use --device cpu, or make a GPU visible")
+    if opts.devices:
+        return tuple(torch.device(name) for name in opts.devices)
+    if not count:
+        return (torch.device("cpu"),)
+    if opts.script != "ddp" and local_size == 1:
+        return tuple(torch.device("cuda", i) for i in range(count))
+    if count == 1 and here().gpus:  # each process sees its own: --gpus-per-task
+        return (torch.device("cuda", 0),)
+    if local_size > count:
+        raise UserError(f"{local_size} processes on this machine but {count} GPUs are visible\n"
+                        f"start at most {count} (--nproc_per_node={count}), or use --device cpu")
+    return (torch.device("cuda", local_rank),)
+
+
+def _init_process_group(store, place, device, timeout):
+    backend = "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"  # control traffic never touches the device stream
+        # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer step
+        # uses garbage
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=place.rank,
+                            world_size=place.size, timeout=timeout,
+                            device_id=device if device.type == "cuda" else None)

@@ -26,7 +26,7 @@ from torch import nn
 from common.options import Options
 from common.training import TrainState, backward, build_optimizer, distribute
 from common.world.determinism import pin
-from common.world.join import keep_memory
+from common.world.world import keep_memory
 
 
 def cnn():
@@ -59,8 +59,9 @@ NETS = {"cnn": (cnn, 8, 4), "mlp": (mlp, 8, 1), "resnet": (resnet, 4, 1)}  # sam
 
 def bytes_sent(tree):
     """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
-    replicas, rows = tree.world.replicas, sum(tree.rows_of) / tree.world.replicas
-    return sum(bucket.flat.nbytes / replicas * (replicas - 1) * (rows + 1) for bucket in tree.buckets)
+    replicas = tree.world.replicas
+    return sum(bucket.empty.nbytes / replicas * (replicas - 1) * (len(bucket.received) / replicas + 1)
+               for bucket in tree.buckets)
 
 
 def measure(world, name, slices, rounds):

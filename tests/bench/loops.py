@@ -37,7 +37,7 @@ from common.data import batches, load_data
 from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
-from common.world.join import keep_memory
+from common.world.world import keep_memory
 
 
 class Tutorial(nn.Module):
@@ -128,7 +128,7 @@ def turn(kind, whose, folder):
     counting(steps, folder / f"cost-{os.environ['RANK']}")
     if whose == "ours":
         sys.argv[1:] = [*flags(folder), f"--run-dir={folder}/run", "--device=cpu", "--workers=0",
-                        "--no-tensorboard", "--progress=off", "--memory-tier=off"]
+                        "--no-tensorboard", "--progress=off"]
         runpy.run_path(str(ROOT / "train_ddp.py"), run_name="__main__")
     if ranks > 1:
         distributed.init_process_group("gloo")

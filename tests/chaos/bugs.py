@@ -6,7 +6,7 @@ nothing.
 def no_rescue():
     """Survivors leave without saving."""
     from common.checkpoint import CheckpointStore
-    CheckpointStore.rescue = lambda self, state, in_memory: ""
+    CheckpointStore.rescue = lambda self, state: ""
 
 
 def position_ahead():
@@ -53,8 +53,7 @@ def loaders_hold_up_their_rank():
 
 def named_too_early():
     """Files are written under the name that counts, not aside."""
-    from common.checkpoint.commit import Writer
-    from common.checkpoint.manifest import free_names
+    from common.checkpoint.folder import Writer, free_names
 
     def aside(self, step):
         return self.root / next(free_names(self.root, step))

@@ -77,14 +77,15 @@ def around(owner, attribute, before=None, after=None):
 
 
 def plant(script):
-    """Around the names that train_ddp.py uses, torch's own hooks, and the system calls of a save."""
+    """Around the names that the script and its Run use, torch's own hooks, and the system calls of a save."""
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+    import common.run
     from common.checkpoint import CheckpointStore
     from common.ledger import Audit
     from common.training import TrainState
-    around(script, "join", "join", "joined")
+    around(common.run, "join", "join", "joined")
     around(CheckpointStore, "restore", "restore", "restored")
     around(Audit, "begin", "begin")
     around(TrainState, "update", "step-before", "step-after")
@@ -94,7 +95,7 @@ def plant(script):
     around(script, "evaluate", "evaluate", "evaluated")
     around(TrainState, "end_epoch", "epoch-end", "epoch-ended")
     around(CheckpointStore, "close", "close", "closed")
-    around(script, "leave", "leave", "left")
+    around(common.run, "leave", "leave", "left")
     atexit.register(point, "exit")
     _plant_in_saves()
 

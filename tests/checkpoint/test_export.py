@@ -1,8 +1,6 @@
 """What a finished run is good for: its best checkpoint by name, its weights as a file that anybody reads."""
 import errno
-import json
 import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +9,6 @@ from stores import a_life, at_step, expected, options, save, tiny_net
 from torch import nn
 
 from common.checkpoint.__main__ import main
-from common.checkpoint.files import to_json
-from common.checkpoint.manifest import STATE
 
 
 class Tied(nn.Module):
@@ -40,7 +36,6 @@ def test_the_best_checkpoint_is_printed_as_a_path(tmp_path, capsys):
     assert capsys.readouterr().out == f"{run}/checkpoints/step-00000002\n"
     assert main([str(run / "checkpoints/step-00000002")]) == 0
     assert capsys.readouterr().out.startswith("step-00000002  whole")
-    assert main([str(run), "--export="]) == 2
     with pytest.raises(SystemExit, match="2"):
         main([str(run), "--best", "--digest"])
 
@@ -59,19 +54,32 @@ def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys)
     assert main([str(run), "--export", str(file)]) == 0 and "of step 2" in capsys.readouterr().out
 
 
-def full(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-@pytest.mark.parametrize("place, name, act, said", [
-    (Path, "read_bytes", lambda path: b"", "reads back as something else"),
-    (os, "fsync", full, "No space left on device (ENOSPC); needed")])
-def test_an_export_that_fails_leaves_no_file(tmp_path, capsys, monkeypatch, place, name, act, said):
+def test_an_export_that_fails_leaves_no_file(tmp_path, capsys, monkeypatch):
     run, file = trained(tmp_path), tmp_path / "w.safetensors"
     with monkeypatch.context() as patch:
-        patch.setattr(place, name, act)
+        patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left")))
         assert main([str(run), "--export", str(file)]) == 2
-    assert said in capsys.readouterr().err and not list(tmp_path.glob("w*"))
+    assert "No space left" in capsys.readouterr().err and not list(tmp_path.glob("w*"))
+
+
+def test_an_export_is_in_the_format_that_its_suffix_says(tmp_path, capsys):
+    run = trained(tmp_path)
+    assert main([str(run), "--export", str(tmp_path / "w.pt")]) == 0
+    weights = torch.load(tmp_path / "w.pt", weights_only=True)
+    assert weights.keys() == tiny_net().state_dict().keys()
+    assert all(torch.equal(tensor, expected(tensor, 2)) for tensor in weights.values())
+    capsys.readouterr()
+    assert main([str(run), "--export", str(tmp_path / "w.onnx")]) == 2
+    assert "end the name in .safetensors, or in .pt" in capsys.readouterr().err
+    assert not (tmp_path / "w.onnx").exists()
+
+
+def test_every_option_has_a_text_in_the_help(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    lines = capsys.readouterr().out.partition("options:")[2]
+    for flag in ("--digest", "--best", "--export FILE"):
+        assert lines.partition(f"  {flag}")[2].strip()[:1].islower(), flag
 
 
 def test_what_is_exported_loads_strictly_into_the_bare_net(tmp_path, capsys):
@@ -102,14 +110,3 @@ def test_averages_take_the_place_of_the_weights_and_tied_ones_are_there_once(tmp
     assert other.load_state_dict(found, strict=False).missing_keys == ["head.weight"]
     for one in (net, other):
         assert all((p == 7).all() for p in one.parameters()) and one.head.weight is one.words.weight
-
-
-def test_averages_of_an_earlier_version_that_names_no_tied_weights_are_not_exported_half(tmp_path, capsys):
-    run = trained(tmp_path, ema_decay=0.5, steps=(1,))
-    folder = run / "checkpoints/step-00000001"
-    facts = json.loads((folder / STATE).read_text())
-    del facts["tied"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("common.checkpoint.__main__.read_small", lambda path: to_json(facts))
-        assert main([str(run), "--export", str(tmp_path / "w.safetensors")]) == 2
-    assert "does not say which weights are tied" in capsys.readouterr().err

@@ -13,10 +13,10 @@ import shutil
 import pytest
 from stores import a_life, announced_rescue, at_step, images_are_at, images_for, load_into, options, save
 
-from common.checkpoint.files import Damaged
-from common.checkpoint.manifest import checkpoints, verify
+from common.checkpoint.disk import Damaged
+from common.checkpoint.folder import checkpoints, verify
 from common.ledger import Audit, Ledger
-from common.ledger.lines import Metrics
+from common.ledger.log import Metrics
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
 THOROUGH = 1                                     # every n-th state; the test of the tests takes fewer
@@ -53,8 +53,8 @@ class Recorder:
 
         def pwrite(fd, data, at):
             n = real["pwrite"](fd, data, at)
-            if not path_of(fd).endswith("lock"):  # in order: a tiny state has one block
-                note("write", path_of(fd), bytes(data[:n]))
+            if not path_of(fd).endswith("lock"):
+                note("write", path_of(fd), (at, bytes(data[:n])))
             return n
 
         def fsync(fd):
@@ -117,7 +117,9 @@ class Disk:
                 self.data[new] = self.synced[new] = b""
             self.change((folder, name, new))
         elif what == "write":
-            self.data[inode] += other
+            at, new = other  # by several threads, in any order
+            old = self.data[inode].ljust(at, b"\0")
+            self.data[inode] = old[:at] + new + old[at + len(new):]
         elif what == "fsync" and inode in self.now:
             for change in self.changes:
                 change[0] = change[0] or any(entry[0] == inode for entry in change[1])
@@ -267,7 +269,7 @@ def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start(tmp_path):
     root = opts.run_dir / "checkpoints"
     with a_life(opts) as life:
         life.store.save(at_step(life.state, 1))
-    for name in (".life-0123", ".gone-0123", ".life-4567"):
+    for name in (".life-0123", ".life-0123.gone-ab", ".life-4567"):
         shutil.copytree(root / "step-00000001", root / name / "step-00000002.1.1")
     (root / ".life-89ab").symlink_to(tmp_path)
     (root / ".stray").write_text("x")

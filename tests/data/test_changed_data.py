@@ -1,13 +1,10 @@
 """Data that a person has mended: training goes on where no sample's place has moved, else its epoch begins
 again, and says so.
 """
-import json
-
 import pytest
 from stores import a_life, at_step, is_at, options, refused, save, steps_of, tiny_state, two_checkpoints
 from test_audit import BATCH, CLEAN, SEED, N
 
-from common.checkpoint.files import sealed, to_json
 from common.ledger import Audit, Ledger, audit
 from common.sampler import ElasticSampler
 from common.training.optimizer import learning_rate
@@ -33,8 +30,6 @@ def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_
     with a_life(options(tmp_path), fingerprint=OTHER, said=said) as life:  # nothing was saved in between
         assert is_at(life.state, 2) and len(said) == 1
         save(life, 3)
-    refused(options(tmp_path), "fingerprint was 000000000000, now ffffffffffff")
-    (tmp_path / "run/options.json").unlink()  # the newest manifest knows too
     refused(options(tmp_path), "fingerprint was 000000000000, now ffffffffffff")
     with a_life(options(tmp_path), fingerprint=OTHER) as life:
         assert is_at(life.state, 3) and steps_of(options(tmp_path)) == [3, 2]
@@ -76,28 +71,6 @@ def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(tmp_p
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
         assert (life.state.step, life.state.position) == (2, position)
     assert len(said) == (not position) and all("begins again" in text for text in said)
-
-
-def as_an_earlier_version_wrote_it(folder):
-    """Facts without the order; manifests and hashes to match."""
-    import hashlib
-    state, manifest = (json.loads((folder / name).read_text()) for name in ("state.json", "manifest.json"))
-    del state["order"], manifest["seal"]
-    (folder / "state.json").write_bytes(text := to_json(state))
-    manifest["files"]["state.json"] = {"bytes": len(text),
-                                       "sha256": hashlib.sha256(text).hexdigest()}
-    (folder / "manifest.json").write_bytes(sealed(manifest))
-
-
-def test_a_checkpoint_of_an_earlier_version_goes_on_with_its_data_and_with_others_begins_its_epoch_again(
-        tmp_path):
-    _, root = two_checkpoints(tmp_path)
-    as_an_earlier_version_wrote_it(root / "step-00000002")
-    said = []
-    with a_life(options(tmp_path), said=said) as life:
-        assert is_at(life.state, 2) and not said
-    with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said) as life:
-        assert (life.state.step, life.state.position) == (2, 0) and "begins again" in said[1]
 
 
 def test_after_an_epoch_that_began_again_all_epochs_are_whole_and_the_learning_rate_follows_them(tmp_path):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from jobs import TESTS, audit, events
 from ranks import fork_ranks
 from test_bitwise import run, through_kills
-from test_task import ALONE, Life, doubled
+from test_tasks import ALONE, Life, doubled
 
 from common.data import load_data
 from common.errors import UserError
@@ -166,7 +166,7 @@ def test_a_picture_that_cannot_be_read_is_left_out_with_workers_too(tmp_path, wo
 def test_without_the_flag_a_bad_sample_is_an_error_and_so_is_a_dataset_of_bad_ones_with_it(tmp_path):
     given, other = flags(tmp_path), tmp_path / "other"
     other.mkdir()
-    with pytest.raises(ValueError, match="torn"):
+    with pytest.raises(UserError, match="sample 3: ValueError: row 3 is torn"):
         load_data(Options(**given | {"bad_samples": "stop"}), ALONE).train.fetch([3])
     with pytest.raises(UserError, match="none of its 100 samples can be read"):
         load_data(Options(**flags(other, bad="range(1000)")), ALONE)

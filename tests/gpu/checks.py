@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from common.checkpoint import CheckpointStore
-from common.checkpoint.tensor_file import TensorFile
 from common.options import parse_options
 from common.training import TrainState, build_optimizer
-from common.training.evaluate import averaged_weights
 from common.world import World
 
 
@@ -62,23 +60,12 @@ def late_copy(device="cuda:0"):
             state.update(8)
         wanted = {name: p.detach().clone() for name, p in net.named_parameters()}
         store.save(state)
-        with torch.no_grad(), averaged_weights(state):
+        with torch.no_grad(), state.averaged():
             pass
         store.wait()
-        views = state.images["model"].views
+        views = state.updates.images["model"].views
         print("differ:", sum(not torch.equal(views[name], p.cpu()) for name, p in wanted.items()))
         store.close()
-
-
-def host_register():
-    """A refused registration of host memory leaves no error for the next kernel."""
-    tensors = {"x": torch.ones(1 << 20, device="cuda")}
-    file = TensorFile(tensors)
-    file.copy(tensors)
-    file._pin(torch.device("cuda:0"))  # again: refused
-    torch.ones(4, device="cuda").add_(1)
-    torch.cuda.synchronize()
-    print("the next kernel does not mind")
 
 
 def dp_dtype():

@@ -1,4 +1,4 @@
-"""launch/torchrun.py forks its workers from a process with everything imported: may a fork use the GPU?"""
+"""A process that a fork server forks: it must be able to use the GPU, or launch/ cannot fork workers."""
 import pytest
 from gpus import fake, needs, visible
 from jobs import ROOT, events, lives, until
@@ -6,7 +6,7 @@ from jobs import ROOT, events, lives, until
 pytestmark = needs(1)
 
 
-@pytest.mark.parametrize("how", ["fork", "spawn"])
+@pytest.mark.parametrize("how", ["forkserver", "spawn"])
 def test_a_worker_trains_on_the_gpu_and_so_does_the_one_after_it(jobs, tmp_path, how):
     run = tmp_path / "run"
     job = jobs.start(ROOT / "launch/torchrun.py", "--nproc_per_node=1", f"--start_method={how}",

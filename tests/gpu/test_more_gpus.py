@@ -69,14 +69,12 @@ def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_stages(tmp_path, flag
 
 
 @needs(2)
-@pytest.mark.parametrize("flags", [("--schedule=gpipe",), ("--schedule=1f1b", "--recompute"),
-                                   ("--schedule=interleaved",), ("--freeze=embedding", "--clip-grad-norm=1")])
+@pytest.mark.parametrize("flags", [("--recompute",), ("--freeze=embedding", "--clip-grad-norm=1")])
 def test_stages_over_gpus_have_the_loss_of_the_whole_net(tmp_path, flags):
-    both = (*SMALL, *GPT, "--log-every=1", "--micro-batch-size=8", *[f for f in flags if "sched" not in f])
+    both = (*SMALL, *GPT, "--log-every=1", "--micro-batch-size=8", *flags)
     train(tmp_path / "1", "train_ddp.py", *[flag for flag in both if flag != "--recompute"])
-    schedule = [f for f in flags if "sched" in f]
-    train(tmp_path / "ranks", "train_mp.py", *both, *schedule, world=2)
-    train(tmp_path / "devices", "train_mp.py", *both, *schedule, devices(0, 1))
+    train(tmp_path / "ranks", "train_mp.py", *both, world=2)
+    train(tmp_path / "devices", "train_mp.py", *both, devices(0, 1))
     for name in ("ranks", "devices"):
         assert losses(tmp_path / name) == pytest.approx(losses(tmp_path / "1"), abs=1e-3)
 

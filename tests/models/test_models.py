@@ -7,14 +7,14 @@ import torch.nn.functional as F
 
 from common.errors import UserError
 from common.models import build_model
-from common.models.nets import MODELS, Pool
+from common.models.nets import MODELS, HalfPool
 from common.options import Options
-from common.sampler import seeded
 
 IMAGES = SimpleNamespace(name="images", classes=10, sample_shape=(1, 28, 28), vocab=None)
 ROWS = SimpleNamespace(name="rows", classes=2, sample_shape=(10,), vocab=None)
 WORDS = SimpleNamespace(name="words", classes=2, sample_shape=(4,), vocab=8)
 TOKENS = SimpleNamespace(name="tokens", classes=8, sample_shape=(4,), vocab=8)
+TINY = SimpleNamespace(name="tiny", classes=2, sample_shape=(1, 15, 28), vocab=None)
 OWN = {"net": IMAGES, "mlp": ROWS, "lstm": WORDS, "gpt": TOKENS}
 
 
@@ -57,7 +57,7 @@ def test_pooling_and_its_gradient_have_the_bits_of_torchs_own_also_where_pixels_
     special = torch.tensor([[[[float("nan"), 1, -float("inf")], [float("inf"), float("nan"), 2]]]]).to(kind)
     last = grid.contiguous(memory_format=torch.channels_last)
     for x in (grid, grid.round(), torch.zeros_like(grid), last, grid[:0], grid[0], special):
-        for mine, torchs in zip(both(x, Pool(2)), both(x, torch.nn.MaxPool2d(2)), strict=True):
+        for mine, torchs in zip(both(x, HalfPool()), both(x, torch.nn.MaxPool2d(2)), strict=True):
             torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True, check_stride=True)
 
 
@@ -120,13 +120,6 @@ def test_torchvision_models_take_the_datas_channels_and_classes(name):
     assert net(samples(data)).shape == (3, 7)
 
 
-def test_a_colour_model_keeps_its_first_convolution():
-    models = pytest.importorskip("torchvision").models
-    data = SimpleNamespace(name="colour", classes=1000, sample_shape=(3, 64, 64), vocab=None)
-    ours, theirs = build("resnet18", data).state_dict(), models.resnet18().state_dict()
-    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()}
-
-
 def test_a_vision_transformer_follows_the_image_size():
     pytest.importorskip("torchvision")
     data = SimpleNamespace(name="small", classes=10, sample_shape=(3, 32, 32), vocab=None)
@@ -141,16 +134,11 @@ def test_names_that_nothing_answers_to_are_answered_with_the_nearest():
 
 
 @pytest.mark.parametrize("model, data", [("lstm", IMAGES), ("net", WORDS), ("mlp", WORDS), ("net", ROWS),
-                                         ("resnet18", ROWS), ("alexnet", IMAGES)])
+                                         ("resnet18", ROWS), ("net", TINY)])
 def test_a_model_that_cannot_work_on_the_data_is_refused_before_the_first_step(model, data):
     if model not in MODELS:
         pytest.importorskip("torchvision")
     assert model in refusal(model, data) and data.name in refusal(model, data)
-
-
-def test_images_too_small_for_net_are_refused():
-    assert "16x16" in refusal("net",
-                              SimpleNamespace(name="tiny", classes=2, sample_shape=(1, 15, 28), vocab=None))
 
 
 def test_a_users_function_gets_as_many_facts_as_it_requires(tmp_path):
@@ -167,9 +155,9 @@ def test_a_users_function_gets_as_many_facts_as_it_requires(tmp_path):
 @pytest.mark.parametrize("text, name, said", [
     ("def other(): pass\n", "build", "it has other"),
     ("def build(): return 7\n", "build", "int, not an nn.Module"),
-    ("\n\ndef build(:\n", "build", "line 3: SyntaxError"),
-    ("import nonesuch\n", "build", "line 1: ModuleNotFoundError"),
-    ("def build():\n    return 1 / 0\n", "build", "line 2: ZeroDivisionError"),
+    ("\n\ndef build(:\n", "build", "line 3: def build("),
+    ("import nonesuch\n", "build", "line 1: import nonesuch"),
+    ("def build():\n    return 1 / 0\n", "build", "line 2: return 1 / 0"),
     ("def build(a, b, c): pass\n", "build", "takes 3 arguments"),
 ])
 def test_what_is_wrong_in_a_users_file_is_said_with_its_line(tmp_path, text, name, said):
@@ -178,17 +166,45 @@ def test_what_is_wrong_in_a_users_file_is_said_with_its_line(tmp_path, text, nam
     assert said in refusal(f"{path}:{name}") and str(path) in refusal(f"{path}:{name}")
 
 
-def test_a_users_file_that_is_not_there_or_names_no_function_is_refused(tmp_path):
-    assert "does not exist" in refusal(f"{tmp_path}/none.py:build")
-    assert "path/to/file.py:function" in refusal(f"{tmp_path}/none.py")
+# ---- nets whose training, or checkpoints, would lack something --------------------------------------------
+FLAWED = """
+import torch
+from torch import nn
+
+class Extra(nn.Module):
+    def get_extra_state(self):
+        return {"count": 1}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(10, 2)
+        net = self
+        CHANGE
+
+def build(data):
+    return Net()
+"""
 
 
-def test_seeded_gives_the_generators_back_even_after_an_error():
-    before = torch.get_rng_state()
-    with pytest.raises(KeyError):
-        with seeded(1, "x"):
-            first = torch.rand(3), random.random()
-            raise KeyError
-    assert torch.equal(torch.get_rng_state(), before)
-    with seeded(1, "x"):
-        assert torch.equal(torch.rand(3), first[0]) and random.random() == first[1]
+@pytest.mark.parametrize("change, said", [
+    ("net.more = nn.LazyLinear(3)", "more.weight has no size yet"),
+    ("net.more = nn.Linear(3, 3, device='meta')", "more.weight is torch.strided on meta"),
+    ("net.register_buffer('few', torch.eye(3).to_sparse())", "few is torch.sparse_coo"),
+    ("net.table = nn.Embedding(4, 3, sparse=True)", "table makes sparse gradients"),
+    ("net.kept = Extra()", "kept._extra_state (dict)"),
+    ("net.requires_grad_(False)", "no weight of it trains"),
+    ("net.train = lambda mode=True: net.requires_grad_(False)", "no weight of it trains"),
+])
+def test_a_net_that_could_not_train_or_resume_is_refused_before_the_first_step(tmp_path, change, said):
+    (tmp_path / "mine.py").write_text(FLAWED.replace("CHANGE", change))
+    assert said in refusal(f"{tmp_path}/mine.py:build", ROWS)
+
+
+def test_an_expanded_buffer_gets_memory_of_its_own_and_stays_tied(tmp_path):
+    change = "wide = torch.ones(1).expand(8); net.register_buffer('wide', wide); " \
+             "net.layer.same = nn.Module(); net.layer.same.register_buffer('too', net.wide)"
+    (tmp_path / "mine.py").write_text(FLAWED.replace("CHANGE", change))
+    net = build(f"{tmp_path}/mine.py:build", ROWS)
+    net.wide.copy_(torch.arange(8))
+    assert net.layer.same.too.tolist() == [*range(8)]

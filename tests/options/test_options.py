@@ -1,19 +1,19 @@
 """Flags and environment: what is accepted, what is refused, and in which words."""
 import json
 import os
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 
-from common.errors import UserError
-from common.options import Options, call_user, environment, parse_options
+from common.errors import UserError, blamed
+from common.options import Options, call_user, parse_options
+from common.options.environment import begin_life, flag_in
 from common.options.flags import flag_of
-from common.options.rules import DATASET_FLAGS
+from common.options.rules import DATASETS, uses
+from common.place import here
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
@@ -23,7 +23,7 @@ TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE
 
 @pytest.fixture(autouse=True)
 def alone_in_an_empty_folder(monkeypatch, tmp_path):
-    for name in (*TORCHRUN, "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "PET_RDZV_BACKEND"):
+    for name in (*TORCHRUN, "PET_RDZV_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
 
@@ -33,9 +33,7 @@ def parse(*argv, script=None):
 
 
 def refused(capsys, *argv, script=None):
-    """What stderr says, after checking what every refusal owes: exit 2, at most three lines, nothing on
-    stdout.
-    """
+    """What stderr says, after checking what every refusal owes: exit 2, three lines at most, stdout empty."""
     with pytest.raises(SystemExit) as end:
         parse(*argv, script=script)
     said = capsys.readouterr()
@@ -44,152 +42,82 @@ def refused(capsys, *argv, script=None):
     return said.err
 
 
-@pytest.mark.parametrize("argv, word", [
-    (["--epochs", "-1"], "'-1' is not a whole number from 1"),
-    (["--epochs", "0"], "--epochs"),
-    (["--epochs", "1.5"], "--epochs"),
-    (["--epochs"], "expected one argument"),
-    (["--global-batch-size", "0"], "--global-batch-size: '0'"),
-    (["--global-batch-size", "9" * 5000], "--global-batch-size"),
-    (["--lr", "nan"], "--lr: 'nan' is not a finite number > 0"),
-    (["--lr", "inf"], "--lr"),
-    (["--lr", "1e999"], "--lr"),
-    (["--lr", "0"], "--lr"),
-    (["--lr=-1e-3"], "--lr"),
-    (["--label-smoothing", "1"], "< 1"),
-    (["--mixup=-0.1"], "--mixup"),
-    (["--seed", str(2**63)], str(2**63 - 1)),
-    (["--seed", "-1"], "--seed"),
-    (["--keep", "1"], "--keep"),
-    (["--optimizer", "adan"], "did you mean adam?"),
-    (["--optimizer", "lbfgs"], "several times in one step"),
-    (["--optimizer", "nadam", "--optimizer-args", "momntum=1"], "takes no momntum"),
-    (["--optimizer", "nadam", "--optimizer-args", "momntum=1"], "momentum_decay, decoupled_weight_decay"),
-    (["--optimizer", "nadam", "--optimizer-args", "eps=len"], "is not a list of arguments like"),
-    (["--optimizer", "nadam", "--optimizer-args", "1) + f(eps=1"], "is not a list of arguments like"),
-    (["--optimizer", "nadam", "--optimizer-args", "lr=1"], "lr has a flag of its own"),
-    (["--optimizer", "nadam", "--betas", "0.9,1"], "< 1"),
-    (["--betas", "0.9"], "two numbers"),
-    (["--optimizer", "nadam", "--betas", "0.9,0.9", "--optimizer-args", "betas=(0,0)"], "betas has a flag"),
-    (["--optimizer", "sgd", "--optimizer-args", "dampening=0.5"], "dampening"),
-    (["--optimizer", "rprop", "--weight-decay", "0.1"], "--weight-decay cannot take effect"),
-    (["--optimizer", "rprop", "--lr-schedule", "cosine"], "it looks at lr once"),
-    (["--optimizer", "own.py:f", "--optimizer-args", "eps=1"], "let the function do it"),
-    (["--optimizer", "own.py:f", "--weight-decay", "1", "--no-decay-1d"], "let the function do it"),
-    (["--nesterov"], "--nesterov cannot take effect with --optimizer adam"),
-    (["--optimizer", "sgd", "--betas", "0.9,0.9"], "--betas cannot take effect with --optimizer sgd"),
-    (["--no-decay-1d"], "without --weight-decay"),
-    (["--lr-schedule", "cosin"], "did you mean cosine?"),
-    (["--lr-schedule", "own.py:f", "--warmup-epochs", "1"], "let the function do it"),
-    (["--min-lr", "0.0001"], "--lr-schedule constant"),
-    (["--lr-schedule", "cosine", "--min-lr", "1"], "is not below --lr 0.001"),
-    (["--init-skip", "fc."], "without --init-from"),
-    (["--lerning-rate", "1"], "unknown argument '--lerning-rate'"),
-    (["--global_batchsize", "8"], "did you mean --global-batch-size?"),
-    (["--glob", "8"], "--glob"),  # no abbreviations
-    (["stray"], "unknown argument 'stray'"),
-    (["--virtual-ranks", "65"], "slices without samples"),
-    (["--virtual-ranks", "4", "--micro-batch-size", "8"],
-     "--micro-batch-size cannot take effect with --virtual-ranks"),
-    (["--virtual-ranks", "4", "--compile"], "--compile cannot take effect with --virtual-ranks"),
-    (["--dataset", "digit"], "did you mean digits?"),
-    (["--dataset", "digits:3x3"], "did you mean digits?"),
-    (["--dataset", "zzz"], ", ".join(DATASET_FLAGS)),
-    (["--run-dir", "a\nb"], "control character"),
-    (["--run-dir", ""], "empty"),
-    (["--run-dir", os.fsdecode(b"caf\xe9")], "not UTF-8"),
-    (["--data-dir", "a\x1b[2J"], "control character"),
-    (["--run-dir", "/"], "root of the file system"),
-    (["--run-dir", "/tmp/.."], "root of the file system"),
-    (["--run-dir", "data"], "data folder"),
-    (["--run-dir", "x/../pictures/", "--dataset", "imagefolder", "--data-dir", "pictures"], "data folder"),
-    (["--dataset", "imagefolder"], "data/train does not exist"),
-    (["--dataset", "imagefolder", "--data-dir", "pictures"], "pictures/train does not exist"),
-    (["--dataset", "imagefolder", "--data-dir", "pictures", "--train-folder", "a"], "pictures/a does not"),
-    (["--dataset", "digits", "--image-size", "64"], "--image-size cannot take effect"),
-    (["--dataset", "text", "--vocab-size", "64"], "--vocab-size cannot take effect"),
-    (["--dataset", "tar", "--data-dir", "pictures"], "pictures/train*.tar exists"),
-    (["--dataset", "tar", "--data-dir", "absent"], "absent/train*.tar exists"),
-    (["--dataset", "tokens:64", "--data-dir", "pictures"], "pictures/train.bin does not exist"),
-    (["--run-dir", "a" * 300], "cannot be used"),
-    (["--resume", "nowhere"], "--resume: 'nowhere' is no folder"),
-    (["--init-from", "nowhere.pt"], "--init-from"),
-    (["--devices", "cpu,cpu"], "train_dp.py and train_mp.py"),
-    (["--show-scatter"], "train_dp.py"),
-    (["--momentum", "0.9"], "--optimizer adam"),
-    (["--workers", "2"], "--dataset digits"),
-    (["--download"], "--dataset digits"),
-    (["--data-dir", "elsewhere"], "--dataset digits"),
-    (["--dataset", "random", "--cutmix", "1"], "--cutmix"),
-    (["--dataset", "sentiment", "--mixup", "1"], "--mixup"),
-    (["--sync-bn", "--device", "cpu"], "--sync-bn"),
-    (["--amp", "fp16", "--device", "cpu"], "--amp bf16"),
-    (["--eval-only", "--resume", "none"], "nothing to evaluate"),
+@pytest.mark.parametrize(("script", "argv", "word"), [
+    ("ddp", "--epochs 0", "'0' is not a whole number from 1"),
+    ("ddp", "--epochs 1.5", "--epochs"),
+    ("ddp", "--epochs", "expected one argument"),
+    ("ddp", "--lr nan", "'nan' is not a number from 0"),
+    ("ddp", "--lr=-1e-3", "--lr"),
+    ("ddp", "--label-smoothing 1", "below 1"),
+    ("ddp", "--run-dir=", "is empty"),
+    ("ddp", "--amp bf8", "is none of off, bf16, fp16"),
+    ("ddp", "--lr-schedule cosin", "did you mean cosine?"),
+    ("ddp", "--lerning-rate 1", "unknown argument '--lerning-rate'"),
+    ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
+    ("ddp", "--glob 8", "--glob"),  # no abbreviations
+    ("ddp", "stray", "unknown argument 'stray'"),
+    ("ddp", "--optimizer-args eps=len", "is not a list of arguments"),
+    ("ddp", "--optimizer sgd --optimizer-args dampening=0.5", "dampening"),
+    ("ddp", "--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
+    ("ddp", "--no-decay-1d", "there is no decay"),
+    ("ddp", "--lr-schedule own.py:f --warmup-epochs 1", "let the function do it"),
+    ("ddp", "--lr-schedule cosine --min-lr 1", "is not below --lr 0.001"),
+    ("ddp", "--init-skip fc.", "nothing is taken over"),
+    ("ddp", "--virtual-ranks 65", "slices without samples"),
+    ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
+    ("ddp", "--dataset digit", "did you mean digits?"),
+    ("ddp", "--dataset digits:3x3", "did you mean digits?"),
+    ("ddp", "--task tokns", "did you mean tokens?"),
+    ("ddp", "--resume nowhere", "'nowhere' is no folder"),
+    ("ddp", "--init-from nowhere.pt", "'nowhere.pt' is no file"),
+    ("ddp", "--fork other --at 3", "--fork RUN --at N --run-dir NEW"),
+    ("ddp", "--run-dir file/run", "is not a folder"),
+    ("ddp", "--devices cpu,cpu", "train_dp.py and train_mp.py"),
+    ("dp", "--devices cuda:0,gpu", "not a list of devices"),
+    ("dp", "--devices cpu,cuda", "one kind"),
+    ("dp", "--devices cuda:0,cuda:1 --device cpu", "contradicts"),
+    ("mp", "--devices cpu", "two devices"),
+    ("mp", "--stages 2", "cannot be divided"),
+    ("mp", "--shard --optimizer adagrad", "--shard works with"),
 ])
-def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, argv, word):
-    assert word in refused(capsys, *argv)
-
-
-@pytest.mark.parametrize("script, argv, word", [
-    ("dp", ["--sync-bn"], "train_ddp.py"),
-    ("dp", ["--virtual-ranks", "8"],
-     "belongs to train_ddp.py and train_mp.py"),
-    ("dp", ["--devices", "cuda:0,gpu"], "not a list of devices"),
-    ("dp", ["--devices", "cpu,cuda"], "one kind"),
-    ("dp", ["--devices", "cuda:0,cuda:1", "--device", "cpu"], "contradicts"),
-    ("mp", ["--show-scatter"], "train_dp.py"),
-    ("mp", ["--stages", "2"], "cannot be divided"),
-    ("mp", ["--stages", "1", "--devices", "cpu,cpu"], "--devices"),
-    ("mp", ["--balance", "tim"], "did you mean time"),
-    ("mp", ["--schedule", "gpip"], "did you mean gpipe"),
-    ("mp", ["--virtual-ranks", "4", "--schedule", "gpipe"], "--schedule cannot take effect"),
-    ("ddp", ["--stages", "2"], "train_mp.py"),
-    ("mp", ["--devices", "cpu"], "two devices"),
-])
-def test_flags_of_another_script_and_devices_that_cannot_be_are_refused(capsys, script, argv, word):
-    assert word in refused(capsys, *argv, script=script)
-
-
-def test_a_run_dir_that_is_a_file_or_lies_below_one_or_circles_is_refused(capsys, tmp_path):
+def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, script, argv, word):
     Path("file").touch()
-    Path("circle").symlink_to("circle")
-    Path("dangling").symlink_to("nowhere")
-    for name in ("file", "file/run", "dangling"):
-        assert "is not a folder" in refused(capsys, "--run-dir", name)
-    assert "--run-dir" in refused(capsys, "--run-dir", "circle")
+    assert word in refused(capsys, *argv.split(), script=script)
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
-def test_a_run_dir_without_permission_is_refused(capsys):
-    Path("closed").mkdir(mode=0o500)
-    assert "not writable" in refused(capsys, "--run-dir", "closed/run")
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, monkeypatch, dataset):
+    """Also one that somebody puts into the table tomorrow: no list beside the table has to know it."""
+    monkeypatch.setitem(DATASETS, "blobs", ("label_smoothing",))
+    for flag in {flag for flags in DATASETS.values() for flag in flags} - {*uses(dataset)}:
+        value = "skip" if flag == "bad_samples" else "0.5" if flag == "label_smoothing" else "9"
+        argv = ["--dataset", dataset, flag_of(flag)]
+        argv += [] if flag == "download" else [value]
+        assert f"{flag_of(flag)} cannot take effect with --dataset {dataset}" in refused(capsys, *argv)
 
 
-def test_paths_with_spaces_and_any_language_are_fine(tmp_path):
-    assert parse("--run-dir", "mein lauf/Größe 1").run_dir == Path("mein lauf/Größe 1")
-
-
-def test_resume_takes_a_folder_that_exists():
-    Path("other/checkpoints/step-00000010").mkdir(parents=True)
-    assert parse("--resume", "other/checkpoints/step-00000010").resume == "other/checkpoints/step-00000010"
+def test_the_datasets_known_to_options_are_those_of_data():
+    registry = pytest.importorskip("common.data.datasets").DATASETS
+    assert {*DATASETS} <= {*registry}, "each has a line there and one in common/options/rules.py"
 
 
 # ---- what was left open ---------------------------------------------------------------------------
 def test_the_defaults_are_those_of_the_readme():
     opts = parse()
-    assert (opts.model, opts.dataset, opts.optimizer, opts.lr, opts.momentum) == ("net", "digits", "adam",
-                                                                                  1e-3, None)
-    assert (opts.epochs, opts.global_batch_size, opts.seed, opts.keep, opts.data_dir) == (3, 64, 0, 3, "data")
+    assert (opts.model, opts.dataset, opts.task, opts.optimizer) == ("net", "digits", "classify", "adam")
+    assert (opts.epochs, opts.global_batch_size, opts.seed, opts.keep, opts.lr) == (3, 64, 0, 3, 1e-3)
     assert opts.run_dir == Path("runs/net-digits") and opts == Options()
 
 
 def test_values_left_open_follow_from_the_others():
-    sgd = parse("--optimizer", "sgd")
-    assert (sgd.lr, sgd.momentum) == (0.05, 0.9) and parse("--optimizer", "adamw").lr == 1e-3
+    sgd = parse("--optimizer", "SGD")
+    assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 0.05, 0.9)
     assert parse("--optimizer", "sgd", "--momentum", "0").momentum == 0
     assert parse().workers == 0 and 1 <= Options(dataset="imagefolder").workers <= 4
-    assert parse("--dataset", "random:100x10", "--model", "mlp").run_dir == Path("runs/mlp-random-100x10")
     assert parse("--model", "my/nets.py:tiny").run_dir == Path("runs/nets.py-tiny-digits")
+    for words in ("--model=gpt:tiny", "--dataset=text:64", "--dataset=tokens:64"):
+        assert parse(words).task == "tokens"
+    assert parse("--model=gpt", "--task=classify").task == "classify"
 
 
 def test_both_spellings_of_a_flag_count_and_values_keep_their_underscores():
@@ -205,45 +133,30 @@ def test_a_value_may_begin_with_a_minus_as_the_readme_has_it():
 
 
 def test_the_script_is_known_by_its_file_name(monkeypatch):
-    for name, script in (("train_dp.py", "dp"), ("/x/train_mp.py", "mp"), ("train_ddp.py", "ddp"),
-                         ("pytest", "ddp")):
+    for name, script in (("train_dp.py", "dp"), ("/x/train_mp.py", "mp"), ("pytest", "ddp")):
         monkeypatch.setattr(sys, "argv", [name])
         assert parse_options("", []).script == script
-    assert parse("--devices", "cpu,cpu", script="dp").devices == ("cpu", "cpu")
 
 
 # ---- identity -------------------------------------------------------------------------------------
 FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device",
-        "devices",
-        "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every", "log_every",
-        "progress", "tensorboard", "cross_check",
-        "hang_timeout", "check_every", "audit", "profile", "debug", "show_scatter", "stages", "schedule",
-        "balance",
-        "recompute", "shard", "train_folder", "val_folder", "vocab_size", "log_to", "patience", "memory_tier",
-        "best", "keep_every", "digest_every"}
-
-
-def another(value):
-    if isinstance(value, bool):
-        return not value
-    return value + 1 if isinstance(value, (int, float)) else "other"
+        "devices", "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every",
+        "log_every", "progress", "tensorboard", "cross_check", "hang_timeout", "check_every",
+        "audit", "debug", "show_scatter", "stages", "balance", "recompute", "shard",
+        "vocab_size", "patience", "best", "keep_every", "digest_every"}
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Options)])
 def test_a_restart_may_change_exactly_the_free_flags(name):
     """One row per flag, so that a new one must be put on one side or the other."""
     old = json.loads(json.dumps(Options().identity()))
-    value = {"optimizer": "adamw", "optimizer_args": "eps=1"}.get(name, another(getattr(Options(), name)))
-    new = replace(Options(), **{name: value})
-    changed = new.compare(old)
+    value = getattr(Options(), name)
+    if isinstance(value, bool):
+        value = not value
+    else:
+        value = value + 1 if isinstance(value, (int, float)) else "amsgrad=True"
+    changed = replace(Options(), **{name: value}).compare(old)
     assert changed == ([] if name in FREE | {"script"} else [(name, old[name], value)])
-
-
-def test_an_identity_from_before_a_flag_existed_had_its_default():
-    old = Options().identity()
-    del old["ema_decay"]
-    assert Options().compare(old) == []
-    assert Options(ema_decay=0.9).compare(old) == [("ema_decay", 0.0, 0.9)]
 
 
 def test_options_survive_json():
@@ -253,117 +166,69 @@ def test_options_survive_json():
     assert set(facts) == {f.name for f in fields(opts)}
 
 
+def test_a_fork_takes_the_flags_of_the_newest_life():
+    """options.json has those of the first: a run that --epochs has prolonged would train nothing."""
+    Path("old").mkdir()
+    lives = [{"event": "life", "options": {"seed": 5} | more} for more in ({}, {"epochs": 9})]
+    Path("old/ledger.jsonl").write_text("".join(json.dumps(life) + "\n" for life in lives) + '{"event": "li')
+    opts = parse("--fork=old", "--at=4", "--run-dir=new")
+    assert (opts.seed, opts.epochs, opts.run_dir) == (5, 9, Path("new"))
+
+
 # ---- the environment ------------------------------------------------------------------------------
-@pytest.mark.parametrize("change, word", [
+@pytest.mark.parametrize(("change", "word"), [
     ({"RANK": "abc"}, "RANK='abc'"),
-    ({"RANK": "-1"}, "RANK='-1'"),
-    ({"RANK": ""}, "RANK=''"),
     ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2: ranks go from 0 to 1"),
-    ({"RANK": "3"}, "RANK=3"),
-    ({"RANK": None}, "RANK is not"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
-    ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
-    ({"WORLD_SIZE": "9" * 50}, "WORLD_SIZE"),
-    ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None}, "WORLD_SIZE is not"),
-    ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x'"),
+    ({"RANK": None}, "RANK is not set"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+    ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None, "RANK": "1"}, "WORLD_SIZE is not set"),
     ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
-    ({"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "1"}, "LOCAL_RANK=1"),
-    ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
     ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
-    ({"MASTER_ADDR": None}, "MASTER_ADDR is not"),
-    ({"MASTER_PORT": None}, "MASTER_PORT is not"),
+    ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
     ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
-    ({"MASTER_PORT": "70000"}, "MASTER_PORT='70000'"),
-    ({"MASTER_PORT": "0"}, "MASTER_PORT='0'"),
-    ({"MASTER_ADDR": "a..b"}, "MASTER_ADDR='a..b' cannot be resolved"),  # not even DNS could
     ({"GROUP_WORLD_SIZE": "2", "PET_RDZV_BACKEND": "c10d"}, "--rdzv_id=NAME"),
-    ({"OMP_NUM_THREADS": "abc"}, "OMP_NUM_THREADS='abc'"),
-    ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS"),
-    ({"CUDA_VISIBLE_DEVICES": "abc"}, "CUDA_VISIBLE_DEVICES='abc'"),
-    ({"CUDA_VISIBLE_DEVICES": "0,,1"}, "CUDA_VISIBLE_DEVICES"),
 ])
-def test_an_environment_in_which_nobody_could_meet_is_refused_and_its_secrets_untold(capsys, monkeypatch,
-                                                                                     change, word):
+def test_an_environment_in_which_ranks_could_not_meet_is_refused(capsys, monkeypatch, change, word):
     for name, value in (TORCHRUN | change).items():
         if value is not None:
             monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HF_TOKEN", "canary")
-    err = refused(capsys)
-    assert word in err and "canary" not in err
+    assert word in refused(capsys)
 
 
 @pytest.mark.parametrize("environ", [
     {},
-    {"WORLD_SIZE": "1"},
-    # Kubernetes, for a service named master
-    {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:80"},
+    {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:80"},  # Kubernetes, a service "master"
     {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-    TORCHRUN, TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"}, TORCHRUN | {"MASTER_ADDR": "::1"},
-    TORCHRUN | {"MASTER_ADDR": socket.gethostname()},
+    TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"},
     TORCHRUN | {"GROUP_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "job7", "PET_RDZV_BACKEND": "c10d"},
-    TORCHRUN | {"GROUP_WORLD_SIZE": "2"}, TORCHRUN | {"GROUP_WORLD_SIZE": "2", "PET_RDZV_BACKEND": "static"},
-    *({"CUDA_VISIBLE_DEVICES": v}
-      for v in ("", "0", "0,2", "-1", "GPU-8f2c1a3b-0000", "MIG-GPU-8f/1/0", "NoDevFiles")),
-    {"OMP_NUM_THREADS": "4"}, {"OMP_NUM_THREADS": "4,2"},
+    TORCHRUN | {"GROUP_WORLD_SIZE": "2", "PET_RDZV_BACKEND": "static"},
 ])
-def test_what_torchrun_slurm_and_people_rightly_set_is_accepted_without_dns(monkeypatch, environ):
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: pytest.fail("no name server is needed here"))
-    environment.check_environment(environ)
+def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch, environ):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    begin_life()
+    place = here()
+    assert (place.rank, place.size) == (int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1)))
+    assert place.by_hand == (len(environ) == 4)
 
 
-@pytest.mark.parametrize("command, value", [
+@pytest.mark.parametrize(("command", "value"), [
     (["--rdzv_backend=c10d"], "c10d"), (["--rdzv-backend", "c10d", "x"], "c10d"),
-    (["--rdzv_backend=a", "--rdzv-backend=b"], "b"),
-    (["--rdzv_id=c10d"], "of the variable"), ([], "of the variable"), (["--rdzv_backend="], "")])
+    (["--rdzv_backend=a", "--rdzv-backend=b"], "b"), (["--rdzv_id=c10d"], "of the variable")])
 def test_the_agents_flags_are_read_as_torchrun_reads_them(command, value):
-    assert environment.flag_in(command, "rdzv_backend", {"PET_RDZV_BACKEND": "of the variable"}) == value
-    assert environment.flag_in([], "rdzv_backend", {}) is None
+    assert flag_in(command, "rdzv_backend", {"PET_RDZV_BACKEND": "of the variable"}) == value
 
 
-def test_a_resolver_that_never_answers_costs_seconds_not_minutes(monkeypatch):
-    monkeypatch.setattr(environment, "RESOLVE_SECONDS", 0.05)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_: time.sleep(1))
-    began = time.monotonic()
-    with pytest.raises(UserError, match="cannot be resolved within"):
-        environment.check_environment(TORCHRUN | {"MASTER_ADDR": "node7"})
-    assert time.monotonic() - began < 0.9
-
-
-def test_in_kubernetes_a_name_may_come_late_and_a_missing_one_is_worth_another_try(monkeypatch):
-    def unknown(*_):
-        asked.append(1)
-        if len(asked) < 3 or len(asked) > 4:
-            raise socket.gaierror(-2, "Name or service not known")
-
-    asked, environ = [], TORCHRUN | {"MASTER_ADDR": "train-0", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    environment.check_environment(environ)
-    asked.append(1)
-    monkeypatch.setattr(environment, "LATE_SECONDS", 0.3)
-    with pytest.raises(UserError, match="cannot be resolved") as refused:
-        environment.check_environment(environ)
-    assert refused.value.code == 1 and len(asked) > 4
-
-
-def test_the_script_of_one_process_under_torchrun_is_sent_to_train_ddp(capsys, monkeypatch):
+@pytest.mark.parametrize(("script", "argv", "word"), [
+    ("dp", [], "use train_ddp.py"),
+    ("mp", ["--stages", "3"], "cannot be divided"),
+    ("mp", ["--devices", "cpu,cpu"], "--devices"),
+    ("mp", ["--virtual-ranks", "1", "--stages", "1"], "start at most 1 processes"),
+    ("mp", ["--shard"], "one of each")])
+def test_flags_that_cannot_work_in_this_world_are_refused(capsys, monkeypatch, script, argv, word):
     for name, value in TORCHRUN.items():
         monkeypatch.setenv(name, value)
-    assert "use train_ddp.py" in refused(capsys, script="dp")
-
-
-@pytest.mark.parametrize("argv, word",
-                         [(["--stages", "3"], "cannot be divided"), (["--devices", "cpu,cpu"], "--devices"),
-                                        (["--virtual-ranks", "1", "--stages", "1"],
-                                         "start at most 1 processes"),
-                                        (["--virtual-ranks", "4", "--stages", "1", "--shard"],
-                                         "--shard cannot take effect"),
-                                        (["--memory-tier", "/", "--stages", "2"],
-                                         "--memory-tier / cannot take effect"),
-                                        (["--shard"], "one of each")])
-def test_stages_over_processes_are_refused_what_cannot_work_there(capsys, monkeypatch, argv, word):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert word in refused(capsys, *argv, script="mp")
+    assert word in refused(capsys, *argv, script=script)
 
 
 def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_workers(capsys):
@@ -373,32 +238,77 @@ def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_worker
     assert "1 process cannot be divided into groups of 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("environ, warned", [
+@pytest.mark.parametrize(("environ", "warned"), [
     ({"PET_NNODES": "1:3"}, True), ({"PET_NNODES": "1:3", "RANK": "1"}, False), ({"PET_NNODES": "3"}, False),
-    ({}, False),
-    ({"PET_NNODES": "3:3"}, False), ({"PET_NNODES": "1:3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False)])
+    ({"PET_NNODES": "1:3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, False)])
 def test_rank_0_warns_where_torchrun_would_end_the_job_of_a_machine_that_joins_late(capsys, monkeypatch,
                                                                                     environ, warned):
     for name, value in (TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"} | environ).items():
         monkeypatch.setenv(name, value)
     parse()
-    said = capsys.readouterr().err
-    assert said.count("\n") == warned and ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in said) == warned
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in capsys.readouterr().err) == warned
 
 
-@pytest.mark.parametrize("environ, voices", [
-    # by hand: each has a terminal of its own
-    ({"RANK": "1", "LOCAL_RANK": None, "LOCAL_WORLD_SIZE": None}, 1),
+@pytest.mark.parametrize(("environ", "voices"), [
     ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
     ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),  # another machine has a log of its own
 ])
-def test_a_wrong_flag_is_said_once_per_machine(capsys, monkeypatch, environ, voices):
+def test_a_wrong_flag_is_told_once_per_machine(capsys, monkeypatch, environ, voices):
     for name, value in (TORCHRUN | environ).items():
-        if value is not None:
-            monkeypatch.setenv(name, value)
+        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
         parse("--lr", "nan")
     assert end.value.code == 2 and capsys.readouterr().err.count("error:") == voices
+
+
+# ---- the guard ------------------------------------------------------------------------------------
+def out_of_memory():
+    raise RuntimeError("mmap: can't allocate memory: you tried to allocate 8 bytes")
+
+
+def gloo():
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321")
+
+
+def full_disk():
+    raise OSError(28, "No space left on device")
+
+
+def missing():
+    raise FileNotFoundError(2, "No such file or directory", "pictures")
+
+
+def damaged():
+    raise OSError("image file is truncated")
+
+
+@pytest.mark.parametrize(("act", "word"), [
+    (out_of_memory, None), (gloo, None), (full_disk, None),
+    (missing, "FileNotFoundError"), (damaged, "truncated"), (lambda: {}["x"], "KeyError"),
+    (lambda: int("x"), "ValueError: invalid literal")])
+def test_the_guard_blames_what_would_fail_again_and_lets_pass_what_may_pass(act, word):
+    with pytest.raises(Exception) as caught, blamed("dataset mine.py:data", "mend mine.py"):
+        act()
+    if not word:
+        assert not isinstance(caught.value, UserError)
+        return
+    fact, place, way_out = str(caught.value).splitlines()
+    assert fact.startswith("dataset mine.py:data: ") and word in fact and way_out == "mend mine.py"
+    assert place.startswith(f"{__file__}, line "), "the newest line that is neither ours nor a library's"
+
+
+def test_a_users_file_that_was_changed_within_a_second_is_run_as_it_is_now(tmp_path, monkeypatch):
+    """Python's cache knows a text by its second and its size; a run's identity knows all of it."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "mine.py"
+    results = []
+    for number in (1, 2):
+        path.write_text(f"def net():\n    return {number}\n")
+        os.utime(path, (1e9, 1e9))
+        results.append(call_user(f"{path}:net"))
+        for name in [name for name in sys.modules if name.startswith("user_mine_")]:
+            monkeypatch.delitem(sys.modules, name)
+    assert results == [1, 2]
 
 
 # ---- as a command ---------------------------------------------------------------------------------
@@ -411,12 +321,11 @@ def run(*argv, **kwargs):
 
 
 def test_help_opens_with_the_commands_and_names_every_flag_of_the_script_without_torch():
-    began = time.monotonic()
     done = run("--help")
-    assert time.monotonic() - began < 1 and done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("Train.\n\n    python train_ddp.py")
-    for f in fields(Options)[1:]:
-        assert (f"  {flag_of(f.name)} " in done.stdout) == ("ddp" in f.metadata["scripts"])
+    for field in fields(Options)[1:]:
+        assert (f"  {flag_of(field.name)} " in done.stdout) == ("ddp" in field.metadata["scripts"])
 
 
 def test_a_wrong_flag_answers_without_torch_and_without_a_traceback():
@@ -431,46 +340,9 @@ def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
         assert run("--lr", "nan", capture_output=False, stdout=subprocess.PIPE, stderr=full).returncode == 2
 
 
-def test_without_torch_a_start_is_refused_with_a_way_out():
-    for words in (["train_ddp.py"], ["launch/torchrun.py", "train_ddp.py"]):
-        done = subprocess.run([sys.executable, "-S", *words],  # without site-packages
-                              capture_output=True, text=True, cwd=ROOT, timeout=60)
-        assert done.returncode == 2 and "has no torch\n" in done.stderr and done.stderr.count("\n") == 2
-
-
 def test_what_a_shell_has_closed_is_open_to_nowhere_before_any_file_takes_its_number():
     code = ("import os, sys; from common.options import parse_options; parse_options('')\n"
             "for end in (0, 1, 2): assert os.path.samestat(os.fstat(end), os.stat(os.devnull))\n"
             "print('nowhere', file=sys.stderr), sys.stdout.flush()")
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
-
-
-def test_this_machine_must_reach_itself(monkeypatch):
-    class Down(socket.socket):
-        def connect(self, address):
-            raise OSError(101, "Network is unreachable")
-
-    monkeypatch.setattr(socket, "socket", Down)
-    with pytest.raises(UserError, match="does not reach itself"):
-        environment.check_environment(TORCHRUN | {"MASTER_ADDR": "127.0.0.1"})
-
-
-def test_the_datasets_known_to_options_are_those_of_data():
-    registry = pytest.importorskip("common.data.datasets").DATASETS
-    assert set(DATASET_FLAGS) == set(registry), \
-        ("a dataset has a line in DATASETS of common/data/datasets.py and one in DATASET_FLAGS of "
-         "common/options/options.py")
-
-
-def test_a_users_file_that_was_changed_within_a_second_is_run_as_it_is_now(tmp_path, monkeypatch):
-    """Python's cache knows a text by its second and its size; a run's identity knows all of it."""
-    monkeypatch.setattr(sys, "dont_write_bytecode", False)
-    path, told = tmp_path / "mine.py", []
-    for number in (1, 2):
-        path.write_text(f"def net():\n    return {number}\n")
-        os.utime(path, (1e9, 1e9))
-        told.append(call_user(f"{path}:net"))
-        for name in [name for name in sys.modules if name.startswith("user_mine_")]:
-            monkeypatch.delitem(sys.modules, name)
-    assert told == [1, 2]

@@ -1,21 +1,62 @@
 """What lives before it mean for the one that begins."""
 import shutil
+from types import SimpleNamespace
 
-from common.rescue.life import pause_seconds
+import pytest
+
+from common.errors import UserError
+from common.ledger import Ledger
+from common.options import Options, this_process
+from common.rescue import refuse_a_crash_loop
+from common.rescue.life import LIVES_KILLED, refuse_without_progress
 
 
-def lives(*steps, **events):
-    """Lives that began at these steps; `k=event` adds an event to the k-th."""
-    return [[{"event": "life", "step": step}, {"event": events.get(f"_{k}", "first_step"), "step": step + 2}]
-            for k, step in enumerate(steps)]
+def refused(run, *lives, step=7):
+    """(code, text) of the error of a life that begins at `step` after these: (step, events)."""
+    ledger = Ledger(run)
+    ledger.lines.path.unlink(missing_ok=True)
+    for number, (began, *names) in enumerate(lives):
+        ledger.event("life", life=str(number), world=1, step=began)
+        for name in names:
+            ledger.event(name, step=began + 9, why="mine")
+    try:
+        state = SimpleNamespace(step=step, finished=False, epoch=0, position=0)
+        refuse_without_progress(ledger, Options(run_dir=run), SimpleNamespace(train=range(9)), state)
+    except UserError as error:
+        ledger.lines.close()
+        return error.code, str(error)
+    ledger.lines.close()
 
 
-def test_lives_that_begin_at_one_step_again_and_again_pause_longer_each_time():
-    """Each makes a step or two and is killed before a save: no error, no survivor, and no end otherwise."""
-    assert [pause_seconds(lives(*[7] * count), 7) for count in range(7)] == [0, 0, 0, 1, 2, 4, 8]
-    assert pause_seconds(lives(*[7] * 99), 7) == 60
-    assert pause_seconds(lives(7, 7, 7), 9) == pause_seconds(lives(7, 7, 5, 7, 7), 7) == 0
-    assert pause_seconds(lives(7, 7, 7, 7, _2="stop"), 7) == 0
+def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(tmp_path):
+    trained = "first_step", "save", "error"  # what it saved was withdrawn: the next one begins where it began
+    killed = "first_step",
+    for lives, code in [
+            ([(7,)] * 3, 5), ([(7,)] * 2, None), ([(7, *trained)] * 3, 5), ([(7, *trained)] * 2, None),
+            ([(7,), (5,), (7,), (7,)], None), ([(7,), (7, "stop"), (7,), (7,)], None),
+            ([(7, *killed)] * 3, None), ([(7, *killed)] * LIVES_KILLED, 5),
+            ([(7,), (7,), (7,), (7, "refused")], None)]:
+        assert (refused(tmp_path, *lives) or (None,))[0] == code, lives
+    said = "no progress in 3 lives on step 8; the first error: mine"
+    assert said in refused(tmp_path, *[(7, *trained)] * 3)[1]
+    assert refused(tmp_path, *[(7,)] * 3, step=8) is None
+
+
+def test_lives_that_end_before_they_train_end_the_job_with_5_too(tmp_path, monkeypatch):
+    """A step is not needed: what fails is the net, the data or the load."""
+    ledger, agent = Ledger(tmp_path), this_process()["agent"]
+    ledger.event("life", life="a", world=1, step=0)
+    for opened, restart, ends in [(None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True),
+                                  (4, 5, False)]:
+        if opened is not None:
+            ledger.event("opened", agent=agent, restart=opened)
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+        if ends:
+            with pytest.raises(UserError, match="3 lives in a row ended before they could train") as caught:
+                refuse_a_crash_loop(Options(run_dir=tmp_path))
+            assert caught.value.code == 5
+        else:
+            refuse_a_crash_loop(Options(run_dir=tmp_path))
 
 
 def test_a_start_that_finds_no_checkpoint_where_one_was_saved_tells_so(jobs, tmp_path):

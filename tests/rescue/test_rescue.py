@@ -1,10 +1,8 @@
 """What a survivor saves, and that it never saves anything else."""
-import atexit
 import contextlib
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import pty
 import re
@@ -21,20 +19,18 @@ from fakes import fake_streams, late_updates
 from jobs import events, until
 from ranks import fork_ranks
 from safetensors.torch import load_file
-from stores import announced_rescue
-from torch.distributed.elastic.multiprocessing.errors import record
 
-import common.checkpoint.commit
+import common.checkpoint.store
 import common.rescue.rescue
-import common.rescue.watchdog
 from common.checkpoint import CheckpointStore
-from common.checkpoint.manifest import checkpoints
-from common.errors import UserError, report_errors
+from common.checkpoint.folder import checkpoints
+from common.errors import UserError
 from common.ledger import Ledger, Log
 from common.options import parse_options
 from common.rescue import Rescue
+from common.rescue.rescue import Reason
 from common.training import TrainState, build_optimizer
-from common.world.join import allow_open_files
+from common.world.world import prepare_process
 
 SAMPLES = 64
 
@@ -46,9 +42,10 @@ def a_run(world, run, *flags):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
-    store = CheckpointStore(opts, world)
+    ledger = Ledger(opts.run_dir)
+    store = CheckpointStore(opts, world, ledger=ledger)
     store.restore(state)
-    return state, store, Ledger(opts.run_dir)
+    return state, store, ledger
 
 
 def step(state):
@@ -80,6 +77,7 @@ def in_a_store(world):
 def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(run, size, stuck):
     def live(world):
         common.rescue.rescue.STEP_SECONDS = 0.2
+        common.checkpoint.store.STEP_SECONDS = 0.2
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger):
             step(state), step(state)
@@ -96,6 +94,7 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
     """The GPU's stream hangs, with updates behind it, for which the main thread waits."""
     def live(world):
         common.rescue.rescue.STEP_SECONDS = 0.2
+        common.checkpoint.store.STEP_SECONDS = 0.2
         with fake_streams() as default:
             state, store, ledger = a_run(world, run)
             late_updates(state, default)
@@ -149,8 +148,8 @@ def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_l
                 step(state)
                 world.barrier("a step")
                 if world.rank == 1:
-                    until(lambda: rescue.lost, "the end of rank 0")
-                state.half_updated, state.verdict = True, UserError("wrong numbers", code=7)
+                    until(lambda: rescue.watch.lost.is_set(), "the end of rank 0")
+                state.distrust(UserError("wrong numbers", code=7))
                 raise state.verdict
         except UserError as error:
             os._exit(error.code)
@@ -208,24 +207,8 @@ def test_ranks_that_hear_a_signal_in_different_steps_stop_after_the_same_one(run
     assert saved(run) == [7] and {Path(f"{run}.{rank}").read_text() for rank in range(2)} == {"7"}
 
 
-def test_a_lock_held_in_c_with_pythons_own_ends_the_process_from_its_first_moment_on(run):
-    """No Python thread can run any more, neither the watcher nor a signal handler; faulthandler's own thread
-    can.
-    """
-    def live(world):
-        common.rescue.watchdog.LOCKED_LIMITS = 1
-        state, store, ledger = a_run(world, run, "--hang-timeout=1")
-        with Rescue(store, state, world, ledger):
-            python, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
-            python.pthread_mutex_lock(mutex)
-            python.pthread_mutex_lock(mutex)
-
-    assert fork_ranks(1, live, may_die=[0], deadline=20) == [-signal.SIGABRT]
-
-
 # ---- a slow disk is no hang -----------------------------------------------------------------------
 LIMIT, SLOW = 0.4, 1.4  # seconds: a disk that takes three times the limit
-OUTLASTS_GUARD = 3.2    # 2 * LIMIT + 1, and a second at most until it looks
 
 
 def stops(world, state, store, rescue):
@@ -268,32 +251,17 @@ def evaluates(world, state, store, rescue):
     store.close()
 
 
-@pytest.mark.parametrize("slow, size, case, codes, steps", [
-    ("write", 1, stops, [143], [1]), ("write", 1, hangs, [1], [1]), ("write", 1, fails, ["done"], [1]),
-    ("write", 2, saves_again, ["done"] * 2, [2, 1]), ("read back", 2, saves_again, ["done"] * 2, [2, 1]),
-    ("write", 2, evaluates, ["done"] * 2, [1]),
-    ("write", 2, ends, ["done"] * 2, [1]), ("read back", 2, ends, ["done"] * 2, [1]),
-    ("read back", 1, stops, [143], [1])])
-def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, slow, size, case, codes, steps):
+@pytest.mark.parametrize("size, case, codes, steps", [
+    (1, stops, [143], [1]), (1, hangs, [1], [1]), (1, fails, ["done"], [1]),
+    (2, saves_again, ["done"] * 2, [2, 1]), (2, evaluates, ["done"] * 2, [1]), (2, ends, ["done"] * 2, [1])])
+def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, size, case, codes, steps):
     def live(world):
-        common.rescue.rescue.WATCH_EVERY_SECONDS = 0.1
         state, store, ledger = a_run(world, run)
         object.__setattr__(state.opts, "hang_timeout", LIMIT)
-        write, verify = common.checkpoint.commit.Writer._write_tensors, common.checkpoint.commit.verify
-        if slow == "write":
-            seconds = OUTLASTS_GUARD if case.__name__ == "hangs" else SLOW
-            writer = common.checkpoint.commit.Writer
-            writer._write_tensors = lambda *args: (time.sleep(seconds), write(*args))[1]
-        else:
-            def verify_slowly(*args, **given):
-                time.sleep(SLOW if given.get("from_disk") else 0)
-                return verify(*args, **given)
-
-            common.checkpoint.commit.verify = verify_slowly
+        commit = store.writer.commit
+        store.writer.commit = lambda *args: (time.sleep(SLOW), commit(*args))[1]
         with contextlib.suppress(RuntimeError), Rescue(store, state, world, ledger) as rescue:
             step(state)
-            if slow == "read back":
-                store.save(state)  # what a rescue would have to wait for
             case(world, state, store, rescue)
         return "done"
 
@@ -316,7 +284,6 @@ def test_a_process_that_was_stopped_for_more_than_ten_limits_goes_on(run, whom):
 
         with Rescue(store, state, world, ledger) as rescue:
             step(state)
-            move_until(lambda: started(rescue.watchdog.guard.process.pid))
             if (waker := os.fork()) == 0:
                 time.sleep(3.3)
                 (os.killpg if whom == "its whole group" else os.kill)(os.getppid(), signal.SIGCONT)
@@ -328,13 +295,7 @@ def test_a_process_that_was_stopped_for_more_than_ten_limits_goes_on(run, whom):
             move_until(lambda: time.monotonic() > came)
             return rescue.asked
 
-    assert fork_ranks(1, live, deadline=30) == [None]
-
-
-def started(pid):
-    """Whether it ignores signals by now, as the first thing that guard.py does."""
-    with open(f"/proc/{pid}/status") as file:
-        return int(re.search(r"SigIgn:\t(\w+)", file.read())[1], 16) >> (signal.SIGUSR1 - 1) & 1
+    assert fork_ranks(1, live, deadline=30) == ['']
 
 
 def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
@@ -356,7 +317,7 @@ def test_a_step_that_may_compile_has_the_time_of_the_first_one(run, flags, secon
     def live(world):
         state, store, ledger = a_run(world, run, *flags)
         with Rescue(store, state, world, ledger) as rescue:
-            return rescue.watchdog.given
+            return rescue.watch.hang.given_limit
 
     assert fork_ranks(1, live) == [seconds]
 
@@ -424,7 +385,7 @@ def test_a_death_is_one_line_above_the_bar_with_who_died_of_what_and_who_saved_w
     shown = [line.rpartition("\x1b[K")[2].rstrip("\r") for line in text.decode().split("\n")]
     said = [line for line in shown if "rank 1" in line]
     assert (len(said) == 1
-            and re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; step 1 saved by rank [02]",
+            and re.fullmatch(r"rank 1 \(pid \d+\) was killed by SIGKILL; step 1 .*(by rank [02]|already)",
                              said[0])), text
 
 
@@ -442,7 +403,7 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
         store.writer._write_tensors = lambda *args: (go.wait(20), real(*args))[1]
         store.save(state)
         step(state)
-        thread = threading.Thread(target=Rescue(store, state, world, ledger)._save, args=["SIGTERM"])
+        thread = threading.Thread(target=store.rescue, args=[state, "SIGTERM"])
         thread.start()
         world.store.set("rescuing", "1")
         world.store.get("seen")
@@ -461,43 +422,18 @@ def test_a_rescue_is_announced_before_it_waits_for_the_save_under_way(run):
     assert saved(run)[0] == 2
 
 
-def test_a_rescue_does_not_wait_until_the_save_before_it_was_read_back(run):
-    def live(world):
-        def read_for_ever(*args, moved, **kwargs):
-            reading.set()
-            while True:
-                moved()
-                time.sleep(0.01)
-
-        reading, common.checkpoint.commit.verify = threading.Event(), read_for_ever
-        state, store, _ = a_run(world, run)
-        step(state)
-        store.save(state)
-        reading.wait(20)
-        first = store.jobs[0]
-        step(state)
-        store.save(state)  # it stands behind the reading
-        step(state)
-        where = announced_rescue(store, state)
-        first.result(10)  # a process that ends with its own error would wait for it
-        return where
-
-    assert fork_ranks(1, live, deadline=20) == ["disk"]
-    assert saved(run) == [3, 2, 1]
-
-
 # ---- all or nothing -------------------------------------------------------------------------------
 def test_a_rank_of_a_large_world_with_a_thousand_open_files_hears_signals(run):
     def live(world):
-        allow_open_files(1100, "350 processes")
+        prepare_process()
         held = [os.dup(0) for _ in range(1100)]
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger) as rescue:
-            assert rescue.pipe[0] > max(held) > 1024
+            assert rescue.watch.pipe[0] > max(held) > 1024
             step(state)
             os.kill(os.getpid(), signal.SIGTERM)
             while not rescue.asked:
-                assert rescue.watcher.is_alive()
+                assert rescue.watch.thread.is_alive()
             rescue.leave()
 
     assert fork_ranks(1, live, may_die=[0], deadline=30) == [143]
@@ -556,9 +492,9 @@ def test_a_step_cut_in_two_is_never_saved(run):
             step(state)
             state.optimizer.step = torn
             step(state)
-        return state.step, state.half_updated
+        return state.step, state.savable
 
-    assert fork_ranks(1, live) == [(1, True)]
+    assert fork_ranks(1, live) == [(1, False)]
     assert saved(run) == []
 
 
@@ -587,95 +523,23 @@ def test_what_a_person_must_mend_costs_no_step_unless_the_state_cannot_or_must_n
     assert [event["why"] for event in events(run, "error")] == ["sample 37 cannot be read"] * len(kept)
 
 
-def test_a_survivor_that_comes_late_to_the_end_finds_its_step_saved_and_nobody_has_taken_over(run):
-    """Rank 0 lets go of the run when all have met, and whoever is told to stop after that has nothing to
-    save.
-    """
+def test_a_signal_in_the_last_meeting_finds_its_step_saved_although_rank_0_has_let_go_of_the_run(run):
     def live(world):
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger) as rescue:
             step(state)
             store.save(state)
             store.close()
-            if world.rank == 0:
-                world.store.set("closed", "1")
-            world.store.wait(["closed"])
-            before = rescue._save("SIGTERM")
-        return before, rescue._save("SIGTERM")
-
-    assert fork_ranks(2, live) == [(("step 1 was saved already", False, 143),) * 2] * 2
-    assert saved(run) == [1]
-    assert not list((run / "checkpoints").glob(".life-*"))
-
-
-@contextlib.contextmanager
-def parting(world, run):
-    """(store, rescue) of a rank in the last meeting, whose only step is saved."""
-    state, store, ledger = a_run(world, run)
-    with Rescue(store, state, world, ledger) as rescue:
-        step(state)
-        store.save(state)
-        store.close()
-        rescue.parting = True
-        yield store, rescue
-
-
-def test_a_signal_in_the_last_meeting_finds_nobody_has_taken_over_although_rank_0_has_let_go(run):
-    """Rank 0 has left the meeting; this rank is about to leave it when the signal comes."""
-    def live(world):
-        with parting(world, run) as (store, rescue):
-            store.fence.release()
-            store.fence = None
-            return rescue._save("SIGTERM")
-
-    assert fork_ranks(1, live) == [("step 1 was saved already", False, 143)]
-
-
-def test_a_rank_that_parts_while_rank_0_lets_go_was_saved_and_not_robbed(run):
-    """It asks before the folder goes, and writes after that."""
-    def live(world):
-        with parting(world, run) as (store, rescue):
-            store.writer.rescuing = gone
-            store.writer.is_saved = lambda state: False
-            said = rescue._save("SIGTERM")
+            store.rescue = gone
+            rescue.parting = True
+            saved = rescue._save(Reason.STOPPED)
             rescue.parting = False
-            return said, rescue._save("SIGTERM")
+            return saved, rescue._save(Reason.STOPPED).failure
 
     def gone(*_):
         raise UserError("taken over", code=6)
 
-    (parted, robbed), = fork_ranks(1, live)
-    assert parted == ("step 1 was saved already", False, 143) and robbed[2] == 6
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_torchrun_finds_a_whole_account_of_an_error_or_none(tmp_path, monkeypatch, dies):
-    """Its agent ends of half a file, whatever restarts were left; and it sends its SIGTERM when another rank
-    fails first.
-    """
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-
-    def live(world):
-        @record
-        @report_errors
-        def main(opts):
-            raise ZeroDivisionError("mine")
-
-        def half(data, file):
-            file.write('{"mess')
-            file.flush()
-            os.kill(os.getpid(), signal.SIGTERM)
-
-        if dies:
-            json.dump = half
-        atexit._clear()
-        with pytest.raises(ZeroDivisionError):
-            main(SimpleNamespace(debug=True))
-        atexit._run_exitfuncs()
-
-    fork_ranks(1, live, may_die=[0])
-    found = tmp_path / "error.json"
-    assert not found.exists() if dies else "mine" in json.loads(found.read_text())["message"]["message"]
+    assert fork_ranks(1, live) == [(("step 1 was saved already", False, 0), 6)]
 
 
 # ---- many at once ---------------------------------------------------------------------------------
@@ -684,11 +548,11 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
         state, store, _ = a_run(world, run)
         writes = []
         real = store._write
-        store._write = lambda *args: (writes.append(args[1]["step"]), real(*args))
+        store._write = lambda *args: (writes.append(args[0]["step"]), real(*args))
         for _ in range(4 if world.rank == 5 else 3):  # one rank had finished one step more
             step(state)
         world.barrier("steps")
-        announced_rescue(store, state)
+        store.rescue(state, "death")
         world.barrier("rescued")
         return writes
 
@@ -707,7 +571,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
             store._write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         else:
             time.sleep(0.1)  # so that the others come first
-        return announced_rescue(store, state)
+        return store.rescue(state, "death")
 
-    assert fork_ranks(3, live, may_die=[1, 2])[0] == "disk"
+    assert fork_ranks(3, live, may_die=[1, 2])[0] == "step 1 saved by rank 0"
     assert saved(run) == [1]

@@ -1,6 +1,6 @@
 """GPUs for tests on CPUs: each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
 
-    with fake_streams() as default:      copies to the host (tensor_file.py) land only when the program waits
+    with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
         late_updates(state, default)     this state's updates are made when the default stream comes to them
         default.hang()                   it comes to nothing more until `.set()` of what this returns
         default.busy(seconds)            its work takes so long, by the clock of events with timing
@@ -20,11 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from common.checkpoint import tensor_file
+from common.checkpoint import tensors
 from common.pipeline.stages import Stage
-from common.training.updates import Updates
+from common.training.state import Updates
 
-backward = importlib.import_module("common.training.backward")     # the door has a function of this name
+backward = importlib.import_module("common.training.step")     # the door has a function of this name
 
 
 # ---- streams --------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class Event:
 
 @contextlib.contextmanager
 def fake_streams():
-    """TensorFiles take CPU tensors for a GPU's; yields the default stream, whose own work is done at once."""
+    """Images take CPU tensors for a GPU's; yields the default stream, whose own work is done at once."""
     default, here, copy = Stream(eager=True), threading.local(), torch._foreach_copy_
 
     def current(device=None):
@@ -126,8 +126,9 @@ def fake_streams():
         if current() is not default and not non_blocking:  # to memory that is not page-locked
             current().synchronize()
 
-    def pin(self, gpu):
+    def pinned(self, gpu):
         self.stream, self.copied = Stream(gpu), Event()
+        return torch.zeros(self.size, dtype=torch.uint8)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream),
@@ -135,16 +136,15 @@ def fake_streams():
                            ("synchronize", default.synchronize)):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
-        patch.setattr(tensor_file.TensorFile, "gpus",
+        patch.setattr(tensors.Image, "gpus",
                       property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
-        patch.setattr(tensor_file.TensorFile, "_pin", pin)
-        patch.setattr(tensor_file, "LARGE", float("inf"))  # no memmove beside the stream
+        patch.setattr(tensors.Image, "_pinned", pinned)
         yield default
 
 
 def late_updates(state, default):
     """The program runs ahead: the default stream makes each update, with the gradient of its step."""
-    state.updates, state.waits, step = Updates("fake"), False, state.optimizer.step
+    state.updates, step = Updates("fake"), state.optimizer.step
 
     def launch():
         gradients = [p.grad for p in state.names]

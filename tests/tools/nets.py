@@ -62,6 +62,13 @@ def words():
     return x[:91], x[:91, 0], x[91:], x[91:, 0]
 
 
+def sentences():
+    """As many as the slices of a batch of 1,500 take; to be predicted: whether the first word is even."""
+    x = torch.randint(WORDS, (5000, LENGTH), generator=torch.Generator().manual_seed(6))
+    y = x[:, 0] % 2
+    return x[:4000], y[:4000], x[4000:], y[4000:]
+
+
 def cnn(data):
     """Convolutions with BatchNorm, dropout, and a buffer that does not move and is not finite."""
     net = nn.Sequential(

@@ -10,3 +10,21 @@ def share_of(x, y, opts, rank=0, world=1):
         parts.append((n, (x[at:at + n], y[at:at + n]) if n or opts.sync_bn or opts.shard else None))
         at += n
     return Batch(parts, list(mine), len(x))
+
+
+class Samples:
+    """Given tensors as a split of a dataset in memory."""
+
+    in_memory = True
+    classes = 0  # evaluation then takes as many samples at once as it likes
+
+    def __init__(self, x, y):
+        self.x, self.y = x, y
+        self.shape = tuple(x.shape[1:])
+        self.tokens = y.shape[1:].numel()
+
+    def __len__(self):
+        return len(self.y)
+
+    def fetch(self, ids, epoch=0, augment=False):
+        return self.x[list(ids)], self.y[list(ids)]

@@ -13,12 +13,12 @@ import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no d
 from torch import nn
 
 from common.checkpoint import CheckpointStore
-from common.checkpoint.blocks import read_file
-from common.checkpoint.files import Damaged
+from common.checkpoint.disk import Damaged
+from common.checkpoint.fence import Fenced
+from common.checkpoint.folder import MANIFEST, checkpoints, read_manifest
 from common.checkpoint.layout import Layout
 from common.checkpoint.load import load_newest
-from common.checkpoint.manifest import MANIFEST, checkpoints, read_manifest
-from common.checkpoint.tensor_file import TensorFile
+from common.checkpoint.tensors import Image, read_file
 from common.errors import UserError
 from common.options import Options
 from common.training import TrainState, build_optimizer
@@ -117,10 +117,14 @@ def save(life, step):
         raise error if isinstance(error, Exception) else OSError(error)
 
 
-def announced_rescue(store, state, **how):
-    """What `store.rescue` returns, called as a survivor calls it."""
-    with store.writer.rescuing(state.whole):
-        return store.rescue(state, **how)
+def announced_rescue(store, state):
+    """What a survivor has saved, in words; "" if nothing, as with a state that must not be saved."""
+    try:
+        return store.rescue(state)
+    except UserError as error:
+        if isinstance(error, Fenced):
+            raise
+        return ""
 
 
 def two_checkpoints(folder, steps=(1, 2), **flags):
@@ -133,7 +137,7 @@ def two_checkpoints(folder, steps=(1, 2), **flags):
 
 
 def images_for(opts, net=None):
-    return {part: TensorFile(tensors).open() for part, tensors in tiny_state(opts, net).tensors().items()}
+    return {part: Image(tensors).open() for part, tensors in tiny_state(opts, net).tensors().items()}
 
 
 def load_into(images, root, report=lambda text: None):
@@ -142,7 +146,7 @@ def load_into(images, root, report=lambda text: None):
     state = SimpleNamespace(tensors=lambda: tensors, rows=dict)
     world = world_of_one()
     layout = Layout(state, world, shard=False)
-    return load_newest(world, layout, [root], checkpoints(root), "test", report)
+    return load_newest(world, layout, root, checkpoints(root), "test", report)
 
 
 def load(root, images):

@@ -3,11 +3,13 @@ would pay for importing torch again. What it starts has a session, signal handle
 its own, as after an exec.
 
 Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, and {"id", "code"} once that
-process has ended. argv[0] is a script of Python, or the word torchrun: then the workers are forked from the
-agent in the same way.
+process has ended. argv[0] is a script of Python, "-m" before a module's name, or the word torchrun: then the
+workers are forked from the agent in the same way, and so is the fork server of launch/torchrun.py.
 """
 import atexit
+import contextlib
 import json
+import multiprocessing.util
 import os
 import runpy
 import select
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 
 HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGCHLD")
 
@@ -53,7 +56,13 @@ def become(argv, env, cwd):
             from torch.distributed.run import main
             handler.Popen = Forked
             main()
+        elif argv[0] == "-m":
+            sys.path[:1] = [cwd or "."]
+            sys.path[1:1] = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
+            multiprocessing.util.spawnv_passfds = fork_python
             own = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
             sys.path[:1] = [os.path.dirname(os.path.abspath(argv[0])), *own]
             runpy.run_path(argv[0], run_name="__main__")
@@ -71,6 +80,31 @@ def become(argv, env, cwd):
             sys.stdout.flush(), sys.stderr.flush()
         finally:
             os._exit(code)
+
+
+def fork_python(_, args, fds):
+    """multiprocessing's start of `python -c CODE`, as its fork server, without the seconds of the imports."""
+    if pid := os.fork():
+        return pid
+    for number in range(3, 256):
+        if number not in fds:
+            with contextlib.suppress(OSError):
+                os.close(number)
+    for name in HANDLED:
+        if signal.getsignal(getattr(signal, name)) is not signal.SIG_IGN:
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    code = 1
+    try:
+        exec(args[-1], {"__name__": "__main__"})
+        code = 0
+    except SystemExit:
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
 
 
 def main():

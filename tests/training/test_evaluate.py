@@ -1,4 +1,5 @@
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from safetensors.torch import load_file
 from test_rescue import a_run, step
 from torch import nn
 
-from common.checkpoint.manifest import checkpoints
+from common.checkpoint.folder import checkpoints
+from common.data import Data
 from common.data.splits import TensorSplit
-from common.data.synthetic import Data
 from common.options import Options
 from common.training import TrainState, build_optimizer, evaluate
-from common.training.evaluate import BLOCK
+from common.training.evaluate import BLOCK, block_size
+from common.training.state import Averages
+from common.training.tasks import SHOWN_SAMPLES
 
 
 def split_of(n, width=5):
@@ -43,10 +46,10 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
         out = net(split.x)
     assert alone["val_acc"] == (out.argmax(1) == split.y).sum().item() / n
     assert alone["val_loss"] == pytest.approx(nn.functional.cross_entropy(out, split.y).item(), abs=1e-5)
-    keep = {"val_loss", "val_acc"}
+    assert ("predictions" in alone) == (n <= SHOWN_SAMPLES)
     for world in (2, 3, 5):
-        for found, _ in fork_ranks(world, metrics_of, n):
-            assert {k: found[k] for k in keep} == {k: alone[k] for k in keep}
+        for metrics, _ in fork_ranks(world, metrics_of, n):
+            assert metrics == alone, "with the predictions and labels of a small set, on every rank"
 
 
 def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
@@ -89,7 +92,7 @@ def test_no_save_begins_while_averages_move_into_the_net_or_out_of_it():
         opts, net = Options(ema_decay=0.5), nn.Linear(5, 3)
         state, free = TrainState(net, build_optimizer(net, opts), opts, 9), []
 
-        class Looking(dict):  # the averages: asked for while they are copied
+        class Looking(Averages):  # asked for while they are copied
             def __getitem__(self, name):
                 other = threading.Thread(target=lambda: free.append(state.lock.acquire(blocking=False)))
                 other.start(), other.join()
@@ -97,6 +100,28 @@ def test_no_save_begins_while_averages_move_into_the_net_or_out_of_it():
 
         state.ema = Looking(state.ema)
         evaluate(net, split_of(9), state, world)
-        return free
+        return {*free}
 
-    assert fork_ranks(1, live) == [[False, False]]
+    assert fork_ranks(1, live) == [{False}]
+
+
+def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_their_averages():
+    opts, net = Options(ema_decay=0.5), nn.Linear(5, 3)
+    state = TrainState(net, build_optimizer(net, opts), opts, 9)
+    net(torch.ones(2, 5)).sum().backward()
+    state.update(2)
+    before = {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
+    with state.averaged():
+        assert torch.equal(net.weight, before["weight/ema"]) and not torch.equal(net.weight, before["weight"])
+        during = {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
+    after = {name: t for part in state.tensors().values() for name, t in part.items()}
+    assert all(torch.equal(t, during[name]) and torch.equal(t, after[name]) for name, t in before.items())
+
+
+def test_an_evaluation_with_many_classes_takes_few_samples_at_once_and_any_world_the_same_ones():
+    def size(tokens, classes, **more):
+        return block_size(SimpleNamespace(tokens=tokens, classes=classes), Options(**more))
+
+    assert [size(1, 10), size(128, 256), size(128, 50304), size(1024, 50304)] == [256, 32, 2, 1]
+    assert size(1, None, task="own.py:loss", micro_batch_size=8) == 8
+    assert size(1, None, task="own.py:loss", virtual_ranks=4, global_batch_size=66) == 17

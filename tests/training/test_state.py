@@ -1,23 +1,18 @@
 import contextlib
 import math
-import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from fakes import OverDevices, fake_streams, late_updates
-from samples import share_of
 from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.training import TrainState, backward, build_optimizer, distribute
+from common.training import TrainState, build_optimizer
 from common.training.optimizer import learning_rate
-from common.training.updates import OwnTime
-from common.world import World
-
-ALONE = World(0, 1, 0, 1, 0, (torch.device("cpu"),), "life", 0)
-LABELS = torch.arange(8) % 2
+from common.training.state import Phase
 
 
 def make(samples=100, **flags):
@@ -46,8 +41,8 @@ def resume(state, other):
 
 @pytest.mark.parametrize("flags",
                          [{"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}, {"optimizer": "adam"},
-                                   {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9,
-                                    "clip_grad_norm": 1.0}])
+                          {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9,
+                           "clip_grad_norm": 1.0}])
 def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
     whole = train(make(**flags), 6)
     for step in range(6):
@@ -58,19 +53,6 @@ def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
         for part, tensors in whole.tensors().items():
             for name, tensor in tensors.items():
                 assert torch.equal(tensor, after.tensors()[part][name]), (step, part, name)
-
-
-def test_a_new_optimizer_with_its_state_made_in_advance_takes_the_steps_of_a_plain_one():
-    state, plain = make(optimizer="adamw", weight_decay=0.1), make()
-    optimizer = torch.optim.AdamW(plain.net.parameters(), 1e-3, weight_decay=0.1, fused=True)
-    train(state, 3)
-    for step in range(3):
-        torch.manual_seed(step)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(plain.net(torch.randn(8, 3)), torch.randint(0, 2, (8,))).backward()
-        optimizer.step()
-    for a, b in zip(state.net.parameters(), plain.net.parameters(), strict=True):
-        assert torch.equal(a, b)
 
 
 def test_names_are_bare_and_the_same_before_the_first_step_and_after():
@@ -87,8 +69,9 @@ def test_names_are_bare_and_the_same_before_the_first_step_and_after():
 def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, overflows):
     state = make(**flags)
     parts = [list(module.parameters()) for module in state.net]
-    state.scaler, state.all_sum = OverDevices("cpu", init_scale=2.0, growth_interval=100,
-                                              parts=parts), lambda total: total
+    state.scaler = OverDevices("cpu", init_scale=2.0, growth_interval=100, parts=parts)
+    state.stages = SimpleNamespace(world=SimpleNamespace(all_sum=lambda total: total),
+                                   norm=nn.utils.get_total_norm)
     before = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in state.tensors().items()}
     loss = nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,)))
     state.scaler.scale(loss).backward()
@@ -113,7 +96,7 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(MemoryError):
         train(state, 1)
-    assert state.half_updated
+    assert state.phase is Phase.UPDATING and not state.savable
 
 
 def test_whoever_saves_waits_for_the_end_of_the_update():
@@ -130,13 +113,13 @@ def test_whoever_saves_waits_for_the_end_of_the_update():
         inside.wait(20)
         go.set()
         with state.lock:
-            seen.append((state.step, state.half_updated))
+            seen.append((state.step, state.savable))
 
     saver = threading.Thread(target=save)
     saver.start()
     train(state, 1)
     saver.join(20)
-    assert seen == [(2, False)]
+    assert seen == [(2, True)]
 
 
 def copied_by_a_rescue(state, during=lambda: None):
@@ -213,30 +196,6 @@ def test_the_program_runs_ahead_of_the_gpu_by_two_updates_and_waits_without_the_
         assert state.step == state.whole == 4
 
 
-@pytest.mark.parametrize("slices", [0, 2])
-def test_own_time_on_a_gpu_is_that_of_its_stream_without_the_exchange_and_nothing_waits_for_it(slices):
-    with fake_streams() as default:
-        state = make(virtual_ranks=slices, global_batch_size=8)
-        state.own = OwnTime("fake")
-        state.net.register_forward_hook(lambda *_: default.busy(0.25))
-        for p in list(state.net.parameters())[-1:]:
-            p.register_post_accumulate_grad_hook(lambda _: default.busy(4.0))  # for other ranks
-        model = distribute(state.net, state.opts, ALONE)
-        batch = share_of(torch.randn(8, 3), LABELS, state.opts)
-        once = 0.25 if not slices else 4.25  # the exchange begins in the backward of the last slice
-        for step in range(3):
-            backward(model, batch, state, ALONE)
-            state.update(8)
-            assert state.own.seconds == pytest.approx(once * (step + 1))
-        gate = default.hang()
-        for _ in range(2):
-            backward(model, batch, state, ALONE)  # it returns: nothing waits for the stream
-        assert state.own.seconds == pytest.approx(once * 3)
-        gate.set()
-        backward(model, batch, state, ALONE)
-        assert state.own.seconds == pytest.approx(once * 6) and not state.own.spans
-
-
 def test_the_learning_rate_is_a_function_of_the_step():
     opts = Options(lr=1.0, lr_schedule="cosine", warmup_epochs=1.0, epochs=4)
     rates = [learning_rate(step, opts, 10) for step in range(41)]
@@ -244,6 +203,8 @@ def test_the_learning_rate_is_a_function_of_the_step():
     assert rates[10] == 1.0 and rates[40] == pytest.approx(0)
     assert rates[25] == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
     thirds = Options(lr=1.0, lr_schedule="step", epochs=3)
+    lowest = Options(lr=1.0, lr_schedule="step", epochs=3, min_lr=0.25)
+    assert learning_rate(30, lowest, 10) == 0.25
     assert [round(learning_rate(step, thirds, 10), 4) for step in (0, 9, 10, 20, 29, 35)] == [1, 1, 0.1, 0.01,
                                                                                               0.01, 0.01]
 
@@ -260,11 +221,9 @@ def test_a_loss_that_is_no_number_is_said_and_never_saved():
     state = train(make(), 1)
     with pytest.raises(UserError, match="loss is nan.*, nothing is kept") as caught:
         state.note(torch.tensor([float("nan"), 8.0, 0.0, 8.0]))
-    assert state.half_updated and caught.value.code == 5
-
-
-def test_signals_are_left_alone_by_importing_the_project():
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert state.phase is Phase.DISTRUSTED and caught.value.code == 5
+    with pytest.raises(UserError, match="loss is nan"):
+        train(state, 1)
 
 
 def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restart_knows_it():
@@ -281,3 +240,22 @@ def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restar
         again = make(samples=16, global_batch_size=8, epochs=9, patience=patience)
         again.load(state.facts())
         assert again.finished == ended
+
+
+def kept(best, *evaluations):
+    state = make(best=best)
+    for state.step, (accuracy, loss) in enumerate(evaluations, 1):
+        state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
+    return state.best["step"]
+
+
+def test_the_loss_is_kept_at_its_lowest_and_of_equals_the_last_with_the_lower_loss():
+    for best in ("loss", "-loss"):
+        assert kept(best, (0.1, 2.0), (0.2, 1.0), (0.3, 3.0)) == 2
+    assert kept("", (0.5, 2.0), (0.7, 3.0), (0.7, 2.5), (0.7, 2.6), (0.6, 1.0)) == 3
+    assert kept("-acc", (0.5, 2.0), (0.4, 3.0), (0.6, 1.0)) == 2
+
+
+def test_a_state_is_no_notice_board():
+    state = train(make(ema_decay=0.5), 1)
+    assert len(vars(state)) <= 22, sorted(vars(state))

@@ -1,7 +1,7 @@
 """Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks.
 """
 from common.sampler import ElasticSampler, share
-from common.training.bitwise.sums import blocks, blocks_of_ranks, carries, merges
+from common.training.bitwise import blocks, blocks_of_ranks, carries, merges
 
 
 def whole(first, size, slices):

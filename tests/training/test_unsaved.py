@@ -9,7 +9,7 @@ from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.training import TrainState, build_optimizer, seed
+from common.training import TrainState, build_optimizer
 
 
 class Remembers(nn.Module):
@@ -81,13 +81,10 @@ def test_what_changes_outside_of_the_checkpoint_is_warned_of_once(act, name, cap
     assert said.count("warning") == 1 and f"training changes {name}," in said
 
 
-@pytest.mark.parametrize("act", [reassigned, derived, cached, lambda net: net.mean.add_(1)])
+@pytest.mark.parametrize("act", [reassigned, derived, cached, lambda net: net.mean.add_(1),
+                                 lambda net: net.cache.fill_(math.nan)])
 def test_nothing_is_said_of_what_is_saved_or_computed_afresh(act, capsys):
     assert after_three_steps(act, capsys) == ""
-
-
-def test_a_cache_that_holds_nan_and_stays_as_it_is_is_no_change(capsys):
-    assert after_three_steps(lambda net: net.cache.fill_(math.nan), capsys) == ""
 
 
 @pytest.mark.parametrize("act", [lambda net: setattr(net, "late", torch.ones(3)),
@@ -95,16 +92,6 @@ def test_a_cache_that_holds_nan_and_stays_as_it_is_is_no_change(capsys):
 def test_a_buffer_that_begins_or_grows_while_training_is_refused(act, capsys):
     with pytest.raises((UserError, RuntimeError), match="shape|size"):
         after_three_steps(act, capsys)
-
-
-def test_a_step_seeds_python_and_numpy_as_well_as_torch():
-    """A net, or a task, that draws from them is the same after a restart."""
-    from types import SimpleNamespace
-    world, drawn = SimpleNamespace(device=torch.device("cpu")), []
-    for _ in range(2):
-        seed(world, 0, "step", 7, 1)
-        drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
-    assert drawn[0] == drawn[1]
 
 
 def test_complex_weights_train():

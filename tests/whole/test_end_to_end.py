@@ -68,26 +68,6 @@ def ddp(jobs, nproc, run, *flags, **kwargs):
 
 
 # ---- kills and changes of the world ---------------------------------------------------------------
-def test_worlds_of_2_then_3_then_1_with_a_kill_in_each_end_like_an_unbroken_run(jobs, run, unbroken):
-    job = ddp(jobs, 2, run)
-    jobs.kill(wait_for(run, 3, job=job)["pids"][1])  # a worker: the agent starts both anew
-    wait_for(run, 6, 1, job)
-    job.kill(signal.SIGTERM)  # the job: to be smaller or larger next time
-    assert job.wait() != 0
-    job = ddp(jobs, 3, run)
-    jobs.kill(wait_for(run, 9, 2, job)["pids"][0])  # rank 0, which owns the store and the saves
-    wait_for(run, 12, 3, job)
-    job.kill(signal.SIGTERM)
-    job.wait()
-    job = plain(jobs, "ddp", run)
-    wait_for(run, 15, 4, job)
-    job.kill(signal.SIGTERM)
-    assert job.wait() == 143
-    assert ddp(jobs, 2, run).wait() == 0
-    assert [life["world"] for life in lives(run)] == [2, 2, 3, 3, 1, 2]
-    assert_same(run, unbroken)
-
-
 def test_a_run_moves_from_dp_to_ddp_to_mp_and_relaunches_to_a_no_op(jobs, run, unbroken):
     job = plain(jobs, "dp", run)
     wait_for(run, 6, 0, job)
@@ -117,19 +97,6 @@ def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unb
     job.kill()
     assert job.wait() == -9
     assert plain(jobs, script, run, "--save-every=4").wait() == 0
-    lost = audit(run)["lost"]
-    assert lost <= 4 + 4  # the interval, and the save that was under way
-    assert_same(run, unbroken, lost=lost, redone=lost)
-
-
-def test_a_whole_job_killed_at_once_loses_at_most_two_save_intervals(jobs, run, unbroken):
-    job = ddp(jobs, 2, run, "--save-every=4")
-    life = wait_for(run, 7, 0, job)
-    until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
-    for pid in [job.pid, *life["pids"]]:
-        jobs.kill(pid)
-    job.wait()
-    assert ddp(jobs, 2, run, "--save-every=4").wait() == 0
     lost = audit(run)["lost"]
     assert lost <= 4 + 4  # the interval, and the save that was under way
     assert_same(run, unbroken, lost=lost, redone=lost)
@@ -180,7 +147,7 @@ def test_workers_die_with_their_agent_and_the_next_job_loses_nothing(jobs, run, 
     job = ddp(jobs, 2, run)
     pids = wait_for(run, 5, 0, job)["pids"]
     job.kill()
-    until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent", 5)
+    until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent")
     job.wait()
     assert ddp(jobs, 2, run).wait() == 0
     assert_same(run, unbroken)
@@ -192,7 +159,7 @@ def test_workers_that_still_import_torch_die_with_their_agent_too(jobs, run):
     until(lambda: all("train_ddp.py" in command(pid) for pid in job.workers), "their own program")
     pids = job.workers
     job.kill()
-    until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent", 3)
+    until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent")
     assert not lives(run)
 
 
@@ -230,7 +197,8 @@ def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
     job = ddp(jobs, 2, run, *files, PACE="0.05")
     life = wait_for(run, 4, 0, job)
     assert any(jobs.kill(child) for pid in life["pids"] for child in loaders(pid))
-    assert job.wait(40) == 0, job.output
+    assert job.wait() == 0, job.output
+    assert "its loading process" in job.output and "Traceback" not in job.output, job.output
     assert len(lives(run)) == 2
     assert_same(run, unbroken)
 
@@ -242,7 +210,7 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
              f"--run-dir={run}")
     job = jobs.torchrun(nproc, "train_ddp.py", *flags, restarts=0) if nproc else jobs.python("train_ddp.py",
                                                                                              *flags)
-    assert job.wait(40) != 0
+    assert job.wait() != 0
     assert "sample 37 cannot be read" in job.output, job.output
     assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
 
@@ -256,7 +224,7 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, s
     wait_for(run, 3, 0, job)
     for name in signals:
         job.kill(getattr(signal, name))
-    assert job.wait(30) == 143, job.output
+    assert job.wait() == 143, job.output
     assert "Traceback" not in job.output and any(f"stopped on {name}" in job.output
                                                  for name in signals), job.output
     step = reached(run)
@@ -330,19 +298,6 @@ def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
 ])
 def test_a_mistake_is_one_short_message_and_exit_code_2(jobs, run, argv, words):
     job = jobs.python(*argv, f"--run-dir={run}", "--no-tensorboard", CUDA_VISIBLE_DEVICES="")
-    assert job.wait(30) == 2, job.output
+    assert job.wait() == 2, job.output
     assert words in job.output and "Traceback" not in job.output
     assert len(job.output.strip().splitlines()) <= 3, job.output
-
-
-def test_more_local_ranks_than_gpus_is_refused(monkeypatch):
-    import torch
-
-    from common.errors import UserError
-    from common.options import parse_options
-    from common.world.join import _devices
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    opts = parse_options("", ["--max-steps=1"], script="ddp")
-    assert [str(_devices(opts, rank, 2)[0]) for rank in (0, 1)] == ["cuda:0", "cuda:1"]
-    with pytest.raises(UserError, match="3 processes on this machine but 2 GPUs"):
-        _devices(opts, 0, 3)

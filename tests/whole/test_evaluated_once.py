@@ -7,6 +7,7 @@ import pytest
 from ranks import fork_ranks
 from test_bitwise import CNN, left_by, life, options
 
+import common.run as house
 import train_ddp
 import train_dp
 import train_mp
@@ -28,9 +29,9 @@ def struck(world, script, opts, step, where, how):
                 os.kill(os.getpid(), signal.SIGKILL)
             raise RuntimeError("struck")
 
-    evaluate, Log = script.evaluate, script.Log
+    evaluate = script.evaluate
 
-    class Mortal(Log):
+    class Mortal(house.Log):
         def evaluation(self, state, metrics):
             strike(state.step)
             super().evaluation(state, metrics)
@@ -40,7 +41,7 @@ def struck(world, script, opts, step, where, how):
         return evaluate(model, split, state, world)
 
     if where == "made":
-        script.Log = Mortal
+        house.Log = Mortal
     else:
         script.evaluate = evaluate_or_die
     life(world, script, opts)

@@ -24,7 +24,7 @@ def test_without_a_gpu_all_checks_are_found_and_skipped():
 
 def test_with_cpus_for_gpus_a_check_of_each_kind_passes():
     done = checks("fake", "tests/gpu/test_one_gpu.py", "tests/gpu/test_more_gpus.py", "-k",
-                  "averages or digest_of_the_whole and rnn or of_all_takes_seconds")
+                  "averages or digest_of_the_whole and flags1 or of_all_takes_seconds")
     assert done.returncode == 0 and "3 passed" in done.stdout and "skipped" not in done.stdout, done.stdout
 
 

@@ -9,7 +9,7 @@ from jobs import children
 from ranks import fork_ranks
 from torch.nn.parallel import DistributedDataParallel
 
-from common.training.prepare import Replica
+from common.training.replicas import Replica
 
 
 def test_ranks_meet_and_each_returns_its_result():

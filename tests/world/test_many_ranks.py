@@ -1,10 +1,6 @@
 """What 16 to 1,024 ranks ask of the store, counted: it grows with their number, not with its square."""
 import threading
-from types import SimpleNamespace
 
-import pytest
-
-from common.rescue.watchdog import Watchdog
 from common.world import rendezvous
 
 
@@ -48,7 +44,7 @@ class Store:
 
 
 def start(size, monkeypatch):
-    """(requests,) of one start; an agent's store that still has the words of a life before."""
+    """Requests of one start; an agent's store that still has the words of a life before."""
     agent, life = Store(), Store()
     for rank in range(1, size):
         agent.set(f"hello/{rank}", f"{rank:032}")
@@ -67,39 +63,9 @@ def start(size, monkeypatch):
     for thread in ranks:
         thread.join(60)
     assert met == [life] * size
-    return (agent.requests + life.requests,)
+    return agent.requests + life.requests
 
 
-def hang(size):
-    """(requests, bytes, lines) of a second in which no rank moves, eight ranks a node; one is elsewhere."""
-    store, dogs, stuck = Store(), [], threading.Event()
-    other = threading.Thread(target=stuck.wait, daemon=True)
-    other.start()
-    for rank in range(size):
-        state = SimpleNamespace(step=3, progress=7, own=SimpleNamespace(seconds=0.1))
-        dog = Watchdog(state, SimpleNamespace(size=1), 1, print)
-        dog.world = SimpleNamespace(rank=rank, size=size, local_rank=rank % 8)
-        dog.moved, dog.guard = dog.moved - 100, SimpleNamespace(beat=lambda limit: None, stop=list)
-        dog.main = other.ident if rank == 5 else dog.main
-        dogs.append(dog)
-    try:
-        for _ in range(3):  # in the first one rank 0 does not know all, in the second it tells the others
-            store.requests = store.bytes = 0
-            for dog in dogs:
-                dog.others_moved = dog.moved
-                dog._tell(store)
-        reports = [dog.report() for dog in dogs]
-    finally:
-        stuck.set()
-        for dog in dogs:
-            dog.stop(0)
-    assert "rank 5: step 3, threading.py" in reports[0] and "rank 5: no progress" in reports[5]
-    return store.requests, store.bytes, sum(report.count("\n") + 1 for report in reports if report)
-
-
-@pytest.mark.parametrize("count", [start, hang])
-def test_what_the_ranks_ask_grows_with_their_number_and_not_with_its_square(count, monkeypatch):
-    more = (monkeypatch,) if count is start else ()
-    found = {size: count(size, *more) for size in (16, 64, 256, 1024)}
-    print(count.__doc__, found)
-    assert all(b < 1.5 * 1024 / 16 * a for a, b in zip(found[16], found[1024], strict=True)), found
+def test_what_the_ranks_ask_at_a_start_grows_with_their_number_and_not_with_its_square(monkeypatch):
+    requests = {size: start(size, monkeypatch) for size in (16, 64, 256, 1024)}
+    assert requests[1024] < 1.5 * 1024 / 16 * requests[16], requests

@@ -1,0 +1,129 @@
+"""A run while it trains: what the three scripts and `Elastic` do around each step. The verbs stay with them.
+
+    run = Run(opts)                             # who am I, with which data, in which order
+    state = run.restore(net, optimizer)         # the newest checkpoint that verifies; none is fine
+    with run.life(evaluate):                    # saves and leaves when asked, or when a peer dies
+        while not state.finished:
+            run.order.set_epoch(state.epoch, state.position)
+            for batch in run.batches():
+                ...                             # backward
+                state.update(batch.size)
+                run.stepped(totals)             # logs, compares, saves, obeys
+            run.end_epoch()                     # evaluates, counts the epoch, saves if it is worth it
+"""
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn, optim
+
+from common.checkpoint import CheckpointStore
+from common.data import Batch, batches, load_data
+from common.errors import blamed
+from common.ledger import Audit, Clock, Ledger, Log
+from common.options import Options
+from common.rescue import Rescue, open_life, refuse_a_crash_loop
+from common.sampler import ElasticSampler
+from common.training import TrainState
+from common.world import join, leave
+
+
+class Run:
+    """The nouns of a training: world, data, order; then state, store, log, rescue."""
+
+    def __init__(self, opts: Options, *own_data: Any) -> None:
+        self.opts = opts
+        self.clock = Clock("import")
+        refuse_a_crash_loop(opts)
+        self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
+        self.clock.lap("join")
+        self.data = load_data(opts, self.world, *own_data)
+        self.order = ElasticSampler(self.data.train, opts.global_batch_size, self.world.replica,
+                                    self.world.replicas, opts.seed, slices=opts.virtual_ranks)
+
+    def restore(self, net: nn.Module, optimizer: optim.Optimizer, parameters: int = 0,
+                **more: Any) -> TrainState:
+        """The state to train on, of the newest checkpoint that verifies; `parameters` of all stages."""
+        opts = self.opts
+        world = self.world
+        fingerprint = self.data.fingerprint
+        assert isinstance(fingerprint, str)
+        self.clock.lap("load")
+        self.parameters = parameters
+        self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
+        with blamed(f"--run-dir {opts.run_dir}", "give the run a folder that can be written to"):
+            self.ledger = Ledger(opts.run_dir)
+            self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
+            self.store = CheckpointStore(opts, world, fingerprint, self.ledger)
+        self.source = self.store.restore(self.state)
+        self.clock.lap("restore")
+        return self.state
+
+    @contextlib.contextmanager
+    def life(self, evaluate: Callable[[], dict[str, Any]] | None = None) -> Iterator[None]:
+        """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
+        opts = self.opts
+        state = self.state
+        self.judge = evaluate
+        self.log = Log(opts, self.world, state.step, state.total_steps, (state.record, state.evaluated))
+        self.rescue = Rescue(self.store, state, self.world, self.ledger,
+                             closing=[self.log.close, self.clock.close])
+        with self.log, self.rescue, blamed():
+            open_life(self.log, self.ledger, self.clock, opts, self.world, self.data, state, self.source,
+                      self.parameters)
+            yield
+            if evaluate and state.evaluation_missing:  # --eval-only, or stopped before the last one
+                self.record(evaluate())
+            self.store.save(state)  # a loop of one's own may be left at any step
+            self.store.close()
+            self.clock.close()
+            if state.finished:
+                self.log.done(state)
+        leave(self.world)
+
+    def batches(self) -> Iterator[Batch]:
+        """Those of this epoch that are left, up to --max-steps."""
+        state = self.state
+        for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
+            self.audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
+            yield batch
+            if state.finished:
+                return
+
+    def share(self, totals: Tensor) -> None:
+        """Before the update: a rank that makes the step knows its loss, and what RUN/control/ asks for."""
+        if (self.state.step + 1) % self.opts.log_every == 0:
+            self.rescue.all_sum(totals)
+
+    def stepped(self, totals: Tensor, overdue: float | None = None) -> None:
+        """After the update: logs, compares the replicas, saves when due, does what it is told.
+
+        `overdue`: whether the clock of any rank asks for a save, where all ranks must save together.
+        """
+        state = self.state
+        opts = self.opts
+        self.audit.done(state.whole)
+        self.clock.stepped(state.step)
+        if state.step % opts.log_every == 0:
+            self.log.step(state, state.note(totals) | self.world.memory())
+        if opts.check_every and state.step % opts.check_every == 0 and self.world.size > 1:
+            self.store.agree(state)
+        if self.rescue.told("save") or self.store.due(state, overdue):
+            self.store.save(state)  # copies; a thread writes
+        self.store.check()
+        if self.rescue.asked:
+            self.rescue.leave()
+
+    def end_epoch(self) -> None:
+        """Evaluates if it is due; saves if a save is due, the evaluation is the best one, or the run ends."""
+        state = self.state
+        if self.judge and state.evaluation_due:
+            self.record(self.judge())
+        state.end_epoch()
+        best = state.evaluated.get("step") == state.step == state.best["step"]
+        if best or state.finished or self.store.due(state, 0.0):
+            self.store.save(state)
+
+    def record(self, numbers: dict[str, Any]) -> None:
+        """Keeps and logs an evaluation."""
+        self.log.evaluation(self.state, self.state.record_evaluation(numbers))

@@ -1,0 +1,150 @@
+"""A net made ready: on its device, with the layers of the options, and a replica on each rank or device."""
+import contextlib
+import inspect
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from common.data import leaves, map_tensors
+from common.errors import UserError
+from common.models import named_tensors
+from common.options import Options
+from common.training.bitwise import Tree
+from common.training.tasks import Task, autocast
+from common.world import World, require_same_bits
+
+
+def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task,
+            device: torch.device | None = None) -> nn.Module:
+    """The net with the layers and the memory layout of the options, on `device`; names do not change."""
+    device = device or world.device
+    gpu = world.device.type == "cuda"
+    for flag, on in {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}.items():
+        if on and not gpu:
+            raise UserError(f"--{flag} works on GPUs only, this process has {world.device}\n"
+                            "leave it out, or make a GPU visible")
+    if opts.script == "dp" and opts.compile and len(world.devices) > 1:
+        raise UserError("--compile: train_dp.py copies the net to its devices in each forward, which breaks "
+                        "compiled code\nleave it out, or use train_ddp.py, or one device")
+    if gpu and (opts.virtual_ranks or opts.recompute) and any(
+            isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
+        raise UserError("cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
+                        "--virtual-ranks and --recompute would have other bits each time\n"
+                        "put nn.Dropout between RNNs of one layer")
+    torch.autograd.set_detect_anomaly(opts.debug)
+    if opts.sync_bn and world.size > 1:
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    if opts.channels_last:
+        net = net.to(memory_format=torch.channels_last)
+    net = net.to(device)
+    task.try_out(net, data, opts, device, cut=world.stages > 1)
+    return net
+
+
+def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
+    """A replica on every rank; gradients are averaged while backward runs. In train_dp.py one a device."""
+    if opts.script == "dp":
+        return replicate(net, opts, world)
+    if opts.virtual_ranks:
+        require_same_bits(opts, world)
+        return Replica(net, Tree(net, world, opts.virtual_ranks))
+    net = torch.compile(net) if opts.compile else net
+    if world.size == 1:
+        return net
+    # `backward` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
+    known = inspect.signature(DistributedDataParallel).parameters
+    off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
+    # without init_sync, as the store has compared all weights: rank 0 need not send its own
+    return Averaged(Replica(net), **{off: False, "init_sync": False, "gradient_as_bucket_view": True})
+
+
+def replicate(net, opts, world):
+    """One process, which scatters the batch over its devices."""
+    casting = Replica(net, casting=partial(autocast, opts, world.device))
+    model: nn.Module = casting
+    if len(world.devices) == 1:
+        model = torch.compile(net) if opts.compile else net
+    elif world.device.type == "cuda":
+        model = Replicas(casting, device_ids=[d.index for d in world.devices])
+    else:
+        model = CpuReplicas(casting, len(world.devices))
+    if opts.show_scatter:
+        show_scatter(model, net)
+    return model
+
+
+class Averaged(DistributedDataParallel):
+    """DDP, with a UserError where some ranks would wait for ever for a gradient."""
+
+    def forward(self, *args, **kwargs):
+        try:
+            return super().forward(*args, **kwargs)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            raise UserError("a weight had no part in the loss, and other ranks would wait for its gradient\n"
+                            "freeze what forward never uses (--freeze, requires_grad_(False)); with "
+                            "--virtual-ranks\nforward may use other weights in each step") from error
+
+
+class Replica(nn.Module):
+    """The net; or, given a function of the net, what this returns: DDP then wraps a whole task.
+
+    `tree` sums gradients of slices. `casting`: nn.DataParallel's threads cast to another type than --amp.
+    """
+
+    def __init__(self, net, tree=None, casting=contextlib.nullcontext):
+        super().__init__()
+        self.net = net
+        self.tree = tree
+        self.casting = casting
+
+    def forward(self, *args, **kwargs):
+        with self.casting():
+            return args[0](self.net) if args and callable(args[0]) else self.net(*args, **kwargs)
+
+
+class Replicas(DataParallel):
+    """nn.DataParallel; a task may also ask for the net's own parts, as it may under train_ddp.py."""
+
+    def __getattr__(self, name):
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            return getattr(nn.Module.__getattr__(self, "module").net, name)
+
+
+class CpuReplicas(nn.Module):
+    """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices": the path without a GPU."""
+
+    __getattr__ = Replicas.__getattr__
+
+    def __init__(self, net, count):
+        super().__init__()
+        self.module = net
+        self.count = count
+
+    def forward(self, *args, **kwargs):
+        count = len(leaves((args, kwargs))[0].chunk(self.count))  # as on GPUs, it may be less
+        outputs = []
+        for i in range(count):
+            share, named = map_tensors(lambda x, i=i: x.chunk(self.count)[i], (args, kwargs))
+            if i == 0:  # as there, the first replica is the net itself
+                outputs.append(self.module(*share, **named))
+                continue
+            copies = {name: tensor.clone() for name, tensor in named_tensors(self.module)}
+            outputs.append(torch.func.functional_call(self.module, copies, share, named))
+        whole = iter([torch.cat(each) for each in zip(*map(leaves, outputs), strict=True)])
+        return map_tensors(lambda _: next(whole), outputs[0])
+
+
+def show_scatter(model, net):
+    """Prints the sizes inside each replica, and outside of the whole batch, as PyTorch's tutorial does."""
+    def sizes(x, output):
+        return f"input size {tuple(x.shape)} output size {tuple(output.shape)}"
+
+    net.register_forward_hook(lambda _, inputs, output: print("In Model: ", sizes(inputs[0], output)))
+    model.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))

@@ -1,0 +1,72 @@
+"""What a process of a training does. multiprocessing's fork server imports this, and the training, once."""
+import atexit
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+from multiprocessing import forkserver
+from pathlib import Path
+
+import torch
+
+from common.options import process
+
+ROOT = Path(__file__).resolve().parents[1]
+PRELOAD = "LAUNCH_PRELOAD"  # only in the environment of a fork server: [module, its options]
+
+
+def preload(module: str, options: dict) -> None:
+    """Imports the training and draws its data: each process then begins with both.
+
+    Nothing here may start a thread, which a fork would lack, or touch a GPU, which a fork could not use.
+    """
+    importlib.import_module(module)
+    importlib.import_module("torch._dynamo")  # torch.optim would import it in each process: two seconds
+    if options:
+        from common.data import preload as open_data
+        from common.options import Options
+        open_data(Options(**options))
+
+
+def work(script: str, words: list[str], environment: dict[str, str], outputs: list[str]) -> None:
+    """Does what `python -u SCRIPT WORDS` does, with files in place of stdout and stderr if any are named."""
+    os.setsid()  # Ctrl-C reaches the agent, and through it the processes
+    os.environ.update(environment)
+    close_the_fork_servers_lifeline()
+    process.die_with_the_agent()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
+    for number, path in enumerate(outputs, 1):
+        if path:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
+    draw_other_numbers()
+    sys.path[:1] = [str(Path(script).resolve().parent), str(ROOT)]
+    sys.argv = [script, *words]
+    sys.stdout.reconfigure(write_through=True)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+        sys.stdout.flush()
+
+
+def close_the_fork_servers_lifeline() -> None:
+    """Else the fork server, whose death ends this process, would outlive a killed agent."""
+    lifeline = forkserver._forkserver._forkserver_alive_fd
+    if lifeline is not None:
+        os.close(lifeline)
+
+
+def draw_other_numbers() -> None:
+    """Forks have the same generators; data drawn without a seed must differ, or no rank sees the mistake."""
+    torch.default_generator.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+if PRELOAD in os.environ:
+    try:
+        preload(*json.loads(os.environ.pop(PRELOAD)))
+    except Exception:  # each process meets the same error and prints it
+        pass

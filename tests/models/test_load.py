@@ -1,0 +1,72 @@
+"""`load(RUN)`: the net of a run in one line, as a notebook has it."""
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from jobs import ROOT
+from stores import world_of_one
+from test_bitwise import run
+
+import train_mp
+from common.data import load_data
+from common.errors import UserError
+from common.models import load
+from common.options import Options
+
+OWN = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.words, self.head, self.drop = nn.Linear(4, 4, False), nn.Linear(4, 4, False), nn.Dropout()
+        self.last, self.head.weight = nn.Linear(4, classes), self.words.weight
+
+    def forward(self, x):
+        return self.last(self.drop(self.head(self.words(x))))
+
+def net(opts, data):
+    return Tied(data.classes)
+"""
+ROWS = {"dataset": "random:64x4", "virtual_ranks": 2, "global_batch_size": 16, "save_every": 0, "keep": 9}
+
+
+def metrics(net, **flags):
+    """(loss, accuracy) on the test set, by hand."""
+    data = load_data(Options(**flags), world_of_one()).test
+    x, y = data.fetch(range(len(data)))
+    out = net(x)
+    right = (out.argmax(1) == y).double().mean()
+    return torch.nn.functional.cross_entropy(out.double(), y).item(), right.item()
+
+
+@pytest.mark.parametrize("more", [{}, {"ema_decay": 0.5}])
+def test_the_best_net_of_a_run_the_newest_and_that_of_a_step_evaluate_as_the_run_said(tmp_path, more):
+    (tmp_path / "own.py").write_text(OWN)
+    given = ROWS | more | {"model": f"{tmp_path}/own.py:net", "epochs": 3, "lr": 0.1, "best": "loss"}
+    rows = [eval(row) for row in run(tmp_path / "run", 2, given)[1].splitlines()]
+    said = {row["step"]: row["val_loss"] for row in rows if "val_loss" in row}
+    best = min(said, key=said.get)
+    assert len(said) == 3
+    for which, step in (("best", best), ("newest", max(said)), (min(said), min(said))):
+        net = load(tmp_path / "run", which)
+        assert not net.training and net.head.weight is net.words.weight
+        assert metrics(net, dataset="random:64x4")[0] == pytest.approx(said[step], rel=1e-5)
+
+
+def test_a_net_trained_in_stages_is_loaded_whole_without_torchrun_or_a_word(tmp_path):
+    run(tmp_path / "run", 2, ROWS | {"model": "mlp", "script": "mp", "stages": 2, "epochs": 1}, train_mp)
+    code = f"from common.models import load; print(load({str(tmp_path / 'run')!r})[1].weight.shape)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          timeout=300, env=dict(os.environ, PYTHONPATH=str(ROOT)))
+    assert (done.stdout, done.stderr) == ("torch.Size([5, 4])\n", "")
+
+
+def test_a_run_without_a_whole_checkpoint_or_such_a_step_says_what_lists_them(tmp_path):
+    run(tmp_path / "run", 1, ROWS | {"model": "mlp", "epochs": 1})
+    for folder, which in ((tmp_path / "none", "best"), (tmp_path / "run", 77)):
+        with pytest.raises(UserError, match="python -m common.checkpoint"):
+            load(folder, which)

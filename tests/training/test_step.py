@@ -1,0 +1,202 @@
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from fakes import SyncedNorm, ThreadedReplicas
+from ranks import fork_ranks
+from samples import share_of
+from torch import nn
+
+from common.errors import UserError
+from common.options import Options
+from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare
+from common.training.replicas import CpuReplicas
+from common.training.step import forward
+
+
+def make_state(net, n=64, **flags):
+    opts = Options(**flags)
+    return TrainState(net, build_optimizer(net, opts), opts, n)
+
+
+def small_net(norm=False):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 8), nn.Tanh()] + ([nn.BatchNorm1d(8)] if norm else []) + [nn.Linear(8, 3)]
+    return nn.Sequential(*layers).double()
+
+
+def batch_of(size, rank=0, world=1, opts=None):
+    """The share of one rank of one and the same global batch."""
+    torch.manual_seed(size)
+    x, y = torch.randn(size, 6, dtype=torch.float64), torch.randint(0, 3, (size,))
+    return share_of(x, y, opts or Options(), rank, world)
+
+
+def gradient_of(world, size, flags):
+    state = make_state(small_net(), log_every=1, **flags)
+    model = distribute(state.net, state.opts, world)
+    batch = batch_of(size, world.rank, world.size, state.opts)
+    totals = world.all_sum(backward(model, batch, state, world))
+    return [p.grad.clone().tolist() for p in state.net.parameters()], totals.tolist()
+
+
+def full_batch_gradient(size, smoothing=0.0):
+    net, batch = small_net(), batch_of(size)
+    out = net(batch.x)
+    loss = nn.functional.cross_entropy(out, batch.y, label_smoothing=smoothing)
+    loss.backward()
+    right = (out.argmax(1) == batch.y).sum().item()
+    return [p.grad for p in net.parameters()], [loss.item() * size, size, right, size]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [16, 17, 4, 2, 1])                 # even, ragged, fewer samples than ranks
+def test_the_gradient_is_the_full_batch_gradient_at_any_world_and_size(world, size):
+    wanted, totals = full_batch_gradient(size)
+    for grads, found in fork_ranks(world, gradient_of, size, {}):
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
+        assert found == pytest.approx(totals, abs=1e-12)
+
+
+@pytest.mark.parametrize("micro", [1, 3, 8, 100])
+def test_micro_batches_do_not_change_the_gradient(micro):
+    wanted, _ = full_batch_gradient(17, smoothing=0.1)
+    for grads, _ in fork_ranks(2, gradient_of, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}):
+        for a, b in zip(grads, wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
+
+
+def step_with_batch_norm(world):
+    state = make_state(small_net(norm=True))
+    model = distribute(state.net, state.opts, world)
+    for size in (9, 8, 2):  # the last one leaves ranks without a sample
+        batch = batch_of(size, world.rank, world.size)
+        backward(model.eval() if len(batch.ids) == 1 else model, batch, state, world)
+        state.update(size)
+    return {n: b.tolist() for n, b in state.net.named_buffers()}, {n: b.tolist() for n,
+                                                                   b in state.buffers.committed.items()}
+
+
+def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
+    views = fork_ranks(3, step_with_batch_norm)
+    assert views[0] == views[1] == views[2]
+    assert views[0][0] == views[0][1]
+    assert views[0][0]["2.num_batches_tracked"] >= 2
+
+
+@pytest.mark.parametrize(("size", "count", "sizes"),
+                         [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])])
+def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
+    net, seen = small_net(), []
+    net.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
+    model, batch = CpuReplicas(net, count), batch_of(size)
+    nn.functional.cross_entropy(model(batch.x), batch.y).backward()
+    assert seen == sizes
+    for p, wanted in zip(net.parameters(), full_batch_gradient(size)[0], strict=True):
+        torch.testing.assert_close(p.grad, wanted, rtol=0, atol=1e-12)
+
+
+def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
+    """A new thread's own type is bfloat16 on CPUs, so the other one is asked for; on GPUs it is float16."""
+    monkeypatch.setattr(sys.modules["common.training.replicas"], "CpuReplicas", ThreadedReplicas)
+    net, opts, seen = small_net().float(), Options(script="dp", amp="fp16"), []
+    net[0].register_forward_hook(lambda _, inputs, output: seen.append((len(output), output.dtype)))
+    state = SimpleNamespace(net=net, opts=opts, step=0)
+    world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
+    state.task, batch = find_task(opts), batch_of(7)
+    forward(distribute(net, opts, world), (batch.x.float(), batch.y), state, state.task.zeros(world.device))
+    assert sorted(seen, key=str) == [(3, torch.float16), (4, torch.float16)]
+
+
+def test_compiled_code_is_not_copied_to_many_devices():
+    net, opts, one = small_net(), Options(script="dp", compile=True), torch.device("cpu")
+    with pytest.raises(UserError, match="--compile: train_dp.py copies the net to its devices") as caught:
+        prepare(net, opts, SimpleNamespace(devices=(one, one), device=one), None, None)
+    assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
+
+
+def synced(world, size, micro):
+    """(gradient, samples of each forward) of a rank under --sync-bn."""
+    net, seen = small_net(norm=True), []
+    if world.size > 1:
+        net[2] = SyncedNorm(8).double()
+    state = make_state(net, sync_bn=True, micro_batch_size=micro)
+    net[2].register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
+    batch = batch_of(size, world.rank, world.size, state.opts)
+    backward(distribute(net, state.opts, world), batch, state, world)
+    return [p.grad for p in net.parameters()], seen
+
+
+@pytest.mark.parametrize(("world", "size", "micro"),
+                         [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2), (2, 32, 16)])
+def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(world, size, micro):
+    found = fork_ranks(world, synced, size, micro, deadline=30)
+    forwards = [seen for _, seen in found]
+    assert len({len(seen) for seen in forwards}) == 1 and sum(map(sum, forwards)) == size
+    assert all(n <= (micro or size) for seen in forwards for n in seen)
+    if len(forwards[0]) == 1:  # one BatchNorm over the global batch
+        for ours, wanted in zip(found[0][0], fork_ranks(1, synced, size, 0)[0][0], strict=True):
+            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
+
+
+class Fails(nn.Module):
+    def __init__(self, error):
+        super().__init__()
+        self.layer, self.error = nn.Linear(6, 3), error
+
+    def forward(self, x):
+        if self.error:
+            raise self.error
+        return self.layer(x.view(-1, 5))  # batches have six numbers in a row
+
+
+def forward_of(net, step):
+    state, batch = make_state(net, model=f"{__file__}:net"), batch_of(4)
+    state.step = step
+    forward(net, (batch.x.float(), batch.y), state, state.task.zeros(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("step", [0, 400])
+@pytest.mark.parametrize("error, said", [
+    (None, "RuntimeError: shape '[-1, 5]' is invalid"), (KeyError("mine"), "KeyError: 'mine'"),
+    (ValueError("broken between two starts"), "ValueError: broken")])
+def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_line(error, said, step):
+    with pytest.raises(UserError, match=r"test_step.py, line \d+") as caught:
+        forward_of(Fails(error), step)
+    assert said in str(caught.value) and caught.value.code == 2 and str(caught.value).count("\n") <= 2
+
+
+@pytest.mark.parametrize("error", [OSError(5, "disk"), RuntimeError("gloo: closed by peer"),
+                                   RuntimeError("CUDA error"), MemoryError()])
+def test_a_forward_that_may_fare_better_in_another_life_keeps_its_error(error):
+    with pytest.raises(type(error)) as raised:
+        forward_of(Fails(error), 0)
+    assert raised.value is error
+
+
+class Turning(nn.Module):
+    """Rotates by a complex buffer, as language models do, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("turn", torch.polar(torch.ones(3), torch.arange(3.0)).to(torch.complex128))
+        self.register_buffer("seen", torch.tensor(2**24))
+
+    def forward(self, x):
+        self.seen += 1
+        return torch.view_as_real(self.layer(x.float()) * self.turn).sum(-1)
+
+
+@pytest.mark.parametrize("slices", [0, 4])
+def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
+    def step(world):
+        state = make_state(Turning(), virtual_ranks=slices)
+        before = state.net.turn.clone()
+        batch = batch_of(16, world.rank, world.size, state.opts)
+        backward(distribute(state.net, state.opts, world), batch, state, world)
+        return torch.equal(state.net.turn, before), int(state.net.seen)
+
+    assert fork_ranks(2, step) == [(True, 2**24 + 1)] * 2

@@ -1,0 +1,387 @@
+"""Tasks of one's own: exact means, the same bits at any world; what cannot be is refused at the start."""
+import math
+import sys
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import tasks
+import torch
+from jobs import TESTS, audit
+from ranks import fork_ranks
+from samples import share_of
+from test_bitwise import run, through_kills
+
+import train_mp
+from common.data import batches, load_data
+from common.errors import UserError
+from common.models import build_model
+from common.options import Options
+from common.options.rules import check_together
+from common.pipeline import backward as staged
+from common.pipeline import split
+from common.sampler import ElasticSampler
+from common.training import TrainState, backward, build_optimizer, distribute, evaluate, find_task, prepare
+from common.world import World
+
+CPU = torch.device("cpu")
+ALONE = World(0, 1, 0, 1, 0, (CPU,), "life", 0)
+
+
+def options(name, **more):
+    names = {"task": name, "model": f"{name}_net", "dataset": f"{name}_data"}
+    spelled = {kind: f"{TESTS}/tasks.py:{value}" for kind, value in names.items()}
+    few = {"workers": 0, "device": "cpu", "log_every": 1, "global_batch_size": 11}
+    return Options(**spelled | few | more)
+
+
+class Life:
+    """What a script makes of its options, and its steps."""
+
+    def __init__(self, opts, world=ALONE, double=False, devices=1):
+        self.opts, self.data, self.task = opts, load_data(opts, world), find_task(opts)
+        world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(opts.stages or 1)
+        self.world = world
+        net = build_model(opts, self.data)
+        if double:
+            net, fetch = net.double(), type(self.data.train).fetch
+            for part in (self.data.train, self.data.test):
+                part.fetch = lambda *a, part=part: doubled(fetch(part, *a))
+        if opts.script == "mp":
+            self.run, self.model = staged, split(net, opts, world, self.data, self.task)
+            net = self.model.net
+        else:
+            self.run, net = backward, prepare(net, opts, world, self.data, self.task)
+            self.model = distribute(net, opts, world)
+        stages = self.model if opts.script == "mp" else None
+        n = len(self.data.train)
+        self.state = TrainState(net, build_optimizer(net, opts), opts, n, task=self.task, stages=stages)
+        self.order = ElasticSampler(n, opts.global_batch_size, world.replica, world.replicas, opts.seed,
+                                    slices=opts.virtual_ranks)
+
+    def step(self, batch):
+        totals = self.world.all_sum(self.run(self.model, batch, self.state, self.world))
+        self.state.update(batch.size)
+        return self.state.note(totals)
+
+    def epoch(self, most=99):
+        self.state.net.train()
+        found = batches(self.data.train, self.order, self.opts)
+        return [self.step(batch) for batch, _ in zip(found, range(most), strict=False)]
+
+    def weights(self):
+        return {name: tensor.clone() for name, tensor in self.state.net.state_dict().items()}
+
+    def evaluation(self):
+        model = self.model if self.opts.script != "ddp" else self.state.net
+        return evaluate(model, self.data.test, self.state, self.world)
+
+
+def doubled(tree):
+    from common.data import map_tensors
+    return map_tensors(lambda x: x.double() if x.is_floating_point() else x, tree)
+
+
+def sgd(name, **more):
+    """Plain descent at rate 1: the weights move by the gradient."""
+    return options(name, optimizer="sgd", lr=1.0, momentum=0.0, **more)
+
+
+def one_step(world, name, size, double=True, **more):
+    life = Life(sgd(name, global_batch_size=size, **more), world, double)
+    for module in life.state.net.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    record = life.epoch(1)[0]
+    return life.weights(), {key: record[key] for key in record if key not in ("step", "epoch", "lr")}
+
+
+def full_batch(name, size):
+    """The weights after one step by hand: the whole batch in one forward, its sum divided by its count."""
+    opts = sgd(name, global_batch_size=size)
+    data = load_data(opts, ALONE)
+    net = build_model(opts, data).double()
+    for module in net.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    ids = next(iter(ElasticSampler(len(data.train), size, seed=opts.seed)))
+    found = getattr(tasks, name)(net, doubled(data.train.fetch(ids)))
+    loss, count = found["loss"]
+    (loss / count).backward()
+    moved = {n: p.detach() - (p.grad if p.grad is not None else 0) for n, p in net.named_parameters()}
+    return moved, (loss / count).item()
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_every_job_has_the_mean_of_the_full_batch_at_any_world_and_micro_batch(name):
+    wanted, loss = full_batch(name, 11)
+    for world, micro in ((1, 3), (2, 2), (5, 1)):
+        for weights, record in fork_ranks(world, partial(one_step, micro_batch_size=micro), name, 11):
+            assert record["loss"] == pytest.approx(loss, rel=1e-12), (world, micro)
+            for key, tensor in wanted.items():
+                torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-12)
+
+
+# ---- the same bits, and no trace of kills -----------------------------------------------------------
+def epoch(world, name, **more):
+    life = Life(options(name, **more), world)
+    records = life.epoch()
+    return [{name: tensor.tolist() for name, tensor in life.weights().items()}, records, life.evaluation()]
+
+
+@pytest.mark.parametrize("name", tasks.NAMES)
+def test_a_kill_and_another_world_leave_no_trace_in_the_bits_of_any_job(tmp_path, name):
+    given = {key: value for key, value in vars(options(name)).items() if key in ("task", "model", "dataset")}
+    given |= {"virtual_ranks": 4, "global_batch_size": 11, "audit": True, "epochs": 1, "workers": 0}
+    unbroken = run(tmp_path / "unbroken", 1, given)
+    assert through_kills(tmp_path / "killed", given, [(2, 1, 4, "within")], 3) == unbroken
+    for folder in ("unbroken", "killed"):
+        assert audit(tmp_path / folder) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+    assert "val_loss" in unbroken[1], "the evaluation, to the last bit"
+
+
+def test_workers_collate_what_the_rank_would_and_padding_does_not_follow_the_world():
+    (alone, *_), = fork_ranks(1, partial(epoch, virtual_ranks=4), "padded")
+    for found, *_ in fork_ranks(2, partial(epoch, virtual_ranks=4, workers=2), "padded"):
+        assert found == alone
+
+
+# ---- stages and replicas ------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", tasks.IN_STAGES)
+def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name):
+    wanted, loss = full_batch(name, 11)
+    kinds = [(2, {"stages": 2}, 1), (4, {"stages": 2, "micro_batch_size": 2}, 1), (1, {}, 2)]
+    for world, more, devices in kinds:
+        def step(world, more=more, devices=devices):
+            life = Life(sgd(name, script="mp", **more), world, True, devices)
+            loss = life.epoch(1)[0]["loss"]
+            return loss, life.weights(), life.evaluation()
+        (own, _, metrics), = fork_ranks(1, one_way, name)
+        for ours, weights, judged in fork_ranks(world, step):
+            assert ours == pytest.approx(loss, rel=1e-12)
+            assert judged == pytest.approx(metrics, rel=1e-6)
+            for key, tensor in weights.items():
+                torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-12)
+
+
+def test_in_stages_too_a_kill_and_another_world_leave_no_trace_in_the_bits(tmp_path):
+    given = {key: value for key, value in vars(options("segmentation")).items()
+             if key in ("task", "model", "dataset")}
+    given |= {"virtual_ranks": 4, "global_batch_size": 11, "audit": True, "epochs": 1, "save_every": 1}
+    unbroken, folder = run(tmp_path / "unbroken", 1, given), tmp_path / "killed"
+    run(folder, 2, given | {"script": "mp", "stages": 2}, train_mp, kill=(1, 4, "before"))
+    assert run(folder, 4, given | {"script": "mp", "stages": 2}, train_mp) == unbroken
+    found = audit(folder)  # a step whose other stage is dead is made again
+    assert (found["missed"], found["repeated"]) == (0, 0) and found["lost"] == found["redone"] <= 1
+
+
+def one_way(world, name, script="ddp", devices=1):
+    life = Life(sgd(name, script=script), world, True, devices)
+    return life.epoch(1)[0]["loss"], life.weights(), life.evaluation()
+
+
+@pytest.mark.parametrize("name", [name for name in tasks.NAMES if name != "padded"])  # its dropout differs
+def test_replicas_in_one_process_take_and_give_trees(name):
+    (loss, weights, metrics), = fork_ranks(1, one_way, name)
+    (found, moved, judged), = fork_ranks(1, one_way, name, "dp", 2)
+    assert found == pytest.approx(loss, rel=1e-12) and judged == pytest.approx(metrics, rel=1e-12)
+    for key, tensor in weights.items():
+        torch.testing.assert_close(moved[key], tensor, rtol=0, atol=1e-12)
+
+
+# ---- what GPUs alone have: the scale of fp16, BatchNorm over all ranks ---------------------------------
+def scaled(world, name, scale):
+    life = Life(sgd(name, amp="fp16"), world)
+    life.state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    for module in life.state.net.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    life.epoch(1)
+    return life.weights(), life.state.scaler.get_scale()
+
+
+def on_cpus(change):
+    """`prepare` for flags that it refuses on CPUs."""
+    def made(net, opts, world, data, task):
+        net = change(net, opts, world)
+        task.try_out(net, data, opts, CPU)
+        return net
+    return made
+
+
+@pytest.mark.parametrize("name", ["regression", "padded"])
+def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count_and_all_skip_an_overflow(name, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "prepare", on_cpus(lambda net, *_: net))
+    wanted, before = full_batch(name, 11)[0], build_model(options(name), None).state_dict()
+    for world in (1, 2, 5):
+        for weights, scale in fork_ranks(world, scaled, name, 1024.0):
+            assert scale == 1024.0
+            for key, tensor in wanted.items():
+                moved = (tensor - before[key]).abs().max()
+                torch.testing.assert_close(weights[key].double(), tensor, rtol=0, atol=0.01 * moved + 1e-6)
+        for weights, scale in fork_ranks(world, scaled, name, 2.0**60):
+            assert scale == 2.0**59 and all(map(torch.equal, weights.values(), before.values()))
+
+
+# ---- what is refused -----------------------------------------------------------------------------------
+OWN = """
+import torch
+def loss(net, batch):
+    x, y = batch
+    out = net(x)
+    error = (out.squeeze(1) - y).square()
+    first = len(y) == 1
+    {body}
+{more}
+"""
+
+
+def own_task(tmp_path, body, more="", **given):
+    (tmp_path / "own.py").write_text(OWN.format(body=body, more=more))
+    return options("regression", **given | {"task": f"{tmp_path}/own.py:loss"})
+
+
+def refused(world, opts):
+    with pytest.raises(UserError) as caught:
+        check_together(opts)
+        Life(opts, world).epoch(1)
+    return str(caught.value), caught.value.code
+
+
+GOOD = "return {'loss': (error.sum(), len(y))}"
+STAGES = {"script": "mp", "stages": 2}
+
+
+@pytest.mark.parametrize("body, more, given, said", [
+    # at the start
+    ("return error.mean()", "", {}, "wanted each time"),
+    ("return {'loss': error.mean()}", "", {}, "wanted each time"),
+    ("return {'loss': (error, len(y), 3)}", "", {}, "wanted each time"),
+    ("return {'loss': (error.repeat(2), len(y))}", "", {}, "RuntimeError: shape '[1]'"),
+    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "no tensor of whole numbers"),
+    ("return {'val_loss': (error.sum(), 1)}", "", {}, "no name begins with val_"),
+    ("return {'step': (error.sum(), len(y))}", "", {}, "or is one of step"),
+    ("return {'loss': (out.summ(), len(y))}", "", {}, "own.py, line 8"),
+    (GOOD, "", {"best": "f1"}, "the task has no 'f1'"),
+    (GOOD, "", {"label_smoothing": 0.2}, "--label-smoothing cannot"),
+    (GOOD, "def finish(m): pass", {}, "finish: AttributeError"),
+    (GOOD, "def finish(m): return m | {'f1': torch.ones(2)}", {}, "a number for each name"),
+    (GOOD, "def finish(m): return m | {'step': 7}", {}, "or is one of step"),
+    ("return {'loss': ((out + net(x)).sum(), 1)}", "", STAGES, "calls the net 2 times"),
+    ("return {'loss': (net.head(out).sum(), 1)}", "", STAGES, "asks for net.head"),
+    # in a later step
+    ("return {'loss': (error.sum(), len(y))} | ({} if first else {'more': (1, 1)})", "", {},
+     "wanted each time"),
+    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if first else 1).int()}", "", {},
+     "shape (2,)"),
+    ("return {'loss': (error.sum() if first else error, len(y))}", "", {}, "shape '[1]'"),
+    (GOOD + " if first else None", "", {}, "TypeError"),
+    ("return {'loss': (error.sum().item(), len(y))}", "", {}, "loss has no gradient, but counts 11"),
+    ("return {'loss': (error.sum(), 1.0 if first else float('nan'))}", "", {}, "the loss is nan"),
+])
+def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, more, given, said):
+    opts = own_task(tmp_path, body, more, **given)
+    for text, code in fork_ranks(2, refused, opts) if given == STAGES else [refused(ALONE, opts)]:
+        assert said in text and text.count("\n") <= 2
+        assert code == (5 if "nan" in said else 2)
+
+
+def test_a_task_without_a_file_or_a_name_is_refused(tmp_path):
+    with pytest.raises(UserError, match="did you mean tokens"):
+        check_together(Options(task="token"))
+    with pytest.raises(UserError, match="does not exist"):
+        find_task(Options(task=f"{tmp_path}/none.py:loss"))
+
+
+# ---- what is shown and kept -----------------------------------------------------------------------------
+def test_finish_makes_numbers_of_whole_numbers_and_best_may_be_any_of_them():
+    life = Life(options("segmentation", best="iou"))
+    record = life.epoch(3)[-1]
+    metrics = life.evaluation()
+    assert list(record) == ["step", "epoch", "loss", "iou", "lr"] and 0 < metrics["val_iou"] < 1
+    life.state.record_evaluation(metrics)
+    life.state.record_evaluation(metrics | {"val_iou": metrics["val_iou"] / 2})
+    assert life.state.best == {"val_iou": metrics["val_iou"], "loss": metrics["val_loss"], "step": 3}
+    for best, wanted in (("-mae", 1.0), ("mae", 3.0), ("", 1.0), ("loss", 1.0)):
+        state = Life(options("regression", best=best)).state
+        for value in (2.0, 3.0, 1.0):
+            state.record_evaluation({"val_loss": value, "val_mae": value})
+        assert next(iter(state.best.values())) == wanted
+
+
+def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
+    life = Life(sgd("segmentation", global_batch_size=2))
+    before = life.weights()
+    x, _ = life.data.train.fetch([0, 1])
+    record = life.step(share_of(x, torch.full((2, 6, 6), 255), life.opts))
+    assert "loss" not in record and "iou" not in record and life.state.step == 1
+    assert all(torch.equal(before[name], tensor) for name, tensor in life.weights().items())
+
+
+@pytest.mark.parametrize("optimizer, clip", [("sgd", 0.0), ("adamw", 0.05), ("rmsprop", 0.05)])
+def test_single_precision_divides_by_the_count_as_double_precision_does(optimizer, clip):
+    def weights(double):
+        life = Life(options("weighted", optimizer=optimizer, lr=0.01, clip_grad_norm=clip), double=double)
+        life.epoch(3)
+        return life.weights()
+
+    for one, two in zip(weights(False).values(), weights(True).values(), strict=True):
+        torch.testing.assert_close(one.double(), two, rtol=1e-4, atol=1e-5)
+
+
+# ---- --task tokens --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("training", [True, False])
+def test_tokens_has_the_mean_over_targets_that_count_and_the_perplexity(training):
+    task, net = find_task(Options(task="tokens")), torch.nn.Embedding(7, 7).double().train(training)
+    x, y = torch.randint(7, (4, 9)), torch.randint(7, (4, 9))
+    y[torch.rand(4, 9) < 0.5] = -100
+    state = SimpleNamespace(net=net, opts=Options(task="tokens", log_every=1), step=0, task=task)
+    for batch in ((x, y), {"input": x, "labels": y}):
+        metrics = task.metrics(task.add(task.zeros(CPU), task(net, batch, state)))
+        loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten()).item()
+        assert metrics["loss"] == pytest.approx(loss, rel=1e-12)
+        assert metrics["acc"] == pytest.approx((net(x).argmax(2) == y)[y != -100].double().mean().item())
+        assert metrics["perplexity"] == pytest.approx(math.exp(loss)) and "perplexity" in task.shown
+
+
+# ---- what may be returned, too ---------------------------------------------------------------------------
+def test_whole_numbers_may_come_before_other_names_and_a_count_may_be_of_numpy(tmp_path):
+    life = Life(own_task(tmp_path, "import numpy; return {'loss': (error.sum(), numpy.int64(len(y))), "
+                    "'n': torch.tensor([len(y)]), 'mae': (error.sqrt().sum(), len(y))}"))
+    assert set(life.epoch(2)[1]) == {"step", "epoch", "loss", "mae", "lr"}
+    assert life.task.metrics(life.task.zeros(CPU) + 1) == {"loss": 1.0, "mae": 1.0}
+
+
+@pytest.mark.parametrize("slices", [0, 4])
+def test_a_forward_of_which_nothing_counts_may_return_plain_zeros(tmp_path, slices):
+    body = "return {'loss': %s if y.sum() > 5 * len(y) else (error.sum(), len(y))}"
+
+    def steps(world, opts):
+        life = Life(opts, world, double=True)
+        return [record.get("loss") for record in life.epoch(4)], life.weights()
+
+    def asked(zeros):
+        return own_task(tmp_path, body % zeros, virtual_ranks=slices, micro_batch_size=0 if slices else 1)
+
+    wanted, weights = fork_ranks(1, steps, asked("(error.sum() * 0, 0)"))[0]
+    for world in (1, 2):
+        for losses, found in fork_ranks(world, steps, asked("(0, 0)")):
+            assert losses == pytest.approx(wanted, rel=1e-12) and losses[0]
+            for name, tensor in weights.items():
+                torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_another_loss_put_into_criterion_trains_and_evaluates(monkeypatch):
+    def hinge(out, targets, smoothing):
+        return torch.nn.functional.multi_margin_loss(out, targets, reduction="sum")
+
+    monkeypatch.setattr(sys.modules["common.training.tasks"], "criterion", hinge)
+    for kind in ({}, {"task": "tokens", "dataset": "text:8", "model": "gpt:1x1x8", "data_dir": __file__}):
+        given = {"dataset": "random:64x4", "model": "mlp", "global_batch_size": 16, "log_every": 1}
+        life = Life(Options(**given | {"device": "cpu", "workers": 0} | kind))
+        state = life.state
+        loss = life.epoch(1)[0]["loss"]
+        metrics = life.evaluation()
+        x, y = life.data.test.fetch(range(len(life.data.test)))
+        wanted = torch.nn.functional.multi_margin_loss(state.net(x).flatten(0, -2), y.flatten())
+        assert 0 < loss < 1.5 and metrics["val_loss"] == pytest.approx(wanted.item(), rel=1e-5)
