@@ -96,30 +96,41 @@ def account(lives: list[Life]) -> Iterator[Counter[str]]:
     for number, events in enumerate(lives):
         life = events[0]
         following = [other[0] for other in lives[number + 1:]]
-        seconds = Counter({lap: life.get(f"{lap}_s", 0.0) for lap in LAPS})
-        opened = own(events, "first_step", "life")[-1]
-        seconds["start"] = opened["t"] - accounted - seconds.total()
+        opened = max(accounted, own(events, "first_step", "life")[-1]["t"])
+        seconds = _share(opened - accounted, {lap: life.get(f"{lap}_s", 0.0) for lap in LAPS}, "start")
 
         kept = min([other["step"] for other in following], default=math.inf)  # later steps are made again
         before = life["step"]
+        spent: Counter[str] = Counter()
         for entry in own(events, "steps"):
-            seconds.update({bucket: entry.get(f"{bucket}_s", 0.0) for bucket in STEPPING})
+            spent.update({bucket: entry.get(f"{bucket}_s", 0.0) for bucket in STEPPING})
             if entry["at"] > kept:
                 share = 1 - max(0, kept - before) / max(1, entry["at"] - before)
                 redone = share * entry.get("steps_s", 0.0)
-                seconds.update(steps=-redone, redone=redone)
+                spent.update(steps=-redone, redone=redone)
             before = entry["at"]
 
         end = max(event["t"] for event in events if event.get("life", life["life"]) == life["life"])
+        end = max(opened, end)
         lefts = own(events, "left")
-        if lefts:
-            seconds["rescue"] = end - max(event["stepped"] for event in lefts)
-        if following and (not lefts or following[0]["job"] != life["job"]):
-            seconds["down"] = max(0.0, following[0]["began"] - end)
-            end += seconds["down"]
-        seconds["other"] = end - accounted - seconds.total()
+        if lefts:  # an entry that was written on the way out has some of these seconds
+            spent["rescue"] = end - max(event["stepped"] for event in lefts)
+        seconds += _share(end - opened, spent, "other")
         accounted = end
-        yield +seconds  # a clock that was set back makes no negative time
+        if following and (not lefts or following[0]["job"] != life["job"]):
+            accounted = max(end, following[0]["began"])
+            seconds["down"] = accounted - end
+        yield +seconds
+
+
+def _share(left: float, claims: dict[str, float], rest: str) -> Counter[str]:
+    """Give each claim, in order, at most what is left of the seconds: no second is in two buckets."""
+    seconds: Counter[str] = Counter()
+    for bucket, claim in claims.items():
+        seconds[bucket] = min(left, max(0.0, claim))
+        left -= seconds[bucket]
+    seconds[rest] = left
+    return seconds
 
 
 def summarize(run_dir: Path | str) -> dict[str, Any]:

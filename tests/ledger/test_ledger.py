@@ -54,6 +54,22 @@ def test_each_second_is_in_one_bucket_also_those_of_a_life_whose_rank_0_was_kill
     assert summarize(tmp_path)["lives"][1]["gap"]["down"] == 3, "nobody survived: from its last word on"
 
 
+def test_no_second_is_in_two_buckets_though_two_parts_claim_it(tmp_path):
+    """An entry on the way out holds seconds of the rescue; a life may be imported while the last one ends."""
+    life = {"event": "life", "world": 1, "job": "j", "import_s": 6, "pids": [7], "hosts": ["x"]}
+    write(tmp_path, life | {"t": 8, "life": "aa", "began": 0, "step": 0},
+          {"t": 10, "event": "first_step", "step": 1},
+          {"t": 19, "event": "steps", "at": 5, "steps_s": 5, "save_stall_s": 4},
+          {"t": 20, "event": "left", "life": "aa", "rank": 0, "stepped": 15},
+          life | {"t": 22, "life": "bb", "began": 14, "step": 5},
+          {"t": 23, "event": "first_step", "step": 6},
+          {"t": 24, "event": "done", "life": "bb", "step": 6})
+    facts = summarize(tmp_path)
+    assert [dict(life["buckets"]) for life in facts["lives"]] == [
+        {"import": 6, "start": 4, "steps": 5, "save_stall": 4, "rescue": 1}, {"import": 3, "other": 1}]
+    assert facts["wall_s"] == 24
+
+
 def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
     gone = {"t": 1053, "event": "death", "rank": 0, "why": "is gone"}  # the agent knows more
     write(tmp_path, *KILLED[:5], gone, *KILLED[5:])
