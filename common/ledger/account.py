@@ -123,7 +123,7 @@ def account(lives: list[Life]) -> Iterator[Counter[str]]:
         yield +seconds
 
 
-def _share(left: float, claims: dict[str, float], rest: str) -> Counter[str]:
+def _share(left, claims, rest):
     """Give each claim, in order, at most what is left of the seconds: no second is in two buckets."""
     seconds: Counter[str] = Counter()
     for bucket, claim in claims.items():
