@@ -45,6 +45,12 @@ def pytest_terminal_summary(terminalreporter):
 
 
 @pytest.fixture(autouse=True)
+def away_from_the_checkout(tmp_path, monkeypatch):
+    """runs/ is the default folder: whoever forgets --run-dir must not see the runs of a person."""
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
 def nothing_is_left_behind():
     """No test leaves a process, a listening socket or a file outside tmp_path."""
     before = police.belongings()
