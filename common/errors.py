@@ -23,8 +23,6 @@ from typing import Any, NoReturn, TextIO
 
 from common.place import here
 
-TERMINATION_LOG = os.environ.get("TERMINATION_LOG", "/dev/termination-log")  # written only if it is there
-
 
 class UserError(Exception):
     """A mistake a person can mend: fact, values, way out, in three lines at most; `code` is the exit code."""
@@ -47,6 +45,8 @@ SCRIPTS = [OURS / f"train_{name}.py" for name in ("ddp", "dp", "mp")]
 RANK_0_SECONDS = 0.5       # before it leaves: its store ends with it
 OTHER_RANKS_SECONDS = 1.0  # before they print: the agent ends them first if all have the error
 MEND = "mend it, then start again; --debug shows the whole stack"
+NO_FIXED_BITS = "does not have a deterministic implementation"  # torch, of an operation under --virtual-ranks
+REPLACE = "replace the layer that needs it (--debug shows where), or leave out --virtual-ranks"
 
 
 def may_pass(error: BaseException | None) -> bool:
@@ -76,26 +76,18 @@ def blamed(what: str = "", way_out: str = MEND) -> Iterator[None]:
 
 def explained(error: Exception, what: str = "", way_out: str = MEND) -> Exception:
     """The UserError for an error of `what` or of a user's file; else, or if it may pass, the same error."""
+    if isinstance(error, UserError) or may_pass(error):
+        return error
+    if NO_FIXED_BITS in str(error):
+        what = what or "--virtual-ranks"
+        way_out = REPLACE
     place = users_line(error)
-    if isinstance(error, UserError) or may_pass(error) or not (what or place):
+    if not (what or place):
         return error
     fact = f"{type(error).__name__}: {one_line(error)}"
     if what:
         fact = f"{what}: {fact}"
     return UserError("\n".join(line for line in (fact, place, way_out) if line))
-
-
-def too_little_memory(error: BaseException | None, opts: Any) -> UserError | None:
-    """What helps if memory was missing, for an exception or its causes; a restart may help too."""
-    while error is not None:
-        known = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
-        if known or getattr(error, "errno", 0) == errno.ENOMEM or "can't allocate memory" in str(error):
-            is_cut = getattr(opts, "script", "") == "mp"
-            way_out = "more stages" if is_cut else "train_mp.py, which splits the net"
-            return UserError(f"this process is out of memory: {one_line(error)}\n"
-                             f"take smaller batches, or {way_out}", code=1)
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def users_line(error: BaseException) -> str:
@@ -113,47 +105,33 @@ def users_line(error: BaseException) -> str:
 class Outlet:
     """A text stream that falls silent when its reader leaves (`| head`) or its disk is full."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self.stream = stream  # None where the process began with a closed stdout
+        self.terminal = False
+        if stream and not stream.closed:
+            self.terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
 
-    def write(self, text: str) -> None:
-        shown = text.encode(self.encoding, "backslashreplace").decode(self.encoding)
-        self._try(lambda: self.stream.write(shown))
-
-    def flush(self) -> None:
-        self._try(lambda: self.stream.flush())
-
-    @property
-    def encoding(self) -> str:
-        return getattr(self.stream, "encoding", None) or "utf-8"
-
-    def isatty(self) -> bool:
-        return self.stream is not None and not self.stream.closed and self.stream.isatty()
-
-    def fileno(self) -> int:
-        return self.stream.fileno()
-
-    def _try(self, act):
+    def write(self, text: str = "") -> None:
+        """Writes this and what is left in the buffer."""
+        if self.stream is None:
+            return
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
         try:
-            if self.stream is not None:
-                act()
+            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self.stream.flush()
         except (OSError, ValueError):
             # Text left in the buffer would raise again in every later print, and at exit (exit code 120).
-            try:
+            with contextlib.suppress(OSError, ValueError):
                 nowhere = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nowhere, self.stream.fileno())
                 os.close(nowhere)
-            except (OSError, ValueError):
-                pass
             self.stream = None
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
     """print, for streams that may be closed; on a terminal it replaces the bar, also that of another rank."""
     outlet = Outlet(stream or sys.stdout)
-    bar = outlet.isatty() and os.environ.get("TERM") != "dumb"
-    outlet.write(("\r\x1b[K" if bar else "") + text + "\n")
-    outlet.flush()
+    outlet.write(("\r\x1b[K" if outlet.terminal else "") + text + "\n")
 
 
 def fill_closed_streams() -> None:
@@ -161,7 +139,8 @@ def fill_closed_streams() -> None:
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
-    sys.stdout, sys.stderr = sys.stdout or open(1, "w"), sys.stderr or open(2, "w")
+    sys.stdout = sys.stdout or open(1, "w")
+    sys.stderr = sys.stderr or open(2, "w")
 
 
 def guarded(main: Callable[..., Any], what: str = "") -> Callable[..., Any]:
@@ -174,17 +153,13 @@ def guarded(main: Callable[..., Any], what: str = "") -> Callable[..., Any]:
         fill_closed_streams()
         try:
             code = main(*args)
-            Outlet(sys.stdout).flush()  # at exit, what cannot be written would be an error once more
+            Outlet(sys.stdout).write()  # at exit, what cannot be written would be an error once more
             return code
         except KeyboardInterrupt:
             sys.exit(130)
         except Exception as error:
-            if isinstance(error, BrokenPipeError) and what:  # `| head` has seen enough
-                Outlet(sys.stdout).flush()
-                sys.exit(141)
-            opts = next(iter(args), None)
-            told = too_little_memory(error, opts) or explained(error, what, "")
-            if getattr(opts, "debug", False) or not isinstance(told, UserError):
+            told = explained(error, what, "")
+            if not isinstance(told, UserError) or args and getattr(args[0], "debug", False):
                 raise
             end(told)
     return run
@@ -192,15 +167,16 @@ def guarded(main: Callable[..., Any], what: str = "") -> Callable[..., Any]:
 
 def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
     """The exit code of a command: what `act` returns, or that of its error, which is printed."""
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is temporary
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is temporary
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stream has none
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return guarded(act, what)()
+    except BrokenPipeError:  # `| head` has seen enough
+        Outlet(sys.stdout).write()
+        return 141
     except SystemExit as exit:
         return int(exit.code or 0)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def end(error: UserError, shared: bool = False) -> NoReturn:
@@ -215,10 +191,9 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
         time.sleep(OTHER_RANKS_SECONDS)
     if first or not shared:
         say("error: " + "\n       ".join(str(error).splitlines()[:3]), sys.stderr)
-        note_reason(str(error))
         if error.code != 1:  # 1: a restart may cure it
             dismiss_agent()
-    Outlet(sys.stdout).flush()
+    Outlet(sys.stdout).write()
     if shared or not is_rank:
         sys.exit(error.code)
     if first:  # other ranks may still have to read what they waited for in rank 0's store
@@ -235,12 +210,6 @@ def speaks_for_node() -> bool:
         return here().speaks
     except ValueError:
         return True
-
-
-def note_reason(text: str) -> None:
-    """Writes why this process ends: Kubernetes shows it in the pod's status, Slurm in the job's comment."""
-    with contextlib.suppress(OSError), open(os.open(TERMINATION_LOG, os.O_WRONLY | os.O_TRUNC), "w") as file:
-        file.write(text[:4000] + "\n")
 
 
 def dismiss_agent() -> None:
@@ -266,17 +235,3 @@ def did_you_mean(name: str, known: Collection[str], most: int = 1) -> str:
 def one_line(error: BaseException) -> str:
     """The first line of an exception's message, cut after 200 characters; its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-
-
-@contextlib.contextmanager
-def only_deterministic() -> Iterator[None]:
-    """UserError with the name of an operation that torch refuses: on a GPU it adds in no fixed order."""
-    try:
-        yield
-    except RuntimeError as error:
-        operation = re.search(r"(\w+) does not have a deterministic implementation", str(error))
-        if not operation:
-            raise
-        raise UserError(f"--virtual-ranks: torch's {operation[1]} may have other bits each time\n"
-                        "replace the layer that uses it (--debug shows where), as AdaptiveAvgPool2d\n"
-                        "by AvgPool2d, bilinear by nearest; or leave out --virtual-ranks") from error

@@ -254,9 +254,8 @@ class Console:
     def __init__(self, progress: str) -> None:
         self.out = Outlet(sys.stdout)
         self.bar = ""
-        terminal = self.out.isatty() and os.environ.get("TERM") != "dumb"
         # Other processes may have written over the bar: its line is erased first.
-        self.erase = "\r\x1b[K" if progress == "on" or progress == "auto" and terminal else ""
+        self.erase = "\r\x1b[K" if progress == "on" or progress == "auto" and self.out.terminal else ""
 
     def step(self, text: str, share: float) -> None:
         """Show a step as a line, or in the bar, which is full when all of the run is done."""
@@ -268,7 +267,6 @@ class Console:
 
     def show(self, text: str) -> None:
         self.out.write(self.erase + text + self.bar)
-        self.out.flush()
 
     def close(self) -> None:
         self.bar = ""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.errors import blamed, only_deterministic
+from common.errors import blamed
 from common.pipeline.cut import keep, module, weight
 from common.pipeline.transfer import NO_DRAWS, Ranks, sum_gradients
 from common.training import autocast, placed, seed
@@ -165,7 +165,6 @@ class Pipeline(nn.Module):
         output = self(state.task.input_of(samples, state))
         return None if output is None else state.task.answered(output, samples, state)
 
-    @only_deterministic()
     def backward(self, batch, state):
         """Leaves the mean gradient of the global batch in `.grad`; returns this rank's totals.
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from common.errors import UserError, dismiss_agent, note_reason, say
+from common.errors import UserError, dismiss_agent, say
 from common.ledger import Ledger
 from common.options import end_of, machine_id
 from common.place import here
@@ -242,7 +242,6 @@ class Rescue:
         if cause and (first or way.speakers == "each"):
             line = way.words.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
-            note_reason(line)
         self._forget("stop")
         if error is not None and way.code is None:
             self._sign_off(noticed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import Batch, leaves, map_tensors
-from common.errors import blamed, only_deterministic
+from common.errors import blamed
 from common.options import Options
 from common.sampler import hash_seed
 from common.training.state import TrainState
@@ -41,7 +41,6 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     return totals
 
 
-@only_deterministic()
 def backward_slices(model, batch, state, world):
     """`backward` for --virtual-ranks: slices are summed along a fixed tree, so no bit depends on the world.
 
@@ -107,7 +106,7 @@ def forward(model: nn.Module, part: Any, state: TrainState, totals: Tensor) -> T
         if part is None:
             return nothing()
         shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in leaves(part)[:2])
-        with blamed(f"model {state.opts.model} on a batch of {shapes}"), only_deterministic():
+        with blamed(f"model {state.opts.model} on a batch of {shapes}"):
             values = state.task(net, part, state)
         state.task.add(totals, values)
         return state.task.minimised(values, nothing)

@@ -19,21 +19,19 @@ def flags(tmp_path):
     return (*FLAGS, f"--data-dir={path}", f"--run-dir={tmp_path / 'run'}")
 
 
-def assert_too_little(job, script):
+def assert_too_little(job):
     """An agent may try again."""
-    assert job.wait() == 1 and "is out of memory" in job.output, job.output
-    assert script == "mp" or "Traceback" not in job.output, job.output  # of peers, one may lose a connection
-    assert ("more stages" if script == "mp" else "train_mp.py, which splits the net") in job.output
+    assert job.wait() == 1 and "allocate memory" in job.output, job.output
 
 
 def test_a_gpt_that_does_not_fit_in_one_process_trains_in_two_stages(jobs, flags, tmp_path):
-    assert_too_little(jobs.python("train_ddp.py", *flags, ROOM="700"), "ddp")
+    assert_too_little(jobs.python("train_ddp.py", *flags, ROOM="700"))
     job = jobs.torchrun(2, "train_mp.py", *flags, f"--run-dir={tmp_path / 'cut'}", restarts=0, ROOM="700")
     assert job.wait() == 0 and "step 1/1" in job.output, job.output
 
 
 @pytest.mark.long
 def test_a_gpt_that_does_not_fit_in_two_stages_trains_in_four(jobs, flags, tmp_path):
-    assert_too_little(jobs.torchrun(2, "train_mp.py", *flags, restarts=0, ROOM="450"), "mp")
+    assert_too_little(jobs.torchrun(2, "train_mp.py", *flags, restarts=0, ROOM="450"))
     job = jobs.torchrun(4, "train_mp.py", *flags, f"--run-dir={tmp_path / 'cut'}", restarts=0, ROOM="450")
     assert job.wait() == 0 and "step 1/1" in job.output, job.output
