@@ -199,7 +199,7 @@ class Pipeline(nn.Module):
                 x = x.detach().requires_grad_(x.is_floating_point())
                 stage.generator.set_state(draws)
             if tree and k:
-                tree.buffers.renew()
+                state.buffers.renew()
             with blamed(f"model {opts.model}, stage {stage.index}"):
                 if not (first and last):
                     y = stage(x.clone())  # layers may work in place, and x is a leaf or a part of the batch
@@ -211,22 +211,22 @@ class Pipeline(nn.Module):
                 task.add(found, values)
                 y = task.minimised(values, lambda: self._nothing(y)) * (1.0 if n else 0.0) / batch.size
                 y = state.scaler.scale(y) if state.scaler else y
-            moves = tree.buffers.moves(n / batch.size, tree.slices[k] == tree.count - 1) if tree else None
+            tail = tree.measured(tree.slices[k], n / batch.size, found) if tree else None
             if n:
                 totals.add_(found)
-            in_flight[k] = x, y, found, moves
+            in_flight[k] = x, y, tail
             return y.detach(), draws
 
         def back(k, came):
             k = flights[k]
-            x, y, found, moves = in_flight.pop(k)
+            x, y, tail = in_flight.pop(k)
             if opts.shard:
                 stage.set_requires_gradient_sync(k == len(batch.parts) - 1)  # one exchange a batch
-            with tree.leaf(tree.slices[k]) if tree else contextlib.nullcontext():
-                if tree:
-                    tree.measure(found, moves)
-                if y.requires_grad:
-                    y.backward(came and came[0])
+            gradient = came and came[0]
+            if tree:
+                tree.backward(tree.slices[k], tail, y, gradient)
+            elif y.requires_grad:
+                y.backward(gradient)
             if first:
                 return None, NO_DRAWS
             return torch.zeros_like(x) if x.grad is None else x.grad, NO_DRAWS

@@ -1,11 +1,10 @@
 """One step: state, task, forward, backward, update; and evaluation."""
 from common.training.bitwise import dense
-from common.training.cross_check import CrossCheck
 from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer, factor
 from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
-from common.training.step import backward, placed, seed
+from common.training.step import CrossCheck, backward, placed, seed
 from common.training.tasks import autocast, find_task
 
 __all__ = [

@@ -22,8 +22,6 @@ additions follow the tree. The last slice sends a bucket as soon as backward has
 A missing term is -0.0, the one number whose addition never changes a bit (+0.0 would turn -0.0 into +0.0):
 for a parameter that a slice does not use, and for a slice of a short last batch without samples.
 """
-import contextlib
-
 import torch
 import torch.distributed as dist
 
@@ -36,69 +34,74 @@ BUCKET_BYTES = 25 << 20          # of the other buckets
 
 
 class Tree:
-    """In each step: `begin`, one `leaf` around the backward of each of this rank's `slices`, `finish`."""
+    """In each step: `begin`, a `backward` for each of this rank's slices that has samples, `finish`.
 
-    def __init__(self, net, world, slices, mine=None):
+    A slice's totals and its changes of buffers are summed as the gradient of one more tensor, `tail`.
+    """
+
+    def __init__(self, net, world, slices):
         self.world = world
         self.count = slices
-        self.slices = mine or share(slices, world.replica, world.replicas)
+        self.slices = share(slices, world.replica, world.replicas)
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
-        self.tail = len(self.params)  # index of the tensor after the gradients: changes of buffers, totals
         self.buckets = []
+        self.sending = False
         self.seen = 0  # the bits of the slice that all ranks compute (--cross-check)
         if world.replicas > 1:
-            for i, p in enumerate(self.params):
-                p.register_post_accumulate_grad_hook(lambda _, i=i: self._ready(i))
+            for p in self.params:
+                p.register_post_accumulate_grad_hook(self._ready)
 
-    def _plan(self, task):
+    def _plan(self, state):
         """Before the first step: how many totals there are decides the last bucket."""
-        exact = not task.ahead or any(b.dtype == torch.float64 for b in self.buffers.committed.values())
+        committed = state.buffers.committed.values()
+        exact = not state.task.ahead or any(b.dtype == torch.float64 for b in committed)
         self.kind = torch.float64 if exact else torch.float32
-        self.totals = len(task.zeros(self.world.device))
-        tail = torch.empty(self.buffers.numel + self.totals, dtype=self.kind, device=self.world.device)
-        tensors = [*self.params, tail]
-        self.buckets = [Bucket({i: tensors[i] for i in members}, self.world, self.count)
-                        for members in _cut(tensors)]
-        self.bucket_of = {i: bucket for bucket in self.buckets for i in bucket.members}
+        self.totals = len(state.task.zeros(self.world.device))
+        size = state.buffers.numel + self.totals
+        self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
+        self.tensors = [*self.params, self.tail]
+        self.buckets = [Bucket(members, self.world, self.count) for members in _cut(self.tensors)]
+        self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def begin(self, state):
         """Begins a step; the buffers are those of the last one."""
         self.buffers = state.buffers
         if not self.buckets:
-            self._plan(state.task)
-        self.buffers.begin(self.world.device, self.kind)
+            self._plan(state)
         self.checked = checked(state.opts, state.step, self.world.size)
         self.next = self.slices.start
-        self.rows = 0  # subtrees that wait for their other halves
-        self.sending = False
 
-    @contextlib.contextmanager
-    def leaf(self, v):
-        """Inside: `measure`, then exactly one backward. Slices that were left out have no samples."""
-        self._empty(v)
-        self._open(v)
-        yield
+    def measured(self, v, weight, totals):
+        """What slice v adds to the tail: call it after its forward."""
+        moves = self.buffers.moves(weight, v == self.count - 1, self.kind)
+        return torch.cat([moves.to(totals.device), totals])
+
+    def backward(self, v, tail, output, gradient=None):
+        """The backward of slice v; slices that are left out have no samples."""
+        self._skip(v)
+        self._open()
+        if self.carries:
+            tail = self.tail.grad.add_(tail)
+        self.tail.grad = tail
+        if output.requires_grad:
+            output.backward(gradient)
         self._close()
 
-    def _empty(self, end):
+    def _skip(self, end):
         while self.next < end:
-            self._open(self.next)
+            self._open()
             self._close()
 
-    def _open(self, v):
-        self.carries = carries(v, self.slices.start)
+    def _open(self):
+        self.carries = carries(self.next, self.slices.start)
         if not self.carries:  # otherwise autograd adds to the gradients of the slice before
-            self.rows += 1
-            for bucket in self.buckets:
-                bucket.open(self.rows)
-            for i, p in enumerate(self.params):
-                p.grad = self._gradient(i, self.rows)
+            for tensor in self.tensors:
+                tensor.grad = None
         self.done = 0
-        self.sending = v == self.slices[-1] and self.world.replicas > 1
-        if self.sending:
-            for bucket in self.buckets:
-                bucket.waiting = sum(i != self.tail for i in bucket.members)
+        self.sending = self.next == self.slices[-1]
+        for bucket in self.buckets:
+            bucket.waiting = sum(tensor.requires_grad for tensor in bucket.members)
 
     @torch.no_grad()
     def _close(self):
@@ -106,90 +109,84 @@ class Tree:
             self._collect()
         self.sending = False
         if self.next == self.checked:
-            self.seen = fingerprint_of({i: self._gradient(i, self.rows) for i in range(self.tail + 1)})
-        self.rows -= max(0, self.carries - 1)
+            self.seen = self.bits()
         self.next += 1
 
-    def _gradient(self, i, row):
-        return self.bucket_of[i].views[row - 1][i]
-
     @torch.no_grad()
-    def measure(self, totals, moves):
-        """Before the backward: takes the slice's totals and its part in the changes of the buffers."""
-        self._gradient(self.tail, self.rows).add_(torch.cat([moves, totals]))
-
-    @torch.no_grad()
-    def _ready(self, i):
+    def _ready(self, p):
         """Autograd's hook: the last slice sends buckets while backward runs, in one order on every rank."""
         if self.sending:
-            self.bucket_of[i].waiting -= 1
+            self.bucket_of[p].waiting -= 1
             while self.done < len(self.buckets) and not self.buckets[self.done].waiting:
                 self._collect()
 
     def _collect(self):
-        """Adds the subtrees that this slice's next bucket completes; the last slice also sends it."""
         bucket = self.buckets[self.done]
         self.done += 1
-        for row in range(self.rows - 1, self.rows - self.carries, -1):
-            bucket.rows[row - 1] += bucket.rows[row]
+        bucket.collect(self.carries)
         if self.sending:
             bucket.send()
+
+    def bits(self):
+        """A sum over all bits of the gradient of one slice."""
+        return fingerprint_of({i: gradient_of(tensor) for i, tensor in enumerate(self.tensors)})
 
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
     def finish(self, batch, state):
         """Leaves the sum of all slices in `.grad`, updates buffers; returns this rank's share of totals."""
-        self._empty(self.slices.stop)
+        self._skip(self.slices.stop)
         works = [work for bucket in self.buckets for work in bucket.add()]
         for work in works:
             work.wait()
-        for i, p in enumerate(self.params):
-            p.grad = self._gradient(i, 1)
-        tail = self._gradient(self.tail, 1)
-        self.buffers.apply(tail[:-self.totals])
-        totals = tail[-self.totals:].double()
+        for bucket in self.buckets:
+            for tensor, total in zip(bucket.members, bucket.views[0], strict=True):
+                tensor.grad = total
+        self.buffers.apply(self.tail.grad[:-self.totals])
+        totals = self.tail.grad[-self.totals:].double()
         state.count(totals[1], batch.size, self.world.sum_over_stages)
         # every replica has all totals; callers add those of the ranks
         return totals if self.world.replica == 0 else torch.zeros_like(totals)
 
 
 class Bucket:
-    """Some gradients side by side, in a row for each subtree; a row divides evenly among the replicas."""
+    """Tensors whose gradients are exchanged together; each replica ends the tree for its part of them."""
 
     def __init__(self, members, world, slices):
-        self.members = members  # {index: a tensor of this shape}
+        self.members = members
         self.world = world
-        self.rows = []  # (replicas, part) numbers each
-        self.views = []  # of each row: {index: gradient}
-        self.works = []  # messages under way
-        first = next(iter(members.values()))
-        align = ALIGN_BYTES // first.element_size()
-        self.starts = {}
-        size = 0
-        for i, tensor in members.items():
-            self.starts[i] = size
-            size += -(-tensor.numel() // align) * align
-        part = -(-size // (align * world.replicas)) * align
-        self.empty = first.detach().new_empty(world.replicas, part)
+        self.waiting = 0  # members without the gradient of the last slice
+        self.rows = []    # gradients of the subtrees that wait for their other halves
+        self.works = []   # messages under way
         subtrees = blocks_of_ranks(slices, world.replicas)
-        self.rows_of = [len(each) for each in subtrees]
-        self.order = merges([block for each in subtrees for block in each])
-        self.received = first.detach().new_empty(sum(self.rows_of), part)
+        self.rows_of = [len(blocks) for blocks in subtrees]
+        self.order = merges([block for blocks in subtrees for block in blocks])
+        first = members[0].detach()
+        align = ALIGN_BYTES // first.element_size()
+        sizes = [-(-tensor.numel() // align) * align for tensor in members]
+        part = -(-sum(sizes) // (align * world.replicas)) * align
+        self.flat = first.new_zeros(self.rows_of[world.replica], world.replicas, part)  # the rows to send
+        self.views = [[_like(piece[:tensor.numel()], tensor) for piece, tensor
+                       in zip(row.view(-1)[:sum(sizes)].split(sizes), members, strict=True)]
+                      for row in self.flat]
+        self.received = first.new_empty(sum(self.rows_of), part)
 
-    def open(self, count):
-        """The last of so many rows begins as nothing."""
-        if count > len(self.rows):
-            row = torch.empty_like(self.empty)
-            self.rows.append(row)
-            self.views.append({i: _like(row.view(-1)[at:at + self.members[i].numel()], self.members[i])
-                               for i, at in self.starts.items()})
-        self.rows[count - 1].fill_(-0.0)
+    def collect(self, carries):
+        """Adds the subtrees that a slice completes; autograd has made the first of these additions."""
+        if carries:
+            self.rows.pop()
+        self.rows.append([gradient_of(tensor) for tensor in self.members])
+        for _ in range(carries - 1):
+            right = self.rows.pop()
+            torch._foreach_add_(self.rows[-1], right)
 
     def send(self):
         """Begins to send every replica its part of this rank's rows."""
-        rows = self.rows[:self.rows_of[self.world.replica]]
-        self.works = _swap(self.world, [[row[q] for row in rows] for q in range(self.world.replicas)],
-                           self.received.split(self.rows_of))
+        for views, row in zip(self.views, self.rows, strict=True):
+            torch._foreach_copy_(views, row)
+        self.rows.clear()
+        outs = [[row[q] for row in self.flat] for q in range(self.world.replicas)]
+        self.works = _swap(self.world, outs, self.received.split(self.rows_of))
 
     def add(self):
         """Ends the tree for this rank's part, and begins to send it to all; returns the messages."""
@@ -197,13 +194,20 @@ class Bucket:
             work.wait()
         rank = self.world.replica
         terms = [list(rows) for rows in self.received.split(self.rows_of)]
-        terms[rank] = [row[rank] for row in self.rows[:self.rows_of[rank]]]
+        terms[rank] = [row[rank] for row in self.flat]
         terms = [term for rows in terms for term in rows]
         for i, j in self.order:
             terms[i] += terms[j]
-        result = self.rows[0]
+        result = self.flat[0]
         result[rank].copy_(terms[0])
         return _swap(self.world, [[terms[0]]] * self.world.replicas, [[part] for part in result])
+
+
+def gradient_of(tensor):
+    """The gradient that one slice, or two, have left; nothing where they do not use the tensor."""
+    if tensor.grad is None:
+        tensor.grad = torch.full_like(tensor, -0.0)
+    return tensor.grad
 
 
 def _swap(world, outs, ins):
@@ -231,17 +235,17 @@ def dense(tensor: torch.Tensor) -> bool:
 
 
 def _cut(tensors):
-    """Indices of tensors, in runs of one type, one device and about BUCKET_BYTES; the first is small."""
+    """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
     runs = []
     size = 0
     kind = None
-    for i, tensor in enumerate(tensors):
+    for tensor in tensors:
         limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
         if kind != (tensor.dtype, tensor.device) or size >= limit:
             runs.append([])
             kind = tensor.dtype, tensor.device
             size = 0
-        runs[-1].append(i)
+        runs[-1].append(tensor)
         size += tensor.nbytes
     return runs
 

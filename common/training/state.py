@@ -355,18 +355,21 @@ class Buffers:
                     places[id(b)].append((module._buffers, name))
         self.places = list(places.values())
         numbers = _numbers(self.committed.values())
-        self.sizes = [b.numel() for b in numbers]
-        self.numel = sum(self.sizes)
-        self.means = torch.cat([torch.full((b.numel(),), b.is_floating_point()) for b in numbers] or [NONE])
+        sizes = [b.numel() for b in numbers]
+        self.numel = sum(sizes)
+        device = numbers[0].device if numbers else None
+        self.flat = torch.empty(self.numel, dtype=torch.float64, device=device)
+        self.views = [piece.view(b.shape) for piece, b in zip(self.flat.split(sizes), numbers, strict=True)]
+        self.means = torch.empty(self.numel, dtype=torch.bool, device=device)
+        for piece, b in zip(self.means.split(sizes), numbers, strict=True):
+            piece.fill_(b.is_floating_point())
 
     def take(self) -> None:
         """The live buffers become those of the last whole step."""
-        if self.numel:
-            torch._foreach_copy_(list(self.committed.values()), self._live())
+        _copy(self.committed.values(), self._live())
 
     def restore(self) -> None:
-        if self.numel:
-            torch._foreach_copy_(self._live(), list(self.committed.values()))
+        _copy(self._live(), self.committed.values())
 
     def renew(self) -> None:
         """Like `restore`, into new tensors: the backward of slices in flight may still need the old ones."""
@@ -378,41 +381,34 @@ class Buffers:
     def average(self, world: World, weight: float) -> None:
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
         if self.numel and world.replicas > 1:
-            self.begin(world.device, torch.float64)
             self.apply(world.sum_over_replicas(self.moves(weight, world.replica == 0)))
 
-    def begin(self, device: torch.device, kind: torch.dtype) -> None:
-        """Before `moves` and `apply`: these changes are added in this type on this device."""
-        self.device = device
-        self.kind = kind
-        self.base = self._flat(list(self.committed.values()))
-        self.means = self.means.to(device)
-
     @torch.no_grad()
-    def moves(self, weight: float, counts: bool) -> Tensor:
+    def moves(self, weight: float, counts: bool, kind: torch.dtype = torch.float64) -> Tensor:
         """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
+        base = self._flat(self.committed.values()).clone()
         new = self._flat(self._live())
         # equal values did not change; of two infinities the difference would be nan
-        moved = (new - self.base).masked_fill_(new == self.base, 0.0).to(self.kind)
-        return moved.mul_(torch.where(self.means, weight, float(counts)).to(self.kind))
+        moved = (new - base).masked_fill_(new == base, 0.0).to(kind)
+        return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
 
     @torch.no_grad()
     def apply(self, moved: Tensor) -> None:
         """Sets the live buffers to the committed ones plus their summed changes."""
-        if self.numel:
-            live = _numbers(self._live())
-            sums = (self.base + moved).split(self.sizes)
-            torch._foreach_copy_(live, [flat.view(b.shape) for flat, b in zip(sums, live, strict=True)])
+        self._flat(self.committed.values()).add_(moved.to(self.flat))
+        _copy(_numbers(self._live()), self.views)
 
     def _live(self):
         return [owner[name] for (owner, name), *_ in self.places]
 
     def _flat(self, buffers):
-        return torch.cat([b.to(self.device, torch.float64).flatten() for b in _numbers(buffers)]
-                         or [NONE.to(self.device, torch.float64)])
+        _copy(self.views, _numbers(buffers))
+        return self.flat
 
 
-NONE = torch.empty(0, dtype=torch.bool)
+def _copy(targets, sources):
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
 
 
 def _numbers(buffers):

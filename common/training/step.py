@@ -5,6 +5,10 @@ the size of the global batch before the backward; `state.update` corrects for wh
 """
 import contextlib
 import random
+import socket
+from collections import Counter
+from copy import copy
+from dataclasses import replace
 from typing import Any, SupportsIndex
 
 import numpy
@@ -12,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data import Batch, leaves, map_tensors
+from common.data import Batch, batches, leaves, map_tensors
 from common.errors import blamed
 from common.options import Options
-from common.sampler import hash_seed
+from common.sampler import ElasticSampler, hash_seed
+from common.training.bitwise import checked
 from common.training.state import TrainState
-from common.world import World
+from common.world import World, gather_texts
 
 
 def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) -> Tensor:
@@ -27,7 +32,7 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     """
     opts = state.opts
     if opts.virtual_ranks:
-        return backward_slices(model, batch, state, world)
+        return backward_slices(model.net, model.tree, batch, state, world)
     seed(world, opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
     totals = state.task.zeros(world.device)
     parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
@@ -41,29 +46,91 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     return totals
 
 
-def backward_slices(model, batch, state, world):
-    """`backward` for --virtual-ranks: slices are summed along a fixed tree, so no bit depends on the world.
+def backward_slices(net, tree, batch, state, world):
+    """Slices are summed along a fixed tree, so no bit depends on the world.
 
     Each slice is computed as if it were alone; the number of ranks only decides which rank computes it.
     """
-    tree = model.tree
     tree.begin(state)
-    for v, (n, part) in zip(tree.slices, batch.parts, strict=True):  # in a short last batch n may be 0
-        if v > tree.slices.start:
-            tree.buffers.restore()
-        one_slice(model.net, tree, v, n, part, batch.size, state, world)
+    for v, (n, part) in zip(tree.slices, batch.parts, strict=True):
+        if n:  # in a short last batch a slice may be empty
+            tail, loss = slice_loss(net, tree, v, n, part, batch.size, state, world)
+            tree.backward(v, tail, loss)
     return tree.finish(batch, state)
 
 
-def one_slice(net, tree, v, n, part, size, state, world):
-    """Forward and backward of slice v, which has n of the `size` samples of the global batch."""
+def slice_loss(net, tree, v, n, part, size, state, world):
+    """Forward of slice v, which has n of the `size` samples of the global batch: (its tail, its loss)."""
+    state.buffers.restore()
     seed(world, state.opts.seed, "step", state.step, v)
-    with tree.leaf(v):
+    totals = state.task.zeros(world.device, tree.kind)
+    loss = forward(net, placed(part, world.device, state.opts, own=True), state, totals)
+    return tree.measured(v, n / size, totals), scale(loss / size, state)
+
+
+class CrossCheck:
+    """--cross-check: every N steps all ranks compute one slice, and vote on its bits.
+
+    A device that computes wrong numbers now and then raises no error, and the sum over ranks hides whose
+    they are. With --virtual-ranks the gradient of a slice has the same bits on every rank.
+    """
+
+    def __init__(self, model: nn.Module, split: object, order: ElasticSampler, state: TrainState,
+                 world: World) -> None:
+        self.model = model
+        self.split = split
+        self.order = order
+        self.state = state
+        self.world = world
+
+    @property
+    def due(self) -> bool:
+        """Whether all ranks ask `odd_rank` between backward and update."""
+        return checked(self.state.opts, self.state.step, self.world.size) is not None
+
+    def odd_rank(self) -> str:
+        """Empty if all ranks have the same bits; else which rank and host has others, as all ranks find."""
+        tree = self.model.tree
+        v = tree.checked
+        votes = self._gather(tree.seen if v in tree.slices else self._again(v))  # one has it from this step
+        if len(set(votes)) == 1:
+            return ""
+        again = self._gather(self._again(v))
+        bits, count = Counter(votes + again).most_common(1)[0]
+        odd = [r for r in range(self.world.size) if {votes[r], again[r]} != {bits}]
+        if count <= self.world.size:
+            odd = [*range(self.world.size)]  # no majority: it may be any of them
+        hosts = gather_texts(self.world, socket.gethostname())
+        names = " or ".join(f"rank {r} (host {hosts[r]})" for r in odd)
+        return f"step {self.state.step + 1}: {names} computes slice {v} with other bits than another rank"
+
+    def _gather(self, number):
+        return [int(bits) for bits in self.world.all_gather(torch.tensor([number]))]
+
+    def _again(self, v):
+        """The bits of slice v's gradient, computed here; leaves no trace."""
+        state = self.state
+        tree = self.model.tree
+        order = copy(self.order)
+        order.rank = v  # a rank that has this slice alone
+        order.world = state.opts.virtual_ranks
+        order.set_epoch(state.epoch, state.position)
+        batch = next(iter(batches(self.split, order, replace(state.opts, workers=0))))
+        (n, part), = batch.parts
+        gradients = [tensor.grad for tensor in tree.tensors]
+        buffers = [b.clone() for b in state.net.buffers()]
+        for tensor in tree.tensors:
+            tensor.grad = None
         if n:
-            totals = state.task.zeros(world.device, tree.kind)
-            loss = forward(net, placed(part, world.device, state.opts, own=True), state, totals)
-            tree.measure(totals, tree.buffers.moves(n / size, v == tree.count - 1))
-            scale(loss / size, state).backward()
+            tree.tail.grad, loss = slice_loss(state.net, tree, v, n, part, batch.size, state, self.world)
+            loss.backward()
+        bits = tree.bits()
+        for tensor, gradient in zip(tree.tensors, gradients, strict=True):
+            tensor.grad = gradient
+        with torch.no_grad():
+            for buffer, was in zip(state.net.buffers(), buffers, strict=True):
+                buffer.copy_(was)
+        return bits
 
 
 def scale(loss: Tensor, state: TrainState) -> Tensor:

@@ -60,7 +60,7 @@ NETS = {"cnn": (cnn, 8, 4), "mlp": (mlp, 8, 1), "resnet": (resnet, 4, 1)}  # sam
 def bytes_sent(tree):
     """Per step and rank, on average over the ranks; a ring all-reduce sends 2 (W-1)/W of the gradient."""
     replicas = tree.world.replicas
-    return sum(bucket.empty.nbytes / replicas * (replicas - 1) * (len(bucket.received) / replicas + 1)
+    return sum(bucket.flat[0].nbytes / replicas * (replicas - 1) * (len(bucket.received) / replicas + 1)
                for bucket in tree.buckets)
 
 
