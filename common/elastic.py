@@ -17,7 +17,6 @@ import contextlib
 import copy
 import json
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,6 @@ class Elastic(Run):
         self.given = {"global_batch_size": batch_size, "epochs": epochs, "seed": seed, "workers": 0} | options
 
     def __enter__(self) -> "Elastic":
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save"; before that it would kill
         with self._errors():
             begin_life()
             _check(self.net, self.optimizer, self.given)

@@ -108,7 +108,8 @@ class Run:
             self.log.step(state, state.note(totals) | self.world.memory())
         if opts.check_every and state.step % opts.check_every == 0 and self.world.size > 1:
             self.store.agree(state)
-        if self.rescue.told("save") or self.store.due(state, overdue):
+        if self.rescue.save_asked or self.store.due(state, overdue):
+            self.rescue.save_asked = False
             self.store.save(state)  # copies; a thread writes
         self.store.check()
         if self.rescue.asked:

@@ -222,7 +222,8 @@ def from_workers(shares: Shares, cuts: Iterable, count: int, pin: bool) -> Itera
     except RuntimeError:
         dead = [worker.pid for worker in loaded._workers if not worker.is_alive()]
         if dead:
-            raise ChildProcessError(f"its loading process (pid {dead[0]}) was killed") from None
+            raise UserError(f"its loading process (pid {dead[0]}) was killed\n"
+                            "there may be too little memory for so many --workers", code=1) from None
         raise
     finally:
         leave()  # the workers may end: the traceback of an error inside DataLoader would keep them alive

@@ -7,7 +7,6 @@ import gc
 import inspect
 import os
 import re
-import signal
 import sys
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -214,7 +213,6 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
     A launcher checks them for its workers: then `processes` is their number, or 0 if it is not known yet.
     """
     if argv is None and processes is None:
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until it means "save"; before that it would kill
         gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
         begin_life()

@@ -4,18 +4,20 @@ import socket
 import time
 import zlib
 
+import torch
+
 from common.data import Data
 from common.errors import UserError
 from common.ledger import Clock, Ledger, Log, history, lives_of
 from common.options import Options, life_is_open, this_process
 from common.place import here
-from common.rescue.hang import State
+from common.rescue.watch import State
 from common.sampler import ElasticSampler
 from common.world import World, gather_texts
 
 LIVES_IN_VAIN = 3     # in a row: they could not train, or began on one step and ended with an error
-SAMPLES_NAMED = 512   # in an error
 LIVES_KILLED = 10     # in a row on one step: all made steps, and were killed before they saved
+SAMPLES_NAMED = 512   # in an error
 ENDED_WELL = {"stop", "refused", "done"}  # events
 FAILED = {"error", "hang"}                # events
 
@@ -26,55 +28,58 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
 
     A life that is like the one before it in the same job says one line.
     """
-    assert isinstance(data.fingerprint, str)
     data.train.note = data.test.note = ledger.event
     with world.all_or_none("opening"):
         if world.rank == 0:
             refuse_without_progress(ledger, opts, data, state)
     texts = [text.split(" ") for text in gather_texts(world, f"{os.getpid()} {socket.gethostname()}")]
-    job = this_process()["job"]
-    lives = _lives(opts)
-    before = lives[-1] if lives and lives[-1][0].get("job") == job else None
-    past = history(opts.run_dir, job, state.step) if world.rank == 0 else {}
-    parameters = parameters or sum(p.numel() for p in state.net.parameters())
+    process = this_process()
     header = header_of(opts, world, data, state, parameters)
     mark = zlib.crc32("\n".join(header).encode())
-    line = resumption(opts, state, source)
-    if before:
-        stepped = [event["stepped"] for event in before if event["event"] == "left"]
-        seconds = max(0.0, time.time() - max(stepped or [before[-1]["t"]]))
-        line += f", after {seconds:.1f} s with {world.size} process{'es' * (world.size > 1)}"
-    if not before or before[0].get("header") != mark:
-        line = "\n".join([f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}",
-                          *header, line])
-    log.start(line.splitlines(), clock, world=world.size, lives=past.get("lives", 0) + 1,
-              lost=past.get("lost", 0), deaths=past.get("deaths", 0))
     if world.rank == 0:
-        if state.step == 0 and past["saved"] and past["saved"][0] > 0:  # a disk is not mounted, say
-            log.note(f"{opts.run_dir}: step {past['saved'][0]} was saved, but no checkpoint is left; "
-                     "training begins again")
-        if past["death"]:
-            log.death(past["death"][0], printed=stepped != [])
+        _greet(log, clock, opts, world, state, header, mark, source)
         clock.open(ledger)
         ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step,
                      epoch=state.epoch, position=state.position, pids=[int(pid) for pid, _ in texts],
-                     hosts=[host for _, host in texts], job=job, header=mark, began=clock.began,
-                     n=len(data.train), seed=opts.seed, data=data.fingerprint[:12],
+                     hosts=[host for _, host in texts], job=process["job"], header=mark, began=clock.began,
+                     n=len(data.train), seed=opts.seed, data=str(data.fingerprint)[:12],
                      global_batch_size=opts.global_batch_size, stages=world.stages,
                      options=opts.given(), **clock.laps)
-        ledger.saved = past["saved"] or ledger.saved
     place = here()
-    if place.local_rank == 0 and place.agent:
-        ledger.event("opened", life=world.life, agent=this_process()["agent"], restart=place.restart)
+    if place.speaks and place.agent:
+        ledger.event("opened", life=world.life, agent=process["agent"], restart=place.restart)
     life_is_open()
+
+
+def _greet(log, clock, opts, world, state, header, mark, source):
+    """The header, if the life before in this job had another; where this life begins; how that one ended."""
+    job = this_process()["job"]
+    past = history(opts.run_dir, job, state.step)
+    lives = _lives(opts)
+    before = lives[-1] if lives and lives[-1][0]["job"] == job else []
+    stepped = [event["stepped"] for event in before if event["event"] == "left"]
+    lines = [resumption(opts, state, source)]
+    if before:
+        seconds = max(0.0, time.time() - max(stepped, default=before[-1]["t"]))
+        lines[0] += f", after {seconds:.1f} s with {world.size} process{'es' * (world.size > 1)}"
+    if not before or before[0]["header"] != mark:
+        place = f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}"
+        lines = [place, *header, *lines]
+    log.start(lines, clock, world=world.size)
+    if state.step == 0 and past["saved"] and past["saved"][0] > 0:  # a disk is not mounted, say
+        log.note(f"{opts.run_dir}: step {past['saved'][0]} was saved, but no checkpoint is left; "
+                 "training begins again")
+    if past["death"]:
+        log.death(past["death"][0], printed=bool(stepped))
 
 
 def header_of(opts: Options, world: World, data: Data, state: State, parameters: int) -> list[str]:
     """What is trained, on what, in which batches."""
+    parameters = parameters or sum(p.numel() for p in state.net.parameters())
     count = opts.virtual_ranks or world.replicas
     shares = "slices" if opts.virtual_ranks else "shares"
     return [
-        world.devices_line(),
+        f"devices {', '.join(world.device_names())}   {torch.get_num_threads()} CPU threads a process",
         f"model {opts.model}: {parameters:,} parameters   "
         f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
         f"global batch {opts.global_batch_size} = {count} {shares} of "
@@ -103,8 +108,6 @@ def refuse_a_crash_loop(opts: Options) -> None:
     agent has seen open: each machine judges its own lives.
     """
     place = here()
-    if place.restart < LIVES_IN_VAIN:
-        return
     agent = this_process()["agent"]
     opened = [event["restart"] for events in _lives(opts) for event in events
               if event["event"] == "opened" and event["agent"] == agent]
@@ -119,8 +122,6 @@ def refuse_without_progress(ledger: Ledger, opts: Options, data: Data, state: St
 
     A step that was saved and then withdrawn is no progress: the next life began on the same step.
     """
-    if state.finished:
-        return
     in_vain = 0
     failed = []
     for life in reversed(_lives(opts)):
@@ -129,11 +130,11 @@ def refuse_without_progress(ledger: Ledger, opts: Options, data: Data, state: St
             break
         failed.append(life)
         in_vain += bool(names & FAILED) or "first_step" not in names
-    if in_vain < LIVES_IN_VAIN and len(failed) < LIVES_KILLED:
+    if state.finished or in_vain < LIVES_IN_VAIN and len(failed) < LIVES_KILLED:
         return
     ledger.event("refused", step=state.step)
     errors = [event["why"] for life in reversed(failed) for event in life if event["event"] == "error"]
-    first = errors[0] if errors else "killed, no error was noted"
+    first = [*errors, "killed, no error was noted"][0]
     order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed)
     order.set_epoch(state.epoch, state.position)
     samples = ", ".join(map(str, next(iter(order))[:SAMPLES_NAMED]))

@@ -68,22 +68,14 @@ class World:
             return "none"
         return "nccl" if self.device.type == "cuda" else "gloo"
 
-    def devices_line(self) -> str:
-        """Which physical devices these are: torch counts only those that CUDA_VISIBLE_DEVICES leaves."""
-        if self.device.type != "cuda":
-            names = ", ".join(map(str, self.devices))
-            return f"devices {names}   {torch.get_num_threads()} CPU threads a process"
-        visible = here().gpus
-        words = []
-        for device in self.devices:
-            number = visible[device.index or 0] if visible else device.index or 0
-            words.append(f"{device} (physical {number}, {torch.cuda.get_device_name(device)})")
-        return "devices " + ", ".join(words)
+    def device_names(self) -> list[str]:
+        return [f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+                for device in self.devices]
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
-        gpus = [device for device in self.devices if device.type == "cuda"]
-        return {f"MiB_{gpu.index}": torch.cuda.memory_allocated(gpu) >> 20 for gpu in gpus}
+        return {f"MiB_{device.index}": torch.cuda.memory_allocated(device) >> 20
+                for device in self.devices if device.type == "cuda"}
 
     # ---- collectives ------------------------------------------------------------------------------
     def all_sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None, ranks: int = 0) -> Tensor:

@@ -1,12 +1,8 @@
 """What a person asks of a running training is done by all ranks at one step, noted, and taken away."""
 import signal
-from types import SimpleNamespace
 
 import pytest
-import torch
 from jobs import PACED, ROOT, STEPS, audit, events, reached, until, wait_for
-
-from common.rescue import Rescue
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
@@ -39,34 +35,6 @@ def test_a_run_saves_when_asked_and_trains_on(jobs, tmp_path, name):
     assert job.wait() != 0
     assert [event["what"] for event in events(run, "control")] == ["save"]
     assert len(events(run, "life")) == 1
-
-
-def test_a_signal_saves_and_the_run_goes_on(jobs, tmp_path):
-    run = tmp_path / "run"
-    flags = ("--save-every=0", "--save-seconds=0", "--epochs=99")
-    job = jobs.torchrun(2, "train_ddp.py", *PACED, f"--run-dir={run}", *flags, PACE="0.02")
-    life = wait_for(run, 2, 0, job)
-    jobs.kill(life["pids"][1], signal.SIGUSR2)  # any rank: the owner of the folder saves
-    until(lambda: events(run, "save"), "a save")
-    step = reached(run)
-    until(lambda: reached(run) > step, "a further step")
-    job.kill(signal.SIGTERM)
-    assert job.wait() != 0
-    assert events(run, "save")[0]["step"] == events(run, "control")[0]["step"], job.output
-
-
-def test_a_signal_that_comes_while_the_ranks_sum_is_not_lost(tmp_path):
-    def all_sum(totals):
-        rescue.wanted.add("save")  # as the thread that hears signals does
-        return totals
-
-    state = SimpleNamespace(opts=SimpleNamespace(run_dir=tmp_path), step=0)
-    world = SimpleNamespace(rank=1, size=1, all_sum=all_sum)
-    rescue = Rescue(None, state, world, None)
-    rescue.all_sum(torch.zeros(1))
-    assert not rescue.told("save")
-    rescue.all_sum(torch.zeros(1))
-    assert rescue.told("save")
 
 
 @pytest.mark.parametrize("how", ["torchrun", "launcher", "alone"])

@@ -1,0 +1,101 @@
+"""A run that hangs is ended, with the place of each rank; one that waits for a slow rank is not."""
+import ctypes
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+from jobs import until
+from ranks import fork_ranks
+
+from common.rescue import watch
+from common.rescue.watch import Pace, Watch
+
+
+def watched(world, limit, step=3):
+    """(state, Watch, its reports)"""
+    state = SimpleNamespace(step=step, progress=0, opts=SimpleNamespace(hang_timeout=limit, compile=False))
+    reports = []
+    thread = Watch(state, world, reports.append)
+    thread.start()
+    return state, thread, reports
+
+
+def move_for(seconds, state):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        state.progress += 1
+        time.sleep(0.05)
+
+
+def stand_still(world):
+    state, thread, reports = watched(world, 1)
+    move_for(2, state)
+    assert not reports
+    until(lambda: reports, "the report")
+    thread.stop()
+    return reports
+
+
+def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_not(capfd):
+    ((report,),) = fork_ranks(1, stand_still)
+    assert report.startswith("no progress for 1 s at step 3; rank 0: step 3, ")
+    assert "stand_still" in capfd.readouterr().err
+
+
+def test_the_limit_follows_the_pace_of_steps_and_is_generous_before_the_second():
+    state = SimpleNamespace(step=0, progress=0)
+    pace = Pace(state, 0)
+    assert pace.limit == watch.OPENING_SECONDS
+    state.step = 8
+    pace.first = pace.moved - 70, 1
+    assert pace.limit == 200
+    pace.first = pace.moved - 7, 1
+    assert pace.limit == watch.LEAST_LIMIT_SECONDS
+
+
+def wait_for_rank_1(world):
+    """Reports of each rank while rank 1 works, for three times the limit."""
+    state, thread, reports = watched(world, 2)
+    if world.rank == 1:
+        move_for(6, state)
+    world.barrier("waited")
+    thread.stop()
+    return reports
+
+
+def test_a_rank_that_works_while_the_others_wait_is_no_hang():
+    assert fork_ranks(3, wait_for_rank_1) == [[]] * 3
+
+
+def stop_rank_1(world):
+    watch.PLACES_SECONDS = 1
+    _, _, reports = watched(world, 2)
+    if world.rank == 1:
+        world.store.set("pid", str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return reports
+    until(lambda: reports, "the report")
+    world.store.add("reported", 1)
+    until(lambda: world.store.add("reported", 0) == 2, "the other report")
+    if world.rank == 0:
+        os.kill(int(world.store.get("pid")), signal.SIGCONT)
+    return reports
+
+
+def test_a_stopped_process_is_named_apart_from_those_that_wait_for_it(capfd):
+    (first,), _, (other,) = fork_ranks(3, stop_rank_1)
+    assert first.startswith("no progress for 2 s at step 3; rank 0,2: step 3, "), first
+    assert "; rank 1: gives no sign of life" in first and "rank 0,2: step 3" in other
+    assert "rank 2 is here:" in capfd.readouterr().err
+
+
+def hold_pythons_lock_in_c(world):
+    watch.LOCKED_SECONDS = 1
+    watched(world, 0.5)
+    ctypes.PyDLL(None).sleep(100)  # PyDLL keeps the lock: no Python thread runs any more
+
+
+def test_a_lock_held_in_c_ends_the_process_with_its_stacks(capfd):
+    assert fork_ranks(1, hold_pythons_lock_in_c, may_die=[0]) == [1]
+    assert "hold_pythons_lock_in_c" in capfd.readouterr().err
