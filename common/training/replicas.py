@@ -40,7 +40,7 @@ def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task,
     if opts.channels_last:
         net = net.to(memory_format=torch.channels_last)
     net = net.to(device)
-    task.try_out(net, data, opts, device, cut=world.stages > 1)
+    task.try_out(net, data, opts, device)
     return net
 
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.data import Batch, batches, leaves, map_tensors
-from common.errors import blamed
+from common.data import Batch, batches, map_tensors
 from common.options import Options
 from common.sampler import ElasticSampler, hash_seed
 from common.training.bitwise import checked
@@ -172,9 +171,7 @@ def forward(model: nn.Module, part: Any, state: TrainState, totals: Tensor) -> T
 
         if part is None:
             return nothing()
-        shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in leaves(part)[:2])
-        with blamed(f"model {state.opts.model} on a batch of {shapes}"):
-            values = state.task(net, part, state)
+        values = state.task(net, part, state)
         state.task.add(totals, values)
         return state.task.minimised(values, nothing)
 

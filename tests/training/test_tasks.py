@@ -17,7 +17,6 @@ from common.data import batches, load_data
 from common.errors import UserError
 from common.models import build_model
 from common.options import Options
-from common.options.rules import check_together
 from common.pipeline import backward as staged
 from common.pipeline import split
 from common.sampler import ElasticSampler
@@ -223,7 +222,7 @@ def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count_and_all_skip_an
             assert scale == 2.0**59 and all(map(torch.equal, weights.values(), before.values()))
 
 
-# ---- what is refused -----------------------------------------------------------------------------------
+# ---- what is refused ----
 OWN = """
 import torch
 def loss(net, batch):
@@ -241,56 +240,40 @@ def own_task(tmp_path, body, more="", **given):
     return options("regression", **given | {"task": f"{tmp_path}/own.py:loss"})
 
 
-def refused(world, opts):
-    with pytest.raises(UserError) as caught:
-        check_together(opts)
-        Life(opts, world).epoch(1)
-    return str(caught.value), caught.value.code
-
-
 GOOD = "return {'loss': (error.sum(), len(y))}"
-STAGES = {"script": "mp", "stages": 2}
 
 
-@pytest.mark.parametrize("body, more, given, said", [
+@pytest.mark.parametrize("body, more, given, words", [
     # at the start
     ("return error.mean()", "", {}, "wanted each time"),
-    ("return {'loss': error.mean()}", "", {}, "wanted each time"),
-    ("return {'loss': (error, len(y), 3)}", "", {}, "wanted each time"),
-    ("return {'loss': (error.repeat(2), len(y))}", "", {}, "RuntimeError: shape '[1]'"),
+    ("return {'loss': (error.repeat(2), len(y))}", "", {}, "wanted each time"),
     ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "no tensor of whole numbers"),
     ("return {'val_loss': (error.sum(), 1)}", "", {}, "no name begins with val_"),
-    ("return {'step': (error.sum(), len(y))}", "", {}, "or is one of step"),
     ("return {'loss': (out.summ(), len(y))}", "", {}, "own.py, line 8"),
     (GOOD, "", {"best": "f1"}, "the task has no 'f1'"),
-    (GOOD, "", {"label_smoothing": 0.2}, "--label-smoothing cannot"),
     (GOOD, "def finish(m): pass", {}, "finish: AttributeError"),
-    (GOOD, "def finish(m): return m | {'f1': torch.ones(2)}", {}, "a number for each name"),
     (GOOD, "def finish(m): return m | {'step': 7}", {}, "or is one of step"),
-    ("return {'loss': ((out + net(x)).sum(), 1)}", "", STAGES, "calls the net 2 times"),
-    ("return {'loss': (net.head(out).sum(), 1)}", "", STAGES, "asks for net.head"),
     # in a later step
-    ("return {'loss': (error.sum(), len(y))} | ({} if first else {'more': (1, 1)})", "", {},
-     "wanted each time"),
-    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if first else 1).int()}", "", {},
-     "shape (2,)"),
-    ("return {'loss': (error.sum() if first else error, len(y))}", "", {}, "shape '[1]'"),
+    ("return {'loss': (error.sum(), len(y))} | ({'more': (1, 1)} if first else {})", "", {}, "KeyError"),
+    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if first else 1).int()}", "", {}, "one shape"),
     (GOOD + " if first else None", "", {}, "TypeError"),
     ("return {'loss': (error.sum().item(), len(y))}", "", {}, "loss has no gradient, but counts 11"),
     ("return {'loss': (error.sum(), 1.0 if first else float('nan'))}", "", {}, "the loss is nan"),
 ])
-def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, more, given, said):
-    opts = own_task(tmp_path, body, more, **given)
-    for text, code in fork_ranks(2, refused, opts) if given == STAGES else [refused(ALONE, opts)]:
-        assert said in text and text.count("\n") <= 2
-        assert code == (5 if "nan" in said else 2)
+def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, more, given, words):
+    with pytest.raises(UserError) as caught:
+        Life(own_task(tmp_path, body, more, **given)).epoch(1)
+    text = str(caught.value)
+    assert words in text and text.count("\n") <= 2
+    assert caught.value.code == (5 if "nan" in words else 2)
 
 
-def test_a_task_without_a_file_or_a_name_is_refused(tmp_path):
-    with pytest.raises(UserError, match="did you mean tokens"):
-        check_together(Options(task="token"))
-    with pytest.raises(UserError, match="does not exist"):
-        find_task(Options(task=f"{tmp_path}/none.py:loss"))
+@pytest.mark.parametrize("body", ["out = out + net(x)", "out = net(x.flip(0))", "out = net[0](x)"])
+def test_in_stages_a_task_gets_the_output_for_the_inputs_of_the_batch_once_or_is_refused(tmp_path, body):
+    life = Life(own_task(tmp_path, f"{body}; {GOOD}"))
+    batch = life.data.train.fetch([0, 1])
+    with pytest.raises(UserError, match="calls the net once|not subscriptable"):
+        life.task.answered(life.state.net(batch[0]), batch, life.state)
 
 
 # ---- what is shown and kept -----------------------------------------------------------------------------
