@@ -27,7 +27,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
     whole_numbers = task.zeros(world.device)[pairs:]
     shown = torch.zeros(2, len(split) if len(split) <= SHOWN_SAMPLES else 0)
     end = count
-    if getattr(model, "even", False):  # all replicas run as many blocks: some the first again, which counts once
+    if getattr(model, "even", False):  # all replicas run as many blocks: some the first one again, uncounted
         end = -(-count // world.replicas) * world.replicas
     mine = range(world.replica, end, world.replicas)
     with state.averaged():

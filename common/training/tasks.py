@@ -60,8 +60,8 @@ def pair(batch):
             return inputs, targets
         case (inputs, targets):  # no tensor with two rows
             return inputs, targets
-    raise UserError(f"a batch is a {type(batch).__name__}, wanted: (inputs, targets), or a dict with \"labels\""
-                    "\nfor any other sample write your own: --task path/to/file.py:function")
+    raise UserError(f"a batch is a {type(batch).__name__}\nwanted: (inputs, targets), or a dict with labels\n"
+                    "for any other sample write your own: --task path/to/file.py:function")
 
 
 def outputs(net, x):
