@@ -2,7 +2,6 @@
 import inspect
 import math
 from collections import UserDict, defaultdict
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +12,9 @@ from common.options import Options, call_user
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
-    weights = [p for p in net.parameters() if p.requires_grad]
     if ".py" in opts.optimizer:
         return checked(call_user(opts.optimizer, net, opts, first=True), net, opts)
+    weights = [p for p in net.parameters() if p.requires_grad]
     name, arguments = opts.torch_optimizer
     if any(p.is_complex() or name == "SGD" and hasattr(p, "to_local") for p in weights):
         arguments.pop("fused", None)  # torch has none for complex weights, and no SGD for sharded ones
@@ -30,19 +29,14 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
 
 def checked(optimizer, net, opts):
     """A user's optimizer; UserError unless it has all weights that train, at the rate of --lr."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(f"--optimizer {opts.optimizer} returned {type(optimizer).__name__}\n"
-                        "wanted: a torch.optim.Optimizer")
-    held = {p for group in optimizer.param_groups for p in group["params"]}
+    with blamed(f"--optimizer {opts.optimizer}", "return a torch.optim.Optimizer of the net's weights"):
+        held = {p for group in optimizer.param_groups for p in group["params"]}
+        usual = inspect.signature(type(optimizer)).parameters.get("lr")
     for name, p in net.named_parameters():
         if p.requires_grad != (p in held):
             raise UserError(f"--optimizer {opts.optimizer}: {name} trains, but is in no group, or the "
                             "reverse\nput all that trains into groups, and freeze the rest with --freeze")
-    usual = inspect.signature(type(optimizer)).parameters.get("lr")
     for group in optimizer.param_groups:
-        if not 0 <= group.get("scale", 1.0) < math.inf:
-            raise UserError(f"--optimizer {opts.optimizer}: a group has scale={group['scale']}\n"
-                            "wanted: a number from 0, times --lr")
         if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
             raise UserError(f"--optimizer {opts.optimizer}: its lr={group['lr']} cannot take effect, "
                             f"--lr is {opts.lr}\ngive --lr, and a group with another rate a `scale`")
@@ -58,7 +52,9 @@ class FirstValues(UserDict):
         super().__init__(given)
 
     def __setitem__(self, name, value):
-        self.first.setdefault(name, value.clone() if torch.is_tensor(value) else value)
+        if not isinstance(value, Tensor) and value is not None:
+            raise TypeError(f"its state has {name}, which no checkpoint would hold: keep a tensor instead")
+        self.first.setdefault(name, None if value is None else value.clone())
         super().__setitem__(name, value)
 
 
@@ -71,47 +67,24 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     """
     groups = optimizer.param_groups
     states = optimizer.state
-    before = _not_in_states(optimizer, groups)
-    after = set()
     for group in groups:
-        decay = {"weight_decay": group["weight_decay"]} if "weight_decay" in group else {}
+        undecayed = {"weight_decay": 0.0} if "weight_decay" in group else {}
         for weight in group["params"]:
             twin = weight.detach().clone()
             twin.grad = torch.zeros_like(twin)
-            alone = group | {"params": [twin]} | dict.fromkeys(decay, 0.0)
             state = FirstValues(states[weight])
-            optimizer.param_groups = [alone]
+            optimizer.param_groups = [group | undecayed | {"params": [twin]}]
             optimizer.state = defaultdict(dict, {twin: state})
             with blamed(f"a step of {type(optimizer).__name__}",
                         "wanted: other --optimizer-args, or a step() without a closure"):
                 optimizer.step()
-            after |= {name for name, value in state.items()
-                      if not torch.is_tensor(value) and value is not None}
-            after |= {str(key) for key in optimizer.state if key is not twin}
             states[weight] = state.first
-            after |= _not_in_states(optimizer, [alone | decay])
-    if after - before:
-        raise UserError(f"{type(optimizer).__name__} keeps {min(after - before)}, "
-                        "which no checkpoint would hold\nkeep a tensor instead, in the state of each weight")
     optimizer.param_groups = groups
     optimizer.state = states
 
 
-def _not_in_states(optimizer, groups):
-    """What an optimizer keeps beside the states of its weights, as texts; flags are torch's own."""
-    texts = set()
-    for holder in [vars(optimizer), *groups]:
-        for name, value in holder.items():
-            if isinstance(value, torch.optim.Optimizer):
-                raise UserError(f"{type(optimizer).__name__} keeps another optimizer, {name}\n"
-                                "no checkpoint would hold its state: make one optimizer of both")
-            if name not in ("param_groups", "state", "params") and not isinstance(value, bool):
-                texts.add(f"{name} = {value!r}"[:100])
-    return texts
-
-
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
-def finish_gradient(state: Any) -> None:
+def finish_gradient(state) -> None:
     """Unscales, divides and clips; call it on every rank, for ranks with parts of one net add their norms."""
     clip = state.opts.clip_grad_norm
     divisor = state.updates.divisor
@@ -120,7 +93,8 @@ def finish_gradient(state: Any) -> None:
     gradients = [p.grad for p in state.names if p.grad is not None]
     norm = None
     if clip:
-        norm = (state.stages.norm if state.stages else torch.nn.utils.get_total_norm)(gradients)
+        norm_of = state.stages.norm if state.stages else torch.nn.utils.get_total_norm
+        norm = norm_of(gradients)
     if divisor is not None:
         divide(gradients, divisor, clip, norm)
     elif clip:
@@ -141,14 +115,16 @@ def unscale(state):
         by_device[none.device] = overflows
 
 
-def divide(gradients: list[Tensor], divisor: Tensor, clip: float, norm: Tensor | None) -> None:
+def divide(gradients, divisor, clip, norm):
     """Ends the mean over the global count, in one pass with the clipping."""
     if norm is not None:
         divisor = divisor / (clip / (norm.double() / divisor + 1e-6)).clamp(max=1.0)
-    gradients = [g.to_local() if hasattr(g, "to_local") else g for g in gradients]
-    for device, kind in {(g.device, g.dtype) for g in gradients}:
-        alike = [g for g in gradients if (g.device, g.dtype) == (device, kind)]
-        torch._foreach_div_(alike, divisor.to(device, torch.promote_types(kind, torch.float32)))
+    alike = defaultdict(list)
+    for gradient in gradients:
+        rows = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        alike[rows.device, rows.dtype].append(rows)
+    for (device, kind), rows in alike.items():
+        torch._foreach_div_(rows, divisor.to(device, torch.promote_types(kind, torch.float32)))
 
 
 # ---- the learning rate ----
@@ -157,8 +133,8 @@ def learning_rate(step: int, opts: Options, steps_per_epoch: int) -> float:
     warmup = opts.warmup_epochs * steps_per_epoch
     total = max(1, opts.epochs * steps_per_epoch)
     if ".py" in opts.lr_schedule:
-        schedule = call_user(opts.lr_schedule, step, total, opts, first=True)
-        return opts.lr * factor(schedule, f"--lr-schedule {opts.lr_schedule}", step)
+        value = call_user(opts.lr_schedule, step, total, opts, first=True)
+        return opts.lr * factor(value, f"--lr-schedule {opts.lr_schedule}", step)
     if step < warmup:
         return opts.lr * (step + 1) / (warmup + 1)
     if opts.lr_schedule == "cosine":
@@ -169,8 +145,8 @@ def learning_rate(step: int, opts: Options, steps_per_epoch: int) -> float:
     return opts.lr
 
 
-def factor(value: Any, whose: str, step: int) -> float:
-    """The factor that a user's schedule returned for a step, checked; `whose` names the schedule."""
+def factor(value: float, whose: str, step: int) -> float:
+    """What a user's schedule returned for a step, checked; `whose` names the schedule."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1e300:
         raise UserError(f"{whose} returned {value!r} for step {step}\n"
                         "wanted: a factor of the learning rate, a number from 0")
