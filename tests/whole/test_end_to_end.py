@@ -183,6 +183,13 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
     assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
 
 
+def test_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
+    """With no rate to speak of no evaluation is better than the first."""
+    job = plain(jobs, "ddp", run, "--epochs=4", "--lr=1e-300", "--save-every=1000000", PACE="0")
+    assert job.wait() == 0, job.output
+    assert [event["step"] for event in events(run, "save")] == [STEPS // 2, 2 * STEPS]
+
+
 # ---- asked to stop --------------------------------------------------------------------------------
 @pytest.mark.parametrize("script, signals", [
     ("dp", ["SIGTERM"]), ("mp", ["SIGINT"]), ("ddp", ["SIGUSR1"]), ("ddp", ["SIGTERM", "SIGTERM"]),
