@@ -31,7 +31,7 @@ def main(opts):
     state = run.restore(net, build_optimizer(net, opts), sum(model.parameters_of), task=task,
                         stages=model)  # clipping and fp16 look at all stages
     with run.life(lambda: evaluate(model, run.data.test, state, world)):
-        for line in describe(model, -(-opts.global_batch_size // world.replicas), state.optimizer):
+        for line in describe(model):
             run.log.note(line)
         while not state.finished:
             run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on

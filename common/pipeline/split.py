@@ -1,7 +1,11 @@
 """A net becomes a pipeline of stages, over the ranks or over the devices of one process.
 
-W ranks are W / stages pipelines side by side. In one process the net is one module on several devices.
+W ranks are W / stages pipelines side by side; in one process the net is one module on several devices. A
+nn.Sequential can be cut between any two of its parts. It keeps its names: on a rank, the parts of other
+stages are nn.Identity. A piece is a tuple of names: parts that stay together; ("",) is all of a net.
 """
+import functools
+import itertools
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -15,27 +19,26 @@ from torch.distributed.fsdp import fully_shard
 from common.data import Batch, Data
 from common.errors import UserError, blamed
 from common.options import Options
-from common.pipeline.cut import HOST, cut, edges, refuse_ties
-from common.pipeline.stages import Pipeline
+from common.pipeline.stages import Pipeline, module, weight
 from common.training import TrainState, autocast, distribute, prepare
 from common.training import backward as plain_backward
 from common.world import World
 
+HOST = torch.device("cpu")
 CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
 
 def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) -> Pipeline:
-    """The pipeline of a net, cut as --balance says, each stage in its place; call on every rank."""
-    if world.stages == 1 and len(world.devices) == 1 and opts.stages == 0:
+    """The pipeline of a net, each stage in its place; call on every rank."""
+    devices = list(world.devices)
+    if world.stages > 1:
+        devices = devices * world.stages
+    elif len(devices) == 1 and opts.stages == 0:
         raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
                         "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
                         "on one device use train_ddp.py")
     net = prepare(net, opts, world, data, task, HOST)
-    groups, devices = by_hand(net, opts, world)
-    if not groups:
-        devices = [world.device] * world.stages if world.stages > 1 else world.devices
-        groups = cut(net, len(devices), opts.balance)
-    refuse_ties(net, groups)
+    groups = cut(net, len(devices), opts.balance, world.stages == 1)
     example = data.train.fetch(2 * [getattr(data.train, "first", 0)])
     shapes = []
     if world.stages > 1:
@@ -43,60 +46,12 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
                     "a net is cut where one tensor goes from one part to the next: use train_ddp.py"):
             x = task.input_of(example, SimpleNamespace(net=net, opts=opts, step=0))
             shapes = edges(net, groups, x, world.device, autocast(opts, world.device))
-    model = Pipeline(net, groups, shapes, opts, world, devices, example)
+    model = Pipeline(net, groups, shapes, opts, world, devices * len(groups), example)
     if opts.shard:
         shard(model.stages[0], world)
     if opts.virtual_ranks:
         model.tree = distribute(net, opts, world).tree
     return model
-
-
-def by_hand(net, opts, world):
-    """(groups, devices) of a net that says on which of two devices each of its parts is to be."""
-    groups = []
-    places = []
-    placement = getattr(net, "placement", ())
-    if len(placement) != len(net._modules):
-        return [], []  # else parts without a place would be lost
-    if world.stages == 1 and len(world.devices) == 2 and opts.balance == "parameters":
-        for name, place in zip(net._modules, placement, strict=True):
-            if places[-1:] != [place]:
-                groups.append([])
-                places.append(place)
-            groups[-1].append((name,))
-    return groups, [world.devices[place] for place in places]
-
-
-def shard(stage, world):
-    """--shard: FSDP over the replicas of a stage; a rank keeps some rows, and gathers a block to run it.
-
-    A block is one of several modules of a kind in a container: a layer of a transformer. What is left (an
-    embedding, a head, a block whose weight another part has too) is gathered for the whole stage.
-    """
-    mesh = DeviceMesh.from_group(world.peers or dist.group.WORLD, world.device.type)
-    uses = _uses(stage.net)
-    blocks = []
-    inside = set()
-    for parent in stage.net.modules():  # the outer ones first
-        if parent in inside or not isinstance(parent, CONTAINERS):
-            continue
-        kinds = Counter(map(type, parent.children()))
-        for block in parent.children():
-            called = type(block).forward is not nn.Module.forward  # by itself: it is no list of modules
-            weights = _uses(block)
-            untied = all(uses[p] == times for p, times in weights.items())
-            if kinds[type(block)] > 1 and called and weights and untied:
-                blocks.append(block)
-                inside |= set(block.modules())
-    for module in [*blocks, stage]:
-        fully_shard(module, mesh=mesh, reshard_after_forward=module is not stage)
-        module.set_gradient_divide_factor(1.0)  # the loss is divided by the size of the whole batch
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
-
-
-def _uses(net):
-    """How often each weight occurs in a net."""
-    return Counter(p for _, p in net.named_parameters(remove_duplicate=False))
 
 
 def backward(model: Pipeline, batch: Batch, state: TrainState, world: World) -> Tensor:
@@ -107,23 +62,133 @@ def backward(model: Pipeline, batch: Batch, state: TrainState, world: World) -> 
     return plain_backward(whole, batch, state, world)
 
 
-def describe(model: Pipeline, samples: int, optimizer: torch.optim.Optimizer) -> list[str]:
-    """The cut as lines of a table, and how long so many micro batches leave stages idle."""
-    stages, opts = model.world.stages, model.opts
+# ---- where ----
+def pieces(net):
+    """The net as pieces, each with weights of its own: a part without weights joins the one before it."""
+    unusual = net._forward_hooks or net._forward_pre_hooks or net._parameters or net._buffers
+    if unusual or getattr(type(net), "forward", None) is not nn.Sequential.forward:
+        return [("",)]
+    joined = []
+    for name in net._modules:
+        if joined and not (weight(net, (name,)) and weight(net, joined[-1])):
+            joined[-1] += (name,)
+        else:
+            joined.append((name,))
+    return joined
+
+
+def cut(net, stages, by, rounds=False):
+    """The pieces of each stage, in a row: by weight, or by the counts in `by`.
+
+    With `rounds` counts may go over the devices again: 1,1,1,1 alternates between two.
+    """
+    parts = pieces(net)
+    names = ", ".join("+".join(piece) or "all of it" for piece in parts)[:200]
+    counts = []
+    if "," in by:
+        counts = [int(count) for count in by.split(",")]
+    elif stages <= len(parts):
+        counts = balance([weight(net, piece) + 1 for piece in parts], stages)
+    spare = len(counts) % stages if rounds else len(counts) - stages
+    if spare or sum(counts) != len(parts):
+        raise UserError(f"--balance {by} for {stages} stages, but this net has {len(parts)} pieces: {names}\n"
+                        f"ask for at most {len(parts)} stages, by counts that add up to {len(parts)}, "
+                        "or choose a --model with more pieces (a longer nn.Sequential)")
+    rest = iter(parts)
+    groups = [list(itertools.islice(rest, count)) for count in counts]
+    refuse_ties(net, groups)
+    return groups
+
+
+def balance(weights, stages):
+    """The number of pieces of each stage: none empty, the heaviest as light as possible (exactly)."""
+    @functools.cache
+    def best(start, stages):
+        """(the heaviest stage, counts) of the pieces from `start`."""
+        if stages == 1:
+            return sum(weights[start:]), [len(weights) - start]
+        tries = []
+        for end in range(start + 1, len(weights) - stages + 2):
+            heaviest, counts = best(end, stages - 1)
+            tries.append((max(sum(weights[start:end]), heaviest), [end - start, *counts]))
+        return min(tries)
+
+    return best(0, stages)[1]
+
+
+def refuse_ties(net, groups):
+    """UserError if a tensor would be in two stages: each would train a copy of its own."""
+    stage_of = {name: stage for stage, group in enumerate(groups) for name in sum(group, ())}
+    places = {}
+    for name, tensor in [*net.named_parameters(remove_duplicate=False),
+                         *net.named_buffers(remove_duplicate=False)]:
+        stage = stage_of.get(name.partition(".")[0], 0)
+        other, place = places.setdefault(tensor, (name, stage))
+        if place != stage:
+            raise UserError(f"{other} and {name} are one tensor, but the cut has them in stages {place} and "
+                            f"{stage}\nuntie them, or cut elsewhere: --balance with counts of pieces, as in "
+                            "--balance 3,1")
+
+
+@torch.no_grad()
+def edges(net, groups, x, device, cast):
+    """(shape, dtype) of a sample behind each stage; one piece at a time is on the device: all may not fit."""
+    shapes = []
+    samples = len(x)
+    net.eval()  # nothing is drawn, no running statistics move
+    for group in groups:
+        for piece in group:
+            part = module(net, piece).to(device)
+            with cast:
+                x = part(x.to(device))
+            part.to(HOST)
+        if len(x) != samples:
+            raise ValueError(f"{'+'.join(piece)} returns no row per sample")
+        shapes.append((tuple(x.shape[1:]), x.dtype))
+    net.train()
+    return shapes
+
+
+# ---- --shard ----
+def shard(stage, world):
+    """FSDP over the replicas of a stage: a rank keeps some rows, and gathers a block to run it.
+
+    A block is a part of a container: a layer of a transformer. What is left, and a part whose weight another
+    one has too, is gathered for the whole stage.
+    """
+    mesh = DeviceMesh.from_group(world.peers or dist.group.WORLD, world.device.type)
+    uses = _uses(stage.net)
+    blocks = []
+    inside = set()
+    for parent in stage.net.modules():  # the outer ones first
+        if parent in inside or not isinstance(parent, CONTAINERS):
+            continue
+        for block in parent.children():
+            weights = _uses(block)
+            is_untied = all(uses[p] == times for p, times in weights.items())
+            if weights and is_untied and not isinstance(block, CONTAINERS):
+                blocks.append(block)
+                inside.update(block.modules())
+    for part in [*blocks, stage]:
+        fully_shard(part, mesh=mesh, reshard_after_forward=part is not stage)
+        part.set_gradient_divide_factor(1.0)  # the loss is divided by the size of the whole batch
+        part.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
+
+
+def _uses(net):
+    """How often each weight occurs in a net."""
+    return Counter(p for _, p in net.named_parameters(remove_duplicate=False))
+
+
+# ---- what a person sees ----
+def describe(model: Pipeline) -> list[str]:
+    """The cut as lines of a table."""
     lines = ["stage  place     layers                              parameters"]
     for i, group in enumerate(model.groups):
         names = [name for piece in group for name in piece]
         layers = names[0] or "all of it"
         if len(names) > 1:
             layers += f" ... {names[-1]} ({len(names)})"
-        place = f"rank {i}" if stages > 1 else str(model.devices[i])
+        place = f"rank {i}" if model.world.stages > 1 else str(model.devices[i])
         lines.append(f"{i:5}  {place:8}  {layers:34}  {model.parameters_of[i]:11,}")
-    if stages > 1:
-        kind, size = "micro batches", opts.micro_batch_size or samples
-        if opts.virtual_ranks:
-            kind, size = "slices", -(-opts.global_batch_size // opts.virtual_ranks)
-        size = min(size, samples)
-        flights = -(-samples // max(1, size))
-        lines.append(f"{flights} {kind} of {size} or less over {stages} ranks, "
-                     f"idle {(stages - 1) / (flights + stages - 1):.0%} of the time")
     return lines

@@ -62,28 +62,28 @@ def test_any_stages_and_replicas_end_in_the_digest_of_train_ddp(tmp_path, given,
             f"{stages} stages, {replicas} replicas: weights, or a loss, a hit, an evaluation of some step")
 
 
-def test_a_tensor_arrives_with_the_strides_it_had_and_without_holes():
+def test_a_tensor_arrives_with_its_strides_without_holes_and_with_the_generators_state():
     x = torch.arange(240.0).view(2, 5, 4, 6)
     tensors = [x, x.to(memory_format=torch.channels_last), x.permute(3, 1, 0, 2), x[:1], x[..., ::2],
                x[1:, :, :1].expand(3, 5, 4, 6)]
 
     def hand_on(world):
-        transfer = Ranks(world.in_stages(2), [], draws=3)
+        transfer = Ranks(world.in_stages(2), [], torch.Generator())
         arrived = []
-        for t in tensors:
+        for seed, t in enumerate(tensors):
             transfer.shapes = [(tuple(t.shape[1:]), t.dtype)]
             if world.rank:
-                came, draws = transfer.move([], [(0, True, len(t))])[0, True]()
-                arrived.append((came.tolist(), came.stride(), draws.tolist()))
+                came = transfer.move([], [(0, len(t), "key")])["key"]()
+                arrived.append((came.tolist(), came.stride(), transfer.generator.initial_seed()))
             else:
-                transfer.move([(True, t, torch.tensor([1, 2, 3], dtype=torch.uint8))], [])
+                transfer.generator.manual_seed(seed)
+                transfer.move([(1, t)], [])
         transfer.drain()
         return arrived
 
-    for t, (values, strides, draws) in zip(tensors, fork_ranks(2, hand_on)[1], strict=True):
-        assert values == t.tolist() and draws == [1, 2, 3]
-        assert strides == (t if t.untyped_storage().nbytes() == t.nbytes or t is tensors[3]
-                           else t.contiguous()).stride()
+    for seed, (t, arrived) in enumerate(zip(tensors, fork_ranks(2, hand_on)[1], strict=True)):
+        is_whole = t.untyped_storage().nbytes() == t.nbytes or t is tensors[3]
+        assert arrived == (t.tolist(), (t if is_whole else t.contiguous()).stride(), seed)
 
 
 def test_plain_stages_give_other_bits_with_other_replicas_so_this_check_can_fail(tmp_path):

@@ -76,7 +76,7 @@ def cnn(data):
         nn.Dropout2d(0.2),
         nn.Conv2d(8, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
         nn.Linear(12 * 9, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, data.classes))
-    net.register_buffer("infinite", torch.tensor([float("-inf"), 1.0]))
+    net[0].register_buffer("infinite", torch.tensor([float("-inf"), 1.0]))
     return net
 
 

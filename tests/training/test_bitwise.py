@@ -279,7 +279,7 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
         backward(model, batch_at(world, 0, virtual_ranks), state, world)
         state.update(24)
         counted = [int(b) for n, b in state.buffers.committed.items() if n.endswith("num_batches_tracked")]
-        return state.buffers.committed["infinite"].tolist(), counted
+        return state.buffers.committed["0.infinite"].tolist(), counted
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2

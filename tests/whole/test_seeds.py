@@ -43,7 +43,8 @@ def test_001_and_002_the_mnist_net_on_two_processes_passes_97_percent_in_two_epo
 @pytest.mark.parametrize("name", ["train_dp.py", "train_mp.py"])
 def test_002_the_same_net_trains_over_two_devices_of_one_process(jobs, tmp_path, name):
     out = script(jobs.python, name, "--devices=cpu,cpu", "--epochs=1", f"--run-dir={tmp_path}",
-                 "--optimizer=sgd", "--lr=0.05", "--momentum=0.5", "--max-steps=120")
+                 "--optimizer=sgd", "--lr=0.05", "--momentum=0.5", "--max-steps=120",
+                 *["--balance=1,1,1,1"] * (name == "train_mp.py"))
     found = metrics(tmp_path)
     assert found[0]["loss"] > 2.0 and found[-1]["val_acc"] > 0.5
     if name == "train_mp.py":
