@@ -65,9 +65,9 @@ class Run:
         opts = self.opts
         state = self.state
         self.judge = evaluate
-        self.log = Log(opts, self.world, state.step, state.total_steps, (state.record, state.evaluated))
+        self.log = Log(opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated))
         self.rescue = Rescue(self.store, state, self.world, self.ledger,
-                             closing=[self.log.close, self.clock.close])
+                             closing=[self.log.close, self.clock.enter])
         with self.log, self.rescue, blamed():
             open_life(self.log, self.ledger, self.clock, opts, self.world, self.data, state, self.source,
                       self.parameters)
@@ -76,9 +76,9 @@ class Run:
                 self.record(evaluate())
             self.store.save(state)  # a loop of one's own may be left at any step
             self.store.close()
-            self.clock.close()
+            self.clock.enter()
             if state.finished:
-                self.log.done(state)
+                self.log.done(state.step, state.best)
         leave(self.world)
 
     def batches(self) -> Iterator[Batch]:
@@ -105,7 +105,7 @@ class Run:
         self.audit.done(state.whole)
         self.clock.stepped(state.step)
         if state.step % opts.log_every == 0:
-            self.log.step(state, state.note(totals) | self.world.memory())
+            self.log.step(state.note(totals) | self.world.memory())
         if opts.check_every and state.step % opts.check_every == 0 and self.world.size > 1:
             self.store.agree(state)
         if self.rescue.save_asked or self.store.due(state, overdue):
@@ -127,4 +127,8 @@ class Run:
 
     def record(self, numbers: dict[str, Any]) -> None:
         """Keeps and logs an evaluation."""
-        self.log.evaluation(self.state, self.state.record_evaluation(numbers))
+        state = self.state
+        self.log.evaluation(state.step, state.record_evaluation(numbers))
+        if state.impatient:
+            self.log.note(f"stopped: no better evaluation since step {state.best['step']} "
+                          f"(--patience {self.opts.patience})")

@@ -1,10 +1,12 @@
-"""Reads a ledger: how a run is now, its lives, who died of what, where each second went. No torch here."""
+"""Accounts for a run from what its lives have left: how it is now, who died of what, where each second went,
+and whether each sample was used once. No torch here, but for the audit.
+"""
 import math
 import socket
 import time
+from array import array
 from collections import Counter
-from collections.abc import Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,8 @@ from common.errors import UserError
 from common.ledger.ledger import read
 from common.options import end_of
 
-LAPS = ("import", "join", "load", "restore")  # of a start, as Clock names them
-STARTING = ("start", *LAPS)
-STEPPING = ("data_wait", "steps", "evaluation", "save_stall")
-BUCKETS = (*STARTING, *STEPPING, "rescue", "down", "redone", "other")
+STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
+BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
 
 Event = dict[str, Any]
 Life = list[Event]  # its events in order; the first is named "life"
@@ -47,113 +47,108 @@ def own(events: Life, *names: str) -> Life:
 
 def saved_step(events: Life) -> int:
     """Return the last step that a checkpoint of this life is known to hold."""
-    return max(event["step"] for event in events if event["event"] in ("life", "save", "rescue"))
+    return max(event["step"] for event in own(events, "life", "save", "rescue"))
 
 
-def reached_step(events: Life) -> int:
-    return max([saved_step(events), *(entry["at"] for entry in own(events, "steps"))])
-
-
-def newest_save(lives: list[Life]) -> Event:
-    """The event of the newest save, or the first life: what it began with is as good as saved."""
-    saves = [event for events in lives for event in events if event["event"] in ("save", "rescue")]
-    return [lives[0][0], *saves][-1]
-
-
+# ---- deaths ---------------------------------------------------------------------------------------
 def deaths_of(events: Life, over: bool) -> list[Event]:
     """Return a dict per process that died, whoever was killed first: life, t, rank, host, pid, cause.
 
-    A process has died if its agent or another process noted it, if it noted an error of its own, or if its
-    life is over and it has not noted that it left.
+    A process has died if it was killed, if it noted an error, if another one misses it, or if its life is
+    over and it has not noted that it left.
     """
     life = events[0]
     left = {event["rank"] for event in own(events, "left")}
+    notes = own(events, "error", "death")
+    kills = [note for note in notes if note.get("killed")]
     causes: dict[int, Event] = {}
+    for note in kills + notes:
+        if note in kills or note["event"] == "error" or note["rank"] not in left:
+            causes.setdefault(note["rank"], note)
     if over and not own(events, "done"):
-        gone = {"t": events[-1]["t"], "why": "ended without a word (killed, or its machine is gone)"}
-        causes = {rank: gone for rank in range(life["world"]) if rank not in left}
-    for event in own(events, "error"):
-        causes[event["rank"]] = event
-    for event in sorted(own(events, "death"), key=_is_of_an_agent):  # others see it, but not its signal
-        if event["rank"] not in left or _is_of_an_agent(event):
-            causes[event["rank"]] = event
-    deaths = [{"life": life["life"], "t": event["t"], "rank": rank, "host": life["hosts"][rank],
-               "pid": life["pids"][rank], "cause": event["why"]} for rank, event in causes.items()]
-    return sorted(deaths, key=lambda death: ("killed" not in death["cause"], death["t"]))
+        silence = {"t": events[-1]["t"], "why": "ended without a word (killed, or its machine is gone)"}
+        for rank in range(life["world"]):
+            if rank not in left:
+                causes.setdefault(rank, silence)
+    return [{"life": life["life"], "t": note["t"], "rank": rank, "host": life["hosts"][rank],
+             "pid": life["pids"][rank], "cause": note["why"]} for rank, note in causes.items()]
 
 
-def _is_of_an_agent(event):
-    return "killed" in event["why"]
+def life_before(run_dir: Path | str, job: str) -> tuple[Life, str, int]:
+    """The newest life, if it is of this job, and who died in it; and the newest step that was saved.
+
+    Call it before a new life is noted.
+    """
+    try:
+        lives = lives_of(run_dir)
+        last = lives[-1] if lives[-1][0]["job"] == job else []
+        return last, _in_words(last), max(map(saved_step, lives))
+    except Exception:  # there is none yet, or it is damaged: a log stops no training
+        return [], "", 0
 
 
-def account(lives: list[Life]) -> Iterator[Counter[str]]:
-    """Yield {bucket: seconds} of each life, up to the start of the next one; together they are the wall time.
+def _in_words(events):
+    deaths = deaths_of(events, over=True) if events else []
+    if not deaths:
+        return ""
+    words = "rank {rank} (pid {pid}) {cause}".format(**deaths[0])
+    if len(deaths) > 1:
+        words += f" and {len(deaths) - 1} more"
+    for rescue in own(events, "rescue")[-1:]:
+        words += f"; step {rescue['step']} saved by rank {rescue['rank']}"
+    return words
 
-    A life has measured its parts itself. What nobody has measured is "other": mostly the steps since the last
-    entry of a rank 0 that was killed.
+
+# ---- seconds --------------------------------------------------------------------------------------
+def account(lives: list[Life]) -> Iterator[dict[str, float]]:
+    """Yield {bucket: seconds} of each life, from the end of the life before; together they are the wall time.
+
+    Rank 0 has measured what lies between its first step and its last entry. The rest is "other".
     """
     accounted = lives[0][0]["began"]  # up to this moment
     for number, events in enumerate(lives):
         life = events[0]
-        following = [other[0] for other in lives[number + 1:]]
-        opened = max(accounted, own(events, "first_step", "life")[-1]["t"])
-        seconds = _share(opened - accounted, {lap: life.get(f"{lap}_s", 0.0) for lap in LAPS}, "start")
-
-        kept = min([other["step"] for other in following], default=math.inf)  # later steps are made again
-        before = life["step"]
-        spent: Counter[str] = Counter()
-        for entry in own(events, "steps"):
-            spent.update({bucket: entry.get(f"{bucket}_s", 0.0) for bucket in STEPPING})
-            if entry["at"] > kept:
-                share = 1 - max(0, kept - before) / max(1, entry["at"] - before)
-                redone = share * entry.get("steps_s", 0.0)
-                spent.update(steps=-redone, redone=redone)
-            before = entry["at"]
-
+        began = max(accounted, life["began"])
+        opened = max(began, own(events, "life", "first_step")[-1]["t"])
         end = max(event["t"] for event in events if event.get("life", life["life"]) == life["life"])
-        end = max(opened, end)
-        lefts = own(events, "left")
-        if lefts:  # an entry that was written on the way out has some of these seconds
-            spent["rescue"] = end - max(event["stepped"] for event in lefts)
-        seconds += _share(end - opened, spent, "other")
+        end = max(end, opened)
+        kept = min((other[0]["step"] for other in lives[number + 1:]), default=math.inf)
+        claims = Counter(down=began - accounted, start=opened - began)
+        for entry in own(events, "steps"):
+            for bucket in STEPPING:
+                lost = bucket == "steps" and entry["at"] > kept  # a later life makes these steps again
+                claims["redone" if lost else bucket] += entry.get(f"{bucket}_s", 0.0)
+        for event in own(events, "left"):
+            claims["rescue"] = end - event["stepped"]
+        # In order, each gets at most what is left: no second is in two buckets.
+        left = end - accounted
+        seconds = {}
+        for bucket, claim in claims.items():
+            seconds[bucket] = min(left, max(0.0, claim))
+            left -= seconds[bucket]
+        yield seconds | {"other": left}
         accounted = end
-        if following and (not lefts or following[0]["job"] != life["job"]):
-            accounted = max(end, following[0]["began"])
-            seconds["down"] = accounted - end
-        yield +seconds
-
-
-def _share(left, claims, rest):
-    """Give each claim, in order, at most what is left of the seconds: no second is in two buckets."""
-    seconds: Counter[str] = Counter()
-    for bucket, claim in claims.items():
-        seconds[bucket] = min(left, max(0.0, claim))
-        left -= seconds[bucket]
-    seconds[rest] = left
-    return seconds
 
 
 def summarize(run_dir: Path | str) -> dict[str, Any]:
-    """Return how the run is now, its lives, deaths, counts of events, buckets, and goodput.
+    """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
     lives = lives_of(run_dir)
     buckets = Counter(dict.fromkeys(BUCKETS, 0.0))
     summaries = []
-    ended = {}  # how the life before ended, in seconds
     for events, seconds in zip(lives, account(lives), strict=True):
         buckets.update(seconds)
-        started = {name: seconds[name] for name in STARTING if seconds[name]}
-        summaries.append(events[0] | {"reached": reached_step(events), "buckets": seconds,
-                                      "gap": ended | started if summaries else {}})
-        ended = {name: seconds[name] for name in ("rescue", "down") if seconds[name]}
+        reached = max([saved_step(events), *(entry["at"] for entry in own(events, "steps"))])
+        summaries.append(events[0] | {"reached": reached, "buckets": seconds})
     wall = buckets.total()
     return {
-        "now": now(lives), "wall_s": wall, "goodput": buckets["steps"] / wall if wall else 0.0,
+        "now": now(lives), "wall_s": wall, "goodput": buckets["steps"] / max(wall, 1e-9),
         "buckets": dict(buckets), "lives": summaries,
         "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])],
-        "events": Counter(event["event"] for events in lives for event in events)}
+        "saves": sum(len(own(events, "save")) for events in lives),
+        "rescues": [rescue for events in lives for rescue in own(events, "rescue")]}
 
 
 def now(lives: list[Life]) -> dict[str, Any]:
@@ -165,7 +160,8 @@ def now(lives: list[Life]) -> dict[str, Any]:
     entries = [life | {"at": life["step"]}, *own(lives[-1], "steps")]
     last = entries[-1]
     before = next((entry for entry in reversed(entries) if entry["at"] < last["at"]), last)
-    save = newest_save(lives)
+    saves = [save for events in lives for save in own(events, "save", "rescue")]
+    save = [lives[0][0], *saves][-1]  # what the first life began with is as good as saved
     left = {event["rank"] for event in own(lives[-1], "left")}
     here = [rank for rank, host in enumerate(life["hosts"]) if host == socket.gethostname()]
     alive = [rank for rank in here if rank not in left and end_of(life["pids"][rank]) is None]
@@ -179,62 +175,118 @@ def now(lives: list[Life]) -> dict[str, Any]:
         "pids": life["pids"], "alive": len(alive)}
 
 
-def history(run_dir: Path | str, job: str, step: int) -> dict[str, Any]:
-    """What the ledger tells of earlier lives; call it before the new life, which resumes at `step`, is noted.
+# ---- samples --------------------------------------------------------------------------------------
+def audit(*run_dirs: Path | str, explain: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
+    """Return missed and repeated samples, lost and redone steps, of the lives that lead to the last step.
 
-    lives, deaths: how many. lost: steps that are made again. saved: (step, time) of the newest save.
-    death: (who died in this job and who saved, in words; when the last step was made), or None.
+    Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
+    again. Missed: all ranks have notes of the step, and they lack the sample. A step that lacks samples where
+    a rank has no note (a torn line, a life without --audit, another node's folder) is listed in "unproven",
+    if there is one. What is expected follows from (n, seed, global batch size) and the step's number, never
+    from the notes.
     """
-    try:
-        lives = lives_of(run_dir)
-        resumed = [*(events[0]["step"] for events in lives[1:]), step]
-        lost = [max(0, reached_step(events) - at) for events, at in zip(lives, resumed, strict=True)]
-        deaths = [deaths_of(events, over=True) for events in lives]
-        save = newest_save(lives)
-        same_job = lives[-1][0]["job"] == job
-        return {"lives": len(lives), "deaths": sum(map(len, deaths)), "lost": sum(lost),
-                "saved": (save["step"], save["t"]),
-                "death": _in_words(lives[-1], deaths[-1]) if same_job and deaths[-1] else None}
-    except Exception:  # none yet, or damaged: a log stops no training
-        return {"lives": 0, "deaths": 0, "lost": 0, "saved": None, "death": None}
+    from common.sampler import permute  # imports torch: other reports do without it
+
+    lives = lives_of(*run_dirs)
+    history = History([Path(run_dir) / "audit" for run_dir in run_dirs])
+    for events in lives:
+        history.add(events)
+    if not history.reached or not history.ids:
+        raise UserError(f"{run_dirs[0]} holds no audit of a finished step\ntrain with --audit")
+    missed = 0
+    repeated = 0
+    unproven = []
+    plan = planned([life for life, *_ in lives], history.reached, explain)
+    for step, epoch, positions, samples in plan:
+        trained = Counter(history.ids.get(step, ()))
+        expected = Counter(permute(positions, samples, lives[0][0]["seed"], epoch).tolist())
+        lacks = (expected - trained).total()
+        extra = (trained - expected).total()
+        if lacks and not history.whole.get(step):
+            unproven.append(step)
+            lacks = 0
+        if lacks or extra:
+            explain(f"step {step} (epoch {epoch + 1}, position {positions.start}): "
+                    f"missed {lacks}, repeated {extra}")
+        missed += lacks
+        repeated += extra
+    counts = {"missed": missed, "repeated": repeated, "lost": history.lost, "redone": history.redone}
+    return counts | {"unproven": unproven} if unproven else counts
 
 
-def _in_words(events, deaths):
-    words = f"rank {deaths[0]['rank']} (pid {deaths[0]['pid']}) {deaths[0]['cause']}"
-    if len(deaths) > 1:
-        words += f" and {len(deaths) - 1} more"
-    for rescue in own(events, "rescue")[-1:]:
-        words += f"; step {rescue['step']} saved by rank {rescue['rank']}"
-    moments = [event["stepped"] for event in own(events, "left")] or [event["t"] for event in events]
-    return words, max(moments)
+class History:
+    """What the lives that lead to the last step were trained on; add them in order."""
+
+    def __init__(self, folders: list[Path]) -> None:
+        self.folders = folders
+        self.ids: dict[int, array] = {}     # of each step: the samples it was trained on
+        self.whole: dict[int, bool] = {}    # and whether all ranks noted it
+        self.made: Counter[int] = Counter()  # how often each step was made
+        self.begun: set[int] = set()        # steps of the newest life that no rank noted as done
+        self.reached = 0
+        self.lost = 0
+
+    def add(self, events: Life) -> None:
+        life = events[0]
+        resumed = life["step"]
+        # A process can die after its update and before its done-line, and a survivor can save that update: a
+        # step that the next life resumes past was made too. Any other step without a done-line changed no
+        # model.
+        self.made.update(step for step in self.begun if step <= resumed)
+        self.lost += max(0, self.reached - resumed)
+        for step in [step for step in self.ids if step > resumed]:
+            del self.ids[step], self.whole[step]
+        ranks_of: dict[int, set[int]] = {}
+        done: Counter[int] = Counter()  # the busiest rank's
+        for rank in range(life["world"]):
+            ends: Counter[int] = Counter()
+            for note in self._notes(f"life-{life['life']}-rank{rank}.jsonl"):
+                step = note["step"]
+                if note["event"] == "done":
+                    ends[step] += 1
+                else:
+                    ranks_of.setdefault(step, set()).add(rank)
+                    self.ids.setdefault(step, array("q")).extend(note["ids"])  # 8 bytes a sample
+            done |= ends
+        for step, ranks in ranks_of.items():
+            self.whole.setdefault(step, len(ranks) == life["world"] // life.get("stages", 1))
+        self.made.update(done)
+        self.begun = {step for step in ranks_of if step > resumed and step not in done}
+        self.reached = max([saved_step(events), *done])
+
+    @property
+    def redone(self) -> int:
+        return self.made.total() - len(self.made)
+
+    def _notes(self, name):
+        for folder in self.folders:
+            if (folder / name).is_file():
+                yield from read(folder / name)
 
 
-def report(facts: dict[str, Any]) -> Iterator[str]:
-    """Yield lines that tell what `summarize` returned, first how the run is now."""
-    state = facts["now"]
-    save = f"step {state['saved']} saved {span(state['last_save_s'])} ago"
-    yield (f"{state['state']} at step {state['step']}, {span(state['last_step_s'])} ago; {save}; "
-           f"{state['steps_per_s']:.3g} steps/s; {state['alive']} of {state['world']} processes alive here")
-    yield f"pids {' '.join(map(str, state['pids']))}"
-    events = facts["events"]
-    yield (f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {events['save']}, "
-           f"rescues {events['rescue']}")
-    for life in facts["lives"]:
-        if life["gap"]:
-            yield f"  restarted after {span(sum(life['gap'].values()))}: {_spell(life['gap'])}"
-        yield (f"  life {life['life']}  world {life['world']}  steps {life['step']} to {life['reached']}  "
-               f"{_spell(life['buckets'])}")
-        for death in facts["deaths"]:
-            if death["life"] == life["life"]:
-                yield f"    rank {death['rank']} (pid {death['pid']} on {death['host']}) {death['cause']}"
-    yield f"wall {span(facts['wall_s'])}: {_spell(facts['buckets'])}"
-    yield f"goodput {facts['goodput']:.1%} (time in steps that are in the final model / wall)"
+def planned(lives: list[Event], last: int,
+            explain: Callable[[str], object]) -> Iterator[tuple[int, int, range, int]]:
+    """Yield (step, epoch, positions, samples) of each step of an undisturbed run; `lives` are first events.
 
-
-def _spell(seconds):
-    return ", ".join(f"{name.replace('_', ' ')} {span(value)}" for name, value in seconds.items()
-                     if value >= 0.005)
-
-
-def span(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds < 600 else str(timedelta(seconds=round(seconds)))
+    If a life found another number of samples than the life before, the epoch begins again.
+    """
+    first = lives[0]
+    batch = first["global_batch_size"]
+    samples = first["n"]
+    epoch = first["epoch"]
+    position = first["position"]
+    changes = {}  # {step: the number of samples after it}
+    for life in lives:
+        changes = {step: new for step, new in changes.items() if step <= life["step"]}  # others were undone
+        if life["n"] != [samples, *changes.values()][-1]:
+            changes[life["step"]] = life["n"]
+    for step in range(first["step"], last):
+        if position >= samples:
+            epoch += 1
+            position = 0
+        if step in changes:
+            samples = changes[step]
+            position = 0
+            explain(f"after step {step}: epoch {epoch + 1} began again, with {samples:,} samples")
+        yield step + 1, epoch, range(position, min(position + batch, samples)), samples
+        position += batch

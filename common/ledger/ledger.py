@@ -1,16 +1,20 @@
-"""Files of JSON lines: a run's ledger, and the audit of a rank. A full disk costs lines, never a step."""
-import errno
+"""What is written of a run, as lines of JSON. A full disk costs lines, never a step. No torch here."""
 import json
 import os
-import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from common.errors import say
+from common.options import this_process
+
+ENTRY_SECONDS = 10.0    # between two entries of a clock, or
+ENTRY_SHARE = 0.01      # of a life's age, if that is less: a kill loses no more than that
+LEAST_SECONDS = 0.05    # between two entries
 
 
 def warn(text: str) -> None:
@@ -25,17 +29,18 @@ class Lines:
 
     def __init__(self, path: Path, warn: Callable[[str], None] = warn) -> None:
         self.path = path
-        self.warn: Callable[[str], None] | None = warn
+        self.warn = warn
+        self.warned = False
         self.fd: int | None = None
 
     def append(self, record: dict[str, Any]) -> None:
-        line = (json.dumps(record, default=_plain) + "\n").encode()
+        line = json.dumps(record, default=str) + "\n"
         try:
             if self.fd is None:
                 self.fd = self.open()
             # One write with O_APPEND: the lines of this machine's processes stay whole, also of a killed one.
             # Two NFS clients may overwrite each other.
-            if os.write(self.fd, line) < len(line):
+            if os.write(self.fd, line.encode()) < len(line):
                 raise OSError("the disk took only part of a line")
         except OSError as error:
             self.give_up(error)
@@ -43,22 +48,19 @@ class Lines:
     def open(self) -> int:
         """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(self.path, flags, 0o600)
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            raise OSError(errno.ELOOP, "no plain file")
-        if status.st_size and os.pread(fd, 1, status.st_size - 1) != b"\n":
+        size = os.fstat(fd).st_size
+        if size and os.pread(fd, 1, size - 1) != b"\n":
             os.write(fd, b"\n")
         return fd
 
     def give_up(self, error: OSError) -> None:
         self.close()
-        if self.warn:
-            reason = error.strerror or error
-            self.warn(f"{self.path} cannot be written ({reason}); training continues without these lines")
-        self.warn = None
+        if not self.warned:
+            self.warn(f"{self.path} cannot be written ({error.strerror or error}); "
+                      "training continues without these lines")
+        self.warned = True
 
     def close(self) -> None:
         if self.fd is not None:
@@ -67,16 +69,12 @@ class Lines:
         self.fd = None
 
 
-def _plain(value):
-    return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
 def read(path: Path, name: str = "event") -> Iterator[dict[str, Any]]:
     """Yield the objects of a file of JSON lines that have this name; torn lines are left out."""
     with open(path, "rb") as file:
         for line in file:
             record = None
-            with suppress(ValueError, RecursionError):
+            with suppress(ValueError):
                 record = json.loads(line)
             if isinstance(record, dict) and name in record:
                 yield record
@@ -87,17 +85,14 @@ class Ledger:
 
     def __init__(self, run_dir: Path | str) -> None:
         self.lines = Lines(Path(run_dir) / "ledger.jsonl")
-        self.saved = 0, time.time()  # step and time of the newest save
 
-    def event(self, name: str, /, **fields: Any) -> None:
-        if name in ("save", "rescue"):
-            self.saved = fields["step"], time.time()
+    def event(self, name: str, /, **fields: object) -> None:
         self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
 
-    def death(self, rank: int, why: str, **fields: Any) -> None:
+    def death(self, rank: int, why: str, killed: bool, **fields: object) -> None:
         """Another process died; not noted before the run has begun."""
         if self.lines.path.exists():
-            self.event("death", rank=rank, why=why, **fields)
+            self.event("death", rank=rank, why=why, killed=killed, **fields)
 
 
 class Audit:
@@ -122,3 +117,74 @@ class Audit:
         if self.on and step > self.made:
             self.lines.append({"event": "done", "step": step})
             self.made = step
+
+
+class Clock:
+    """Measures where the time of a life goes, from the start of the process: the first lap has the imports.
+
+    After the first step each second goes to one bucket: data_wait, steps, evaluation, or save_stall, which is
+    all else that follows a step.
+    """
+
+    def __init__(self, lap: str) -> None:
+        now = time.time()
+        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.began = round(now - since_boot + this_process()["started"] / os.sysconf("SC_CLK_TCK"), 3)
+        self.mark = time.monotonic() - max(0.0, now - self.began)
+        self.laps: dict[str, float] = {}  # the parts of the start
+        self.ledger: Ledger | None = None
+        self.opened = 0.0   # when the steps of this life could begin
+        self.entered = 0.0  # the last entry; 0 before the first step
+        self.step = 0
+        self.spent: Counter[str] = Counter()  # seconds since the last entry
+        self.lap(lap)
+
+    def lap(self, name: str) -> None:
+        """The time since the lap before is called `name`."""
+        now = time.monotonic()
+        self.laps[f"{name}_s"] = round(now - self.mark, 3)
+        self.mark = now
+
+    def open(self, ledger: Ledger) -> None:
+        """Write the seconds down from now on; call on rank 0."""
+        self.ledger = ledger
+        self.opened = time.monotonic()
+
+    def timed(self, batches: Iterable) -> Iterator:
+        """The same batches, and the time between them is measured."""
+        self.add("save_stall")
+        for batch in batches:
+            self.add("data_wait")
+            yield batch
+            self.add("save_stall")
+        self.add("data_wait")
+        self.enter()  # a kill in the evaluation costs no time of steps
+
+    def add(self, bucket: str) -> None:
+        """The time since the last call goes to this bucket; before the first step it belongs to the start."""
+        now = time.monotonic()
+        if self.entered:
+            self.spent[bucket] += now - self.mark
+        self.mark = now
+
+    def stepped(self, step: int) -> None:
+        """A step is done."""
+        if self.ledger is None:
+            return
+        self.add("steps")
+        self.step = step
+        if not self.entered:
+            self.ledger.event("first_step", step=step)
+            self.entered = self.mark
+        age = self.mark - self.opened
+        if self.mark - self.entered > min(ENTRY_SECONDS, max(LEAST_SECONDS, ENTRY_SHARE * age)):
+            self.enter()
+
+    def enter(self) -> None:
+        """Write down the seconds since the last entry."""
+        if self.ledger is not None and self.spent:
+            seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
+            moment = time.time() - (time.monotonic() - self.mark)
+            self.ledger.event("steps", t=round(moment, 3), at=self.step, **seconds)
+            self.spent.clear()
+            self.entered = time.monotonic()

@@ -8,7 +8,7 @@ import torch
 
 from common.data import Data
 from common.errors import UserError
-from common.ledger import Clock, Ledger, Log, history, lives_of
+from common.ledger import Clock, Ledger, Log, life_before, lives_of
 from common.options import Options, life_is_open, this_process
 from common.place import here
 from common.rescue.watch import State
@@ -53,10 +53,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
 
 def _greet(log, clock, opts, world, state, header, mark, source):
     """The header, if the life before in this job had another; where this life begins; how that one ended."""
-    job = this_process()["job"]
-    past = history(opts.run_dir, job, state.step)
-    lives = _lives(opts)
-    before = lives[-1] if lives and lives[-1][0]["job"] == job else []
+    before, death, saved = life_before(opts.run_dir, this_process()["job"])
     stepped = [event["stepped"] for event in before if event["event"] == "left"]
     lines = [resumption(opts, state, source)]
     if before:
@@ -65,12 +62,11 @@ def _greet(log, clock, opts, world, state, header, mark, source):
     if not before or before[0]["header"] != mark:
         place = f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}"
         lines = [place, *header, *lines]
-    log.start(lines, clock, world=world.size)
-    if state.step == 0 and past["saved"] and past["saved"][0] > 0:  # a disk is not mounted, say
-        log.note(f"{opts.run_dir}: step {past['saved'][0]} was saved, but no checkpoint is left; "
-                 "training begins again")
-    if past["death"]:
-        log.death(past["death"][0], printed=bool(stepped))
+    log.start(lines, clock)
+    if saved and not state.step:  # a disk is not mounted, say
+        log.note(f"{opts.run_dir}: step {saved} was saved, but no checkpoint is left; training begins again")
+    if death and not stepped:  # else a survivor has told
+        log.note(death)
 
 
 def header_of(opts: Options, world: World, data: Data, state: State, parameters: int) -> list[str]:

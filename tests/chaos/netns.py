@@ -106,7 +106,8 @@ class Job:
     def gap(self):
         """Where the time went, by the ledger."""
         newest = max(filter(lives, self.folders), key=lambda run: lives(run)[-1]["t"])
-        gap = summarize(newest)["lives"][-1]["gap"]
+        before, after = (life["buckets"] for life in summarize(newest)["lives"][-2:])
+        gap = {"rescue": before.get("rescue", 0), "down": after["down"], "start": after["start"]}
         return [f"{part} {seconds:.1f}" for part, seconds in gap.items() if seconds >= 0.1]
 
     def anew(self, *numbers):

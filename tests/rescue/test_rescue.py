@@ -305,10 +305,10 @@ def test_a_death_is_one_line_above_the_bar_with_who_died_of_what_and_who_saved_w
             os.dup2(theirs, fd)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
         state, store, ledger = a_run(world, run, "--progress=on", "--no-tensorboard")
-        log = Log(state.opts, world, 0, 9)
+        log = Log(state.opts, world.rank, 0, 9)
         with Rescue(store, state, world, ledger, closing=[log.close]):
             step(state)
-            log.step(state, {"loss": 1.0})
+            log.step({"step": 1, "epoch": 0, "loss": 1.0})
             world.all_sum(torch.ones(1))
             if world.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
