@@ -37,7 +37,7 @@ class Run:
         refuse_a_crash_loop(opts)
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
         self.clock.lap("join")
-        self.data = load_data(opts, self.world, *own_data)
+        self.data = load_data(opts, *own_data)
         self.order = ElasticSampler(self.data.train, opts.global_batch_size, self.world.replica,
                                     self.world.replicas, opts.seed, slices=opts.virtual_ranks)
 

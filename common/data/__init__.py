@@ -1,7 +1,8 @@
 """Datasets as batches: the same numbers at any world size."""
-from common.data.loading import Batch, Shares, batches, forward_sizes, from_workers, load_data, preload
+from common.data.datasets import load_data, preload
+from common.data.loading import Batch, batches, forward_sizes, loaded
 from common.data.splits import Data, leaves, map_tensors
 
 __all__ = [
-    "Batch", "Data", "Shares", "batches", "forward_sizes", "from_workers", "leaves", "load_data",
+    "Batch", "Data", "batches", "forward_sizes", "leaves", "load_data", "loaded",
     "map_tensors", "preload"]

@@ -3,18 +3,10 @@
 All random numbers are integers from one seeded generator, and pictures are computed in integers, so that
 neither the CPU nor the version of torch can change the data, and with it the fingerprint of a run.
 """
-import hashlib
-
 import torch
 import torch.nn.functional as F
 
 from common.data.splits import Data
-
-
-def formula(name, *parameters):
-    """A fingerprint of data that follows from a name and parameters: the data need not be hashed."""
-    return hashlib.sha256(repr((name, *parameters)).encode()).hexdigest()
-
 
 # ---- digits ----
 GLYPHS = """
@@ -29,7 +21,6 @@ GLYPHS = """
 FINE = 4  # cells of the glyph bank per pixel
 SIDE = 28 * FINE
 SEED = 20240711  # of the data, not of a run: every run trains on the same pictures
-VERSION = 1  # of what is drawn here: a new one where a bit of it changes
 
 
 def digits(opts):
@@ -39,15 +30,13 @@ def digits(opts):
     thousands = [draw_digits(1000, bank, rng) for _ in range(14)]
     x = torch.cat([pictures for pictures, _ in thousands])
     y = torch.cat([labels for _, labels in thousands])
-    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), known_classes=10, mean=(0.22,), std=(0.27,),
-                fingerprint=formula("digits", VERSION))
+    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), known_classes=10, mean=0.22, std=0.27)
 
 
 def glyph_bank():
     """uint8 [10 digits * 4 weights, SIDE * SIDE]: each digit in four line widths, at FINE cells a pixel."""
-    rows = [line.ljust(60) for line in GLYPHS.strip("\n").split("\n")]
-    cells = [[[row[6 * digit + c] == "#" for c in range(5)] for row in rows] for digit in range(10)]
-    cells = torch.tensor(cells).float()
+    rows = [[ink == "#" for ink in line.ljust(60)] for line in GLYPHS.strip("\n").split("\n")]
+    cells = torch.tensor(rows).float().view(7, 10, 6)[:, :, :5].transpose(0, 1)
     cells = cells.repeat_interleave(10, 1).repeat_interleave(10, 2)  # 7x5 cells of 10: 70 x 50 of 112 x 112
     ink = F.pad(cells, (31, 31, 21, 21)).unsqueeze(1)
     for _ in range(2):  # sums of ones stay whole numbers: no rounding on any machine
@@ -85,15 +74,12 @@ def draw_digits(n, bank, rng):
 
 
 # ---- sentiment ----
-VOCAB = {"<PAD>": 0, "<UNK>": 1, "I": 2, "love": 3, "this": 4, "movie": 5, "is": 6, "terrible": 7}
-
-
 def sentiment(opts):
     """The two sentences of the tutorial, both for training and for the test."""
-    sentences = "I love this movie", "This movie is terrible"  # "This" is not "this"
-    x = torch.tensor([[VOCAB.get(word, VOCAB["<UNK>"]) for word in text.split()] for text in sentences])
-    both = (x, torch.tensor([1, 0]))
-    return Data(both, both, known_classes=2, vocab=len(VOCAB), fingerprint=formula("sentiment", VERSION))
+    good = [2, 3, 4, 5]  # I love this movie
+    bad = [1, 5, 6, 7]   # This movie is terrible; "This" is not "this", but an unknown word
+    both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
+    return Data(both, both, known_classes=2, vocab=8)
 
 
 # ---- random ----
@@ -105,4 +91,4 @@ def random_numbers(opts):
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
     both = (x, torch.randint(0, 2, (samples,), generator=rng))
     # labels from a coin cannot be predicted: so the test set is the training set
-    return Data(both, both, known_classes=2, fingerprint=formula("random", VERSION, samples, features))
+    return Data(both, both, known_classes=2, fingerprint=opts.dataset)

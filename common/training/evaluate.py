@@ -4,7 +4,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from common.data import Shares, from_workers
+from common.data import loaded
 from common.training.state import TrainState
 from common.training.step import placed
 from common.training.tasks import SHOWN_SAMPLES
@@ -31,7 +31,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
         end = -(-count // world.replicas) * world.replicas
     mine = range(world.replica, end, world.replicas)
     with state.averaged():
-        for block, part in zip(mine, load(split, mine, size, state.opts, world), strict=True):
+        for block, part in zip(mine, load(split, mine, size, state.opts), strict=True):
             state.progress += 1
             values = judge(model, placed(part, world.device, state.opts), state) if part is not None else None
             if values is None or block >= count:
@@ -50,15 +50,11 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
     return metrics
 
 
-def load(split, blocks, size, opts, world):
+def load(split, blocks, size, opts):
     """The samples of each block; of one behind the last, those of the first."""
     starts = [block * size if block * size < len(split) else 0 for block in blocks]
     cuts = [[list(range(start, min(start + size, len(split))))] for start in starts]
-    shares = Shares(split, 0, False, False)
-    loaded = map(shares.load, cuts)
-    if opts.workers and not split.in_memory:
-        loaded = from_workers(shares, cuts, opts.workers, world.device.type == "cuda")
-    for parts, _ in loaded:
+    for parts, _ in loaded(split, cuts, opts):
         yield parts[0][1]
 
 

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -157,17 +157,6 @@ class World:
                     time.sleep(0.01)  # the store ends with rank 0: the others must read the error first
             raise
         self.barrier(name)
-
-    def once_per_node(self, name: str, find: Callable[[], str]) -> str:
-        """Calls `find` on the node's first rank, returns its text on all; use each name once per life."""
-        if self.local_size == 1:
-            return find()
-        assert self.store
-        key = f"once/{self.node}/{name}"
-        if self.local_rank == 0:
-            self.store.set(key, find())
-        wait(self.store, [key])
-        return self.store.get(key).decode()
 
     def differences(self, facts: dict[str, str | int]) -> list[tuple[int, str, str, str]]:
         """(rank, name, rank 0's value, its own) wherever a rank has another value; call on every rank."""

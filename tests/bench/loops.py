@@ -19,7 +19,6 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +175,7 @@ def token_flags(folder):
 def tokens_by_hand(folder):
     opts = Options(**{flag[2:].split("=")[0].replace("-", "_"): flag.split("=")[1]
                       for flag in token_flags(folder)[:3]}, vocab_size=50304)
-    bare(build_model(opts, load_data(opts, None)), windows(folder / "train.bin", 128, 8), fused=True)
+    bare(build_model(opts, load_data(opts)), windows(folder / "train.bin", 128, 8), fused=True)
 
 
 LOOPS = {  # ranks, steps, what is made before, flags of ours, the loop by hand
@@ -199,7 +198,7 @@ def pictures(rounds, folder):
             wave = (wave + rng.normal(0, 20, (rows, columns, 3))).clip(0, 255).astype(np.uint8)
             Image.fromarray(wave).save(folder / part / str(number % 2) / f"{number}.jpg")
     opts = Options(dataset="imagefolder", data_dir=str(folder), global_batch_size=32, workers=2, device="cpu")
-    data = load_data(opts, SimpleNamespace(once_per_node=lambda name, find: find()))
+    data = load_data(opts)
     theirs = datasets.ImageFolder(folder / "train", transforms.Compose([
         transforms.RandomResizedCrop(224), transforms.RandomHorizontalFlip(), transforms.ToTensor(),
         transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]))
@@ -227,7 +226,7 @@ def memory(rounds, folder):
     """Images per CPU second out of memory, with everything a batch needs."""
     keep_memory()
     opts = Options(dataset="digits", device="cpu")
-    data, found = load_data(opts, None), []
+    data, found = load_data(opts), []
     for epoch in range(rounds):
         order = ElasticSampler(data.train, 64)
         order.set_epoch(epoch)

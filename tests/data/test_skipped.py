@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from jobs import TESTS, audit, events
 from ranks import fork_ranks
 from test_bitwise import run, through_kills
-from test_tasks import ALONE, Life, doubled
+from test_tasks import Life, doubled
 
 from common.data import load_data
 from common.errors import UserError
@@ -61,7 +61,7 @@ def test_the_mean_is_over_the_samples_that_can_be_read_at_any_world(tmp_path, sl
     given = flags(tmp_path, optimizer="sgd", lr=1.0, momentum=0.0, virtual_ranks=slices)
     ids = next(ids for at in range(0, 100, 20) for ids in [ids_at(given, at)] if 95 in ids)
     assert 1 < len(BAD & set(ids)) < 19
-    data = load_data(Options(**given), ALONE)
+    data = load_data(Options(**given))
     net = build_model(Options(**given), data).double()
     x, y = data.train.fetch([id for id in ids if id not in BAD])
     loss = F.cross_entropy(net(x.double()), y)
@@ -72,7 +72,7 @@ def test_the_mean_is_over_the_samples_that_can_be_read_at_any_world(tmp_path, sl
             for name, p in net.named_parameters():
                 wanted, far = p.detach() - p.grad, 1e-6 if slices else 1e-12
                 torch.testing.assert_close(weights[name], wanted, rtol=0, atol=far)
-    assert "sample 95 is left out: row 95 is torn" in capfd.readouterr().err
+    assert "sample 95: ValueError: row 95 is torn" in capfd.readouterr().err
 
 
 TORN = """
@@ -102,7 +102,7 @@ def test_in_a_task_of_ones_own_the_mean_is_over_the_samples_that_can_be_read(tmp
     bad = {1, *ids[4:11]}
     (tmp_path / "mine.py").write_text(TORN.format(tests=str(TESTS), bad=bad))
     opts = Options(**given)
-    data, net = load_data(opts, ALONE), build_model(opts, load_data(opts, ALONE)).double().eval()
+    data, net = load_data(opts), build_model(opts, load_data(opts)).double().eval()
     loss, count = tasks.padded(net, doubled(data.train.fetch([id for id in ids if id not in bad])))["loss"]
     (loss / count).backward()
     for world in (1, 2, 3, 5):
@@ -137,7 +137,7 @@ def test_kills_and_other_worlds_leave_no_trace_though_samples_are_missing(tmp_pa
     for name in ("unbroken", "killed"):
         assert audit(tmp_path / name) == CLEAN
         noted = {event["id"]: event["why"] for event in events(tmp_path / name, "bad_sample")}
-        assert set(noted) == BAD and noted[57] == "row 57 is torn"
+        assert set(noted) == BAD and noted[57].endswith("row 57 is torn")
 
 
 def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path):
@@ -150,7 +150,7 @@ def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_picture_that_cannot_be_read_is_left_out_with_workers_too(tmp_path, workers):
-    from test_own_data import write_images
+    from test_datasets import write_images
     pytest.importorskip("torchvision")
     (write_images(tmp_path / "p", n=5) / "train/cat/0.png").write_bytes(b"torn")
     (tmp_path / "net.py").write_text("from torch import nn\ndef net(data): return nn.Sequential("
@@ -167,6 +167,6 @@ def test_without_the_flag_a_bad_sample_is_an_error_and_so_is_a_dataset_of_bad_on
     given, other = flags(tmp_path), tmp_path / "other"
     other.mkdir()
     with pytest.raises(UserError, match="sample 3: ValueError: row 3 is torn"):
-        load_data(Options(**given | {"bad_samples": "stop"}), ALONE).train.fetch([3])
+        load_data(Options(**given | {"bad_samples": "stop"})).train.fetch([3])
     with pytest.raises(UserError, match="none of its 100 samples can be read"):
-        load_data(Options(**flags(other, bad="range(1000)")), ALONE)
+        load_data(Options(**flags(other, bad="range(1000)")))

@@ -30,7 +30,7 @@ def path(tmp_path):
 
 
 def test_an_epoch_predicts_every_byte(path):
-    data = load_data(options(path), ALONE)
+    data = load_data(options(path))
     x, y = data.train.fetch(range(len(data.train)))
     text = TEXT[:len(TEXT) - len(TEXT) // 10]
     assert bytes(x.flatten().tolist())[:len(text)] == text and x.numel() - len(text) < 16
@@ -40,7 +40,7 @@ def test_an_epoch_predicts_every_byte(path):
 
 def test_gpt_predicts_from_the_past_alone(path):
     opts = options(path)
-    net = build_model(opts, load_data(opts, ALONE)).eval()
+    net = build_model(opts, load_data(opts)).eval()
     x = torch.arange(16)[None]
     later = x.clone()
     later[0, 9:] = 7
@@ -51,7 +51,7 @@ def test_gpt_predicts_from_the_past_alone(path):
 def gradient(world, path, dtype=torch.float64):
     """Of one ragged batch, by name, and the loss of a whole evaluation."""
     opts = options(path, micro_batch_size=3, task="classify")
-    data = load_data(opts, world)
+    data = load_data(opts)
     net = build_model(opts, data).to(dtype)
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     order = ElasticSampler(data.train, 10, world.rank, world.size)
@@ -66,7 +66,7 @@ def gradient(world, path, dtype=torch.float64):
 def test_the_gradient_is_the_mean_over_samples_of_the_mean_over_tokens(path, size):
     grads, totals, metrics = fork_ranks(size, gradient, path)[0]
     opts = options(path)
-    data = load_data(opts, ALONE)
+    data = load_data(opts)
     net, order = build_model(opts, data).double(), ElasticSampler(data.train, 10)
     order.set_epoch(0, len(data.train) - 7)
     x, y = data.train.fetch(next(iter(order)))
@@ -82,7 +82,7 @@ def test_the_gradient_is_the_mean_over_samples_of_the_mean_over_tokens(path, siz
 
 def test_gpt_learns_a_sentence_by_heart(path):
     opts = options(path, lr=3e-3)
-    data = load_data(opts, ALONE)
+    data = load_data(opts)
     net = build_model(opts, data)
     state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
     for epoch in range(6):
@@ -104,5 +104,5 @@ def test_a_text_that_cannot_be_read_is_said_in_three_lines(tmp_path, text, said)
     elif text is not None:
         path.mkdir()
     with pytest.raises(UserError, match=said) as caught:
-        load_data(options(path), ALONE)
+        load_data(options(path))
     assert len(str(caught.value).splitlines()) <= 3

@@ -6,7 +6,6 @@ import sys
 import pytest
 import torch
 from jobs import ROOT
-from stores import world_of_one
 from test_bitwise import run
 
 import train_mp
@@ -36,7 +35,7 @@ ROWS = {"dataset": "random:64x4", "virtual_ranks": 2, "global_batch_size": 16, "
 
 def metrics(net, **flags):
     """(loss, accuracy) on the test set, by hand."""
-    data = load_data(Options(**flags), world_of_one()).test
+    data = load_data(Options(**flags)).test
     x, y = data.fetch(range(len(data)))
     out = net(x)
     right = (out.argmax(1) == y).double().mean()

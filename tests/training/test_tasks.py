@@ -38,7 +38,7 @@ class Life:
     """What a script makes of its options, and its steps."""
 
     def __init__(self, opts, world=ALONE, double=False, devices=1):
-        self.opts, self.data, self.task = opts, load_data(opts, world), find_task(opts)
+        self.opts, self.data, self.task = opts, load_data(opts), find_task(opts)
         world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(opts.stages or 1)
         self.world = world
         net = build_model(opts, self.data)
@@ -98,7 +98,7 @@ def one_step(world, name, size, double=True, **more):
 def full_batch(name, size):
     """The weights after one step by hand: the whole batch in one forward, its sum divided by its count."""
     opts = sgd(name, global_batch_size=size)
-    data = load_data(opts, ALONE)
+    data = load_data(opts)
     net = build_model(opts, data).double()
     for module in net.modules():
         if isinstance(module, torch.nn.Dropout):

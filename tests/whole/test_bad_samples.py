@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 from jobs import PACED, audit, lives
-from test_own_data import write_images
+from test_datasets import write_images
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 

@@ -8,8 +8,7 @@ import tarfile
 import pytest
 from jobs import audit, lives
 from test_bitwise import run, through_kills
-from test_own_data import write_images
-from test_tokens import write
+from test_datasets import write_images, write_tokens
 
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 OWN = """
@@ -51,8 +50,9 @@ def tar(opts): return Tar(opts.data_dir + "/train.tar"), Tar(opts.data_dir + "/v
 
 
 def tokens(folder):
-    write(folder / "data", train=2500, val=200, vocab=30)
-    return {"model": "gpt:1x2x16", "dataset": "tokens:16", "data_dir": str(folder / "data"), "epochs": 2}
+    write_tokens(folder / "data", train=2500, val=200, vocab=30)
+    return {"model": "gpt:1x2x16", "dataset": "tokens:16", "data_dir": str(folder / "data"), "epochs": 2,
+            "vocab_size": 30}
 
 
 def pictures(folder):
