@@ -1,5 +1,4 @@
 """A small GPT over bytes: an nn.Sequential of embedding, blocks and head, to be cut between any two."""
-import re
 from collections import OrderedDict
 
 import torch
@@ -8,7 +7,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 
-SIZES = {"tiny": (4, 4, 128), "small": (6, 6, 384), "medium": (12, 12, 768)}      # layers, heads, width
+SIZES = {"tiny": "4x4x128", "small": "6x6x384", "medium": "12x12x768"}  # layers, heads, width
 
 
 class Embedding(nn.Module):
@@ -16,7 +15,8 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab, length, width):
         super().__init__()
-        self.token, self.position = nn.Embedding(vocab, width), nn.Embedding(length, width)
+        self.token = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(length, width)
 
     def forward(self, tokens):
         return self.token(tokens) + self.position.weight[:tokens.shape[1]]
@@ -28,18 +28,22 @@ class Block(nn.Module):
     def __init__(self, heads, width):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.mix = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.mix = nn.Linear(width, width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
         parts = self.qkv(self.norm1(x)).chunk(3, dim=2)
         q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
-        x = x + self.mix(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.mix(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def build_gpt(data, size=""):
+def build_gpt(data, size="tiny"):
     """`gpt`, `gpt:tiny|small|medium` or `gpt:LxHxD`: layers, heads, width.
 
     Head and embedding do not share a weight, because they may be on different devices.
@@ -48,12 +52,17 @@ def build_gpt(data, size=""):
         raise UserError(f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape "
                         f"{data.sample_shape} and {data.classes} classes\n"
                         "choose --dataset text --data-dir FILE, or another --model")
-    layers, heads, width = sizes(size)
+    try:
+        layers, heads, width = (int(number) for number in SIZES.get(size, size).split("x"))
+    except ValueError:
+        raise UserError(f"model gpt has no size {size}\nuse {', '.join(SIZES)}, or layers, heads and width "
+                        "as in gpt:4x4x128") from None
     net = nn.Sequential(OrderedDict(
         embedding=Embedding(data.vocab, data.sample_shape[0], width),
         **{f"block{i}": Block(heads, width) for i in range(layers)},
-        head=nn.Sequential(OrderedDict(norm=nn.LayerNorm(width),
-                                       linear=nn.Linear(width, data.classes, bias=False))),
+        head=nn.Sequential(OrderedDict(
+            norm=nn.LayerNorm(width),
+            linear=nn.Linear(width, data.classes, bias=False))),
     ))
     with torch.no_grad():
         for name, p in net.named_parameters():
@@ -63,14 +72,3 @@ def build_gpt(data, size=""):
             elif name.endswith("bias"):
                 nn.init.zeros_(p)
     return net
-
-
-def sizes(size):
-    if not size or size in SIZES:
-        return SIZES[size or "tiny"]
-    found = re.fullmatch(r"(\d{1,4})x(\d{1,4})x(\d{1,6})", size)
-    layers, heads, width = map(int, found.groups()) if found else (0, 0, 0)
-    if not layers or not heads or not width or width % heads:
-        raise UserError(f"model gpt has no size {size}: use {', '.join(SIZES)} or LxHxD\n"
-                        "L layers, H heads, width D, which is a multiple of H; for example gpt:4x4x128")
-    return layers, heads, width

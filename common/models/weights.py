@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from common.checkpoint import checkpoints, describe
-from common.errors import UserError, one_line
+from common.errors import UserError, blamed
 from common.options import Options
 
 
@@ -19,71 +19,61 @@ def load_weights(net: nn.Module, opts: Options) -> None:
 
     Weights whose names begin with one of --init-skip keep their own first values.
     """
-    path, skip, ours = opts.init_from, opts.init_skip, net.state_dict()
-    weights: dict[str, Tensor] = {}
-    for wrapped, tensor in read_weights(path).items():
-        name = wrapped if wrapped in ours else wrapped.replace("_orig_mod.", "")
-        name = name if name in ours else name.removeprefix("module.")
-        if name in weights:
-            raise UserError(f"--init-from {path}: holds {name} twice, wrapped and bare\n"
-                            "save only net.state_dict()")
-        weights[name] = tensor
-    check_prefixes("--init-skip", skip, [*ours, *weights])
-    tied = {ours[name].data_ptr() for name in ours.keys() & weights.keys()}  # one of its names is enough
-    names = sorted(name for name in ours.keys() | weights.keys() if not name.startswith(skip))
-    wrong = [name for name in names if _kind(weights.get(name)) != _kind(ours.get(name))
-             and (name in weights or ours[name].data_ptr() not in tied)]
+    path = opts.init_from
+    tensors = net.state_dict()
+    file = read_weights(path)
+    weights = {unwrapped(name, tensors): tensor for name, tensor in file.items()}
+    if len(weights) < len(file):
+        raise UserError(f"--init-from {path}: holds a weight twice, wrapped and bare\n"
+                        "save only net.state_dict()")
+    check_prefixes("--init-skip", opts.init_skip, [*tensors, *weights])
+    tied = tied_names(net)  # one of its names is enough
+    weights = {tied.get(name, name): tensor for name, tensor in weights.items()}
+    names = sorted(name for name in (tensors.keys() | weights.keys()) - tied.keys()
+                   if not name.startswith(opts.init_skip))
+    wrong = [name for name in names if kind_of(weights.get(name)) != kind_of(tensors.get(name))]
     if wrong:
         layers = ",".join(dict.fromkeys(f"{name.rpartition('.')[0]}." for name in wrong[:12]))
         raise UserError(f"--init-from {path}: {len(wrong)} tensors do not fit this model, "
-                        f"the first: {wrong[0]} (in the file {_kind(weights.get(wrong[0]))}, "
-                        f"in the model {_kind(ours.get(wrong[0]))})\n"
+                        f"the first: {wrong[0]} (in the file {kind_of(weights.get(wrong[0]))}, "
+                        f"in the model {kind_of(tensors.get(wrong[0]))})\n"
                         f"choose the --model these weights belong to, or begin afresh: --init-skip {layers}")
-    for name in names:
-        if name in weights:
-            ours[name].copy_(weights[name])
+    with blamed(f"--init-from {path}"):
+        for name in names:
+            tensors[name].copy_(weights[name])
 
 
-def _kind(tensor):
+def unwrapped(name, known):
+    """A name without what DDP and torch.compile put before it, unless the net has it so."""
+    if name not in known:
+        name = name.replace("_orig_mod.", "")
+    if name not in known:
+        name = name.removeprefix("module.")
+    return name
+
+
+def kind_of(tensor):
     """What a tensor is: between two kinds, copy_ fails or changes numbers in silence."""
     if tensor is None:
         return "absent"
-    number = "complex" if tensor.is_complex() else "real" if tensor.is_floating_point() else "whole"
-    plain = tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
-    where = "" if plain else f", {tensor.layout}, {tensor.dtype} on {tensor.device}"
-    return f"{tuple(tensor.shape)} of {number} numbers{where}"
+    if tensor.is_complex():
+        return f"{tuple(tensor.shape)} of complex numbers"
+    return f"{tuple(tensor.shape)} of {'real' if tensor.is_floating_point() else 'whole'} numbers"
 
 
 def read_weights(path: str) -> dict[str, Tensor]:
     """{name: tensor} of a .safetensors file, or of a pickle, from which nothing but tensors is read."""
-    if not Path(path).is_file():
-        raise UserError(f"--init-from {path} is no file\nname a file of weights")
-    try:
-        if str(path).endswith(".safetensors"):
+    with blamed(f"--init-from {path}: not a file of weights", "save one: torch.save(net.state_dict(), path)"):
+        if path.endswith(".safetensors"):
             return load_file(path)
-        loaded: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:
-        raise UserError(f"--init-from {path}: not a file of weights {_why_not(path, error)}") from error
-    for key in ("state_dict", "model", "model_state_dict"):
-        if isinstance(loaded, dict) and isinstance(loaded.get(key), dict):
-            loaded = loaded[key]
-    if not isinstance(loaded, dict) or not loaded or not all(
-            isinstance(name, str) and torch.is_tensor(value) for name, value in loaded.items()):
-        raise UserError(f"--init-from {path}: holds no dict of tensors\n"
-                        "save it with torch.save(net.state_dict(), path)")
-    return loaded
-
-
-def _why_not(path, error):
-    """The end of the message for a file that could not be read: the cause, and the way out."""
-    try:
-        objects = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # it is no file of torch.save
-        objects = []
-    if objects:
-        return (f"alone: it holds {', '.join(objects[:3])}, and opening such objects can run code\n"
-                "if you trust it: torch.save(torch.load(path, weights_only=False)['model'], 'weights.pt')")
-    return f"({one_line(error).partition('. ')[0][:120]})\nsave one with torch.save(net.state_dict(), path)"
+        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        for key in ("state_dict", "model", "model_state_dict"):
+            if isinstance(weights.get(key), dict):
+                weights = weights[key]
+        for name, tensor in weights.items():
+            if not torch.is_tensor(tensor):
+                raise TypeError(f"{name} is a {type(tensor).__name__}, no tensor")
+        return weights
 
 
 def freeze(net: nn.Module, prefixes: tuple[str, ...]) -> None:
