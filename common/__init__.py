@@ -21,12 +21,12 @@ not know each other (tests/whole/test_house.py checks this).
     world        the processes of one life: they meet, agree, compute alike, leave
     data         datasets as batches: the same numbers at any world size
 
-    options      what was asked for: flags, the launcher's environment, a user's own code. No torch here
+    options      what was asked for: flags, and functions of a user's own. No torch here
     sampler      which sample, when; all randomness is a function of a key
 
     errors       how a mistake reaches a person: once per machine, in three lines, with its exit code
 
-    place        where a process stands among the others: the one reader of the launcher's environment
+    place        which rank, under which agent, on which machine: the one reader of the launcher's environment
 """
 import pkgutil
 

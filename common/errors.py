@@ -216,14 +216,13 @@ def dismiss_agent() -> None:
     """Stops torchrun where restarts cannot help: --max_restarts=100 would print the same error 100 times."""
     try:
         place = here()
-        launcher = int(os.environ.get("LAUNCHER_PID", os.getppid()))  # its fork server is the parent
-        command = Path(f"/proc/{launcher}/cmdline").read_bytes()
+        command = Path(f"/proc/{place.agent_pid}/cmdline").read_bytes()
     except (ValueError, OSError):
         return
     is_agent = b"torchrun" in command or b"torch.distributed" in command
     if place.agent and place.restarts_left > 0 and is_agent:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it back: our exit code comes first
-        os.kill(launcher, signal.SIGTERM)
+        os.kill(place.agent_pid, signal.SIGTERM)
 
 
 def did_you_mean(name: str, known: Collection[str], most: int = 1) -> str:

@@ -1,11 +1,20 @@
-"""Where this process stands among the others: what torchrun, Slurm or a person set in its environment.
+"""Where this process stands: which rank, under which agent, on which machine; and which processes have ended.
 
-Only this file reads these variables. No torch here, and nothing of common/.
+Only this file reads what torchrun, launch/torchrun.py, Slurm or a person set in the environment. No torch
+here, and nothing of common/.
 """
+import contextlib
+import ctypes
+import hashlib
 import os
+import signal
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead
 
 
 @dataclass(frozen=True)
@@ -17,20 +26,18 @@ class Place:
     local_rank: int           # on this machine; a guess if `by_hand`
     local_size: int
     node: int                 # number of this machine
-    nodes: int
-    is_rank: bool             # RANK is set: somebody started several processes
     by_hand: bool             # RANK and WORLD_SIZE are set alone: the ranks find out who shares a machine
     address: str              # where rank 0 listens
     port: int
     agent: str                # run id of torchrun's agent above this process; empty without one
+    agent_pid: int            # of the agent, if there is one
     agent_store: bool         # the agent keeps a store at `address`, for all its lives
     restart: int              # lives before this one
     restarts_left: int
     notes: Path | None        # the agent's folder, which ends with it
     slurm_job: str
-    requeued: bool            # Slurm has requeued this job: it has new agents, but it is the same job
+    launched: bool            # by launch/torchrun.py
     gpus: tuple[str, ...]     # CUDA_VISIBLE_DEVICES; empty if it is not set, or hides all
-    gpus_are_set: bool
 
     @property
     def speaks(self) -> bool:
@@ -45,7 +52,13 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
     local_rank = _number(environ, "LOCAL_RANK", rank)
     local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
     restart = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
-    _check_ranks(environ, rank, size, local_rank, local_size)
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if size > 1 and missing or rank and "WORLD_SIZE" in missing:
+        raise ValueError(f"RANK={rank} and WORLD_SIZE={size}, but {missing[0]} is not set\n"
+                         "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
+    if not (rank < size and local_rank < local_size <= size):
+        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE="
+                         f"{local_size}\nranks go from 0 to WORLD_SIZE - 1, local ranks likewise")
     error_file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     in_folder = error_file.match(f"attempt_{restart}/*/*")
     gpus = environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -55,20 +68,18 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
         local_rank=local_rank,
         local_size=local_size,
         node=_number(environ, "GROUP_RANK", rank // local_size),
-        nodes=_number(environ, "GROUP_WORLD_SIZE", 1),
-        is_rank="RANK" in environ,
         by_hand=size > 1 and "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ,
         address=environ.get("MASTER_ADDR", ""),
         port=_number(environ, "MASTER_PORT", 0) if size > 1 else 0,  # Kubernetes may set it to tcp://...
         agent=environ.get("TORCHELASTIC_RUN_ID", ""),
+        agent_pid=_number(environ, "LAUNCHER_PID", os.getppid()),  # above its fork server
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=restart,
         restarts_left=_number(environ, "TORCHELASTIC_MAX_RESTARTS", restart) - restart,
         notes=error_file.parents[2] if in_folder else None,
         slurm_job=environ.get("SLURM_JOB_ID", ""),
-        requeued=environ.get("SLURM_RESTART_COUNT", "0") != "0",
-        gpus=tuple(name.strip() for name in gpus.split(",") if name.strip()),
-        gpus_are_set="CUDA_VISIBLE_DEVICES" in environ)
+        launched="LAUNCHER_PID" in environ,
+        gpus=tuple(name.strip() for name in gpus.split(",") if name.strip()))
 
 
 def _number(environ, name, default):
@@ -79,14 +90,106 @@ def _number(environ, name, default):
                      "unset it, or start with torchrun, which sets it")
 
 
-def _check_ranks(environ, rank, size, local_rank, local_size):
-    alone = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if size > 1 and alone or rank and "WORLD_SIZE" in alone:
-        raise ValueError(f"RANK={rank} and WORLD_SIZE={size}, but {alone[0]} is not set\n"
-                         "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
-    if not rank < size:
-        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}: ranks go from 0 to {size - 1}\n"
-                         "lower RANK, or raise WORLD_SIZE")
-    if not local_rank < local_size <= size:
-        raise ValueError(f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}, WORLD_SIZE={size}\n"
-                         "local ranks go from 0 to LOCAL_WORLD_SIZE - 1, which WORLD_SIZE includes")
+# ---- this life, as its agent sees it --------------------------------------------------------------
+def note_that_it_waits(yes: bool) -> None:
+    """Tells launch/agent.py, by a file, whether this rank still waits for others."""
+    place = here()
+    if place.notes:
+        note = place.notes / f"start-{place.rank}"
+        with contextlib.suppress(OSError):
+            note.touch() if yes else note.unlink(missing_ok=True)
+
+
+def die_with_the_parent() -> None:
+    """Lets the kernel end this process when its parent dies: the agent, or its fork server.
+
+    Workers of a SIGKILLed agent would go on training: after the next start a run would have two ranks 0.
+    """
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
+    parent = os.getppid()  # if it died before this line: init or a user's systemd
+    with contextlib.suppress(OSError):  # in a container the agent itself can be process 1
+        name = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
+        if parent == 1 and not name.startswith((b"python", b"torchrun")) or name.startswith(b"systemd"):
+            os._exit(1)
+
+
+# ---- machines and processes -----------------------------------------------------------------------
+def machine_id() -> int:
+    """This machine, or this container on it, in this boot, as a number that ranks can gather."""
+    name = f"{socket.gethostname()} {_this_boot()}"
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+
+
+def _this_boot():
+    """Names the boot and the container in which a pid is unique."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def this_process() -> dict[str, Any]:
+    """What a lock's file tells of its holder. Its job is the same in all lives of that job."""
+    place = here()
+    host = socket.gethostname()
+    process = _named(os.getpid())
+    agent = _named(os.getppid()) if place.agent else process
+    if place.slurm_job:
+        job = f"slurm/{place.slurm_job}"
+    elif place.agent not in ("", "none"):
+        job = place.agent
+    else:
+        job = f"{host}/{agent}"
+    return {"host": host, "machine": _this_boot(), "pid": os.getpid(), "job": job,
+            "started": int(process.partition("/")[2]), "process": process, "agent": agent}
+
+
+def _named(pid):
+    """A pid alone may be reused."""
+    found = _state(pid)
+    return f"{pid}/{found[1] if found else None}"
+
+
+def _state(pid):
+    """(state, start in ticks since boot, exit status) of a process, or None."""
+    try:
+        fields = Path(f"/proc/{int(pid)}/stat").read_bytes().rsplit(b")", 1)[1].split()
+        return fields[0], int(fields[19]), int(fields[49])
+    except (OSError, ValueError):
+        return None
+
+
+def has_ended(holder: Mapping[str, str], name: str) -> bool:
+    """Whether the holder's "process", or its "agent", is known to have ended: only on the same machine."""
+    if not holder.get("machine") or holder["machine"] != _this_boot():
+        return False
+    pid, _, started = str(holder.get(name)).partition("/")
+    found = _state(pid)
+    return found is None or str(found[1]) != started or found[0] in DEAD
+
+
+class Ending(NamedTuple):
+    """How a process has ended."""
+
+    words: str = "is gone"
+    killed: bool = False
+
+
+def end_of(pid: int) -> Ending | None:
+    """How a process of this machine has ended, or None; a zombie still has its exit code.
+
+    A fork server reaps its processes at once; then launch/agent.py leaves a file with these words.
+    """
+    found = _state(pid)
+    if found is None:
+        notes = here().notes
+        if notes and (notes / f"death-{pid}").exists():
+            return Ending((notes / f"death-{pid}").read_text(), killed=True)
+        return Ending()
+    if found[0] not in DEAD:
+        return None
+    code = os.waitstatus_to_exitcode(found[2])
+    if code < 0:
+        return Ending(f"was killed by {signal.Signals(-code).name}", killed=True)
+    return Ending(f"has left with code {code}")

@@ -96,7 +96,7 @@ class Forks(PContext):
     def note_death(self, local_rank: int) -> None:
         """Tells the ledger, and the survivors on this machine, of a process that was killed.
 
-        One that fails has told them by itself. `end_of` in common/options/process.py reads the file.
+        One that fails has told them by itself. `end_of` in common/place.py reads the file.
         """
         code = self.codes[local_rank]
         if code >= 0:

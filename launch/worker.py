@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from common.options import process
+from common import place
 
 ROOT = Path(__file__).resolve().parents[1]
 PRELOAD = "LAUNCH_PRELOAD"  # only in the environment of a fork server: [module, its options]
@@ -35,7 +35,7 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
     os.setsid()  # Ctrl-C reaches the agent, and through it the processes
     os.environ.update(environment)
     close_the_fork_servers_lifeline()
-    process.die_with_the_agent()
+    place.die_with_the_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     for number, path in enumerate(outputs, 1):
         if path:

@@ -24,7 +24,7 @@ import uuid
 
 from common.checkpoint.disk import delete
 from common.errors import UserError
-from common.options import has_ended, this_process
+from common.place import has_ended, this_process
 
 BEAT_SECONDS = 0.5         # between two moves of a counter
 NODE_BEAT_SECONDS = 10.0   # the same in a node's file: each is a synced write on a disk that many share

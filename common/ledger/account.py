@@ -13,7 +13,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.ledger.ledger import read
-from common.options import end_of
+from common.place import end_of
 
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import say
-from common.options import this_process
+from common.place import this_process
 
 ENTRY_SECONDS = 10.0    # between two entries of a clock, or
 ENTRY_SHARE = 0.01      # of a life's age, if that is less: a kill loses no more than that

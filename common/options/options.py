@@ -3,24 +3,54 @@
 A flag is one field of Options: a restart may not change a `fixed` one, because it changes the result; it may
 change a `free` one. Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
+import argparse
+import dataclasses
 import gc
+import hashlib
 import inspect
+import json
+import math
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from common.errors import UserError, did_you_mean, end, say
-from common.options.environment import begin_life, warn_of_late_joins
-from common.options.flags import Parser, fixed, flag_of, free, value_of
-from common.options.fork import inherited
-from common.options.optimizers import OURS, RATE, RATES, keywords
-from common.options.rules import DATASETS, check_files, check_together, check_world, uses
-from common.place import here
+from common.errors import UserError, blamed, did_you_mean, end, fill_closed_streams, say, speaks_for_node
+from common.options.rules import (
+    DATASETS,
+    OURS,
+    check_files,
+    check_names,
+    check_together,
+    check_world,
+    flag_of,
+    keywords,
+    uses,
+)
+from common.place import die_with_the_parent, here, note_that_it_waits
 
-SAID = "TRAINING_FIRST_LINE"  # environment variable: set once that line is printed
+RATES = {  # torch's own where they are not 1e-3; tests/training compares them with torch
+    "sgd": 0.05, "adadelta": 1.0, "adafactor": 0.01, "adagrad": 0.01, "adamax": 0.002, "asgd": 0.01,
+    "nadam": 0.002, "rmsprop": 0.01, "rprop": 0.01}
+RATE = 1e-3
+NUMBERS = {int: "a whole number", float: "a number"}
+SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
+NOT_INHERITED = {"run_dir", "resume", "max_steps", "eval_only"}  # by a --fork
+
+
+def free(default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, fixed=False):
+    """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
+    return dataclasses.field(default=default, metadata={
+        "help": text, "group": group, "scripts": scripts.split(), "low": low, "below": below,
+        "choices": choices, "fixed": fixed})
+
+
+def fixed(*args, **kwargs):
+    """Like `free`, for a flag that changes the result: a restart with another value is refused."""
+    return free(*args, **kwargs, fixed=True)
 
 
 @dataclass(frozen=True)
@@ -69,11 +99,10 @@ class Options:
     optimizer_args: str = fixed("", "more of its arguments, as betas=(0.9,0.95),amsgrad=True")
     lr: float = fixed(None, "learning rate (default: torch.optim's; 0.05 for sgd, 0.001 for a function)")
     momentum: float = fixed(None, "(default for sgd: 0.9)", below=1)
-    betas: str = fixed("", "decay of the averages of adam and its relatives, as 0.9,0.95")
     weight_decay: float = fixed(0.0, "pull of the weights towards zero")
     no_decay_1d: bool = fixed(False, "no pull on weights of one dimension: biases and norms")
-    lr_schedule: str = fixed("constant", "how lr falls; a function of (step, steps in all, opts) returns a "
-                             "factor", choices=("constant", "step", "cosine", "FILE.py:f"))
+    lr_schedule: str = fixed("constant", "how lr falls: constant, step, cosine, or path/to/file.py:function "
+                             "of (step, steps in all, opts) that returns a factor")
     min_lr: float = fixed(0.0, "lr falls no lower than this")
     warmup_epochs: float = fixed(0.0, "epochs in which lr first rises linearly")
     label_smoothing: float = fixed(0.0, "share of the target spread over all classes", below=1)
@@ -81,7 +110,8 @@ class Options:
     ema_decay: float = fixed(0.0, "averaged weights, as 0.999; 0: off", below=1)
 
     device: str = free("auto", "auto: a GPU, if any", "devices and speed", choices=("auto", "cpu", "cuda"))
-    devices: tuple = free((), "the devices this process drives (default: all GPUs)", scripts="dp mp")
+    devices: tuple = free((), "the devices this process drives (default: all GPUs), as cuda:0,cuda:1",
+                          scripts="dp mp")
     stages: int = free(0, "cut the net over so many processes each; 0: all, or --devices", scripts="mp")
     balance: str = free("parameters", "where to cut: by parameters, or counts of pieces as 3,1", scripts="mp")
     shard: bool = free(False, "spread each stage's weights over its replicas (FSDP)", scripts="mp")
@@ -123,87 +153,165 @@ class Options:
         folder = f"{Path(self.model).name}-{Path(self.dataset).name}"
         words = self.model.partition(":")[0] == "gpt" or self.dataset.partition(":")[0] in ("text", "tokens")
         cores = (os.cpu_count() or 1) // here().local_size
-        loads = "workers" in uses(self.dataset)
-        sgd = self.optimizer == "sgd" and "momentum" not in keywords(self.optimizer_args)
         return {
             "run_dir": Path("runs", re.sub(r"[^\w.-]+", "-", folder)),
             "task": "tokens" if words else "classify",
             "lr": RATES.get(self.optimizer, RATE),
-            "momentum": 0.9 if sgd else None,
-            "workers": min(4, max(1, cores)) if loads else 0}
-
-    @classmethod
-    def checked(cls, given: dict[str, Any], **own: Any) -> "Options":
-        """The options of a script of one's own: those `given` are read as their flags would be."""
-        values = dict(own)
-        for field in fields(cls)[1:]:
-            value = given.get(field.name)
-            if value is None:
-                continue
-            if field.type is bool and not isinstance(value, bool):
-                raise UserError(f"{field.name}: {value!r} is neither True nor False")
-            try:
-                values[field.name] = value if field.type is bool else value_of(field, str(value))
-            except ValueError as error:
-                raise UserError(f"{field.name}: {error}") from error
-        opts = cls(**values)
-        check_files(opts)
-        return opts
+            "momentum": 0.9 if self.optimizer == "sgd" and "momentum" not in self.optimizer_args else None,
+            "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0}
 
     @property
     def torch_optimizer(self) -> tuple[str, dict[str, Any]]:
         """(class of torch.optim, its arguments); ("", {}) for a user's function."""
-        if ".py" in self.optimizer:
+        if ".py:" in self.optimizer:
             return "", {}
         from torch import optim  # not at the top: flags are read without torch
         kinds = {name.lower(): name for name, kind in vars(optim).items() if isinstance(kind, type)}
-        if self.optimizer not in kinds:
+        name = kinds.get(self.optimizer, "")
+        if not name:
             raise UserError(f"--optimizer: {self.optimizer!r} is not in torch.optim"
                             f"{did_you_mean(self.optimizer, kinds)}\n"
                             "or write a function: path/to/file.py:function")
-        name = kinds[self.optimizer]
         arguments: dict[str, Any] = {"lr": self.lr}
         if self.weight_decay or "weight_decay" in inspect.signature(getattr(optim, name)).parameters:
             arguments["weight_decay"] = self.weight_decay
         if self.momentum is not None:
             arguments["momentum"] = self.momentum
-        if self.betas:
-            arguments |= keywords(f"betas=({self.betas})")
         more = keywords(self.optimizer_args)
-        for flag in arguments:
-            if flag in more:
-                raise UserError(f"--optimizer-args: {flag} has a flag of its own\nuse {flag_of(flag)}")
+        for twice in arguments.keys() & more.keys():
+            raise UserError(f"--optimizer-args: {twice} has a flag of its own\nuse {flag_of(twice)}")
         if self.optimizer in OURS and "foreach" not in more:
             arguments["fused"] = True
         return name, arguments | more
 
     def identity(self) -> dict[str, Any]:
         """All fixed flags, as JSON gives them back; the same on every restart of a run."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if f.metadata.get("fixed")}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values = self.to_json()
+        return {flag.name: values[flag.name] for flag in FLAGS if flag.metadata["fixed"]}
 
-    def compare(self, old: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-        """[(field, old, new)] where these options contradict `old`; a field missing there had its default.
-
-        Of a file only the name counts, not its folder.
-        """
+    def compare(self, old: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+        """[(field, old, new)] where these options contradict `old`; of a file only the name counts."""
         def plain(value):
             return value.rpartition("/")[2] if isinstance(value, str) else value
 
-        lacking = [f for f in fields(self) if f.metadata.get("fixed") and f.name not in old]
-        defaults: dict[str, Any] = {f.name: f.default for f in lacking}
-        was = replace(self, **defaults).identity() | old
-        return [(name, was[name], new) for name, new in self.identity().items()
-                if plain(was[name]) != plain(new)]
+        return [(name, old.get(name), new) for name, new in self.identity().items()
+                if plain(old.get(name)) != plain(new)]
 
     def to_json(self) -> dict[str, Any]:
         """Every field, as json.dumps can write it."""
-        return asdict(self) | {"run_dir": str(self.run_dir), "devices": list(self.devices)}
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
     def given(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as json.dumps can write them."""
-        plain = type(self)(script=self.script).to_json()
-        return {name: value for name, value in self.to_json().items() if value != plain[name]}
+        values = self.to_json()
+        return {flag.name: values[flag.name] for flag in FLAGS if getattr(self, flag.name) != flag.default}
+
+    @classmethod
+    def of_script(cls, given: Mapping[str, Any], **own: Any) -> "Options":
+        """The options of a script of one's own: those `given` are read as flags are."""
+        words = []
+        for name, value in given.items():
+            if isinstance(value, bool):
+                words += [flag_of(name)] * (value != getattr(cls, name))
+            elif value is not None:
+                words.append(f"{flag_of(name)}={value}")
+        opts = cls(**Parser(None, "ddp").read(words) | own)
+        check_files(opts)
+        return opts
+
+
+FLAGS = dataclasses.fields(Options)[1:]
+
+
+class Parser(argparse.ArgumentParser):
+    """--help begins with the script's own commands; every mistake is a UserError."""
+
+    def __init__(self, doc: str | None, script: str) -> None:
+        super().__init__(prog=f"train_{script}.py", description=doc, usage=argparse.SUPPRESS,
+                         allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
+                         argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
+        self.owners = {flag_of(field.name): field.metadata["scripts"] for field in FLAGS}
+        self.mine = [flag for flag, scripts in self.owners.items() if script in scripts]
+        for field in FLAGS:
+            if field.metadata["group"]:
+                group = self.add_argument_group(field.metadata["group"])
+            flag = flag_of(field.name)
+            text = field.metadata["help"]
+            if flag not in self.mine:
+                continue
+            if field.type is bool:
+                action = "store_false" if field.default else "store_true"
+                group.add_argument(flag, dest=field.name, action=action, help=text)
+                continue
+            if field.default not in (None, "", ()):
+                text += f" (default: {field.default})"
+            group.add_argument(flag, dest=field.name, type=reader(field),
+                               choices=field.metadata["choices"], metavar=SHAPES.get(field.type), help=text)
+
+    def read(self, argv: list[str]) -> dict[str, Any]:
+        """{field: value} of the flags in argv; --a_b counts as --a-b."""
+        words: list[str] = []
+        for text in argv:
+            flag, equals, value = text.partition("=")
+            if flag.startswith("--"):
+                words.append(flag.replace("_", "-") + equals + value)
+            elif text.startswith("-") and text != "-h" and words and "=" not in words[-1]:
+                words[-1] += f"={text}"  # argparse would take the value of `--best -loss` for a flag
+            else:
+                words.append(text)
+        given, unknown = self.parse_known_args(words)
+        if not unknown:
+            return vars(given)
+        flag = unknown[0].partition("=")[0]
+        if flag in self.owners:
+            owners = " and ".join(f"train_{script}.py" for script in self.owners[flag])
+            raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
+        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, self.mine)}")
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
+
+    def print_help(self, file=None):
+        if speaks_for_node():
+            say(self.format_help())
+
+
+def reader(field):
+    """What argparse calls with the text of a value."""
+    low = field.metadata["low"]
+    below = field.metadata["below"]
+    bound = f" and below {below:g}" if below < math.inf else ""
+
+    def number(text):
+        try:
+            value = field.type(text)
+        except ValueError:
+            value = math.nan
+        if low <= value < below:
+            return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {NUMBERS[field.type]} from {low}{bound}")
+
+    def words(text):
+        if not text:
+            raise argparse.ArgumentTypeError("is empty")
+        if field.type is tuple:
+            return tuple(text.split(","))
+        return text.lower() if field.name == "optimizer" and ".py" not in text else field.type(text)
+
+    return number if field.type in NUMBERS else words
+
+
+# ---- at the start of a process --------------------------------------------------------------------
+def begin_life() -> None:
+    """Call first in every process; UserError if it cannot meet others."""
+    fill_closed_streams()
+    try:
+        place = here()
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if place.agent:
+        die_with_the_parent()
+    note_that_it_waits(True)
 
 
 def parse_options(doc: str | None, argv: list[str] | None = None, script: str | None = None,
@@ -216,35 +324,44 @@ def parse_options(doc: str | None, argv: list[str] | None = None, script: str | 
         gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
         begin_life()
-        opts = _parsed(doc, argv, script)
+        if not script:
+            script = Path(sys.argv[0]).stem.removeprefix("train_")
+            script = script if script in ("ddp", "dp", "mp") else "ddp"
+        given = Parser(doc, script).read(sys.argv[1:] if argv is None else argv)
+        opts = Options(script=script, **_inherited(given, script))
+        check_names(opts)
+        check_together(opts)
+        check_files(opts)
         world = here().size if processes is None else processes
         if world:
             check_world(opts, world)
-        warn_of_late_joins()
     except UserError as error:
         end(error, shared=True)
-    if argv is None:
-        _say_at_once(opts)
-    return opts
-
-
-def _parsed(doc, argv, script):
-    named = re.fullmatch(r"train_(ddp|dp|mp)(\.py)?", os.path.basename(sys.argv[0]))
-    if not script:
-        script = named[1] if named else "ddp"
-    flags = fields(Options)[1:]
-    given = Parser(doc, script, flags).read(sys.argv[1:] if argv is None else argv)
-    given = inherited(given, {flag.name for flag in flags if script in flag.metadata["scripts"]})
-    if "run_dir" in given:
-        given["run_dir"] = Path(given["run_dir"])
-    opts = Options(script=script, **given)
-    check_together(opts)
-    check_files(opts)
-    return opts
-
-
-def _say_at_once(opts):
-    """The first line, before the seconds in which torch is imported; a launcher prints it for its workers."""
-    if here().rank == 0 and not os.environ.get(SAID):
-        os.environ[SAID] = "1"
+    if argv is None and here().rank == 0 and not here().launched:  # its launcher has printed it
         say(f"{opts.run_dir}: starting; importing torch takes some seconds")
+    return opts
+
+
+def _inherited(given, script):
+    """With --fork: also the flags of this run's own earlier lives, or of the run that it leaves."""
+    if not {"fork", "at"} & given.keys():
+        return given
+    if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
+        raise UserError("--fork needs --at and --run-dir, and no --resume\n"
+                        "write --fork RUN --at N --run-dir NEW")
+    source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
+    with blamed(f"--fork: {source}", "name the folder of a run"):
+        flags = read_options(source)["options"]
+    taken = {field.name for field in FLAGS if script in field.metadata["scripts"]} - NOT_INHERITED
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+    return {name: values[name] for name in taken & values.keys()} | given
+
+
+def read_options(run_dir: Path | str) -> dict[str, dict[str, Any]]:
+    """What a run's options.json holds: the options of its newest life; ValueError if it is damaged."""
+    facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
+    seal = facts.pop("seal", "")
+    text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
+    if hashlib.sha256(text.encode()).hexdigest() != seal:
+        raise ValueError("options.json is damaged")
+    return facts

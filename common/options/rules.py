@@ -1,146 +1,155 @@
 """Which flags contradict each other, this world or this machine's files; each such pair is an error."""
+import ast
 import os
+import re
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from common.errors import UserError, did_you_mean
-from common.options.flags import flag_of
-from common.options.optimizers import OURS, keywords
+from common.options.user_code import check_user
 
 FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")
 DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, or with a few others, looks at
     "digits": (), "mnist": ("data_dir", "download"), "fashion-mnist": ("data_dir", "download"),
     "cifar10": ("data_dir", "download"), "imagefolder": FOLDERS, "sentiment": (), "random": (),
     "text": ("data_dir",), "tokens": ("data_dir", "vocab_size")}
-OWN_DATASET = FOLDERS               # of path/to/file.py:function
-SIZED = ("random", "text", "tokens")  # their names may end in :SIZE
-TASKS = ("classify", "tokens")
+OWN_DATASET = FOLDERS  # of path/to/file.py:function
+NAMES: dict[str, tuple[str, ...]] = {  # flags that also take path/to/file.py:function
+    "model": ("net", "mlp", "lstm", "gpt"), "dataset": tuple(DATASETS), "task": ("classify", "tokens"),
+    "lr_schedule": ("constant", "step", "cosine"), "optimizer": ()}  # torch.optim has the names of the last
+SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
+OURS = ("sgd", "adam", "adamw")  # fused, and each weight's update is its own, as --shard needs
 
-ONE = "leave out one of them"
-OUT = "leave it out"
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--shard", "--virtual-ranks", "its sums depend on the number of replicas"),
     ("--micro-batch-size", "--virtual-ranks", "a slice is one forward, so its size is already fixed"),
     ("--sync-bn", "--virtual-ranks", "statistics over all ranks would depend on their number"),
     ("--compile", "--virtual-ranks", "compiled code depends on the shapes a process saw, so on the world"),
-    ("--cross-check", "--virtual-ranks 0", "without slices no two ranks compute the same bits"),
+    ("--cross-check", "--virtual-ranks=0", "without slices no two ranks compute the same bits"),
     ("--sync-bn", "--bad-samples", "it needs a sample in each forward of each rank"),
-    ("--sync-bn", "--device cpu", "it works on GPUs only"),
-    ("--amp fp16", "--device cpu", "it works on GPUs only, --amp bf16 on all"),
-    ("--patience", "--eval-every 0", "it counts evaluations"),
-    ("--lr-schedule", "--optimizer rprop", "it looks at lr once"),
-    ("--warmup-epochs", "--optimizer rprop", "it looks at lr once"),
-    ("--min-lr", "--lr-schedule constant", "nothing falls"),
-    ("--min-lr", "--lr-schedule *.py", "let the function do it"),
-    ("--warmup-epochs", "--lr-schedule *.py", "let the function do it"),
-    ("--optimizer-args", "--optimizer *.py", "let the function do it"),
-    ("--no-decay-1d", "--optimizer *.py", "let the function do it"),
-    ("--no-decay-1d", "--weight-decay 0.0", "there is no decay"),
-    ("--label-smoothing", "--task *.py", "let the function do it"),
-    ("--init-skip", "--init-from ", "nothing is taken over"),
+    ("--sync-bn", "--device=cpu", "it works on GPUs only"),
+    ("--amp=fp16", "--device=cpu", "it works on GPUs only, --amp bf16 on all"),
+    ("--devices=*cuda*", "--device=cpu", "one asks for a GPU"),
+    ("--devices=*cpu*", "--device=cuda", "one asks for none"),
+    ("--patience", "--eval-every=0", "it counts evaluations"),
+    ("--lr-schedule", "--optimizer=rprop", "it looks at lr once"),
+    ("--warmup-epochs", "--optimizer=rprop", "it looks at lr once"),
+    ("--min-lr", "--lr-schedule=constant", "nothing falls"),
+    ("--min-lr", "--lr-schedule=*.py:*", "let the function do it"),
+    ("--warmup-epochs", "--lr-schedule=*.py:*", "let the function do it"),
+    ("--optimizer-args", "--optimizer=*.py:*", "let the function do it"),
+    ("--optimizer-args=*dampening*", "--optimizer", "it would damp the first step, too, unlike torch"),
+    ("--no-decay-1d", "--optimizer=*.py:*", "let the function do it"),
+    ("--no-decay-1d", "--weight-decay=0.0", "there is no decay"),
+    ("--label-smoothing", "--task=*.py:*", "let the function do it"),
+    ("--init-skip", "--init-from=", "nothing is taken over"),
     ("--init-from", "--resume", "both say where the weights come from"))
+
+
+def flag_of(name: str) -> str:
+    return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
 
 
 def uses(dataset: str) -> tuple[str, ...]:
     """The flags of DATASETS that can take effect with this dataset."""
-    return OWN_DATASET if ".py" in dataset else DATASETS.get(kind_of(dataset), ())
+    return OWN_DATASET if ".py:" in dataset else DATASETS.get(kind_of(dataset), ())
 
 
-def kind_of(dataset: str) -> str:
-    """The name of a built-in dataset, without its size."""
-    name = dataset.partition(":")[0]
-    return name if name in SIZED else dataset
+def kind_of(name: str) -> str:
+    """A built-in name without its size."""
+    kind = name.partition(":")[0]
+    return kind if kind in SIZED else name
 
 
-def check_together(opts: Any) -> None:
+def keywords(text: str) -> dict[str, Any]:
+    """{name: value} of the text `name=value,name=value`."""
+    try:
+        call = ast.parse(f"f({text})", mode="eval").body
+        if isinstance(call, ast.Call) and not call.args:
+            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+    except (SyntaxError, RecursionError, ValueError):
+        pass
+    raise UserError(f"--optimizer-args: {text!r} is not a list of arguments\nwrite eps=1e-6,amsgrad=True")
+
+
+def check_names(opts):
+    """UserError for a name that does not exist, before torch is imported."""
+    for flag, known in NAMES.items():
+        name = getattr(opts, flag)
+        if ".py" in name:
+            check_user(name)
+        elif known and kind_of(name) not in known:
+            more = torchvision_models() if flag == "model" else []
+            if name not in more and (more or flag != "model"):
+                raise UserError(f"{flag_of(flag)}: {name!r} is unknown{did_you_mean(name, [*known, *more])}\n"
+                                f"there are {', '.join(known)}{', those of torchvision' * bool(more)}, "
+                                "and path/to/file.py:function")
+
+
+def torchvision_models() -> list[str]:
+    """The names, read where they stand: to import them takes seconds; none if torchvision is not there."""
+    spec = find_spec("torchvision")
+    if not spec or not spec.origin:
+        return []
+    files = Path(spec.origin).parent.glob("models/*.py")
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    return re.findall(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", "\n".join(texts), re.MULTILINE)
+
+
+def check_together(opts):
     """UserError for flags that contradict each other or cannot take effect together."""
     defaults = type(opts)(script=opts.script, dataset=opts.dataset, task=opts.task)
 
     def given(flag):
-        name, wanted, text = flag[2:].replace("-", "_").partition(" ")
-        value = getattr(opts, name)
-        if not wanted:
-            return value != getattr(defaults, name)
-        return ".py" in str(value) if text == "*.py" else str(value) == flag.partition(" ")[2]
+        name, has_value, pattern = flag[2:].partition("=")
+        value = getattr(opts, name.replace("-", "_"))
+        if has_value:
+            return fnmatchcase(str(value), pattern)
+        return value != getattr(defaults, name.replace("-", "_"))
 
     for flag, other, why in CLASHES:
         if given(flag) and given(other):
-            raise UserError(f"{flag} cannot take effect with {other.rstrip()}: {why}\n{ONE}")
-    _check_dataset(opts, defaults)
-    if ".py" not in opts.task and opts.task not in TASKS:
-        raise UserError(f"--task: {opts.task!r} is no task{did_you_mean(opts.task, TASKS)}\n"
-                        f"there are {', '.join(TASKS)}, and path/to/file.py:function")
-    if opts.virtual_ranks > opts.global_batch_size:
-        raise UserError(f"--virtual-ranks {opts.virtual_ranks} cuts --global-batch-size "
-                        f"{opts.global_batch_size} into slices without samples\n"
-                        f"use --virtual-ranks {opts.global_batch_size} at most")
+            raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
+    keywords(opts.optimizer_args)
+    special = {flag for flags in DATASETS.values() for flag in flags} - {*uses(opts.dataset)}
+    idle = [flag_of(flag) for flag in sorted(special) if getattr(opts, flag) != getattr(defaults, flag)]
+    if idle:
+        raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
     if opts.shard and opts.optimizer not in OURS:
         raise UserError(f"--shard works with {', '.join(OURS)}\n"
                         f"{opts.optimizer} may need a whole weight at once")
     if opts.min_lr >= opts.lr:
         raise UserError(f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it")
-    if keywords(opts.optimizer_args).get("dampening"):
-        raise UserError("--optimizer-args: dampening would also damp the first step, which torch does not\n"
-                        f"{OUT}")
-    _check_devices(opts)
 
 
-def _check_dataset(opts, defaults):
-    name = opts.dataset
-    if ".py" not in name and kind_of(name) not in DATASETS:
-        raise UserError(f"--dataset: {name!r} is no dataset{did_you_mean(name, DATASETS)}\n"
-                        f"there are {', '.join(DATASETS)}, and path/to/file.py:function")
-    special = {flag for flags in DATASETS.values() for flag in flags} - {*uses(name)}
-    idle = [flag_of(flag) for flag in sorted(special) if getattr(opts, flag) != getattr(defaults, flag)]
-    if idle:
-        raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {name}\n{OUT}")
-
-
-def _check_devices(opts):
-    kinds = {device.partition(":")[0] for device in opts.devices}
-    devices = f"--devices {','.join(opts.devices)}"
-    if opts.device != "auto" and kinds - {opts.device}:
-        raise UserError(f"{devices} contradicts --device {opts.device}\n{ONE}")
-    if opts.script == "dp" and len(kinds) > 1:
-        raise UserError(f"{devices}: train_dp.py needs devices of one kind\nname one kind")
-    if opts.script == "mp" and len(opts.devices) == 1:
-        raise UserError(f"{devices}: a net is split over two devices or more\nfor example --devices cpu,cpu")
-
-
-def check_world(opts: Any, world: int) -> None:
+def check_world(opts, world):
     """UserError for flags that need another number of processes."""
-    processes = f"{world} process{'es' * (world > 1)}"
     stages = opts.stages or world
+    replicas = world // stages if opts.script == "mp" else world
     if opts.script == "dp" and world > 1:
         raise UserError(f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
                         "use train_ddp.py with torchrun, or start train_dp.py with python")
     if world % stages:
-        raise UserError(f"--stages {stages}: {processes} cannot be divided into groups of {stages}\n"
+        raise UserError(f"--stages {stages}: WORLD_SIZE={world} cannot be divided into groups of {stages}\n"
                         f"start a multiple of it (torchrun --nproc_per_node={stages}), or leave out --stages")
-    if opts.script == "mp" and opts.devices and (world > 1 or opts.stages):
+    if opts.devices and (world > 1 or opts.stages):
         raise UserError("--devices is for a single process; here each process has one device\n"
                         "leave it out, or start with python")
-    if opts.shard and world // stages < 2:
-        raise UserError(f"--shard spreads a stage over its replicas, but {processes} in {stages} stages have "
-                        "one of each\nstart more processes, or use fewer stages (--stages 1)")
-    replicas = world // stages if opts.script == "mp" else world
     if opts.virtual_ranks and replicas > opts.virtual_ranks:
         most = opts.virtual_ranks * (world // replicas)
         raise UserError(f"WORLD_SIZE={world} makes {replicas} replicas, more than --virtual-ranks "
                         f"{opts.virtual_ranks}\nstart at most {most} processes")
 
 
-def check_files(opts: Any) -> None:
+def check_files(opts):
     """UserError for files and folders that are not there; answered before torch is imported."""
-    if opts.resume != "auto" and not os.path.isdir(opts.resume):
-        raise UserError(f"--resume: {opts.resume!r} is no folder\ngive a checkpoint's folder, or auto\n"
-                        "to start afresh, give --run-dir NEW or move the run's folder away")
-    if opts.init_from not in ("", "pretrained") and not os.path.isfile(opts.init_from):
-        raise UserError(f"--init-from: {opts.init_from!r} is no file\n"
-                        "give a file of weights, .safetensors or written by torch.save")
-    if opts.run_dir.resolve() == Path(opts.run_dir.resolve().anchor):
-        raise UserError(f"--run-dir: {str(opts.run_dir)!r} is the root of the file system\n"
-                        "give the run a folder of its own")
+    for flag, path, is_there in (("--resume", opts.resume, os.path.isdir),
+                                 ("--init-from", opts.init_from, os.path.isfile)):
+        if path not in ("", "auto", "pretrained") and not is_there(path):
+            raise UserError(f"{flag}: {path!r} is not there\n"
+                            "give the folder of a checkpoint to --resume, a file of weights to --init-from")
     place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
         raise UserError(f"--run-dir: {str(place)!r} is not a folder that can be written to\n"

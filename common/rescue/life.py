@@ -9,8 +9,8 @@ import torch
 from common.data import Data
 from common.errors import UserError
 from common.ledger import Clock, Ledger, Log, life_before, lives_of
-from common.options import Options, life_is_open, this_process
-from common.place import here
+from common.options import Options
+from common.place import here, note_that_it_waits, this_process
 from common.rescue.watch import State
 from common.sampler import ElasticSampler
 from common.world import World, gather_texts
@@ -48,7 +48,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
     place = here()
     if place.speaks and place.agent:
         ledger.event("opened", life=world.life, agent=process["agent"], restart=place.restart)
-    life_is_open()
+    note_that_it_waits(False)
 
 
 def _greet(log, clock, opts, world, state, header, mark, source):

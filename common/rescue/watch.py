@@ -23,8 +23,8 @@ from typing import NamedTuple, Protocol
 from torch import nn
 
 from common.errors import say
-from common.options import Options, end_of, machine_id
-from common.place import here
+from common.options import Options
+from common.place import end_of, here, machine_id
 from common.world import World, gather_texts, lifelines
 
 # USR1: Slurm's early warning; HUP: the terminal is gone

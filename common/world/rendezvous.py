@@ -13,8 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.options import machine_id
-from common.place import Place, here
+from common.place import Place, here, machine_id
 
 ANSWER = timedelta(seconds=5)     # a store that is alive answers within
 MEETING = timedelta(seconds=120)  # for all ranks to come; then this life fails, and the agents meet again

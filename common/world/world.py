@@ -305,7 +305,7 @@ def choose_devices(opts: Options, local_rank: int, local_size: int) -> tuple[tor
         raise UserError(f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {visible})\n"
                         "use --device cpu, or make a GPU visible")
     if opts.devices:
-        return tuple(torch.device(name) for name in opts.devices)
+        return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
     if not count:
         return (torch.device("cpu"),)
     if opts.script != "ddp" and local_size == 1:

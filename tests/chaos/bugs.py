@@ -32,8 +32,8 @@ def optimizer_forgotten():
 
 def orphans():
     """Workers outlive their agent."""
-    from common.options import environment
-    environment.die_with_the_agent = lambda: None
+    from common import place
+    place.die_with_the_parent = lambda: None
 
 
 def loaders_hold_up_their_rank():

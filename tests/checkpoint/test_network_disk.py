@@ -24,9 +24,9 @@ from stores import (
     tiny_state,
 )
 
+from common import place
 from common.checkpoint import disk, fence
 from common.errors import UserError
-from common.options import process
 
 LATE = 2.0      # seconds; NFS: up to 60
 
@@ -37,12 +37,12 @@ def until(condition, what):
 
 def becomes(machine):
     """What this process does from now on, it does on that machine."""
-    process._this_boot = lambda: f"machine {machine}"
+    place._this_boot = lambda: f"machine {machine}"
 
 
 @pytest.fixture(autouse=True)
 def patched(monkeypatch):
-    monkeypatch.setattr(process, "_this_boot", process._this_boot)
+    monkeypatch.setattr(place, "_this_boot", place._this_boot)
     monkeypatch.setattr(disk, "RETRY_SECONDS", (0.05,) * len(disk.RETRY_SECONDS))
     for name, seconds in (("MOVING_SECONDS", 2.0), ("STALE_SECONDS", 1.2), ("LEASE_SECONDS", 2.5)):
         monkeypatch.setattr(fence, name, seconds)

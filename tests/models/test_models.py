@@ -124,11 +124,11 @@ def test_a_users_function_gets_as_many_facts_as_it_requires(tmp_path):
 
 
 @pytest.mark.parametrize("text, name, said", [
-    ("def other(): pass\n", "build", "it has other"),
+    ("def other(): pass\n", "build", "no attribute 'build'"),
     ("def build(): return 7\n", "build", "'int' object has no attribute"),
     ("\n\ndef build(:\n", "build", "line 3: def build("),
     ("def build():\n    return 1 / 0\n", "build", "line 2: return 1 / 0"),
-    ("def build(a, b, c): pass\n", "build", "takes 3 arguments"),
+    ("def build(a, b, c): pass\n", "build", "missing 1 required positional argument"),
 ])
 def test_what_is_wrong_in_a_users_file_is_said_with_its_line(tmp_path, text, name, said):
     path = tmp_path / "mine.py"

@@ -33,8 +33,8 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(j
 
 @pytest.mark.parametrize("flags, words", [
     (["--at=3"], "--fork needs --at"), (["--fork=x", "--at=3"], "--fork needs --at"),
-    (["--fork=nowhere", "--at=3", "--run-dir=new"], "cannot be read"),
-    (["--fork=damaged", "--at=3", "--run-dir=new"], "cannot be read")])
+    (["--fork=nowhere", "--at=3", "--run-dir=new"], "name the folder of a run"),
+    (["--fork=damaged", "--at=3", "--run-dir=new"], "options.json is damaged")])
 def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged").mkdir()

@@ -6,7 +6,8 @@ import pytest
 
 from common.errors import UserError
 from common.ledger import Ledger
-from common.options import Options, this_process
+from common.options import Options
+from common.place import this_process
 from common.rescue import refuse_a_crash_loop
 from common.rescue.life import LIVES_KILLED, refuse_without_progress
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from common.checkpoint import CheckpointStore
 from common.errors import UserError
 from common.options import parse_options
-from common.options.optimizers import RATE, RATES
+from common.options.options import RATE, RATES
 from common.training import TrainState, backward, build_optimizer, distribute
 from common.world import determinism as pinned
 
@@ -332,7 +332,6 @@ def test_an_optimizer_that_remembers_something_later_ends_before_a_checkpoint_la
 def test_flags_of_the_update_rule_reach_it(own):
     for flags, name, wanted in [
             (["--optimizer=AdamW", "--optimizer-args=betas=(0.8,0.95)"], "betas", (0.8, 0.95)),
-            (["--optimizer=adamw", "--betas=0.8,0.95"], "betas", (0.8, 0.95)),
             (["--optimizer=adamw"], "fused", True),
             (["--optimizer=sgd", "--optimizer-args=nesterov=True"], "nesterov", True),
             (["--optimizer=rmsprop", "--momentum=0.5"], "momentum", 0.5),

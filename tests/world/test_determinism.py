@@ -9,7 +9,7 @@ from samples import share_of
 from torch import nn
 
 from common.errors import UserError, explained
-from common.options import Options, parse_options
+from common.options import Options
 from common.pipeline import split
 from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare
 from common.world import World, bit_differences, bit_facts
@@ -45,10 +45,6 @@ def test_what_must_be_equal_for_equal_bits_is_refused_and_the_rest_warned_of():
     firm, soft = bit_differences(was, {"threads": 2, "torch": "2.15", "cpu": "AVX2"})
     assert firm == ["CPU threads per process was 1, now 2"] and soft == ["build of torch was 2.11, now 2.15"]
     assert bit_differences(was, was) == ([], []) and bit_facts(Options(), None) == {}
-
-
-def test_a_gpu_without_a_number_is_the_first():
-    assert parse_options("", ["--devices=cuda,cuda:1"], script="mp").devices == ("cuda:0", "cuda:1")
 
 
 class Pool(torch.autograd.Function):
