@@ -1,5 +1,5 @@
 """The store on disk: atomic, asynchronous, verified, fenced."""
-from common.checkpoint.folder import checkpoints, describe
+from common.checkpoint.folder import checkpoints, describe, weights_of
 from common.checkpoint.store import CheckpointStore
 
-__all__ = ["CheckpointStore", "checkpoints", "describe"]
+__all__ = ["CheckpointStore", "checkpoints", "describe", "weights_of"]

@@ -11,83 +11,55 @@ import time
 from pathlib import Path
 
 SMALL_BYTES = 1 << 16  # of our largest JSON beside the manifest: a longer one is not ours, and is not parsed
-# errors that prove that no file of ours has this name
+# errors that prove that no file of ours has this name; any other (no memory, no server) proves nothing
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 RETRY_SECONDS = (0.1, 0.4, 1.0, 2.5)  # between the tries of a read that fails
 READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follows no link, waits for no pipe
+NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC  # writes into no old file, no link
 
 
 class Damaged(Exception):
     """This file is proven wrong; the text says why, with both values."""
 
 
-@contextlib.contextmanager
-def proven(path):
-    """Turns the OSErrors in WRONG into Damaged; any other (no memory, no server) proves nothing and stays."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in WRONG:
-            raise Damaged(f"{Path(error.filename or path).name}: {error.strerror}") from error
-        error.filename = error.filename or str(path)
-        raise
-
-
+# ---- reading ------------------------------------------------------------------------------------------
 def patient(read):
-    """Repeats a read that ends with an OSError: the error may be gone in seconds."""
+    """Repeats a read that ends with an OSError, which may be gone in seconds; those in WRONG are Damaged."""
     @functools.wraps(read)
     def again(*args, **kwargs):
-        for pause in RETRY_SECONDS:
+        for pause in (*RETRY_SECONDS, None):
             try:
                 return read(*args, **kwargs)
-            except OSError:
-                time.sleep(pause)
-        return read(*args, **kwargs)
+            except OSError as error:
+                if error.errno in WRONG:
+                    raise Damaged(f"{Path(error.filename or '').name}: {error.strerror}") from error
+                if pause is None:
+                    raise
+            time.sleep(pause)
     return again
 
 
-def sync_folder(path):
-    """Syncs the names in a folder: only then is a rename on the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+@contextlib.contextmanager
+def opened(path, is_right=stat.S_ISREG):
+    """The descriptor of a regular file, or of what `is_right` says."""
+    fd = os.open(path, READ)
     try:
-        os.fsync(fd)
+        if not is_right(os.fstat(fd).st_mode):
+            raise Damaged(f"{Path(path).name} is no file or folder of ours")
+        yield fd
     finally:
         os.close(fd)
 
 
-def sync_lines(run_dir, life):
-    """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
-    names = ("metrics.jsonl", "ledger.jsonl", "audit", "")  # and the folders, for the names in them
-    for path in (*(run_dir / name for name in names), *run_dir.glob(f"audit/life-{life}-*")):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, READ)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
-
-
-@contextlib.contextmanager
-def opened(path):
-    """Opens a regular file for reading."""
-    with proven(path):
-        fd = os.open(path, READ)
-        try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise Damaged(f"{Path(path).name} is not a regular file")
-            yield fd
-        finally:
-            os.close(fd)
-
-
 def read_small(path, limit=SMALL_BYTES):
-    """All bytes of a small regular file; a larger one is refused, not read."""
+    """All bytes of a small file; a larger one is refused, not read."""
     data = b""
     with opened(path) as fd:
-        while chunk := os.read(fd, limit + 1 - len(data)):
+        size = os.fstat(fd).st_size
+        if size > limit:
+            raise Damaged(f"{Path(path).name} is {size:,} bytes, more than {limit:,}")
+        while chunk := os.read(fd, size + 1):
             data += chunk
-    if len(data) > limit:
-        raise Damaged(f"{Path(path).name} is larger than {limit:,} bytes")
     return data
 
 
@@ -102,16 +74,6 @@ def parse_json(data, name):
     return value
 
 
-def to_json(value):
-    """JSON as bytes; equal objects give equal bytes."""
-    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
-
-
-def sealed(value):
-    """The object with its own SHA-256 in it, as bytes."""
-    return to_json(value | {"seal": hashlib.sha256(to_json(value)).hexdigest()})
-
-
 def unseal(data, name):
     """The object that `sealed` wrote; Damaged if one bit has changed, even in a space."""
     value = parse_json(data, name)
@@ -123,6 +85,74 @@ def unseal(data, name):
     if not whole:
         raise Damaged(f"{name} does not match its own seal")
     return value
+
+
+# ---- writing ------------------------------------------------------------------------------------------
+def sha(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def to_json(value):
+    """JSON as bytes; equal objects give equal bytes."""
+    return json.dumps(value, indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def sealed(value):
+    """The object with its own SHA-256 in it, as bytes."""
+    return to_json(value | {"seal": sha(to_json(value))})
+
+
+@contextlib.contextmanager
+def new_file(path):
+    """The descriptor of a new file, which is synced at the end.
+
+    After a failed sync the kernel counts the file's pages as clean: the caller must drop it.
+    """
+    fd = os.open(path, NEW, 0o600)
+    try:
+        yield fd
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_at(fd, data, at):
+    """All of the data, though a write may take less."""
+    data = memoryview(data)
+    while len(data):
+        count = os.pwrite(fd, data, at)
+        data = data[count:]
+        at += count
+
+
+def sync_folder(path):
+    """Syncs the names in a folder: only then is a rename on the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(folder):
+    """A new folder is only on the disk once the one above it is synced."""
+    new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    for path in reversed(new):
+        path.mkdir(mode=0o700, exist_ok=True)
+        sync_folder(path.parent)
+    os.listdir(folder)  # raises if it is a file or cannot be read
+
+
+def sync_lines(run_dir, life):
+    """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
+    names = ("metrics.jsonl", "ledger.jsonl", "audit", "")  # and the folders, for the names in them
+    for path in (*(run_dir / name for name in names), *run_dir.glob(f"audit/life-{life}-*")):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, READ)
+            try:
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
 
 
 def delete(path):

@@ -1,20 +1,18 @@
 """Who may write into a run folder: one job at a time, and of that job only the newest life.
 
 The process whose file has the name RUN/lock owns the run: ownership is the inode, nothing else. Each claim
-makes another file and renames it over that name. Its lock and its counter only tell a new owner how long to
-wait. A life writes into a staging folder of its own, `.life-<id>`, and renames out of it. A new owner first
-renames away the staging folders of all earlier lives. A stopped process that wakes up later finds its staging
-gone, so its rename fails: nothing can happen between check and act. So a staging folder is never usable after
-its owner has lost the run, and a take-over from a process that lives costs that process, never a checkpoint.
-No decision depends on another machine's clock.
+makes another file and renames it over that name. Its counter only tells a new owner how long to wait: one
+that moves is alive, and no file system's locks are asked. A life writes into a staging folder of its own,
+`.life-<id>`, and renames out of it. A new owner first renames away the staging folders of all earlier lives.
+A stopped process that wakes up later finds its staging gone, so its rename fails: nothing can happen between
+check and act. So a take-over from a process that lives costs that process, never a checkpoint. No decision
+depends on another machine's clock.
 
-A claim makes its staging before it looks for that of others, and looks at the name last. So of two that claim
-at once, the later one sweeps the earlier one, or the earlier one sees the later one.
+A claim takes the name, makes its staging, lists those of others, and looks at the name again before it
+sweeps them. So of two that claim at once, the later one sweeps the earlier one, or the earlier one sees it.
 """
 import atexit
 import contextlib
-import errno
-import fcntl
 import json
 import math
 import os
@@ -33,14 +31,12 @@ STALE_SECONDS = 8.0        # without a move: the owner is stopped, or another li
 LEASE_SECONDS = 90.0       # the same, of another job on another machine: networks show moves late
 MOVING_SECONDS = 6.0       # another job's counter has moved for so long: its run is refused
 SAME_JOB_SECONDS = 60.0    # an earlier life of our own job may still save; then the newest takes the run
-RESCUE_SECONDS = 10.0      # without a move: a rescue under way is given up
-HUNG_SECONDS = 600.0       # a rescue or a save is given up, too, if it writes no byte for so long
+HUNG_SECONDS = 600.0       # a rescue or a save that writes no byte for so long is given up
 NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
 NODES_SECONDS = 30.0       # survivors may take to the end of their step, until they announce their rescue
-RESCUE = "rescue.lock"     # end of a file's name in a staging folder: held while a survivor saves
-NODE = "node."             # file in a staging folder: held by a rank of each other node while it lives
+RESCUE = "rescue.lock"     # end of a file's name in a staging folder: a survivor is saving
+NODE = "node."             # file in a staging folder: a rank of another node lives
 RECORD_BYTES = 1 << 16     # at most, of a file
-NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class Fenced(UserError):
@@ -50,37 +46,51 @@ class Fenced(UserError):
         super().__init__(message, code=6)
 
 
-class Held:
-    """A file that this process keeps locked, with a counter that it moves: so others see that it lives.
+class Still:
+    """Tells for how many seconds a value has not changed, and whether it ever has."""
 
-    Ours until `close`, or until another process has put a file of its own under the name. The POSIX lock dies
-    with its process and, unlike flock, is not inherited by data workers. But a network file system may lose
-    it or never share it. So the lock alone decides nothing.
+    def __init__(self):
+        self.value = None
+        self.moves = False
+        self.seconds = 0.0
+        self.looked = 0.0
+
+    def __call__(self, value):
+        now = time.monotonic()
+        self.seconds += min(now - self.looked, LOOK_SECONDS)
+        if value != self.value or not self.looked:
+            self.moves = bool(self.looked)
+            self.value = value
+            self.seconds = 0.0
+        self.looked = now
+        return self.seconds
+
+
+class Held:
+    """A file with a counter that this process moves, so that others see that it lives.
+
+    Ours until `close`, or until another process has put a file of its own under the name.
     """
 
-    def __init__(self, path, aside=None, moved=None, seconds=None):
+    def __init__(self, path, aside=None, progress=None, seconds=None):
         """Made as `aside` and renamed over any file with the name; without `aside` the name must be free.
 
-        `moved()`, if given, grows while this process makes progress; others read it in the file.
+        If `progress()` stands still for HUNG_SECONDS, the counter stops: this process hangs.
         """
-        self.path, self.moved = path, moved
+        self.path = path
+        self.progress = progress or time.monotonic
         self.seconds = seconds or BEAT_SECONDS
-        self.record = this_process()
-        self.looks = []
-        self.stop, self.guard = threading.Event(), threading.Lock()
-        self.count = 0
+        self.record = this_process() | {"beat": 0}
+        self.stop = threading.Event()
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self.fd = os.open(aside or path, flags, 0o600)
         try:
-            if not _lock(self.fd, path):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
             self.write()
             if aside:
                 os.rename(aside, path)
         except BaseException:
             os.close(self.fd)
-            with contextlib.suppress(OSError):
-                os.unlink(aside or "")
+            delete(aside or path)
             raise
         self.thread = threading.Thread(target=self._beat, daemon=True, name="fence")
         try:
@@ -88,68 +98,43 @@ class Held:
         except RuntimeError:  # no thread can be started: then no beat
             self.thread = None
 
-    def write(self, **news):
+    def write(self):
         """Synced, because other machines do not see what is only in this machine's memory."""
-        with self.guard:
-            self.record |= news | {"beat": self.count}
-            if self.moved:
-                self.record["moved"] = self.moved()
-            text = json.dumps(self.record).encode()
-            os.pwrite(self.fd, text.ljust(len(text) // 512 * 512 + 511) + b"\n", 0)
-            os.fdatasync(self.fd)
+        text = json.dumps(self.record).encode()
+        os.pwrite(self.fd, text.ljust(len(text) // 512 * 512 + 511) + b"\n", 0)
+        os.fdatasync(self.fd)
 
     def is_ours(self):
-        """Whether our file still has the name; opened anew, as NFS compares with the server only then."""
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-        except OSError:
-            return False
-        ours = os.path.samestat(os.fstat(self.fd), os.fstat(fd))
-        if ours:
-            self.looks.append(fd)  # closing it would drop our lock on the file
-        else:
-            os.close(fd)
-        return ours
+        """Whether our file still has the name; opened anew, as NFS asks the server only then."""
+        with contextlib.suppress(OSError), open(self.path, "rb", opener=_open) as file:
+            return os.path.samestat(os.fstat(self.fd), os.fstat(file.fileno()))
+        return False
 
     def close(self):
         """Writes that this process has left: a new owner need not wait."""
         self.stop.set()
         if self.thread:
             self.thread.join()  # one that wakes in a dying interpreter aborts it
+        self.record["left"] = True
         with contextlib.suppress(OSError):
-            self.write(left=True)
-        for fd in (*self.looks, self.fd):
-            os.close(fd)
+            self.write()
+        os.close(self.fd)
 
     def _beat(self):
+        still = Still()
         while not self.stop.wait(self.seconds):
-            self.count += 1
-            with contextlib.suppress(OSError):
-                self.write()
-
-
-class Still:
-    """Tells for how many seconds a value has not changed, and whether it ever has."""
-
-    def __init__(self):
-        self.value, self.moves = None, False
-        self.seconds, self.looked = 0.0, 0.0
-
-    def __call__(self, value):
-        now = time.monotonic()
-        self.seconds += min(now - self.looked, LOOK_SECONDS)
-        if value != self.value or not self.looked:
-            self.moves = bool(self.looked)
-            self.value, self.seconds = value, 0.0
-        self.looked = now
-        return self.seconds
+            if still(self.progress()) < HUNG_SECONDS:
+                self.record["beat"] += 1
+                with contextlib.suppress(OSError):
+                    self.write()
 
 
 class Fence:
     """Claim once, on the one process that writes into this folder; `release` at the clean end."""
 
     def __init__(self, run_dir, life):
-        self.path, self.root = run_dir / "lock", run_dir / "checkpoints"
+        self.path = run_dir / "lock"
+        self.root = run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
         self.held = None
 
@@ -167,28 +152,14 @@ class Fence:
 
     def claim(self, report=print):
         """Takes the run, or raises UserError with the owner's name."""
-        fd = self._wait(report)
-        try:
-            self.held = Held(self.path, self.root / f"{self.staging.name}.lock")
-        except FileNotFoundError:  # another claim has swept it
-            raise self._fenced() from None
-        finally:
-            if fd is not None:
-                os.close(fd)
+        self._wait(report)
+        self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
         self.elect()
-        self._sweep()
-        self.elect()  # another claim may have swept it
-        self._check()
-
-    def renew(self):
-        """For a staging folder that is gone: Fenced if a new owner moved it, else makes it again."""
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):  # a file has the name; _check tells whether it is ours
-            held = Held(self.path)
-            self.held.close()
-            self.held = held
-        self.elect()
-        self._check()
+        names = os.listdir(self.root)
+        if not self.held.is_ours():
+            raise Fenced(f"{self.path.parent}: another job has begun in it at the same time\n"
+                         "this one has stopped; it had saved nothing yet")
+        self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
 
     def release(self):
         with contextlib.suppress(OSError):  # or the next life does it
@@ -197,147 +168,108 @@ class Fence:
             self.held.close()
             self.held = None
 
-    def _check(self):
-        if not self.held.is_ours():
-            move_away(self.staging)
-            raise self._fenced()
-
-    def _fenced(self):
-        owner = {}
-        with contextlib.suppress(OSError):
-            fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            owner = read_record(fd)
-            os.close(fd)
-        return Fenced(f"{self.path.parent} was taken over by another job while this one stood still: "
-                      f"host {owner.get('host')}, pid {owner.get('pid')}\n"
-                      "this job has stopped; what it had saved before is kept")
-
     def _wait(self, report):
-        """The lock of a file without an owner, or None where the owner is given up. UserError: it lives.
+        """Until the owner has left, has ended or does not move. UserError if it is another job that lives.
 
-        An owner that has left or ended is not waited for, one that does not move only for a while. One that
-        moves is waited for if it is an earlier life of our own job, or if its agent has died: it may save.
+        An earlier life of our own job is waited for, or one whose agent has died: it may save.
         """
-        began, counter, reported = time.monotonic(), Still(), False
         us = this_process()
+        began = time.monotonic()
+        counter = Still()
+        reported = False
         while True:
-            fd, owner = look(self.path, os.O_CREAT)
+            owner = read_record(self.path)
+            if owner is None or owner.get("left") or has_ended(owner, "process"):
+                return
             earlier = owner.get("job") == us["job"] or has_ended(owner, "agent")
-            ended = owner.get("left") or has_ended(owner, "process")
-            ours = earlier or not owner.get("job") or owner.get("process") == us["process"]
-            if ended or fd is not None and ours:
-                return fd
-            near = earlier or fd is not None or owner.get("machine") == us["machine"]
-            if fd is not None:
-                os.close(fd)
-            still, waited = counter(owner.get("beat")), time.monotonic() - began
-            if still >= (STALE_SECONDS if near else LEASE_SECONDS) or earlier and waited > SAME_JOB_SECONDS:
-                return None
-            who = f"host {owner.get('host')}, pid {owner.get('pid')}"
+            near = earlier or owner.get("machine") in (us["machine"], None)
+            waited = time.monotonic() - began
+            name = f"host {owner.get('host')}, pid {owner.get('pid')}"
+            if counter(owner.get("beat")) >= (STALE_SECONDS if near else LEASE_SECONDS):
+                return
+            if earlier and waited > SAME_JOB_SECONDS:
+                return
             if not earlier and counter.moves and waited > MOVING_SECONDS:
-                raise UserError(f"{self.path.parent} is in use by another job: {who}\n"
+                raise UserError(f"{self.path.parent} is in use by another job: {name}\n"
                                 "stop that job first, or give this one its own --run-dir", code=6)
             if not reported and waited > MOVING_SECONDS / 2:
-                report(f"{self.path.parent}: waiting for {who}, which has the folder")
+                report(f"{self.path.parent}: waiting for {name}, which has the folder")
                 reported = True
             time.sleep(0.05)
 
-    def _sweep(self):
+    def _sweep(self, names):
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
         deadline = time.monotonic() + NODES_SECONDS
-        for name in os.listdir(self.root):
-            if name.startswith(".life-") and name != self.staging.name:
-                with contextlib.suppress(OSError):
-                    for node in (self.root / name).glob(f"{NODE}*"):
-                        wait_for(node, still=NODE_STILL_SECONDS, deadline=deadline)
-                    for lock in (self.root / name).glob(f"*{RESCUE}"):
-                        wait_for(lock)
-                move_away(self.root / name)
+        for name in names:
+            with contextlib.suppress(OSError):
+                for node in (self.root / name).glob(f"{NODE}*"):
+                    wait_for(node, NODE_STILL_SECONDS, deadline)
+                for lock in (self.root / name).glob(f"*{RESCUE}"):
+                    wait_for(lock)
+            move_away(self.root / name)
 
 
 @contextlib.contextmanager
-def rescuing(path, moved, needless):
-    """Inside, only this process of its node saves. A new owner waits while it lives and `moved()` grows.
+def rescuing(path, progress, needless):
+    """Inside, only this process of its node saves; a new owner waits while it lives and `progress()` grows.
 
-    It takes no lock if `needless()`: there is nothing to save, or not any more. Each part of a net has a lock
-    of its own at `path`.
+    Takes no file if `needless()`: there is nothing to save, or not any more.
     """
-    fd = wait_for(path, os.O_CREAT, needless)
-    if fd is None and needless():
-        yield
-        return
+    held = None
+    while held is None and not needless():
+        with contextlib.suppress(FileExistsError):
+            held = Held(path, progress=progress)
+        if held is None:  # another one saves; if it is gone, its file goes
+            wait_for(path, needless=needless)
+            if not needless():
+                delete(path)
     try:
-        held = Held(path, path.with_name(f"{path.name}.{uuid.uuid4().hex[:12]}"), moved)
-    finally:
-        if fd is not None:
-            os.close(fd)
-    try:
         yield
     finally:
-        held.close()
+        if held:
+            held.close()
 
 
-def wait_for(path, flags=0, needless=lambda: False, still=None, deadline=math.inf):
-    """The lock, if `flags` ask for it; None if there is no need, or its holder is given up."""
-    beat, moved = Still(), Still()
+def wait_for(path, still=None, deadline=math.inf, needless=lambda: False):
+    """Until a file's holder has left, has ended or does not move, or there is no need."""
+    counter = Still()
     pause = 0.02
-    while not needless():
-        fd, owner = look(path, flags)
-        if fd is not None and not flags:
-            os.close(fd)
-        hung = "moved" in owner and moved(owner["moved"]) > HUNG_SECONDS
-        gone = beat(owner.get("beat")) > (still or RESCUE_SECONDS)
-        if fd is not None or hung or gone or time.monotonic() > deadline:
-            return fd
-        pause = min(1.2 * pause, 0.5)  # a thousand ranks may wait for one lock
+    while not needless() and time.monotonic() < deadline:
+        holder = read_record(path)
+        if holder is None or holder.get("left") or has_ended(holder, "process"):
+            return
+        if counter(holder.get("beat")) > (still or STALE_SECONDS):
+            return
         time.sleep(pause)
-    return None
+        pause = min(1.2 * pause, 0.5)  # a thousand ranks may wait for one file
 
 
-def look(path, flags=0):
-    """(a descriptor with the lock if it is free, the record); opened anew, so that NFS asks the server."""
-    fd, keep = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600), False
+def read_record(path):
+    """What the holder wrote; {} if it is unknown, None without a file. Opened anew: NFS asks the server."""
     try:
-        owner = read_record(fd)
-        if _lock(fd, path):
-            with contextlib.suppress(FileNotFoundError):  # else a new file was put in place: look again
-                keep = os.path.samestat(os.fstat(fd), os.stat(path))
-        return (fd, owner) if keep else (None, owner)
-    finally:
-        if not keep:
-            os.close(fd)
-
-
-def read_record(fd):
-    """What the holder wrote; {} if the file holds no record."""
-    try:
-        value = json.loads(os.pread(fd, RECORD_BYTES, 0).partition(b"\n")[0])  # then an older, longer one
+        with open(path, "rb", opener=_open) as file:
+            value = json.loads(file.read(RECORD_BYTES).partition(b"\n")[0])  # then an older, longer one
         return value if isinstance(value, dict) else {}
+    except FileNotFoundError:
+        return None
     except (ValueError, RecursionError):
         return {}
 
 
-def _lock(fd, path):
-    """Takes the lock; False if another process has it."""
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-        raise UserError(f"{path}: this file system has no locks ({error.strerror})\nmount it with them "
-                        "(Lustre: -o flock, NFS: with its lock service), or use another --run-dir") from error
+def _open(path, flags):
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def exists(staging):
-    """Whether the folder exists. isdir may see this machine's old copy; mkdir asks the file server."""
-    with contextlib.suppress(FileExistsError, FileNotFoundError):
+    """Whether the folder exists. A look may see this machine's old copy; mkdir asks the file server."""
+    try:
         os.mkdir(staging, 0o700)
-        os.rmdir(staging)
+    except FileExistsError:
+        return True
+    except FileNotFoundError:
         return False
-    return os.path.isdir(staging)
+    os.rmdir(staging)
+    return False
 
 
 def move_away(path):

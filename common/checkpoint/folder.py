@@ -3,43 +3,54 @@
 Images and facts become one checkpoint on the disk, whole or not at all. A crash (C) between two of these
 points leaves the checkpoint before, or both, never neither:
     C  step-N.k/ is made in this life's staging folder        swept by the next life
-    C  state, model, optimizer written and synced             swept
-    C  manifest.json written and synced, last                 swept: complete, but not under its name
+    C  model and optimizer written and synced                 swept
+    C  state.json, manifest.json written and synced, last     swept: complete, but not under its name
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
     C  the folder synced, renamed to checkpoints/step-N       on a power loss N is there whole or not at all
     C  checkpoints/ synced                                    committed: only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
 No name is written twice: later facts of a step become step-N.1, and step-N goes with the older ones.
 
+Parts of a net split over ranks are written side by side into the same folder while it is still in staging,
+and the last rank to finish names it:
+    .life-L/gathered-N-STATE/part-00001/    one rank's tensors, and part.json, which has their tables
+    .life-L/gathered-N-STATE/part-00002/    another's
+    step-N/                                 the same folder, once it holds all parts and a manifest
+No rank waits for another, there is no lock and no collective. Of two ranks with the same part the first is
+taken. If a part never comes, the checkpoint before stays the newest.
+
 Nothing is parsed before it is verified, and no file decides how much memory is allocated: the manifest is
-bounded and sealed, sizes are compared with what this run needs, hashes with what was read; only then is
-state.json parsed.
+bounded and sealed, its tables are compared with what this run needs, hashes with what was read.
 """
 import contextlib
 import errno
+import itertools
 import os
 import re
-import shutil
 import stat
 import uuid
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 import common.checkpoint.disk as disk
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import SMALL_BYTES, Damaged, delete, parse_json, patient, proven, sealed, to_json
+from common.checkpoint.disk import Damaged, delete, parse_json, patient, sealed, sha, to_json, unseal
 from common.checkpoint.fence import Fenced, exists
-from common.checkpoint.tensors import sha, spans
 from common.errors import UserError
 
 TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
+FILE = re.compile(r"(part-[0-9]{5}/)?(model|optimizer)\.safetensors")
 STATE = "state.json"
 MANIFEST = "manifest.json"
-FORMAT = 4
-LONG = 64  # bytes of the manifest for a byte of a tensor: each of many tiny ones has a hash
+PART = "part.json"
+FORMAT = 5
 MOST_BYTES = 1 << 28  # of the manifest
-MOST_TRIES = 1000  # to find a name that another survivor does not take first
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
 ASIDE = "damaged-"  # a checkpoint that is not trusted is kept under this name until a newer one is saved
+EMA = "/ema"  # the end of an average's name
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
@@ -55,15 +66,15 @@ def checkpoints(root: Path | str) -> list[tuple[int, Path]]:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    choices = [(*numbers_of(name), name) for name in names if STEP.fullmatch(name)]
-    return [(step, Path(root, name)) for step, _, name in sorted(choices, reverse=True)]
+    rows = sorted((numbers_of(name) for name in names if STEP.fullmatch(name)), reverse=True)
+    return [(step, Path(root, folder_name(step, k))) for step, k in rows]
 
 
-def choices_at(path):
-    """--resume PATH: (the folder of that checkpoint, or of those of that run, its checkpoints)."""
-    path = Path(path)
+def choices_at(path: Path) -> tuple[Path, list[tuple[int, Path]]]:
+    """(folder, its checkpoints) of the run at `path`; or that one, if `path` is a checkpoint."""
     one = [choice for choice in checkpoints(path.parent) if choice[1].name == path.name]
-    return (path.parent, one) if one else (path / "checkpoints", checkpoints(path / "checkpoints"))
+    root = path.parent if one else path / "checkpoints"
+    return root, one or checkpoints(root)
 
 
 def folder_name(step, k=0):
@@ -79,72 +90,60 @@ def numbers_of(name):
 def free_names(root, step):
     """Names for a checkpoint of this step that no checkpoint has or had, the next one first."""
     names = [name.removeprefix(ASIDE) for name in os.listdir(root)]
-    taken = [k for name in names if STEP.fullmatch(name) for at, k in [numbers_of(name)] if at == step]
-    first = max(taken, default=-1) + 1
-    return (folder_name(step, k) for k in range(first, first + MOST_TRIES))
+    taken = [numbers_of(name)[1] for name in names if STEP.fullmatch(name) and numbers_of(name)[0] == step]
+    return (folder_name(step, k) for k in itertools.count(max(taken, default=-1) + 1))
 
 
 def part_name(number):
     return f"part-{number + 1:05d}"
 
 
-def parts_of(files):
-    """The folder of each part, with a slash; [""] if there is one part only."""
-    if TENSORS["model"] in files:
-        return [""]
-    return [part_name(number) + "/" for number in range(len(files) // len(TENSORS))]
-
-
 # ---- reading ------------------------------------------------------------------------------------------
 def read_manifest(step, folder):
     """The manifest of the checkpoint of `step`; UserError if another version of this code wrote it."""
-    with proven(folder):
-        if not stat.S_ISDIR(os.lstat(folder).st_mode):
-            raise Damaged("not a folder")
-        size = sum(path.lstat().st_size for path in folder.rglob("*.safetensors"))
-    text = disk.read_small(folder / MANIFEST, min(SMALL_BYTES + LONG * size, MOST_BYTES))
-    manifest = disk.unseal(text, MANIFEST)
+    with disk.opened(folder, stat.S_ISDIR):  # not a link to one
+        manifest = unseal(disk.read_small(folder / MANIFEST, MOST_BYTES), MANIFEST)
     if manifest.get("format") != FORMAT:
         raise UserError(f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
                         "resume it with the version that wrote it, which --export brings over here\n"
                         "(--init-from FILE), or give another --run-dir")
     try:
         _check(manifest, step)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{MANIFEST} is not as this code writes it ({error!r:.60})") from error
     return manifest
 
 
 def _check(manifest, step):
-    """That these are the files of a checkpoint of `step`, and their pieces follow each other."""
+    """That these are tables of tensors, of a checkpoint of `step`."""
     files = manifest["files"]
     if manifest["step"] != step:
         raise Damaged(f"{MANIFEST} is of step {manifest['step']}, the folder says {step}")
-    expected = {STATE, *(prefix + name for prefix in parts_of(files) for name in TENSORS.values())}
-    if set(files) != expected:
-        raise Damaged(f"{MANIFEST} lists {sorted(files)[:5]}, expected {sorted(expected)[:5]}")
-    for name, entry in files.items():  # layout.py compares them with the header that this run needs
-        first, *_ = spans(entry)
-        if first[0] or not all(0 <= start <= end for _, start, end, _ in spans(entry)):
-            raise Damaged(f"{MANIFEST}: the pieces of {name} do not follow each other")
-    if files[STATE]["bytes"] != files[STATE]["sha256"][0][1] or files[STATE]["bytes"] > SMALL_BYTES:
-        raise Damaged(f"{MANIFEST}: {STATE} is {files[STATE]['bytes']:,} bytes")
+    for path, table in files.items():
+        if not FILE.fullmatch(path):
+            raise Damaged(f"{MANIFEST} lists {path[:80]}")
+        for name, (dtype, shape, first, _) in table.items():
+            tensors.size_of(dtype, shape)
+            if not all(type(count) is int and count >= 0 for count in (first, *shape)):
+                raise Damaged(f"{MANIFEST}: {name[:80]} is {dtype}{shape} from row {first}")
     if manifest["digest"] != digest_of(files):
         raise Damaged(f"{MANIFEST}: its digest is not that of its files")
 
 
 def digest_of(files):
     """One SHA-256 over all tensors, however many files they lie in."""
-    hashes = [(path.rpartition("/")[2], name, path, stated) for path, entry in files.items() if path != STATE
-              for name, _, _, stated in spans(entry) if name]
-    return sha("".join(f"{file} {name} {stated}\n" for file, name, _, stated in sorted(hashes)).encode())
+    hashes = sorted((path.rpartition("/")[2], name, first, digest) for path, table in files.items()
+                    for name, (_, _, first, digest) in table.items())
+    return sha("".join(f"{file} {name} {digest}\n" for file, name, _, digest in hashes).encode())
 
 
 @patient
 def read_facts(step, folder):
     """(manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
     manifest = read_manifest(step, folder)
-    text = tensors.read_header_piece(folder / STATE, manifest["files"][STATE])
+    text = disk.read_small(folder / STATE)
+    if sha(text) != manifest["state"]:
+        raise Damaged(f"{STATE} has sha256 {sha(text)[:12]}..., manifest says {manifest['state'][:12]}...")
     facts = parse_json(text, STATE)
     if facts.get("step") != step:
         raise Damaged(f"{STATE} is of step {facts.get('step')}, the folder says {step}")
@@ -157,9 +156,8 @@ def verify(step, folder):
     Damaged: proven wrong. OSError: could not be read, even some seconds later; its content is unknown.
     """
     manifest, facts = read_facts(step, folder)
-    for name, entry in manifest["files"].items():
-        if name != STATE:
-            patient(tensors.read_file)(folder / name, entry, count=tensors.threads())
+    for path, table in manifest["files"].items():
+        patient(tensors.read_file)(folder / path, table, count=tensors.threads())
     return manifest, facts
 
 
@@ -171,8 +169,45 @@ def describe(step: int, folder: Path) -> tuple[bool, str]:
         return False, f"{folder.name}  damaged: {reason}"
     except OSError as error:
         return False, f"{folder.name}  could not be read: {error}"
-    size = sum(entry["bytes"] for entry in manifest["files"].values())
+    size = sum(tensors.lay_out(table)[2] for table in manifest["files"].values())
     return True, f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
+
+
+def choose(path: Path, which: str | int) -> tuple[int, Path, str]:
+    """(step, folder, line about it) of the "newest" whole checkpoint at `path`, the "best", or a step's."""
+    root, choices = choices_at(path)
+    if not root.is_dir():
+        raise UserError(f"{path} is no run folder: it has no checkpoints/\n"
+                        "python -m common.checkpoint RUN lists those of a run")
+    for step, folder in choices:
+        if which in (step, "newest", "best"):
+            whole, line = describe(step, folder)
+            if whole and which == "best":
+                return choose(path, read_facts(step, folder)[1]["best"]["step"] or "evaluated")
+            if whole:
+                return step, folder, line
+    raise UserError(f"{path}: no whole checkpoint ({which})\n"
+                    f"python -m common.checkpoint {path} lists them", code=3)
+
+
+def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
+    """(weights, facts) of a run's "newest" or "best" checkpoint, or of a step; averages are the weights.
+
+    Of tied weights the first name is there.
+    """
+    step, folder, _ = choose(path, which)
+    manifest, facts = read_facts(step, folder)
+    weights: dict[str, list[Tensor]] = {}
+    averages: dict[str, list[Tensor]] = {}
+    for file in sorted(manifest["files"]):  # of a sharded net the first part has the first rows
+        for name, rows in load_file(folder / file).items():
+            if file.endswith(TENSORS["model"]):
+                weights.setdefault(name, []).append(rows)
+            elif name.endswith(EMA):
+                averages.setdefault(name.removesuffix(EMA), []).append(rows)
+    chosen = {name: torch.cat(rows) if len(rows) > 1 else rows[0]
+              for name, rows in (weights | averages).items() if name not in facts["tied"]}
+    return chosen, facts
 
 
 def is_there(root, facts):
@@ -204,14 +239,16 @@ class Writer:
     If the folder is gone, another life has taken over (Fenced). `run` is the run's hash, for each manifest.
     """
 
-    def __init__(self, root, life, run):
-        self.root, self.life, self.run = root, life, run
+    def __init__(self, root, life, run, layout):
+        self.root = root
+        self.life = life
+        self.run = run
+        self.layout = layout
         self.staging = root / f".life-{life}"
         self.moved = 0  # chunks written so far: others see that a rescue makes progress
-        self.renew = None  # the owner's: makes a staging folder again that a person has removed
 
-    def commit(self, images, facts):
-        """The folder of the new checkpoint; None if parts of it are still missing.
+    def commit(self, sources, facts):
+        """The folder of the new checkpoint; None if other ranks' parts of it are still missing.
 
         OSError if the disk fails twice, Fenced if another life has taken over. After a failed write or fsync
         everything is written again, once, to other files.
@@ -219,43 +256,55 @@ class Writer:
         for attempt in (1, 2):
             aside = self._aside(facts["step"])
             try:
-                return self._commit(aside, images, facts)
+                os.mkdir(aside, 0o700)
+                files = self._write_tensors(aside, sources)
+                if self.layout.parts > 1:
+                    return self._gather(aside, files, facts)
+                self._write_manifest(aside, facts, files)
+                return self._name(aside, facts["step"])
             except OSError as error:
-                shutil.rmtree(aside, ignore_errors=True)
-                self.ensure_staging(facts["step"])
+                delete(aside)
+                self.check_staging(facts["step"])
                 if attempt == 2 or error.errno in FULL:
                     raise
 
-    def _commit(self, aside, images, facts):
-        os.mkdir(aside, 0o700)
-        written = self._write_tensors(aside, images)
-        self._write_manifest(aside, aside, facts, written)
-        return self._name(aside, facts["step"])
+    def check_staging(self, step):
+        """Fenced if the staging folder is gone."""
+        if not exists(self.staging):
+            raise Fenced(f"{self.root.parent} was taken over by another life, or removed: "
+                         f"step {step} of this one is not saved")
 
     def _aside(self, step):
         """A new folder name. A pid is not enough: ranks in two containers may have the same."""
         return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
-    def _write_tensors(self, aside, images):
-        return {name: tensors.write_file(aside / name, images[part].bytes, images[part].pieces, self._move)
+    def _write_tensors(self, aside, sources):
+        return {name: tensors.write_file(aside / name, sources[part], self.layout.rows, self._move)
                 for part, name in TENSORS.items()}
 
-    def _write_manifest(self, aside, final, facts, written):
-        """Written aside, so that two ranks may do it at once; then renamed to `final`."""
-        written |= {STATE: tensors.write_file(aside / STATE, facts_to_json(facts))}
-        manifest = {"format": FORMAT, "run": self.run, "step": facts["step"], "digest": digest_of(written),
-                    "files": written}
-        tensors.write_file(aside / MANIFEST, sealed(manifest))
-        if aside != final:
-            os.rename(aside / STATE, final / STATE)
-            os.rename(aside / MANIFEST, final / MANIFEST)
-        disk.sync_folder(final)
+    def _move(self):
+        self.moved += 1
 
-    def _name(self, aside, step):
+    def _write_manifest(self, folder, facts, files):
+        state = facts_to_json(facts)
+        manifest = {"format": FORMAT, "run": self.run, "step": facts["step"], "digest": digest_of(files),
+                    "state": sha(state), "files": files}
+        self.put(folder / STATE, state)
+        self.put(folder / MANIFEST, sealed(manifest))
+        disk.sync_folder(folder)
+
+    def put(self, path, data):
+        """A small file, whole or not at all; two ranks may do it at once."""
+        aside = self.staging / uuid.uuid4().hex
+        with disk.new_file(aside) as fd:
+            disk.write_at(fd, data, 0)
+        os.rename(aside, path)
+
+    def _name(self, folder, step):
         disk.sync_lines(self.root.parent, self.life)
         for name in free_names(self.root, step):
             try:
-                os.rename(aside, self.root / name)
+                os.rename(folder, self.root / name)
             except OSError as error:
                 if error.errno not in THERE:
                     raise
@@ -263,18 +312,43 @@ class Writer:
                 disk.sync_folder(self.root)
                 return self.root / name
 
-    def ensure_staging(self, step):
-        """Fenced if another life has moved the staging folder away; makes it again if a person deleted it."""
-        if exists(self.staging):
-            return
-        if self.renew is None:
-            raise Fenced(f"{self.root.parent} was taken over by another life: "
-                         f"step {step} of this one is not saved")
-        self.renew()
+    # ---- parts of a net --------------------------------------------------------------------------------
+    def _gather(self, aside, files, facts):
+        """Adds this rank's part; names the checkpoint if it was the last one."""
+        state = sha(facts_to_json(facts | {"record": None}))[:12]  # what ranks noted last may differ
+        gathered = self.staging / f"gathered-{facts['step']:08d}-{state}"
+        self.put(aside / PART, sealed({"files": files, "record": facts["record"]}))
+        disk.sync_folder(aside)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(gathered, 0o700)
+        try:
+            os.rename(aside, gathered / part_name(self.layout.number))
+        except OSError as error:
+            if error.errno not in THERE:
+                raise
+            delete(aside)
+        disk.sync_folder(gathered)
+        try:
+            return self._complete(gathered, facts)
+        except FileNotFoundError:  # a part is missing, or another rank has named the checkpoint
+            self.check_staging(facts["step"])
 
-    def _move(self):
-        self.moved += 1
+    def _complete(self, gathered, facts):
+        records = []
+        files = {}
+        for name in map(part_name, range(self.layout.parts)):
+            part = unseal(disk.read_small(gathered / name / PART, MOST_BYTES), PART)
+            records.append(part["record"])
+            files |= {f"{name}/{file}": table for file, table in part["files"].items()}
+        record = max(records, key=lambda record: record.get("step", -1))
+        self._write_manifest(gathered, facts | {"record": record}, files)
+        folder = self._name(gathered, facts["step"])
+        for old in self.staging.glob("gathered-*"):  # its missing part will not come any more
+            if int(old.name.split("-")[1]) < facts["step"]:
+                delete(old)
+        return folder
 
+    # ---- what goes -------------------------------------------------------------------------------------
     def put_aside(self, folder):
         """Renames a checkpoint, so that no start takes it; it is kept until a newer one is saved."""
         aside = self.root / f"{ASIDE}{folder.name}"

@@ -1,4 +1,4 @@
-"""Loads the newest checkpoint of any node on every rank.
+"""Which tensors this rank holds, and how all ranks load the newest checkpoint of any node.
 
 Each owner tells the names of its checkpoints. So all ranks have one table, and try it row by row, the newest
 first: the rank that has it sends its manifest to all. Then each rank reads what it needs out of the folder it
@@ -11,12 +11,14 @@ import contextlib
 import json
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+from types import SimpleNamespace
 
 import torch
 
-from common.checkpoint.disk import Damaged, patient
-from common.checkpoint.folder import checkpoints, folder_name, numbers_of, read_facts, read_manifest
-from common.checkpoint.tensors import flat_bytes, read_file, sha, spans, threads
+from common.checkpoint.disk import Damaged, patient, sha, to_json
+from common.checkpoint.folder import TENSORS, checkpoints, folder_name, numbers_of, read_facts, read_manifest
+from common.checkpoint.tensors import flat_bytes, kinds_of, read_file, size_of, threads
 from common.errors import UserError
 from common.world import progress, send
 
@@ -24,6 +26,101 @@ FINE, LACKS, DAMAGED = range(3)  # how a rank fared with a checkpoint
 MOST_SOURCES = 3  # ranks that are asked in turn for what others could not read
 
 
+class Layout:
+    """This rank's tensors and their places in a checkpoint; make it on every rank.
+
+    In train_ddp.py and train_dp.py each rank holds the whole net, and one rank writes it. In train_mp.py a
+    net is split into parts: a part for each stage, with --shard one for each stage and replica. Of a sharded
+    tensor each part has some rows, the first part the first ones.
+    """
+
+    def __init__(self, state, world, shard):
+        self.tensors = state.tensors()
+        self.rows = state.rows()  # {name: (first row, rows of the whole)}
+        self.parts = world.stages * (world.replicas if shard else 1)
+        self.number = world.stage * world.replicas + world.replica if shard else world.stage
+        self.writes = shard or world.replica == 0  # while all live; in a rescue any rank that holds the part
+        self.alone = not (shard and world.replica)  # of a sharded net one replica writes what is not sharded
+        self.kinds = {part: kinds_of(tensors) for part, tensors in self.tensors.items()}
+        mine = {part: {name: self._whole(name, *kind) for name, kind in kinds.items()}
+                for part, kinds in self.kinds.items()}
+        stages = [mine]
+        if world.stages > 1:  # the ranks of the first replica tell what they hold
+            stages = [json.loads(send(world, to_json(mine), rank)) for rank in range(world.stages)]
+        self.whole = {part: {name: kind for stage in stages for name, kind in stage[part].items()}
+                      for part in mine}
+        self.mark = sha(to_json([self.whole, mine == stages[world.stage]]))  # equal on all ranks
+
+    def _whole(self, name, dtype, shape):
+        return [dtype, [self.rows[name][1], *shape[1:]] if name in self.rows else shape]
+
+    def written(self, tensors):
+        """Those of the state's tensors that this rank writes."""
+        for part, own in tensors.items():
+            kinds = kinds_of(own)
+            if kinds != self.kinds[part]:
+                name, _ = min(_items(kinds) ^ _items(self.kinds[part]))
+                raise UserError(f"{part}: {name} came, went or changed after the first step\n"
+                                "no checkpoint would hold it: make it in the first step, as a tensor")
+        return {part: {name: tensor for name, tensor in own.items() if self.alone or name in self.rows}
+                for part, own in tensors.items()}
+
+    def check(self, files):
+        """Damaged unless the files' rows follow each other and make up this run's tensors."""
+        for part, file in TENSORS.items():
+            ends = dict.fromkeys(self.whole[part], 0)
+            for path in sorted(files):
+                for name, (dtype, shape, first, _) in files[path].items() if path.endswith(file) else ():
+                    ours, our_shape = self.whole[part].get(name, ("nothing", []))
+                    if dtype != ours or shape[1:] != our_shape[1:] or len(shape) != len(our_shape):
+                        raise Damaged(f"{file}: {name[:80]} is {dtype}{shape}, "
+                                      f"this run has {ours}{our_shape}")
+                    if first != ends[name]:
+                        raise Damaged(f"{file}: {name} has no row {ends[name]}")
+                    ends[name] += prod(shape[:1])
+            for name, end in ends.items():
+                rows = prod(self.whole[part][name][1][:1])
+                if end != rows:
+                    raise Damaged(f"{file}: {name} has {end:,} rows, this run has {rows:,}")
+
+    def rooms(self, path, table):
+        """{name: a context with the buffer of that tensor} of those in a file that this rank needs."""
+        rooms = {}
+        tensors = self.tensors["model" if path.endswith(TENSORS["model"]) else "optimizer"]
+        for name in table.keys() & tensors.keys():
+            dtype, shape, first, _ = table[name]
+            tensor = tensors[name].detach()
+            own_first = self.rows[name][0] if name in self.rows else 0
+            at = (first - own_first) * size_of(dtype, shape[1:])
+            size = size_of(dtype, shape)
+            if at < tensor.numel() * tensor.itemsize and at + size > 0:
+                rooms[name] = partial(_room, tensor, at, size)
+        return rooms
+
+
+def _items(kinds):
+    return {(name, str(kind)) for name, kind in kinds.items()}
+
+
+@contextlib.contextmanager
+def _room(tensor, at, size):
+    """A buffer for `size` bytes that begin at byte `at` of the tensor: its own memory, if they fill it.
+
+    Of a tensor with holes, on a GPU, or of which only some rows are here, it is a copy of these rows.
+    """
+    flat = flat_bytes(tensor)  # of one with holes, a copy
+    direct = tensor.is_contiguous() and not tensor.is_cuda and (at, size) == (0, len(flat))
+    room = flat if direct else torch.empty(size, dtype=torch.uint8)
+    yield memoryview(room.numpy())
+    if not direct:
+        low = max(at, 0)
+        high = min(at + size, len(flat))
+        flat[low:high].copy_(room[low - at:high - at])
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+# ---- the newest checkpoint of any node ------------------------------------------------------------------
 @dataclass(frozen=True)
 class Found:
     step: int      # the newest that verifies anywhere, or -1
@@ -49,26 +146,18 @@ def load_newest(world, layout, root, own, key, report):
             return Found(-1, "", False, {}, skipped, offered)
         folder = root / folder_name(step, k)
         name = f"checkpoints/{folder.name}"
-        offer, outcome, reason = {}, LACKS, ""
-        with _all_can_read(world, folder, f"offer {key} {rows[0]}"):
+        with _trying(world, folder, f"offer {key} {rows[0]}") as offering:
             if world.rank == source:
-                try:
-                    offer = _offer(layout, step, folder)
-                except Damaged as error:
-                    outcome, reason = DAMAGED, str(error)
-        offer = json.loads(send(world, json.dumps(offer).encode(), source))
-        loaded = False
-        if offer:
-            reading = Reading(layout, folder, offer)
-            with _all_can_read(world, folder, f"read {key} {rows[0]}"):
-                try:
-                    outcome = reading.read(step, progress(world.store), threads(world.local_size))
-                except Damaged as error:
-                    outcome, reason = DAMAGED, str(error)
+                offering.value = _offer(layout, step, folder)
+        offer = json.loads(send(world, json.dumps(offering.value).encode(), source))
+        with _trying(world, folder, f"read {key} {rows[0]}") as reading:
+            if offer:
+                reading.value = _read(layout, step, folder, offer["manifest"], world)
+        reason = offering.reason or reading.reason
+        outcome = DAMAGED if reason else FINE if reading.value else LACKS
         outcomes = _outcomes(world, outcome)
-        if offer:
-            loaded = _share_out(world, reading, outcomes)
-        if outcome == DAMAGED and outcomes.index(DAMAGED) == world.rank:
+        loaded = bool(offer) and _share_out(world, layout, folder, offer["manifest"]["files"], outcomes)
+        if reason and outcomes.index(DAMAGED) == world.rank:
             way = "received from another rank" if loaded else "trying the one before"
             report(f"{name}: {reason}; {way}")
         if (step, k) in own and outcome != LACKS and not (loaded and outcome == FINE):
@@ -89,11 +178,17 @@ def _table(world, own):
 
 
 @contextlib.contextmanager
-def _all_can_read(world, folder, name):
-    """Waits for all ranks, for longer than a collective would; an OSError of one ends this life on all."""
+def _trying(world, folder, name):
+    """Waits for all ranks, for longer than a collective would; `reason` tells what damage this one has met.
+
+    An OSError of one rank ends this life on all.
+    """
+    trial = SimpleNamespace(value=None, reason="")
     with world.all_or_none(name):
         try:
-            yield
+            yield trial
+        except Damaged as error:
+            trial.reason = str(error)
         except OSError as error:
             raise UserError(
                 f"{folder}: cannot be read: {error.strerror or error}; nothing shows that it is damaged, so "
@@ -104,90 +199,51 @@ def _all_can_read(world, folder, name):
 def _offer(layout, step, folder):
     """All that a rank must know to read this checkpoint."""
     manifest, facts = read_facts(step, folder)
-    firsts = patient(layout.firsts)(folder, manifest["files"])
-    return {"files": manifest["files"], "facts": facts, "firsts": firsts}
+    layout.check(manifest["files"])
+    return {"manifest": manifest, "facts": facts}
+
+
+def _read(layout, step, folder, manifest, world):
+    """Reads this very checkpoint; False if the folder that this rank sees does not have it."""
+    if (step, folder) not in checkpoints(folder.parent) or patient(read_manifest)(step, folder) != manifest:
+        return False
+    for path, table in manifest["files"].items():
+        rooms = layout.rooms(path, table)
+        patient(read_file)(folder / path, table, rooms, progress(world.store), threads(world.local_size))
+    return True
 
 
 def _outcomes(world, outcome):
     return [int(view) for view in world.all_gather(torch.tensor([outcome]))]
 
 
-def _share_out(world, reading, outcomes):
+def _share_out(world, layout, folder, files, outcomes):
     """Whether all ranks have their tensors now, because those that read them have sent them to the others."""
     sources = [rank for rank, outcome in enumerate(outcomes) if outcome == FINE]
     for source in sources[:MOST_SOURCES]:
         if any(outcomes):
-            received = reading.relay(world, source)
+            received = _relay(world, source, layout, folder, files)
             outcomes = _outcomes(world, FINE if received else DAMAGED)
     return not any(outcomes)
 
 
-class Reading:
-    """Reads the files of one checkpoint straight into this rank's tensors, or gets them from another rank.
-
-    `offer` is what its owner says of it: its files, and which rows of a tensor each has.
-    """
-
-    def __init__(self, layout, folder, offer):
-        self.folder, self.files, self.layout = folder, offer["files"], layout
-        self.rooms = {file: self._rooms(file, firsts) for file, firsts in offer["firsts"].items()}
-
-    def _rooms(self, file, firsts):
-        """{name: a context with the buffer of that piece} of all pieces of a file that this rank needs."""
-        rooms = {}
-        tensors = self.layout.tensors["model" if file.endswith("model.safetensors") else "optimizer"]
-        for name, start, end, _ in spans(self.files[file]):
-            if name in firsts and name in tensors and end > start:
-                tensor = tensors[name].detach()
-                at = firsts[name] - self.layout.first_byte(name, tensor)
-                if at < tensor.numel() * tensor.itemsize and at + end - start > 0:
-                    rooms[name] = partial(_room, tensor, at, end - start)
-        return rooms
-
-    def read(self, step, moved, count):
-        """FINE, or LACKS if the folder that this rank sees does not have this very checkpoint."""
-        if (step, self.folder) not in checkpoints(self.folder.parent):
-            return LACKS
-        if patient(read_manifest)(step, self.folder)["files"] != self.files:
-            return LACKS
-        for file, rooms in self.rooms.items():
-            patient(read_file)(self.folder / file, self.files[file], rooms, moved, count)
-        return FINE
-
-    def relay(self, world, source):
-        """Sends each piece from rank `source` to all; whether this rank has all of its bytes then."""
-        whole = True
-        for file, rooms in self.rooms.items():
-            for name, start, end, stated in spans(self.files[file]):
-                piece = torch.zeros(end - start + 1, dtype=torch.uint8)
-                data = memoryview(piece.numpy())[:-1]
-                if world.rank == source:
-                    with contextlib.suppress(Damaged, OSError):
-                        here = partial(contextlib.nullcontext, data)
-                        read_file(self.folder / file, self.files[file], {name: here})
-                        piece[-1] = 1
-                world.broadcast(piece, source)
-                if not piece[-1]:  # the source could not read it: all ranks see that
-                    return False
-                whole = whole and sha(data) == stated  # a rank that left here would let the others hang
-                if name in rooms:
-                    with rooms[name]() as room:
-                        room[:] = data
-        return whole
-
-
-@contextlib.contextmanager
-def _room(tensor, at, size):
-    """A buffer for `size` bytes that begin at byte `at` of the tensor: its own memory, if they fill it.
-
-    Of a tensor with holes, on a GPU, or of which only some rows are here, it is a copy of this one piece.
-    """
-    flat = flat_bytes(tensor)  # of one with holes, a copy
-    direct = tensor.is_contiguous() and not tensor.is_cuda and (at, size) == (0, len(flat))
-    room = flat if direct else torch.empty(size, dtype=torch.uint8)
-    yield memoryview(room.numpy())
-    if not direct:
-        low, high = max(at, 0), min(at + size, len(flat))
-        flat[low:high].copy_(room[low - at:high - at])
-        if not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+def _relay(world, source, layout, folder, files):
+    """Sends each tensor from rank `source` to all; whether this rank has all of its bytes then."""
+    whole = True
+    for path, table in files.items():
+        rooms = layout.rooms(path, table)
+        for name, (dtype, shape, _, stated) in table.items():
+            piece = torch.zeros(size_of(dtype, shape) + 1, dtype=torch.uint8)
+            data = memoryview(piece.numpy())[:-1]
+            if world.rank == source:
+                with contextlib.suppress(Damaged, OSError):
+                    read_file(folder / path, table, {name: partial(contextlib.nullcontext, data)})
+                    piece[-1] = 1
+            world.broadcast(piece, source)
+            if not piece[-1]:  # the source could not read it: all ranks see that
+                return False
+            whole = whole and sha(data) == stated  # a rank that left here would let the others hang
+            if name in rooms:
+                with rooms[name]() as room:
+                    room[:] = data
+    return whole

@@ -2,36 +2,47 @@
 
 folder.py explains the crash points of a save, fence.py who may write, load.py how all ranks load.
 """
-import functools
+import contextlib
 import os
+import platform
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent import futures
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from common.checkpoint.disk import sync_folder
-from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, rescuing
-from common.checkpoint.folder import Writer, checkpoints, choices_at, is_there, numbers_of, part_name
-from common.checkpoint.identity import (
-    check_identity,
-    refuse_an_idle_resume,
-    refuse_other_formats,
-    run_of,
-    versions,
+from common.checkpoint.disk import (
+    Damaged,
+    make_folder,
+    patient,
+    read_small,
+    sealed,
+    sha,
+    sync_folder,
+    to_json,
+    unseal,
 )
-from common.checkpoint.layout import Layout
-from common.checkpoint.load import Found, load_newest
-from common.checkpoint.parts import PartWriter
-from common.checkpoint.tensors import Image, Live, not_finite
+from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Still, rescuing
+from common.checkpoint.folder import (
+    Writer,
+    checkpoints,
+    choices_at,
+    is_there,
+    numbers_of,
+    part_name,
+    read_manifest,
+)
+from common.checkpoint.load import Layout, load_newest
+from common.checkpoint.tensors import Image, not_finite
 from common.errors import UserError, say
 from common.ledger import Ledger
 from common.options import Options
-from common.world import World, fingerprint_of, odd_ranks, same_everywhere
+from common.world import World, bit_differences, bit_facts, fingerprint_of, odd_ranks, same_everywhere
 
 
 class Updates(Protocol):
@@ -45,11 +56,9 @@ class Updates(Protocol):
 
 
 class State(Protocol):
-    """What is asked of the TrainState."""
+    """What the methods below ask of the TrainState."""
 
     step: int
-    epoch: int
-    position: int
     progress: int
     verdict: UserError | None
     lock: threading.RLock
@@ -61,18 +70,11 @@ class State(Protocol):
     @property
     def savable(self) -> bool: ...
     @property
-    def names(self) -> Mapping[Tensor, str]: ...
-    @property
     def updates(self) -> Updates: ...
 
     def tensors(self) -> dict[str, dict[str, Tensor]]: ...
-    def facts(self) -> dict[str, Any]: ...
-    def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]: ...
-    def load(self, facts: dict[str, Any]) -> None: ...
-    def update(self, size: int) -> None: ...
-    def rescued(self) -> None: ...
+    def facts(self) -> dict: ...
     def distrust(self, verdict: UserError | None = None) -> None: ...
-    def condemn(self, fact: str) -> NoReturn: ...
 
 
 MOST_FAILURES = 3    # saves that fail in a row: then the run stops with exit code 4
@@ -88,19 +90,19 @@ class CheckpointStore:
 
     def __init__(self, opts: Options, world: World, fingerprint: str = "", ledger: Ledger | None = None,
                  report: Callable[[str], None] = say):
-        self.opts, self.world, self.fingerprint = opts, world, fingerprint
-        self.ledger, self.report = ledger, report
+        self.opts = opts
+        self.world = world
+        self.fingerprint = fingerprint
+        self.ledger = ledger
+        self.report = report
         self.root = opts.run_dir / "checkpoints"
         self.fence: Fence | None = None  # of the owner
         self.images: dict[str, Image] = {}
-        self.pool: futures.Executor | None = None
-        self.job: futures.Future | None = None  # the last save, on its thread
-        self.write_copy: Callable = lambda: None  # what that save does
-        self.opening = False  # the images' buffers are asked for
-        self.unsaved = False  # this disk lacks the state that was loaded
+        self.pool = futures.ThreadPoolExecutor(1, "writer")  # starting a thread makes training wait
+        self.job: futures.Future | None = None  # the last one of that thread
         self.committed = -1   # the newest step on the disk
         self.agreed: int | None = None  # the newest step on which all ranks agreed
-        self.saved: dict[str, Any] | None = None  # the facts that were saved last
+        self.saved: dict | None = None  # the facts that were saved last
         self.saved_at = time.monotonic()
         self.error: Exception | None = None
         self.failures = 0
@@ -111,41 +113,46 @@ class CheckpointStore:
 
         Call on every rank.
         """
-        opts, world = self.opts, self.world
+        world = self.world
         self.state = state
-        self.layout = Layout(state, world, opts.shard)
-        net = {"net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples)}
-        same_everywhere(world, versions(opts, self.fingerprint) | net)
-        if self.layout.parts > 1:
-            self.writer = PartWriter(self.root, world.life, run_of(opts), self.layout)
-        else:
-            self.writer = Writer(self.root, world.life, run_of(opts))
+        self.layout = Layout(state, world, self.opts.shard)
+        run = run_of(self.opts)
+        same_everywhere(world, {
+            "python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__,
+            "data": self.fingerprint[:12], "options": run[:12],
+            "net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples)})
+        self.writer = Writer(self.root, world.life, run, self.layout)
         with world.all_or_none("owner"):
             if world.rank == 0:
                 self._own()
         with world.all_or_none("owners"):  # the first rank of each node: rank 0's folder, or one of its own?
             if world.local_rank == 0 and world.rank != 0:
                 self._own()
-        self.images = state.updates.images = {part: Image(own) for part, own in self.layout.written.items()}
-        source = self._load()
+        written = self.layout.written(state.tensors())
+        self.images = state.updates.images = {part: Image(own) for part, own in written.items()}
+        source, lacking = self._load()
         self.agree(state)
+        if lacking and self.fence:
+            self.report(f"step {state.step} was not on this disk and is saved here too")
+            self.save(state)
         return source
 
     def _own(self):
         """Claims the folder that this rank sees, unless another rank of this life has it."""
-        run_dir, rank = self.opts.run_dir, self.world.rank
+        run_dir = self.opts.run_dir
+        rank = self.world.rank
         fence = Fence(run_dir, self.world.life)
         try:
-            _make(self.root)
+            make_folder(self.root)
             if rank and not fence.elect():
                 return fence.attend(rank)
             if rank and self.layout.parts > 1:
                 raise UserError(f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
                                 "a net in stages over machines needs one run folder that all of them share")
-            refuse_other_formats(self.root)
-            refuse_an_idle_resume(self.root, self.opts.resume)
+            identity = self._identity()
             fence.claim(self.report)
-            check_identity(fence.staging, self.opts, self.world, self.fingerprint, self.report)
+            self.writer.put(run_dir / "options.json", sealed(identity))
+            sync_folder(run_dir)
         except OSError as error:
             fence.release()
             raise UserError(f"--run-dir {run_dir}: {error}\n"
@@ -154,15 +161,72 @@ class CheckpointStore:
             fence.release()
             raise
         self.fence = fence
-        self.writer.renew = fence.renew
+
+    def _identity(self):
+        """What this run is, for RUN/options.json; UserError if that file, or a checkpoint, has other values.
+
+        As long as nothing is saved, the options may change. The free ones may always.
+        """
+        opts = self.opts
+        path = opts.run_dir / "options.json"
+        choices = checkpoints(self.root)
+        _refuse_an_idle_resume(choices, opts.resume)
+        runs = {}
+        for step, folder in choices:
+            with contextlib.suppress(Damaged, OSError):
+                runs[folder] = read_manifest(step, folder)["run"]
+        ours = {"options": opts.to_json(), "identity": opts.identity(), "data": self.fingerprint,
+                "pinned": bit_facts(opts, self.world)}
+        first = ours
+        begun = any(name.startswith(("step-", "damaged-")) for name in os.listdir(self.root))
+        if begun or os.path.lexists(path):
+            try:
+                first = unseal(patient(read_small)(path), path.name)
+            except Damaged as reason:
+                raise UserError(f"{path}: {reason}; without it this could be another run\n"
+                                f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
+                                ) from reason
+        wrong = [f"--{name.replace('_', '-')} was {was!r}, now {now!r}"
+                 for name, was, now in opts.compare(first["identity"])]
+        firm, soft = bit_differences(first["pinned"], ours["pinned"])
+        wrong += firm
+        data = []
+        if first["data"] != self.fingerprint:
+            data = [f"the data's fingerprint was {first['data'][:12]}, now {self.fingerprint[:12]}"]
+        if not begun:
+            return ours
+        if wrong or data and not opts.accept_data_change:
+            way = "give the same options" if wrong else \
+                "add --accept-data-change (with another number of samples the epoch begins again)"
+            raise UserError(f"{opts.run_dir} is another run: {'; '.join(wrong + data)}\n"
+                            f"{way} to go on with it, or another --run-dir\n"
+                            f"--run-dir NEW --resume {opts.run_dir} begins another at its newest checkpoint")
+        for folder, run in runs.items():
+            if run != self.writer.run:
+                raise UserError(f"{folder} is of another run than {path}\n"
+                                "move it away, or use another --run-dir")
+        for text in soft:
+            self.report(f"--virtual-ranks: the {text}: from here on the bits may be others")
+        for text in data:
+            self.report(f"--accept-data-change: {text}")
+        return first | {"options": ours["options"], "data": self.fingerprint}
 
     def _load(self):
-        """Loads the newest checkpoint that verifies, on any machine's disk; its name."""
+        """(the newest checkpoint that verifies on any machine's disk, whether this disk lacks it)."""
         opts = self.opts
         found = self._take(self.root, "own", checkpoints(self.root))
         if found.step >= 0:
-            self._settle(found)
-            return found.name
+            for folder in found.skipped:
+                ahead = numbers_of(folder.name)[0] - found.step
+                again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
+                self.report(f"checkpoints/{folder.name}: put aside{again}")
+                self.writer.put_aside(folder)
+            if found.own:
+                self.saved = self.state.facts()
+                self.committed = found.step
+                if self.fence:
+                    self._prune(found.facts)
+            return found.name, not found.own
         if found.offered:
             raise UserError(
                 f"{self.root}: {found.offered} checkpoints found, none verifies "
@@ -170,51 +234,32 @@ class CheckpointStore:
                 f"to start afresh, move {opts.run_dir} away or give --run-dir NEW", code=3)
         if opts.at or opts.resume != "auto":
             source = opts.fork or opts.resume
-            root, choices = choices_at(source)
+            root, choices = choices_at(Path(source))
             given = self._take(root, "given", [choice for choice in choices if opts.at in (0, choice[0])])
             if given.step < 0 and opts.at:
                 raise UserError(f"--fork {source}: no whole checkpoint of step {opts.at}\n"
                                 f"it keeps {', '.join(str(step) for step, _ in reversed(choices))}")
             if given.step < 0:
                 raise UserError(f"--resume {source}: {given.offered} checkpoints, none verifies", code=3)
-            return source
+            return source, False
         if opts.init_from:  # the net was built with these weights
             afresh = [name for name in self.state.tensors()["model"] if name.startswith(opts.init_skip)]
-            return opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else "")
-        return None
+            return opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else ""), False
+        return None, False
 
-    def _take(self, root: Path, key: str, choices: list[tuple[int, Path]]) -> Found:
+    def _take(self, root, key, choices):
         """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.
 
         If another dataset's order was saved, the epoch begins again.
         """
         state = self.state
-        own = choices if self.fence else []
-        found = load_newest(self.world, self.layout, root, own, key, self.report)
+        found = load_newest(self.world, self.layout, root, choices if self.fence else [], key, self.report)
         if found.step >= 0:
             state.load(found.facts)
             if state.position < found.facts["position"] and self.fence:
                 self.report(f"step {state.step} was saved at position {found.facts['position']:,} of other "
-                            f"data or of another order; epoch {state.epoch + 1} begins again with "
-                            f"{state.samples:,} samples, some of them for the second time")
+                            f"data or another order; the epoch begins again with {state.samples:,} samples")
         return found
-
-    def _settle(self, found):
-        """Puts aside what is newer than the step that was loaded; what this disk lacks is saved to it."""
-        for folder in found.skipped:
-            ahead = numbers_of(folder.name)[0] - found.step
-            again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
-            self.report(f"checkpoints/{folder.name}: put aside{again}")
-            self.writer.put_aside(folder)
-        if self.fence and not found.own:
-            self.committed = max((step for step, _ in checkpoints(self.root)), default=-1)
-            self.unsaved = True
-            self.report(f"step {found.step} was not on this disk and is saved here too")
-            return
-        self.saved = self.state.facts()
-        if self.fence:
-            self.committed = found.step
-            self._prune(found.facts)
 
     # ---- whether the replicas are still equal ------------------------------------------------------
     def agree(self, state: State) -> None:
@@ -227,14 +272,11 @@ class CheckpointStore:
             if self.agreed is None and not state.step:
                 raise UserError(f"model {self.opts.model}: the ranks have made different weights\n"
                                 "make them from --seed alone, not from the rank, the process or the time")
-            who = f"rank {odd} differs from the others" if odd else "no two ranks are the same" \
-                if self.world.size == 2 else "no majority of the ranks is the same"
-            back = "they did so at this life's start" if self.agreed is None else \
-                f"going back to step {self.agreed}, where all agreed"
             raise RuntimeError(
-                f"step {state.step}: the weights of the replicas differ ({who}); {back}. Something else than "
-                "the optimizer's step on the summed gradient has changed them: a second optimizer, a line "
-                "that writes to them, other library versions on a machine, or a device that computes wrongly")
+                f"step {state.step}: the weights of the replicas differ (odd ranks: {odd or 'no majority'}); "
+                f"going back to step {self.agreed}, where all agreed. Something else than the optimizer's "
+                "step on the summed gradient has changed them: a second optimizer, a line that writes to "
+                "them, other library versions on a machine, or a device that computes wrongly")
         if self.agreed is None or not self.opts.cross_check:  # which finds more than equal weights show
             self.agreed = state.step
 
@@ -292,28 +334,21 @@ class CheckpointStore:
             return
         self.wait()
         with state.lock:
-            for part, tensors in state.tensors().items():
-                if odd := tensors.keys() ^ self.layout.tensors[part].keys():
-                    raise UserError(f"{part}: {min(odd)} came or went after the first step\n"
-                                    "no checkpoint would hold it: make it in the first step, as a tensor")
+            for part, tensors in self.layout.written(state.tensors()).items():
                 self.images[part].copy(tensors)
             facts = state.facts()
-        self.saved_at, self.saved = time.monotonic(), facts
-        self.unsaved = False
-        self.write_copy = functools.partial(self._write_copy, facts, self.saved_at)
-        self.job = self._do(self.write_copy)
+        self.saved_at = time.monotonic()
+        self.saved = facts
+        self.job = self.pool.submit(self._write_copy, facts, self.saved_at)
 
     def check(self) -> None:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
         self._note_digest()
-        if self.writes and not self.opening:  # after the first step, which it would slow down
-            self.opening = True
-            for image in self.images.values():
-                self._do(image.open)
-        if self.unsaved:
-            self.save(self.state)
+        if self.writes and self.job is None:  # after the first step, which it would slow down
+            self.job = self.pool.submit(lambda: [image.open() for image in self.images.values()])
         if self.error:
-            error, self.error = self.error, None
+            error = self.error
+            self.error = None
             if isinstance(error, UserError):
                 raise error
             self.report(f"save failed ({self.failures} in a row), training goes on: {error}")
@@ -325,30 +360,26 @@ class CheckpointStore:
 
     def _note_digest(self):
         """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
-        state, every = self.state, self.opts.digest_every
+        state = self.state
+        every = self.opts.digest_every
         if every and self.fence and self.ledger and state.step % every == 0:
             sums = {part: fingerprint_of(tensors) for part, tensors in state.tensors().items()}
             self.ledger.event("digest", step=state.step, **sums)
 
     def wait(self) -> None:
         """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
-        moved, since = None, time.monotonic()
+        still = Still()
         while self.job and futures.wait([self.job], 0.1).not_done:
-            if moved != self.writer.moved:
-                moved, since = self.writer.moved, time.monotonic()
-            self.state.progress += time.monotonic() - since < HUNG_SECONDS
+            self.state.progress += still(self.writer.moved) < HUNG_SECONDS
 
     def close(self) -> None:
         """Ends the writer thread, once the last save is on the disk or has failed three times."""
-        if self.unsaved:
-            self.save(self.state)
         self.wait()
         while self.error:
             self.check()
             self.save(self.state)
             self.wait()
-        if self.pool:
-            self.pool.shutdown()
+        self.pool.shutdown()
 
     def release(self) -> None:
         """Gives up the run folder; call it once the run is complete and all ranks have met."""
@@ -356,16 +387,11 @@ class CheckpointStore:
             self.fence.release()
 
     # ---- on the writer thread ---------------------------------------------------------------------
-    def _do(self, act):
-        """One thread for all saves: starting one makes training wait."""
-        self.pool = self.pool or futures.ThreadPoolExecutor(1, "writer")
-        return self.pool.submit(act)
-
     def _write_copy(self, facts, began):
         try:
             for image in self.images.values():
                 image.wait()
-            if self._write(facts, self.images):
+            if self._write(facts, {part: image.views for part, image in self.images.items()}):
                 self.committed = facts["step"]
                 self._prune(facts)
                 if self.ledger:
@@ -376,15 +402,17 @@ class CheckpointStore:
             self.failures += 1
             self.error = error
 
-    def _write(self, facts, sources: dict[str, Image] | dict[str, Live]) -> Path | None:
+    def _write(self, facts, sources):
         """The folder of the new checkpoint, None if parts of other ranks are missing; or raises."""
-        if name := not_finite(sources["model"].views, self.state.names.values()):
+        name = not_finite(sources["model"], self.state.names.values())
+        if name:
             self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
         return self.writer.commit(sources, facts)
 
     def _prune(self, facts):
         """Deletes all but the newest `keep`, --keep-every, the best, the newest on which all ranks agreed."""
-        last, every = -1 if self.agreed is None else self.agreed, self.opts.keep_every
+        last = -1 if self.agreed is None else self.agreed
+        every = self.opts.keep_every
         steps = [step for step, _ in checkpoints(self.root)]
         agreed = [step for step in steps if step <= last][:1]
         for_good = [step for step in steps if every and step % every == 0]
@@ -397,7 +425,7 @@ class CheckpointStore:
         No collective. Announced before anything that waits: from there on a new life waits for this one.
         """
         began = time.monotonic()
-        self.writer.ensure_staging(state.whole)
+        self.writer.check_staging(state.whole)
         name = f"{part_name(self.layout.number)}-{RESCUE}" if self.layout.parts > 1 else RESCUE
         alone = rescuing(self.writer.staging / name, lambda: self.writer.moved, lambda: self.is_saved(state))
         with state.updates.aside(), alone:
@@ -407,8 +435,6 @@ class CheckpointStore:
                 if not state.savable:
                     code = state.verdict.code if state.verdict else 1
                     raise UserError("the step was cut in two, the newest checkpoint stands", code)
-                if self.job and self.job.cancel():  # its thread has not begun
-                    self.write_copy()
                 self.wait()
                 saved = self._write_live(state)
                 if self.layout.parts > 1 and state.updates.ready:
@@ -442,8 +468,7 @@ class CheckpointStore:
         if is_there(self.root, state.facts()):
             return None
         tensors, facts = state.snapshot()
-        folder = self._write(facts, {part: Live(self.images[part], own) for part, own in tensors.items()})
-        return facts["step"], folder is not None
+        return facts["step"], self._write(facts, self.layout.written(tensors)) is not None
 
     def is_saved(self, state: State) -> bool:
         """Whether the newest whole step is on the disk; False also while a step is being made."""
@@ -455,10 +480,18 @@ class CheckpointStore:
             state.lock.release()
 
 
-def _make(folder):
-    """A new folder is only on the disk once the one above it is synced."""
-    new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
-    for path in reversed(new):
-        path.mkdir(mode=0o700, exist_ok=True)
-        sync_folder(path.parent)
-    os.listdir(folder)  # raises if it is a file or cannot be read
+def run_of(opts: Options) -> str:
+    """The run's hash, for each manifest: over all fixed options that are not at their defaults."""
+    defaults = Options().identity()
+    decided = {name: value for name, value in opts.identity().items() if value != defaults[name]}
+    files = {name: value.rpartition("/")[2] for name, value in decided.items() if isinstance(value, str)}
+    return sha(to_json(decided | files))  # a user's file may lie elsewhere now
+
+
+def _refuse_an_idle_resume(choices, resume):
+    """UserError if --resume names an older checkpoint of this very run: it would resume from its newest."""
+    named = [step for step, folder in choices if os.path.isdir(resume) and os.path.samefile(folder, resume)]
+    if named and named[0] < choices[0][0]:
+        raise UserError(
+            f"--resume {resume}: this run resumes from its newest checkpoint, step {choices[0][0]}\n"
+            "leave it out to resume there; to go back to that step, give a --run-dir of its own as well")

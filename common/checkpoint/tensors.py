@@ -1,89 +1,71 @@
 """A safetensors file as its header and its tensors, one after the other, each with a hash of its own.
 
-So threads hash, write and read side by side, and the hashes of a net's tensors are the same however many
-files they lie in. The manifest's entry of a file is {"bytes": its size, "sha256": [[name, end, hash], ...]}:
-its pieces. The piece "" is the header, or all of any other file. Names, shapes and types come from the live
-net: a file whose header is not the one that we would write is refused.
+What a file holds is one table, {name: [type, shape, first row, SHA-256]}: the manifest has it, and the header
+follows from it. A file with another header is refused, so no header is ever parsed. The first row is not 0
+where a tensor lies in several files (train_mp.py --shard).
 """
-import bisect
 import contextlib
 import hashlib
 import json
 import mmap
 import os
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
 import torch
 
-from common.checkpoint.disk import Damaged, opened, parse_json
+from common.checkpoint.disk import Damaged, new_file, opened, write_at
 from common.errors import UserError
 
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-          torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-          torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL",
-          torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+          "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
+          "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 1 << 22        # read or written at once
 SYNC_BYTES = 1 << 26         # between two syncs of a long file: no stall of minutes at its end
 MOST_THREADS = 8
 CHECKED_ELEMENTS = 1 << 22   # elements checked at once: bounds the memory of the check
-# madvise: a forked process gets zeros; pages shared with it would be copied one by one in the next save
-WIPE_ON_FORK = 18
+WIPE_ON_FORK = 18            # madvise: pages shared with a forked process are copied one by one in a save
 
 
 # ---- the format ---------------------------------------------------------------------------------------
-def lay_out(tensors):
-    """(header, {name: (start, bytes, type, shape)}) of the file that holds {name: (type, shape)}.
+def kinds_of(tensors):
+    """{name: [type, shape]} of tensors; UserError for one that cannot be saved."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in NAMES or tensor.layout != torch.strided or tensor.is_meta:
+            raise UserError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: cannot be saved\n"
+                            "keep such tensors out of the net's parameters and buffers (persistent=False)")
+    return {name: [NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
+
+
+def size_of(dtype, shape):
+    return prod(shape) * DTYPES[dtype].itemsize
+
+
+def lay_out(kinds):
+    """(header, {name: (first byte, end)}, bytes) of the file that holds {name: [type, shape, ...]}.
 
     Wide types come first, then it goes by name: each tensor is aligned, and equal states are equal bytes.
     """
-    entries, places, at = {}, {}, 0
-    for name in sorted(tensors, key=lambda name: (-tensors[name][0].itemsize, name)):
-        dtype, shape = tensors[name]
-        size = prod(shape) * dtype.itemsize
-        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [at, at + size]}
-        places[name] = (at, size, dtype, tuple(shape))
-        at += size
+    entries = {}
+    end = 0
+    for name in sorted(kinds, key=lambda name: (-DTYPES[kinds[name][0]].itemsize, name)):
+        dtype, shape, *_ = kinds[name]
+        start = end
+        end += size_of(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % 64)  # the format pads with spaces; data starts on a cache line
     header = len(text).to_bytes(8, "little") + text
-    return header, {name: (len(header) + place[0], *place[1:]) for name, place in places.items()}
+    places = {name: [len(header) + at for at in entry["data_offsets"]] for name, entry in entries.items()}
+    return header, places, len(header) + end
 
 
-def read_header(data, file_name):
-    """What `lay_out` returned when it made this header; Damaged if it makes another one."""
-    known = {name: dtype for dtype, name in DTYPES.items()}
-    tensors = {}
-    for name, entry in parse_json(data[8:], f"{file_name}: its header").items():
-        try:
-            tensors[name] = known[entry["dtype"]], tuple(entry["shape"])
-            whole = all(type(count) is int and 0 <= count < 2**62 for count in entry["shape"])
-        except (KeyError, TypeError):
-            whole = False
-        if not whole:
-            raise Damaged(f"{file_name}: {name[:80]} is {str(entry)[:100]}")
-    header, places = lay_out(tensors)
-    if header != data:
-        raise Damaged(f"{file_name}: its header is written differently")
-    return places
-
-
-# ---- writing and reading in pieces ----------------------------------------------------------------------
+# ---- writing and reading --------------------------------------------------------------------------------
 def threads(processes=1):
     """How many threads of this process may hash, if so many processes of this machine hash at once."""
     return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // processes))
-
-
-def sha(data):
-    return hashlib.sha256(data).hexdigest()
-
-
-def spans(entry):
-    """(name, start, end, hash) of each piece."""
-    ends = [0, *(end for _, end, _ in entry["sha256"])]
-    return [(name, start, end, stated)
-            for (name, end, stated), start in zip(entry["sha256"], ends, strict=False)]
 
 
 def spread(act, count, items):
@@ -94,72 +76,66 @@ def spread(act, count, items):
     return list(map(act, items))
 
 
-def write_file(path, data, pieces=None, moved=lambda: None):
-    """Writes and syncs a new file; returns its entry. `data` has a length; `data[start:end]` is a buffer.
+def write_file(path, tensors, rows=None, moved=lambda: None):
+    """Writes and syncs a new file, out of the tensors' own memory; returns its table.
 
-    `pieces` are (name, start, end), without a gap. O_EXCL and O_NOFOLLOW: it never writes into an old file or
-    a planted link. After a failed fsync the kernel counts the file's pages as clean: the caller must drop it.
+    `rows` has {name: (first row, rows of the whole)} of tensors of which only some rows are here.
     """
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    kinds = kinds_of(tensors)
+    header, places, _ = lay_out(kinds)
 
-    def write(piece):
-        name, start, end = piece
+    def write(name):
+        start, end = places[name]
+        data = memoryview(flat_bytes(tensors[name]).cpu().numpy())
         digest = hashlib.sha256()
-        for begin in range(start, end, CHUNK_BYTES):
-            chunk = memoryview(data[begin:min(begin + CHUNK_BYTES, end)])
-            digest.update(chunk)  # of what goes to the disk
-            at = begin
-            while len(chunk):
-                count = os.pwrite(fd, chunk, at)
-                chunk = chunk[count:]
-                at += count
-            if begin // SYNC_BYTES != at // SYNC_BYTES:  # or a slow disk's cache would fill the memory
+        for at in range(start, end, CHUNK_BYTES):
+            chunk = data[at - start:at - start + CHUNK_BYTES]
+            digest.update(chunk)
+            write_at(fd, chunk, at)
+            if at // SYNC_BYTES != (at + CHUNK_BYTES) // SYNC_BYTES:  # a slow disk's cache would fill memory
                 os.fdatasync(fd)
             moved()
-        return [name, end, digest.hexdigest()]
+        return digest.hexdigest()
 
-    try:
-        hashes = spread(write, threads() + 1, pieces or [("", 0, len(data))])
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    return {"bytes": len(data), "sha256": hashes}
+    with new_file(path) as fd:
+        write_at(fd, header, 0)
+        hashes = spread(write, threads() + 1, list(places))
+    firsts = {name: (rows or {}).get(name, (0,))[0] for name in places}
+    return {name: [*kinds[name], firsts[name], digest] for name, digest in zip(places, hashes, strict=True)}
 
 
-def read_file(path, entry, rooms=None, moved=lambda: None, count=1):
-    """Reads a file's pieces and compares them, on `count` threads.
+def read_file(path, table, rooms=None, moved=lambda: None, count=1):
+    """Compares a file with its table, on `count` threads; Damaged if one byte differs.
 
-    `rooms` are {name: a function that returns a context, which yields the buffer for that piece}; without
-    them all are read, and dropped. Refuses a file of another size.
+    `rooms` are {name: a function that returns a context with the buffer for that tensor}; without them all
+    tensors are read, and dropped.
     """
+    header, places, size = lay_out(table)
     with opened(path) as fd:
-        size = os.fstat(fd).st_size
-        if size != entry["bytes"]:
-            raise Damaged(f"{path.name} is {size:,} bytes, manifest says {entry['bytes']:,}")
+        found = os.fstat(fd).st_size
+        if found != size:
+            raise Damaged(f"{path.name} is {found:,} bytes, manifest says {size:,}")
+        start = bytearray(len(header))
+        _fill(fd, memoryview(start), 0, path.name)
+        if start != header:
+            raise Damaged(f"{path.name}: its header is not the one that its manifest needs")
 
-        def read(span):
-            name, start, end, stated = span
+        def read(name):
+            start, end = places[name]
             digest = hashlib.sha256()
             with rooms[name]() if rooms else contextlib.nullcontext() as room:
                 for at in range(start, end, CHUNK_BYTES):
-                    low, high = at - start, min(at + CHUNK_BYTES, end) - start
-                    chunk = room[low:high] if rooms else memoryview(bytearray(high - low))
+                    stop = min(at + CHUNK_BYTES, end)
+                    chunk = room[at - start:stop - start] if rooms else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
                     digest.update(chunk)
                     moved()
+                stated = table[name][3]
                 if digest.hexdigest() != stated:
-                    raise Damaged(f"{path.name} has sha256 {digest.hexdigest()[:12]}... in "
-                                  f"{name or 'its header'}, manifest says {stated[:12]}...")
+                    raise Damaged(f"{path.name} has sha256 {digest.hexdigest()[:12]}... in {name}, "
+                                  f"manifest says {stated[:12]}...")
 
-        # raises what a thread has raised
-        spread(read, count, [span for span in spans(entry) if rooms is None or span[0] in rooms])
-
-
-def read_header_piece(path, entry):
-    """The bytes of a file's first piece, after they were compared."""
-    data = bytearray(entry["sha256"][0][1])
-    read_file(path, entry, {"": lambda: contextlib.nullcontext(memoryview(data))})
-    return bytes(data)
+        spread(read, count, list(places if rooms is None else rooms))  # raises what a thread has raised
 
 
 def _fill(fd, chunk, at, name):
@@ -171,62 +147,51 @@ def _fill(fd, chunk, at, name):
         at += count
 
 
-# ---- the two sources of a file's bytes ------------------------------------------------------------------
+def flat_bytes(tensor):
+    """A tensor's bytes as a flat tensor; if it has holes, those of a copy."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+# ---- the copy of the state that a save writes -----------------------------------------------------------
 class Image:
-    """A copy of the tensors in one host buffer, which serves every save; `wait` before you read it."""
+    """A copy of the tensors in one host buffer, which serves every save; `wait` before you read `views`."""
 
     def __init__(self, tensors):
-        for name, tensor in tensors.items():
-            if tensor.dtype not in DTYPES or tensor.layout != torch.strided or tensor.is_meta:
-                raise UserError(
-                    f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: it cannot be saved\n"
-                    "keep such tensors out of the net's parameters and buffers (persistent=False)")
-        self.header, self.places = lay_out({name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()})
-        self.size = max((start + size for start, size, *_ in self.places.values()), default=len(self.header))
-        self.pieces = [("", 0, len(self.header)),
-                       *((name, at, at + size) for name, (at, size, *_) in self.places.items())]
-        self.gpus = {t.device for t in tensors.values() if t.is_cuda}
-        self.guard = threading.Lock()
-        self.buffer = self.bytes = self.stream = self.copied = None
+        self.kinds = kinds_of(tensors)
+        self.gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self.views = {}
+        self.stream = None  # on which a GPU copies
+        self.copied = None  # the event after that
 
     def open(self):
         """Allocates the buffer, once; every page of it is written, so that no save waits for the kernel."""
-        with self.guard:
-            if self.buffer is None:
-                self.buffer = self._allocate()
-                self.views = {name: self.buffer[at:at + size].view(dtype).view(shape)
-                              for name, (at, size, dtype, shape) in self.places.items()}
-                self.bytes = memoryview(self.buffer.numpy())
-                self.bytes[:len(self.header)] = self.header
-        return self
+        if self.views or not self.kinds:
+            return
+        _, places, size = lay_out(self.kinds)
+        buffer = self._pinned(size) if len(self.gpus) == 1 else None
+        if buffer is None:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
+                memory.madvise(WIPE_ON_FORK)
+            buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        for name, (start, end) in places.items():
+            dtype, shape = self.kinds[name]
+            self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
 
-    def _allocate(self):
-        if len(self.gpus) == 1:
-            with contextlib.suppress(RuntimeError):  # the driver may refuse to lock so much memory
-                return self._pinned(*self.gpus)
-        memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
-            memory.madvise(WIPE_ON_FORK)
-        return torch.frombuffer(memory, dtype=torch.uint8).zero_()
-
-    def _pinned(self, gpu):
-        buffer = torch.empty(self.size, dtype=torch.uint8, pin_memory=True)
-        self.stream = torch.cuda.Stream(gpu)
-        self.copied = torch.cuda.Event()
-        return buffer
+    def _pinned(self, size):
+        with contextlib.suppress(RuntimeError):  # the driver may refuse to lock so much memory
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            self.stream = torch.cuda.Stream(*self.gpus)
+            self.copied = torch.cuda.Event()
+            return buffer
 
     @torch.no_grad()
     def copy(self, tensors):
         """The one copy that training waits for. Of a GPU's tensors it is only begun: `wait` before you read.
 
-        An update waits for it, and it waits for nothing: the weights are whole (training/updates.py).
+        An update waits for it, and it waits for nothing: the weights are whole (training/state.py).
         """
         self.open()
-        for name, (_, _, dtype, shape) in self.places.items():
-            if tensors[name].dtype != dtype or tensors[name].shape != shape:
-                now = f"{tensors[name].dtype} {tuple(tensors[name].shape)}"
-                raise RuntimeError(f"{name} was {dtype} {tuple(shape)}, now {now}")
         sources = [tensors[name].detach() for name in self.views]
         if not sources:
             return
@@ -244,35 +209,6 @@ class Image:
         """Waits until the copy is complete."""
         if self.copied is not None:
             self.copied.synchronize()
-
-
-class Live:
-    """The same file out of the tensors themselves: a rescue needs no second copy of the state."""
-
-    def __init__(self, image, tensors):
-        self.header, self.pieces, self.size, self.views = image.header, image.pieces, image.size, tensors
-        self.names = list(image.places)
-        self.starts = [at for at, *_ in image.places.values()]
-        self.bytes = self
-
-    def __len__(self):
-        return self.size
-
-    def __getitem__(self, span):
-        """Without a copy where the bytes lie in one tensor of this machine's memory."""
-        head = bytearray(self.header[span])
-        buffers = [torch.frombuffer(head, dtype=torch.uint8)] if head else []
-        for i in range(max(0, bisect.bisect_right(self.starts, span.start) - 1), len(self.names)):
-            if self.starts[i] >= span.stop:
-                break
-            low, high = max(0, span.start - self.starts[i]), span.stop - self.starts[i]
-            buffers.append(flat_bytes(self.views[self.names[i]])[low:high].cpu())
-        return memoryview((buffers[0] if len(buffers) == 1 else torch.cat(buffers)).numpy())
-
-
-def flat_bytes(tensor):
-    """A tensor's bytes as a flat tensor; if it has holes, those of a copy."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def not_finite(tensors, names):

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from common.checkpoint import weights_of
 from common.data import Data
 from common.errors import UserError, blamed, did_you_mean
 from common.models.gpt import build_gpt
-from common.models.weights import freeze, load_weights, tied_names, trained_weights
+from common.models.weights import freeze, load_weights, tied_names
 from common.options import Options, call_user, read_options
 from common.sampler import seeded
 
@@ -126,7 +127,7 @@ def load(run: str | Path, which: str | int = "best") -> nn.Module:
 
     Its weights are those of the best evaluation, averaged with --ema-decay; or the "newest", or of a step.
     """
-    weights, facts = trained_weights(Path(run), which)
+    weights, facts = weights_of(Path(run), which)
     if not facts["data"]:
         raise UserError(f"{run} was trained by a script of its own, which builds the net\n"
                         f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt")
@@ -134,7 +135,7 @@ def load(run: str | Path, which: str | int = "best") -> nn.Module:
     opts = Options(**flags)
     data = Data(None, None, **facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
     net = build_model(opts, data)
-    net.load_state_dict(weights)
+    net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
     return net.eval()
 
 

@@ -1,14 +1,10 @@
 """Weights from elsewhere (--init-from), layers that stand still (--freeze), and what a run has trained."""
-import json
 import zipfile
-from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from common.checkpoint import checkpoints, describe
 from common.errors import UserError, blamed
 from common.options import Options
 
@@ -106,31 +102,3 @@ def check_prefixes(flag, prefixes, names):
         if not any(name.startswith(prefix) for name in names):
             layers = ", ".join(dict.fromkeys(name.partition(".")[0] for name in names))
             raise UserError(f"{flag}: no weight's name begins with {prefix!r}\nthere are {layers[:300]}")
-
-
-def trained_weights(run: Path, which: str | int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """(weights, facts) of a run's "best" or "newest" checkpoint, or of a step; averages are the weights."""
-    folder, facts = _whole(run)
-    step = facts["best"]["step"] if which == "best" else which
-    if step and step != "newest":
-        folder, facts = _whole(run, step)
-    weights: dict[str, list[Tensor]] = {}
-    averages: dict[str, list[Tensor]] = {}
-    for path in sorted(folder.rglob("*.safetensors")):  # of a sharded net the first part has the first rows
-        for name, rows in load_file(path).items():
-            if path.name == "model.safetensors":
-                weights.setdefault(name, []).append(rows)
-            elif name.endswith("/ema"):
-                averages.setdefault(name.removesuffix("/ema"), []).append(rows)
-    named = {name: torch.cat(rows) if len(rows) > 1 else rows[0]
-             for name, rows in (weights | averages).items()}
-    return named | {name: named[first] for name, first in facts["tied"].items()}, facts
-
-
-def _whole(run, step=None):
-    """(folder, facts) of the newest checkpoint whose every byte verifies, or of that of a step."""
-    for at, folder in checkpoints(run / "checkpoints"):
-        if step in (None, at) and describe(at, folder)[0]:
-            return folder, json.loads((folder / "state.json").read_text())
-    raise UserError(f"{run}: no whole checkpoint" + (f" of step {step}" if step else "") +
-                    f"\npython -m common.checkpoint {run} lists them", code=3)

@@ -28,24 +28,11 @@ def test_what_does_not_decide_the_result_may_change(tmp_path):
         assert is_at(life.state, 2)
 
 
-def test_another_torch_is_said_and_not_refused(tmp_path):
-    opts, _ = two_checkpoints(tmp_path)
-    path, said = opts.run_dir / "options.json", []
-    old = json.loads(path.read_text())
-    old.pop("seal")
-    path.write_bytes(sealed(old | {"torch": "1.13"}))
-    with a_life(opts, said=said) as life:
-        assert is_at(life.state, 2)
-    assert f"was begun with torch 1.13, this is {torch.__version__}" in said[0]
-
-
 def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
-    opts, said = options(tmp_path), []
+    opts = options(tmp_path)
     with a_life(opts):
         pass
-    with a_life(options(tmp_path, seed=2), said=said, fingerprint="0" * 64) as life:
-        told = "nothing was saved here yet, so the options may change: --seed was 0, now 2; the data's"
-        assert told in said[0]
+    with a_life(options(tmp_path, seed=2), fingerprint="0" * 64) as life:
         save(life, 1)
     refused(opts, "--seed was 2, now 0")
     os.rename(opts.run_dir / "checkpoints/step-00000001", opts.run_dir / "checkpoints/damaged-step-00000001")
@@ -75,7 +62,7 @@ def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(
         assert is_at(life.state, 3)  # an agent restarts with the same words
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 5])
+@pytest.mark.parametrize("number", [1, 4, 6])
 def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is_touched(tmp_path, number):
     """Formats 1 and 2 were written by earlier versions; 1 is what the first one with a README has left."""
     run = tmp_path / "run"
@@ -85,7 +72,7 @@ def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is
         del manifest["seal"]
         path.write_bytes(sealed(manifest | {"format": number}))
     before = {path: (path.stat().st_mtime_ns, path.is_dir() or path.read_bytes()) for path in run.rglob("*")}
-    text = refused(options(tmp_path), f"step-00000003 has format {number}, this code reads 4")
+    text = refused(options(tmp_path), f"step-00000003 has format {number}, this code reads 5")
     assert "another --run-dir" in text
     refused(options(tmp_path / "new", resume=str(run)), f"step-00000003 has format {number}")
     assert main([str(run), "--digest"]) == 2

@@ -23,121 +23,105 @@ STORE = ("world", "world.world", "checkpoint",
          *sorted(f"checkpoint.{path.stem}" for path in ROOM.glob("[a-z]*.py")),
          "rescue")
 CRASH = ("crash", "every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole")
-BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 1)
-THREADS = (*BITS[:2], 4)
+BITS = ("damage", "every_single_bit_of_every_file_falls_back_when_it_flips", 4)
 LENGTHS = ("damage", "every_length_of_every_file_but_the_right_one_falls_back")
 MANIFEST = ("damage", "harmful_manifests_are_refused_even_under_a_right_seal")
-TENSORS = ("damage", "harmful_tensors_are_refused_whatever_the_manifest_says")
 FSYNC = ("faults", "a_failed_fsync_is_never_retried_on_the_same_file")
-LATER = ("faults", "later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_last")
 NAMES = ("faults", "a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones")
 MOVED = ("fence", "a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save")
 UNREAD = ("faults",
           "what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted", "EIO")
-LATE = ("fence", "an_owner_whose_moves_show_late_is_not_robbed")
+CLAIMS = ("fence", "of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing")
 RESCUES = ("fence", "a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer")
 ROWS = ("parts", "rows_of_a_tensor_are_read_out_of_parts_of_any_size")
 DIFFER = ("ranks", "replicas_that_differ_are_noticed_and_nothing_of_theirs_stays")
-SYNC = "        os.fsync(fd)\n    finally:\n        os.close(fd)\n    return {"
+SYNC = "        yield fd\n        os.fsync(fd)\n"
 
 MUTANTS = {
     # what is on the disk when it is said to be
-    "a file is not synced": ("checkpoint.tensors", SYNC, SYNC.replace("os.fsync(fd)", "pass"), *CRASH),
+    "a file is not synced": ("checkpoint.disk", SYNC, "        yield fd\n", *CRASH),
     "no folder is synced": ("checkpoint.disk", "    try:\n        os.fsync(fd)\n", "    try:\n        pass\n", *CRASH),
-    "the checkpoint's folder is not synced": ("checkpoint.folder", "        disk.sync_folder(final)\n", "", *CRASH),
+    "the checkpoint's folder is not synced": ("checkpoint.folder", "        disk.sync_folder(folder)\n", "", *CRASH),
     "the rename is not synced": ("checkpoint.folder", "                disk.sync_folder(self.root)\n", "", *CRASH),
     "written in place, without a rename": (
-        "checkpoint.folder", "        os.mkdir(aside, 0o700)\n",
-        '        aside = self.root / next(free_names(self.root, facts["step"]))\n        os.mkdir(aside, 0o700)\n', *CRASH),
+        "checkpoint.folder", "                os.mkdir(aside, 0o700)\n",
+        '                aside = self.root / next(free_names(self.root, facts["step"]))\n                os.mkdir(aside, 0o700)\n', *CRASH),
     "renamed before the manifest is there": (
-        "checkpoint.folder", "        self._write_manifest(aside, aside, facts, written)\n"
-        '        return self._name(aside, facts["step"])\n',
-        '        aside = self._name(aside, facts["step"])\n'
-        "        self._write_manifest(aside, aside, facts, written)\n        return aside\n", *CRASH),
+        "checkpoint.folder", "                self._write_manifest(aside, facts, files)\n"
+        '                return self._name(aside, facts["step"])\n',
+        '                aside = self._name(aside, facts["step"])\n'
+        "                self._write_manifest(aside, facts, files)\n                return aside\n", *CRASH),
     "old ones deleted before the new one is written": (
         "checkpoint.folder", "        for attempt in (1, 2):\n",
         "        self.prune(1, set())\n        for attempt in (1, 2):\n", *CRASH),
-    "earlier facts of a step win": (
-        "checkpoint.folder", "sorted(choices, reverse=True)", "sorted(choices, key=lambda f: (f[0], -f[1]), reverse=True)", *LATER),
     "the name of a damaged one is used again": ("checkpoint.folder", "name.removeprefix(ASIDE)", "name", *NAMES),
     "earlier facts follow later ones": ("checkpoint.folder", "[1]) >= _how_far(facts)", "[1]) == _how_far(facts)", *NAMES),
-    "a state that is there is saved once more": (
-        "checkpoint.folder", "[1]) >= _how_far(facts)", "[1]) > _how_far(facts)",
-        "", "step_zero_and_the_state_of_a_finished_run_are_saved_once"),
     "a failed fsync is tried again": (
-        "checkpoint.tensors", SYNC, SYNC.replace("        os.fsync(fd)\n", "        try:\n            os.fsync(fd)\n"
-                                                 "        except OSError:\n            os.fsync(fd)\n"), *FSYNC, 1),
+        "checkpoint.disk", SYNC, SYNC.replace("        os.fsync(fd)\n", "        try:\n            os.fsync(fd)\n"
+                                              "        except OSError:\n            os.fsync(fd)\n"), *FSYNC, 1),
     "a failed fsync is overlooked": (
-        "checkpoint.tensors", SYNC, SYNC.replace("        os.fsync(fd)\n", "        try:\n            os.fsync(fd)\n"
-                                                 "        except OSError:\n            pass\n"), *FSYNC, 2),
+        "checkpoint.disk", SYNC, SYNC.replace("        os.fsync(fd)\n", "        with contextlib.suppress(OSError):\n            os.fsync(fd)\n"), *FSYNC, 1),
     "a rename of which nobody knows is taken for committed": (
         "checkpoint.folder", "                disk.sync_folder(self.root)\n",
         "                with contextlib.suppress(OSError):\n                    disk.sync_folder(self.root)\n", *FSYNC, 6),
-    "a short write is taken for a whole one": ("checkpoint.tensors", "                chunk = chunk[count:]\n                at += count\n", "                at += len(chunk)\n                chunk = chunk[:0]\n",
+    "a short write is taken for a whole one": ("checkpoint.disk", "        data = data[count:]\n", "        data = data[:0]\n",
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
     "the hash is not compared": ("checkpoint.tensors", "                if digest.hexdigest() != stated:", "                if False:", *BITS),
     "a thread's damage is not heard of": ("checkpoint.tensors", "            return list(pool.map(act, items))",
-                                          "            return pool.map(act, items)", *THREADS),
-    "a piece is skipped": ("checkpoint.tensors", "[span for span in spans(entry) if rooms is None or span[0] in rooms]",
-                           "[span for span in spans(entry)[1:] if rooms is None or span[0] in rooms]", *THREADS),
+                                          "            return pool.map(act, items)", *BITS),
+    "the header is not compared": ("checkpoint.tensors", "        if start != header:\n", "        if False:\n", *BITS),
     "the seal is ignored": ("checkpoint.disk", "        whole = sealed(value) == data\n", "        whole = True\n", *BITS),
     "the values of JSON are compared, not the bytes": ("checkpoint.disk", "sealed(value) == data", "json.loads(sealed(value)) == json.loads(data)", *LENGTHS),
-    "the size is not compared": ("checkpoint.tensors", '        if size != entry["bytes"]:\n', "        if False:\n", *LENGTHS),
-    "the header is not compared": ("checkpoint.tensors", "    if header != data:\n", "    if False:\n", *TENSORS, "overlapping offsets"),
-    "a header may be of any length": ("checkpoint.layout", "        if header_bytes > len(self.header[part]):", "        if False:",
-                                      "damage", "the_wrong_net_is_named_with_both_shapes"),
-    "other shapes are taken": ("checkpoint.layout", "            if dtype != our_dtype or", "            if False and", *TENSORS, "another type"),
+    "the size is not compared": ("checkpoint.tensors", "        if found != size:\n", "        if False:\n", *LENGTHS),
+    "other shapes are taken": ("checkpoint.load", "                    if dtype != ours or", "                    if False and",
+                              "damage", "the_wrong_net_is_named_with_both_shapes"),
+    "rows may be missing": ("checkpoint.load", "                if end != rows:\n", "                if False:\n", *ROWS),
+    "other rows are taken": ("checkpoint.load", "room[low - at:high - at]", "room[low:high]", *ROWS),
     "a manifest of another step is taken": ("checkpoint.folder", '    if manifest["step"] != step:\n', "    if False:\n", *MANIFEST, "another step"),
     "the digest is not compared": ("checkpoint.folder", '    if manifest["digest"] != digest_of(files):', "    if False:", *MANIFEST, "another digest"),
-    "facts of another step are taken": ("checkpoint.folder", '    if facts.get("step") != step:\n', "    if False:\n",
-                                        "damage", "harmful_facts_are_refused_whatever_the_manifest_says", b'{"step": 3}'),
     "another format is taken for damage": ("checkpoint.folder", "        raise UserError(f\"{folder} has format", "        raise Damaged(f\"{folder} has format",
                                            "identity", "a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is_touched", 1),
     "when all are damaged, it starts afresh": ("checkpoint.store", "        if found.offered:\n", "        if False:\n", "",
                                                "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     "a damaged one stays in the way": ("checkpoint.folder", '        aside = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",
                                        "a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again"),
-    "a read that fails is not tried again": ("checkpoint.disk", "        for pause in RETRY_SECONDS:\n", "        for pause in ():\n", "faults",
+    "a read that fails is not tried again": ("checkpoint.disk", "                if pause is None:\n", "                if True:\n", "faults",
                                              "whichever_read_fails_once_the_newest_checkpoint_is_loaded", "preadv", "EIO"),
-    "what cannot be read is taken for damaged": ("checkpoint.disk", "        if error.errno in WRONG:\n", "        if True:\n", *UNREAD),
-    "contradicting options are let in": ("checkpoint.identity", "    if refused := wrong + firm +", "    if refused := [] and", "identity",
+    "what cannot be read is taken for damaged": ("checkpoint.disk", "                if error.errno in WRONG:\n", "                if True:\n", *UNREAD),
+    "contradicting options are let in": ("checkpoint.store", "        if wrong or data and not", "        if data and not", "identity",
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
-    "a checkpoint of another run is let in": ("checkpoint.identity", 'if read_manifest(step, folder)["run"] != run_of(opts):', "if False:",
+    "a checkpoint of another run is let in": ("checkpoint.store", "            if run != self.writer.run:", "            if False:",
                                               "identity", "a_checkpoint_of_another_run_is_no_damage_and_is_refused"),
     "damage that one rank found is overlooked": (
         "checkpoint.load", "    return not any(outcomes)", "    return True",
         "parts", "damage_that_one_rank_alone_reads_makes_all_take_the_one_before", "part-00002/", "model"),
-    "other rows are taken": ("checkpoint.load", "room[low - at:high - at]", "room[low:high]", *ROWS),
     "received bytes are not compared": ("checkpoint.load", "whole = whole and sha(data) == stated", "whole = whole or sha(data) == stated",
                                         "parts", "a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before"),
     # who may write
-    "the lease is no longer than for our own job": ("checkpoint.fence", "(STALE_SECONDS if near else LEASE_SECONDS)", "STALE_SECONDS", *LATE, "as they should be"),
-    "the counter stays in memory": ("checkpoint.fence", "            os.fdatasync(self.fd)\n", "",
-                                    "fence", "the_counter_is_seen_through_the_caches_of_both_machines"),
-    "a name is owned as long as it is there": ("checkpoint.fence", "        ours = os.path.samestat(os.fstat(self.fd), os.fstat(fd))\n", "        ours = True\n", *MOVED),
-    "a claim keeps the file that is there": ("checkpoint.fence", "                os.rename(aside, path)\n", "                os.rename(aside, path) if not os.path.exists(path) else None\n",
-                                             "fence", "two_that_believe_to_hold_the_lock_do_not_both_own", "lost"),
-    "nothing is swept": ("checkpoint.fence", "        self._sweep()\n", "", "fence",
+    "the lease is no longer than for our own job": ("checkpoint.fence", "(STALE_SECONDS if near else LEASE_SECONDS)", "STALE_SECONDS",
+                                                    "fence", "an_owner_whose_moves_show_late_is_not_robbed"),
+    "the counter stays in memory": ("checkpoint.fence", "        os.fdatasync(self.fd)\n", "",
+                                    "fence", "each_move_of_a_counter_is_synced_for_other_machines"),
+    "a name is owned as long as it is there": ("checkpoint.fence", "            return os.path.samestat(os.fstat(self.fd), os.fstat(file.fileno()))\n", "            return True\n", *CLAIMS),
+    "a claim does not look at the name again": ("checkpoint.fence", "        if not self.held.is_ours():\n", "        if False:\n", *CLAIMS),
+    "nothing is swept": ("checkpoint.fence", "        self._sweep([", "        str([", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
-    "a claim does not look at the name again": ("checkpoint.fence", "        self.elect()  # another claim may have swept it\n        self._check()\n", "",
-                                                "fence", "of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing"),
-    "the fence is skipped": ("checkpoint.folder", "        if self.renew is None:\n", "        return os.makedirs(self.staging)\n        if self.renew is None:\n", *MOVED),
-    "staging is renewed without looking at the lock": (
-        "checkpoint.fence", "        self.elect()\n        self._check()\n\n    def release", "        self.elect()\n\n    def release", *MOVED),
-    "a rescue under way is swept": ("checkpoint.fence", "                        wait_for(lock)\n", "                        pass\n",
+    "the fence is skipped": ("checkpoint.folder", "        if not exists(self.staging):\n", "        if os.makedirs(self.staging, exist_ok=True):\n", *MOVED),
+    "a rescue under way is swept": ("checkpoint.fence", "                    wait_for(lock)\n", "                    pass\n",
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
-    "a rescue that hangs is waited for": ("checkpoint.fence", '"moved" in owner and', '"left" in owner and', *RESCUES),
-    "each node has a deadline of its own": ("checkpoint.fence", "deadline=deadline)", "deadline=time.monotonic() + NODES_SECONDS)",
-                                            "fence", "nodes_that_do_not_leave_are_not_waited_for_one_after_the_other", "they never leave"),
+    "a rescue that hangs is waited for": ("checkpoint.fence", "            if still(self.progress()) < HUNG_SECONDS:\n", "            if True:\n", *RESCUES),
+    "each node has a deadline of its own": ("checkpoint.fence", "NODE_STILL_SECONDS, deadline)", "NODE_STILL_SECONDS, time.monotonic() + NODES_SECONDS)",
+                                            "fence", "nodes_that_do_not_leave_are_waited_for_together_and_write_rarely"),
     "time in which nobody could look counts": ("checkpoint.fence", "min(now - self.looked, LOOK_SECONDS)", "now - self.looked",
                                                "fence", "time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still"),
     "every node claims the folder": ("checkpoint.store", "            if rank and not fence.elect():\n", "            if False:\n",
                                      "ranks", "a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes"),
     "a node is not heard of": ("checkpoint.store", "                return fence.attend(rank)\n", "                return None\n",
                                "fence", "a_survivor_that_has_not_begun_its_rescue_is_waited_for"),
-    "all that stop take the lock": ("checkpoint.fence", "    while not needless():\n", "    while True:\n",
-                                    "fence", "of_many_that_stop_at_once_only_one_takes_the_lock"),
+    "all that stop save": ("checkpoint.fence", "            held = Held(path, progress=progress)\n",
+                           "            held = Held(path, path.with_name(uuid.uuid4().hex), progress)\n",
+                           "fence", "of_many_that_stop_at_once_only_one_saves"),
     # what is saved
     "a failed save counts as saved": ("checkpoint.store", "            self.saved = None  # so that", "            pass  # so that", "faults",
                                       "the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well"),
@@ -145,14 +129,13 @@ MUTANTS = {
                                  "failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three"),
     "half a step is saved": ("checkpoint.store", " or not state.savable or state.facts() == self.saved:", " or state.facts() == self.saved:", "", "a_state_cut_in_two_is_never_saved"),
     "half a step is rescued": ("checkpoint.store", "                if not state.savable:\n", "                if False:\n", "", "a_state_cut_in_two_is_never_saved"),
-    "NaN is saved": ("checkpoint.store", 'if name := not_finite(sources["model"].views, self.state.names.values()):', "if name := None:", "",
+    "NaN is saved": ("checkpoint.store", "        if name:\n            self.state.condemn", "        if False:\n            self.state.condemn", "",
                      "a_state_that_is_not_finite_is_never_saved"),
     "the best one is pruned": ("checkpoint.store", 'facts["best"]["step"], *agreed', 'facts["step"], *agreed', "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
     "replicas are not compared": ("checkpoint.store", "        if odd is not None:\n", "        if False:\n", *DIFFER, "a buffer"),
-    "what diverged stays": ("checkpoint.store", "                            f\"(step {self.agreed}); put aside\")\n                self.writer.put_aside(folder)\n",
-                            "                            f\"(step {self.agreed}); put aside\")\n", *DIFFER, "a buffer"),
+    "what diverged stays": ("checkpoint.store", "            if step > self.agreed:\n", "            if False:\n", *DIFFER, "a buffer"),
     "the sum over weights has holes": ("world.world", "% 2**64\n", "% 2**62\n", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),
 }

@@ -11,11 +11,11 @@ from ranks import fork_ranks
 from stores import a_life, announced_rescue, at_step, end, is_at, options, save, steps_of
 from torch import nn
 
-from common.checkpoint import CheckpointStore, layout, load
+from common.checkpoint import CheckpointStore, load
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import checkpoints, describe
-from common.checkpoint.tensors import Image, read_file, write_file
+from common.checkpoint.tensors import read_file, write_file
 from common.errors import UserError
 from common.training import TrainState, build_optimizer
 from common.world import rendezvous as meeting
@@ -158,9 +158,8 @@ def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_pa
             elif how == "a link":
                 os.rename(file, tmp_path / "file")
                 file.symlink_to(tmp_path / "file")
-            real = load.Reading.__init__
-            load.Reading.__init__ = lambda self, layout, folder, told: real(
-                self, layout, other / folder.name, told)
+            real = load._read
+            load._read = lambda layout, step, folder, *rest: real(layout, step, other / folder.name, *rest)
         store.restore(state)
         close(store)
         return is_at(state, 2), bool(said)
@@ -223,42 +222,42 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path):
         both = {"model": own, "optimizer": {}}
         state = SimpleNamespace(tensors=lambda: both, rows=lambda: {"a": (start, 7)})
         held = SimpleNamespace(**vars(world) | {"replica": replica, "replicas": replicas})
-        return layout.Layout(state, held, shard=replicas > 1), own
+        return load.Layout(state, held, shard=replicas > 1), own
 
     def fill(own, start, rows):
         for name, tensor in own.items():
             tensor.copy_(tensors[name][start:start + rows] if name == "a" else tensors[name])
 
     def write(folder, cuts):
-        """The checkpoint of as many ranks as there are cuts: its entries."""
+        """The tables of a checkpoint of as many ranks as there are cuts."""
         files = {}
         for replica, (start, rows) in enumerate(cuts):
             held, own = layout_of(start, rows, replica, len(cuts))
             fill(own, start, rows)
             (folder / f"part-{replica + 1:05d}").mkdir(parents=True)
-            for part, tensors_of in held.written.items():
-                image = Image(tensors_of).open()
-                image.copy(own if part == "model" else {})
+            for part, written in held.written(held.tensors).items():
                 name = f"part-{replica + 1:05d}/{part}.safetensors"
-                files[name] = write_file(folder / name, image.bytes, image.pieces)
+                files[name] = write_file(folder / name, written, held.rows)
         return files
 
     for number, cuts in enumerate(([(0, 7)], [(0, 4), (4, 3)], [(0, 3), (3, 3), (6, 1)],
-                                   [(0, 2), (2, 2), (4, 2), (6, 1)], [(k, 1) for k in range(7)] + [(7, 0)])):
+                                   [(0, 1), (1, 1), (2, 0), (2, 3), (5, 2)])):
         folder = tmp_path / str(number)
         files = write(folder, cuts)
         for start in range(7):
             for rows in range(8 - start):
                 held, own = layout_of(start, rows)
-                offer = {"files": files, "firsts": held.firsts(folder, files)}
-                for file, rooms in load.Reading(held, folder, offer).rooms.items():
-                    read_file(folder / file, files[file], rooms, count=2)
+                held.check(files)
+                for file, table in files.items():
+                    read_file(folder / file, table, held.rooms(file, table), count=2)
                 assert all(torch.equal(t, tensors[n][start:start + rows] if n == "a" else tensors[n])
                            for n, t in own.items())
-        flip(folder / f"part-{len(cuts):05d}/model.safetensors")
-        with pytest.raises(Damaged, match="has sha256"):
-            read_file(folder / f"part-{len(cuts):05d}/model.safetensors",
-                             files[f"part-{len(cuts):05d}/model.safetensors"])
+        last = f"part-{len(cuts):05d}/model.safetensors"
+        flip(folder / last)
+        with pytest.raises(Damaged):
+            read_file(folder / last, files.pop(last))
+        with pytest.raises(Damaged, match="rows, this run has"):
+            held.check(files)
 
 
 def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):

@@ -5,7 +5,7 @@
         fs.set(away=True)                               # any knob, at any time
 
 Speaks the protocol of /dev/fuse itself (fuse.h of Linux, version 7.31): no library, no package. One process
-serves all mounts. They share the files in `folder`/server, and the locks.
+serves all mounts. They share the files in `folder`/server.
 """
 import contextlib
 import ctypes
@@ -30,9 +30,6 @@ KNOBS = {
     # Seconds that a mount believes what it knows: attributes, names, and that a name does not exist. As long
     # it keeps written bytes back, unless the file is closed or synced (NFS: close-to-open).
     "late": 0.0,
-    # "local" to each mount (NFS's nolock, Lustre's localflock), or "none" (Lustre without -o flock)
-    "locks": "shared",
-    "exchange": True,       # two names can be swapped (renameat2)
     "silly": True,          # a file that is open and loses its name becomes .nfs..., until it is closed
     "away": False,          # the server does not answer
     "fail": {},             # {"write": ["EIO", 2]}: the next two writes fail
@@ -40,27 +37,25 @@ KNOBS = {
 NAMES = {1: "lookup", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir", 10: "unlink",
          11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs", 18: "release",
          20: "fsync", 25: "flush", 27: "opendir", 28: "readdir", 29: "releasedir", 30: "fsyncdir",
-         32: "setlk", 35: "create", 45: "rename2"}
+         35: "create", 45: "rename2"}
 FORGET, READ, WRITE, INIT, INTERRUPT, BATCH_FORGET = 2, 15, 16, 26, 36, 42
 SILENT = (FORGET, BATCH_FORGET, INTERRUPT)          # the kernel expects no answer
 CLOSING = ("flush", "release", "releasedir")        # these do not fail
-POSIX_LOCKS, BIG_WRITES, AUTO_INVAL_DATA, MAX_PAGES = 1 << 1, 1 << 5, 1 << 12, 1 << 22
+BIG_WRITES, AUTO_INVAL_DATA, MAX_PAGES = 1 << 5, 1 << 12, 1 << 22
 DIRECT_IO = 1 << 0
 NOTIFY_INVAL_INODE = 2
 MODE, UID, GID, SIZE, ATIME, MTIME = (1 << bit for bit in range(6))
-EXCHANGE = 2
-UNLOCKED = 2                                        # F_UNLCK
 MOST = 1 << 20                                      # bytes of a read or write
 THREADS = 6                                         # of each mount: a slow request does not delay the others
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Server:
-    """What all mounts share: the files, the locks, the line to the server."""
+    """What all mounts share: the files, the line to the server."""
 
     def __init__(self, folder, knobs):
         self.folder, self.knobs = str(folder), SimpleNamespace(**knobs)
-        self.lock, self.line, self.locks = threading.RLock(), threading.Lock(), {}
+        self.lock, self.line = threading.RLock(), threading.Lock()
         self.back = threading.Event()
         self.turn(knobs)
 
@@ -133,7 +128,7 @@ class Mount:
     # ---- names ------------------------------------------------------------------------------------
     def _init(self, data):
         major, minor, ahead, offered = struct.unpack_from("IIII", data)
-        flags = BIG_WRITES | AUTO_INVAL_DATA | MAX_PAGES | (POSIX_LOCKS if self.knobs.locks != "local" else 0)
+        flags = BIG_WRITES | AUTO_INVAL_DATA | MAX_PAGES
         return struct.pack("IIIIHHIIHH32x", 7, 31, ahead, flags & offered, 16, 12, MOST, 1, MOST // 4096, 0)
 
     def _at(self, node):
@@ -237,8 +232,6 @@ class Mount:
     def _rename2(self, node, data):
         to, flags = struct.unpack_from("QI", data)
         old, new, _ = data[16:].split(b"\0")
-        if flags & EXCHANGE and not self.knobs.exchange:
-            raise OSError(errno.EINVAL, "rename")
         if LIBC.renameat2(self._at(node), old, self._at(to), new, flags):
             raise OSError(ctypes.get_errno(), "rename")
 
@@ -311,12 +304,8 @@ class Mount:
         self._send(struct.unpack_from("Q", data)[0])
 
     def _flush(self, node, data):
-        """A close: it sends what was kept back, and drops the process's locks on the file."""
-        fd, _, _, owner = struct.unpack_from("QIIQ", data)
-        self._send(fd)
-        with self.server.lock:
-            if self.server.locks.get(node) == (id(self), owner):
-                del self.server.locks[node]
+        """A close: it sends what was kept back."""
+        self._send(struct.unpack_from("Q", data)[0])
 
     def _release(self, node, data):
         fd = struct.unpack_from("Q", data)[0]
@@ -329,20 +318,6 @@ class Mount:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(name, dir_fd=folder)
                 os.close(folder)
-
-    def _setlk(self, node, data):
-        """A lock is on the whole file, and nobody waits for it: all that lockf is used for here."""
-        if self.knobs.locks == "none":
-            raise OSError(errno.ENOSYS, "lock")
-        _, owner, _, _, kind = struct.unpack_from("QQQQI", data)
-        with self.server.lock:
-            self._send(struct.unpack_from("Q", data)[0])
-            holder, mine = self.server.locks.get(node), (id(self), owner)
-            if holder not in (None, mine):
-                raise OSError(errno.EAGAIN, "lock")
-            self.server.locks.pop(node, None)
-            if kind != UNLOCKED:
-                self.server.locks[node] = mine
 
     # ---- folders -----------------------------------------------------------------------------------
     def _opendir(self, node, data):
@@ -383,10 +358,7 @@ def main(folder, knobs, *mounts):
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         with server.lock:
-            told = json.loads(line)
-            if told.pop("lose_locks", False):
-                server.locks.clear()
-            server.turn(told)
+            server.turn(json.loads(line))
         print(json.dumps("done"), flush=True)
     os._exit(0)
 

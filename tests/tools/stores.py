@@ -4,6 +4,7 @@ worlds of one.
 import contextlib
 import os
 import signal
+import time
 import uuid
 from types import SimpleNamespace
 
@@ -15,9 +16,8 @@ from torch import nn
 from common.checkpoint import CheckpointStore
 from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import MANIFEST, checkpoints, read_manifest
-from common.checkpoint.layout import Layout
-from common.checkpoint.load import load_newest
+from common.checkpoint.folder import checkpoints, read_facts
+from common.checkpoint.load import Layout, load_newest
 from common.checkpoint.tensors import Image, read_file
 from common.errors import UserError
 from common.options import Options
@@ -102,7 +102,7 @@ def refused(opts, match, fingerprint="f" * 64):
 def end(store):
     """What the death of the process would do to its lock."""
     store.error = None
-    store.pool and store.pool.shutdown()
+    store.pool.shutdown()
     if store.fence:
         store.fence.release()
         store.fence = None
@@ -137,16 +137,17 @@ def two_checkpoints(folder, steps=(1, 2), **flags):
 
 
 def images_for(opts, net=None):
-    return {part: Image(tensors).open() for part, tensors in tiny_state(opts, net).tensors().items()}
+    images = {part: Image(tensors) for part, tensors in tiny_state(opts, net).tensors().items()}
+    for image in images.values():
+        image.open()
+    return images
 
 
 def load_into(images, root, report=lambda text: None):
     """What load_newest finds in the folder; it reads into the views of these images."""
-    tensors = {part: image.views for part, image in images.items()}
-    state = SimpleNamespace(tensors=lambda: tensors, rows=dict)
+    state = SimpleNamespace(tensors=lambda: {part: image.views for part, image in images.items()}, rows=dict)
     world = world_of_one()
-    layout = Layout(state, world, shard=False)
-    return load_newest(world, layout, root, checkpoints(root), "test", report)
+    return load_newest(world, Layout(state, world, shard=False), root, checkpoints(root), "test", report)
 
 
 def load(root, images):
@@ -156,10 +157,10 @@ def load(root, images):
     return step, step >= 0 and images_are_at(images, step) and found.facts["step"] == step
 
 
-def damaged(path, entry, count=1):
+def damaged(path, table, count=1):
     """Whether the check of this one file, by so many threads, refuses it, as a start would."""
     with pytest.raises(Damaged):
-        read_manifest(2, path.parent) if path.name == MANIFEST else read_file(path, entry, count=count)
+        read_facts(2, path.parent) if table is None else read_file(path, table, count=count)
     return True
 
 
@@ -198,3 +199,19 @@ def child(function):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
+
+
+def until(condition, what):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, f"never: {what}"
+        time.sleep(0.005)
+
+
+def lives(opts, path, then=lambda life: signal.pause()):
+    """A child's life: it owns the run, says so in `path`, and goes on with `then`."""
+    def live():
+        with a_life(opts) as life:
+            path.write_text(str(os.getpid()))
+            then(life)
+    return child(live)
