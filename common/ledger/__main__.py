@@ -90,16 +90,16 @@ def page(run, facts):
 
 
 def print_audit(runs):
-    wrong = []
-    counts = audit(*dict.fromkeys(run.resolve() for run in runs), explain=wrong.append)
+    counts = audit(*dict.fromkeys(run.resolve() for run in runs))
+    wrong = counts.pop("wrong", [])
     unproven = counts.pop("unproven", [])
     print(*(f"{name} {count}" for name, count in counts.items()))
+    if wrong:
+        print(f"wrong samples in {len(wrong)} steps, from {wrong[0]} to {wrong[-1]}")
     if unproven:
         print(f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: "
               "a rank has no notes there (lost, or in the folder of another node: name it too)")
-    for line in wrong[:5]:
-        print(line, file=sys.stderr)
-    return 1 if counts["missed"] or counts["repeated"] or unproven else 0
+    return int(bool(wrong or unproven))
 
 
 if __name__ == "__main__":

@@ -6,20 +6,18 @@ import socket
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError
-from common.ledger.ledger import read
+from common.ledger.ledger import Record, read
 from common.place import end_of
 
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
 
-Event = dict[str, Any]
-Life = list[Event]  # its events in order; the first is named "life"
+Life = list[Record]  # its events in order; the first is named "life"
 
 
 def lives_of(*run_dirs: Path | str) -> list[Life]:
@@ -51,27 +49,24 @@ def saved_step(events: Life) -> int:
 
 
 # ---- deaths ---------------------------------------------------------------------------------------
-def deaths_of(events: Life, over: bool) -> list[Event]:
-    """Return a dict per process that died, whoever was killed first: life, t, rank, host, pid, cause.
+def deaths_of(events: Life, over: bool) -> list[Record]:
+    """Return a dict per process that died, in their order: life, t, rank, host, pid, cause.
 
-    A process has died if it was killed, if it noted an error, if another one misses it, or if its life is
-    over and it has not noted that it left.
+    A process has died if it was killed, if it noted an error, or if its life is over and it has not noted
+    that it left.
     """
     life = events[0]
     left = {event["rank"] for event in own(events, "left")}
-    notes = own(events, "error", "death")
-    kills = [note for note in notes if note.get("killed")]
-    causes: dict[int, Event] = {}
-    for note in kills + notes:
-        if note in kills or note["event"] == "error" or note["rank"] not in left:
-            causes.setdefault(note["rank"], note)
+    causes: dict[int, str] = {}
+    for note in own(events, "error", "death"):
+        if note["event"] == "error" or note["rank"] not in left:
+            causes.setdefault(note["rank"], note["why"])
     if over and not own(events, "done"):
-        silence = {"t": events[-1]["t"], "why": "ended without a word (killed, or its machine is gone)"}
         for rank in range(life["world"]):
             if rank not in left:
-                causes.setdefault(rank, silence)
-    return [{"life": life["life"], "t": note["t"], "rank": rank, "host": life["hosts"][rank],
-             "pid": life["pids"][rank], "cause": note["why"]} for rank, note in causes.items()]
+                causes.setdefault(rank, "ended without a word (killed, or its machine is gone)")
+    return [{"life": life["life"], "rank": rank, "host": life["hosts"][rank], "pid": life["pids"][rank],
+             "cause": cause} for rank, cause in causes.items()]
 
 
 def life_before(run_dir: Path | str, job: str) -> tuple[Life, str, int]:
@@ -130,7 +125,7 @@ def account(lives: list[Life]) -> Iterator[dict[str, float]]:
         accounted = end
 
 
-def summarize(run_dir: Path | str) -> dict[str, Any]:
+def summarize(run_dir: Path | str) -> Record:
     """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
@@ -151,7 +146,7 @@ def summarize(run_dir: Path | str) -> dict[str, Any]:
         "rescues": [rescue for events in lives for rescue in own(events, "rescue")]}
 
 
-def now(lives: list[Life]) -> dict[str, Any]:
+def now(lives: list[Life]) -> Record:
     """How the run is: state, step, rate, ages of the last step and save, pids of its ranks, and which live.
 
     The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen.
@@ -176,14 +171,14 @@ def now(lives: list[Life]) -> dict[str, Any]:
 
 
 # ---- samples --------------------------------------------------------------------------------------
-def audit(*run_dirs: Path | str, explain: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
+def audit(*run_dirs: Path | str) -> Record:
     """Return missed and repeated samples, lost and redone steps, of the lives that lead to the last step.
 
     Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
     again. Missed: all ranks have notes of the step, and they lack the sample. A step that lacks samples where
     a rank has no note (a torn line, a life without --audit, another node's folder) is listed in "unproven",
-    if there is one. What is expected follows from (n, seed, global batch size) and the step's number, never
-    from the notes.
+    if there is one; steps with wrong samples are in "wrong". What is expected follows from (n, seed, global
+    batch size) and the step's number, never from the notes.
     """
     from common.sampler import permute  # imports torch: other reports do without it
 
@@ -193,25 +188,20 @@ def audit(*run_dirs: Path | str, explain: Callable[[str], object] = lambda line:
         history.add(events)
     if not history.reached or not history.ids:
         raise UserError(f"{run_dirs[0]} holds no audit of a finished step\ntrain with --audit")
-    missed = 0
-    repeated = 0
-    unproven = []
-    plan = planned([life for life, *_ in lives], history.reached, explain)
-    for step, epoch, positions, samples in plan:
+    counts: Record = {"missed": 0, "repeated": 0, "lost": history.lost, "redone": history.redone}
+    for step, epoch, positions, samples in planned([life for life, *_ in lives], history.reached):
         trained = Counter(history.ids.get(step, ()))
         expected = Counter(permute(positions, samples, lives[0][0]["seed"], epoch).tolist())
-        lacks = (expected - trained).total()
-        extra = (trained - expected).total()
-        if lacks and not history.whole.get(step):
-            unproven.append(step)
-            lacks = 0
-        if lacks or extra:
-            explain(f"step {step} (epoch {epoch + 1}, position {positions.start}): "
-                    f"missed {lacks}, repeated {extra}")
-        missed += lacks
-        repeated += extra
-    counts = {"missed": missed, "repeated": repeated, "lost": history.lost, "redone": history.redone}
-    return counts | {"unproven": unproven} if unproven else counts
+        missed = (expected - trained).total()
+        repeated = (trained - expected).total()
+        if missed and step not in history.whole:
+            counts.setdefault("unproven", []).append(step)
+            missed = 0
+        if missed or repeated:
+            counts.setdefault("wrong", []).append(step)
+        counts["missed"] += missed
+        counts["repeated"] += repeated
+    return counts
 
 
 class History:
@@ -219,10 +209,10 @@ class History:
 
     def __init__(self, folders: list[Path]) -> None:
         self.folders = folders
-        self.ids: dict[int, array] = {}     # of each step: the samples it was trained on
-        self.whole: dict[int, bool] = {}    # and whether all ranks noted it
+        self.ids: dict[int, array] = {}      # of each step: the samples it was trained on
+        self.whole: set[int] = set()         # steps that all ranks noted
         self.made: Counter[int] = Counter()  # how often each step was made
-        self.begun: set[int] = set()        # steps of the newest life that no rank noted as done
+        self.begun: set[int] = set()         # steps of the newest life that no rank noted as done
         self.reached = 0
         self.lost = 0
 
@@ -235,23 +225,21 @@ class History:
         self.made.update(step for step in self.begun if step <= resumed)
         self.lost += max(0, self.reached - resumed)
         for step in [step for step in self.ids if step > resumed]:
-            del self.ids[step], self.whole[step]
-        ranks_of: dict[int, set[int]] = {}
-        done: Counter[int] = Counter()  # the busiest rank's
+            del self.ids[step]
+            self.whole.discard(step)
+        ranks: Counter[int] = Counter()  # that noted each step
+        done = set()
         for rank in range(life["world"]):
-            ends: Counter[int] = Counter()
             for note in self._notes(f"life-{life['life']}-rank{rank}.jsonl"):
                 step = note["step"]
                 if note["event"] == "done":
-                    ends[step] += 1
+                    done.add(step)
                 else:
-                    ranks_of.setdefault(step, set()).add(rank)
+                    ranks[step] += 1
                     self.ids.setdefault(step, array("q")).extend(note["ids"])  # 8 bytes a sample
-            done |= ends
-        for step, ranks in ranks_of.items():
-            self.whole.setdefault(step, len(ranks) == life["world"] // life.get("stages", 1))
+        self.whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
         self.made.update(done)
-        self.begun = {step for step in ranks_of if step > resumed and step not in done}
+        self.begun = {step for step in ranks if step > resumed and step not in done}
         self.reached = max([saved_step(events), *done])
 
     @property
@@ -264,18 +252,16 @@ class History:
                 yield from read(folder / name)
 
 
-def planned(lives: list[Event], last: int,
-            explain: Callable[[str], object]) -> Iterator[tuple[int, int, range, int]]:
+def planned(lives: list[Record], last: int) -> Iterator[tuple[int, int, range, int]]:
     """Yield (step, epoch, positions, samples) of each step of an undisturbed run; `lives` are first events.
 
     If a life found another number of samples than the life before, the epoch begins again.
     """
     first = lives[0]
-    batch = first["global_batch_size"]
     samples = first["n"]
     epoch = first["epoch"]
     position = first["position"]
-    changes = {}  # {step: the number of samples after it}
+    changes: dict[int, int] = {}  # {step: the number of samples after it}
     for life in lives:
         changes = {step: new for step, new in changes.items() if step <= life["step"]}  # others were undone
         if life["n"] != [samples, *changes.values()][-1]:
@@ -287,6 +273,6 @@ def planned(lives: list[Event], last: int,
         if step in changes:
             samples = changes[step]
             position = 0
-            explain(f"after step {step}: epoch {epoch + 1} began again, with {samples:,} samples")
-        yield step + 1, epoch, range(position, min(position + batch, samples)), samples
-        position += batch
+        batch = range(position, min(position + first["global_batch_size"], samples))
+        yield step + 1, epoch, batch, samples
+        position = batch.stop

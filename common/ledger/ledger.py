@@ -12,9 +12,13 @@ from typing import Any
 from common.errors import say
 from common.place import this_process
 
-ENTRY_SECONDS = 10.0    # between two entries of a clock, or
-ENTRY_SHARE = 0.01      # of a life's age, if that is less: a kill loses no more than that
-LEAST_SECONDS = 0.05    # between two entries
+# Between two entries of a clock; a kill loses no more.
+LEAST_SECONDS = 0.05
+MOST_SECONDS = 10.0
+SHARE = 0.01  # of the age of the life
+
+
+Record = dict[str, Any]  # a line of JSON
 
 
 def warn(text: str) -> None:
@@ -33,7 +37,7 @@ class Lines:
         self.warned = False
         self.fd: int | None = None
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         line = json.dumps(record, default=str) + "\n"
         try:
             if self.fd is None:
@@ -69,7 +73,7 @@ class Lines:
         self.fd = None
 
 
-def read(path: Path, name: str = "event") -> Iterator[dict[str, Any]]:
+def read(path: Path, name: str = "event") -> Iterator[Record]:
     """Yield the objects of a file of JSON lines that have this name; torn lines are left out."""
     with open(path, "rb") as file:
         for line in file:
@@ -89,10 +93,10 @@ class Ledger:
     def event(self, name: str, /, **fields: object) -> None:
         self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
 
-    def death(self, rank: int, why: str, killed: bool, **fields: object) -> None:
-        """Another process died; not noted before the run has begun."""
+    def death(self, rank: int, why: str, **fields: object) -> None:
+        """Another process was killed; not noted before the run has begun."""
         if self.lines.path.exists():
-            self.event("death", rank=rank, why=why, killed=killed, **fields)
+            self.event("death", rank=rank, why=why, **fields)
 
 
 class Audit:
@@ -177,7 +181,7 @@ class Clock:
             self.ledger.event("first_step", step=step)
             self.entered = self.mark
         age = self.mark - self.opened
-        if self.mark - self.entered > min(ENTRY_SECONDS, max(LEAST_SECONDS, ENTRY_SHARE * age)):
+        if self.mark - self.entered > min(MOST_SECONDS, max(LEAST_SECONDS, SHARE * age)):
             self.enter()
 
     def enter(self) -> None:

@@ -7,14 +7,14 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from common.errors import Outlet
-from common.ledger.ledger import Clock, Lines, read
+from common.ledger.ledger import Clock, Lines, Record, read
 from common.options import Options
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
@@ -31,7 +31,7 @@ class Log:
     """
 
     def __init__(self, opts: Options, rank: int, first: int = 0, total: int = 0,
-                 records: Iterable[dict[str, Any]] = ()) -> None:
+                 records: Iterable[Record] = ()) -> None:
         self.opts = opts
         self.first = first
         self.total = total
@@ -53,7 +53,7 @@ class Log:
         for text in lines:
             self.note(text)
 
-    def step(self, record: Mapping[str, Any]) -> None:
+    def step(self, record: Record) -> None:
         """Log a step: numbers by name (step, epoch, loss, acc, lr, ...)."""
         if not self.speaks:
             return
@@ -74,7 +74,7 @@ class Log:
         shown.append(f"{rate:,.0f} samples/s")
         self.console.step("  ".join(shown), step / (self.total or math.inf))
 
-    def evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def evaluation(self, step: int, metrics: Record) -> None:
         """Log an evaluation, as {"val_acc", "val_loss"}; lists are shown only."""
         if not self.speaks:
             return
@@ -89,7 +89,7 @@ class Log:
         self.note("  ".join(shown))
         self.previous = time.monotonic(), step  # the time of an evaluation is no time of steps
 
-    def done(self, step: int, best: Mapping[str, Any]) -> None:
+    def done(self, step: int, best: Record) -> None:
         """The last line: that the run is done, its best evaluation, and where it is."""
         words = [f"{name} {value:.4f} (best, step {best['step']})"
                  for name, value in best.items() if name not in ("step", "loss") and value is not None]
@@ -143,7 +143,7 @@ class Metrics:
             self.lines.give_up(error)
             self.on = False  # a file that was not cleaned would hold steps twice
 
-    def write(self, row: dict[str, Any]) -> bool:
+    def write(self, row: Record) -> bool:
         """Append a row with its "step"; False if the file has that step already."""
         new = self._is_new(row)
         if new and self.on:
@@ -169,7 +169,7 @@ class Curves:
         self.on = opts.tensorboard
         self.writer: Any = None  # TensorBoard is imported late
 
-    def put(self, record: dict[str, Any]) -> None:
+    def put(self, record: Record) -> None:
         if not self.on:
             return
         tags = {name.replace("_", "/", 1) if name.startswith("val_") else f"train/{name}": value

@@ -197,9 +197,8 @@ class Rescue:
         self.ledger.event(reason.value, life=self.world.life, step=self.state.whole, rank=self.world.rank,
                           why=cause)
         if line and self._is_first(saved):
-            if reason is Reason.PEER_DIED and death.how:
-                self.ledger.death(life=self.world.life, rank=death.rank, why=death.how,
-                                  killed=death.killed)
+            if reason is Reason.PEER_DIED and death.killed:
+                self.ledger.death(life=self.world.life, rank=death.rank, why=death.how)
             line = line.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
         self._forget("stop")

@@ -25,7 +25,7 @@ KILLED = (
     {"t": 1041, "event": "save", "step": 40, "save_s": 0.1},
     {"t": 1050, "event": "steps", "at": 49, "steps_s": 24, "data_wait_s": 14, "evaluation_s": 9,
      "save_stall_s": 1},
-    {"t": 1052, "event": "death", "rank": 0, "why": "was killed by SIGKILL", "killed": True},
+    {"t": 1052, "event": "death", "rank": 0, "why": "was killed by SIGKILL"},
     {"t": 1055, "event": "rescue", "step": 47, "rank": 2},
     {"t": 1056, "event": "left", "life": "aa", "rank": 1, "stepped": 1049, "noticed": 1053},
     {"t": 1057, "event": "left", "life": "aa", "rank": 2, "stepped": 1051, "noticed": 1052.5},
@@ -67,8 +67,7 @@ def test_no_second_is_in_two_buckets_though_two_parts_claim_it(tmp_path):
 
 
 def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
-    gone = {"t": 1053, "event": "death", "rank": 0, "why": "is gone"}  # the agent knows more
-    write(tmp_path, *KILLED[:5], gone, *KILLED[5:])
+    write(tmp_path, *KILLED)
     assert main([str(tmp_path), "--json"]) == 0
     (death,) = json.loads(capsys.readouterr().out)["deaths"]
     assert (death["rank"], death["host"], death["pid"]) == (0, "x", 7)
