@@ -103,8 +103,9 @@ class Forks(PContext):
             return
         folder = Path(self.error_files[local_rank]).parents[2]
         (folder / f"death-{self.processes[local_rank].pid}").write_text(in_words(code))
-        if self.run_dir:
-            Ledger(self.run_dir).death(int(self.envs[local_rank]["RANK"]), in_words(code))
+        if self.run_dir and self.run_dir.exists():
+            rank = int(self.envs[local_rank]["RANK"])
+            Ledger(self.run_dir).event("death", rank=rank, why=in_words(code))
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         """Asks all to end, and waits as long as a save may take."""

@@ -55,9 +55,10 @@ def report(facts):
     state = facts["now"]
     yield (f"{state['state']} at step {state['step']}, {span(state['last_step_s'])} ago; "
            f"step {state['saved']} saved {span(state['last_save_s'])} ago; "
-           f"{state['steps_per_s']:.3g} steps/s; {state['alive']} of {state['world']} processes alive here")
+           f"{state['steps_per_s']:.3g} steps/s; "
+           f"{state['alive']} of {len(state['pids'])} processes alive here")
     yield f"pids {' '.join(map(str, state['pids']))}"
-    yield (f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {facts['saves']}, "
+    yield (f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {len(facts['saves'])}, "
            f"rescues {len(facts['rescues'])}")
     for life in facts["lives"]:
         yield (f"  life {life['life']}  world {life['world']}  steps {life['step']} to {life['reached']}  "

@@ -43,9 +43,8 @@ def own(events: Life, *names: str) -> Life:
     return [event for event in events if event["event"] in names and event.get("life", life) == life]
 
 
-def saved_step(events: Life) -> int:
-    """Return the last step that a checkpoint of this life is known to hold."""
-    return max(event["step"] for event in own(events, "life", "save", "rescue"))
+def all_of(lives: list[Life], *names: str) -> Life:
+    return [event for events in lives for event in own(events, *names)]
 
 
 # ---- deaths ---------------------------------------------------------------------------------------
@@ -77,7 +76,8 @@ def life_before(run_dir: Path | str, job: str) -> tuple[Life, str, int]:
     try:
         lives = lives_of(run_dir)
         last = lives[-1] if lives[-1][0]["job"] == job else []
-        return last, _in_words(last), max(map(saved_step, lives))
+        saved = max(event["step"] for event in all_of(lives, "life", "save", "rescue"))
+        return last, _in_words(last), saved
     except Exception:  # there is none yet, or it is damaged: a log stops no training
         return [], "", 0
 
@@ -108,20 +108,20 @@ def account(lives: list[Life]) -> Iterator[dict[str, float]]:
         end = max(event["t"] for event in events if event.get("life", life["life"]) == life["life"])
         end = max(end, opened)
         kept = min((other[0]["step"] for other in lives[number + 1:]), default=math.inf)
-        claims = Counter(down=began - accounted, start=opened - began)
+        claims = dict.fromkeys(BUCKETS, 0.0) | {"down": began - accounted, "start": opened - began}
         for entry in own(events, "steps"):
             for bucket in STEPPING:
-                lost = bucket == "steps" and entry["at"] > kept  # a later life makes these steps again
+                lost = bucket == "steps" and entry["step"] > kept  # a later life makes these steps again
                 claims["redone" if lost else bucket] += entry.get(f"{bucket}_s", 0.0)
         for event in own(events, "left"):
             claims["rescue"] = end - event["stepped"]
         # In order, each gets at most what is left: no second is in two buckets.
         left = end - accounted
-        seconds = {}
         for bucket, claim in claims.items():
-            seconds[bucket] = min(left, max(0.0, claim))
-            left -= seconds[bucket]
-        yield seconds | {"other": left}
+            claims[bucket] = min(left, max(0.0, claim))
+            left -= claims[bucket]
+        claims["other"] = left
+        yield claims
         accounted = end
 
 
@@ -131,43 +131,39 @@ def summarize(run_dir: Path | str) -> Record:
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
     lives = lives_of(run_dir)
-    buckets = Counter(dict.fromkeys(BUCKETS, 0.0))
     summaries = []
     for events, seconds in zip(lives, account(lives), strict=True):
-        buckets.update(seconds)
-        reached = max([saved_step(events), *(entry["at"] for entry in own(events, "steps"))])
+        reached = max(event["step"] for event in own(events, "life", "save", "rescue", "steps"))
         summaries.append(events[0] | {"reached": reached, "buckets": seconds})
-    wall = buckets.total()
+    buckets = {name: sum(life["buckets"][name] for life in summaries) for name in BUCKETS}
+    wall = sum(buckets.values())
     return {
-        "now": now(lives), "wall_s": wall, "goodput": buckets["steps"] / max(wall, 1e-9),
-        "buckets": dict(buckets), "lives": summaries,
-        "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])],
-        "saves": sum(len(own(events, "save")) for events in lives),
-        "rescues": [rescue for events in lives for rescue in own(events, "rescue")]}
+        "now": now(lives), "wall_s": wall, "goodput": buckets["steps"] / max(wall, 1e-9), "buckets": buckets,
+        "lives": summaries, "saves": all_of(lives, "save"), "rescues": all_of(lives, "rescue"),
+        "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])]}
 
 
 def now(lives: list[Life]) -> Record:
-    """How the run is: state, step, rate, ages of the last step and save, pids of its ranks, and which live.
+    """How the run is: state, step, rate, ages of the last step and save, pids of its ranks, how many live.
 
     The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen.
     """
     life = lives[-1][0]
-    entries = [life | {"at": life["step"]}, *own(lives[-1], "steps")]
+    entries = own(lives[-1], "life", "steps")
     last = entries[-1]
-    before = next((entry for entry in reversed(entries) if entry["at"] < last["at"]), last)
-    saves = [save for events in lives for save in own(events, "save", "rescue")]
-    save = [lives[0][0], *saves][-1]  # what the first life began with is as good as saved
-    left = {event["rank"] for event in own(lives[-1], "left")}
-    here = [rank for rank, host in enumerate(life["hosts"]) if host == socket.gethostname()]
-    alive = [rank for rank in here if rank not in left and end_of(life["pids"][rank]) is None]
+    before = next((entry for entry in reversed(entries) if entry["step"] < last["step"]), last)
+    save = [lives[0][0], *all_of(lives, "save", "rescue")][-1]  # what a run begins with is as good as saved
+    host = socket.gethostname()
+    here = [pid for rank, pid in enumerate(life["pids"]) if life["hosts"][rank] == host]
+    alive = [pid for pid in here if end_of(pid) is None]
     state = "training" if alive or len(here) < life["world"] else "dead"
     for end in own(lives[-1], "stop", "done"):
         state = end["event"]
     return {
-        "state": state, "step": last["at"], "last_step_s": time.time() - last["t"],
-        "steps_per_s": (last["at"] - before["at"]) / max(1e-3, last["t"] - before["t"]),
-        "saved": save["step"], "last_save_s": time.time() - save["t"], "world": life["world"],
-        "pids": life["pids"], "alive": len(alive)}
+        "state": state, "step": last["step"], "last_step_s": time.time() - last["t"],
+        "steps_per_s": (last["step"] - before["step"]) / max(1e-3, last["t"] - before["t"]),
+        "saved": save["step"], "last_save_s": time.time() - save["t"], "pids": life["pids"],
+        "alive": len(alive)}
 
 
 # ---- samples --------------------------------------------------------------------------------------
@@ -240,7 +236,8 @@ class History:
         self.whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
         self.made.update(done)
         self.begun = {step for step in ranks if step > resumed and step not in done}
-        self.reached = max([saved_step(events), *done])
+        saved = [event["step"] for event in own(events, "life", "save", "rescue")]
+        self.reached = max(*saved, *done, 0)
 
     @property
     def redone(self) -> int:

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,8 @@ from typing import Any
 from common.errors import say
 from common.place import this_process
 
-# Between two entries of a clock; a kill loses no more.
-LEAST_SECONDS = 0.05
-MOST_SECONDS = 10.0
-SHARE = 0.01  # of the age of the life
+ENTRY_SECONDS = 10.0  # at most between two entries of a clock, or
+ENTRY_SHARE = 0.01    # of the age of the life: a kill loses no more
 
 
 Record = dict[str, Any]  # a line of JSON
@@ -28,12 +26,11 @@ def warn(text: str) -> None:
 class Lines:
     """A file of JSON objects, one per line; append() survives a failing disk and never joins two lines.
 
-    `warn` gets the text of the first failure; later lines are tried all the same, as a disk may be emptied.
+    It warns of the first failure. Later lines are tried all the same, as a disk may be emptied.
     """
 
-    def __init__(self, path: Path, warn: Callable[[str], None] = warn) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
-        self.warn = warn
         self.warned = False
         self.fd: int | None = None
 
@@ -62,8 +59,8 @@ class Lines:
     def give_up(self, error: OSError) -> None:
         self.close()
         if not self.warned:
-            self.warn(f"{self.path} cannot be written ({error.strerror or error}); "
-                      "training continues without these lines")
+            warn(f"{self.path} cannot be written ({error.strerror or error}); "
+                 "training continues without these lines")
         self.warned = True
 
     def close(self) -> None:
@@ -92,11 +89,6 @@ class Ledger:
 
     def event(self, name: str, /, **fields: object) -> None:
         self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
-
-    def death(self, rank: int, why: str, **fields: object) -> None:
-        """Another process was killed; not noted before the run has begun."""
-        if self.lines.path.exists():
-            self.event("death", rank=rank, why=why, **fields)
 
 
 class Audit:
@@ -181,7 +173,7 @@ class Clock:
             self.ledger.event("first_step", step=step)
             self.entered = self.mark
         age = self.mark - self.opened
-        if self.mark - self.entered > min(MOST_SECONDS, max(LEAST_SECONDS, SHARE * age)):
+        if self.mark - self.entered > min(ENTRY_SECONDS, 0.05 + ENTRY_SHARE * age):
             self.enter()
 
     def enter(self) -> None:
@@ -189,6 +181,6 @@ class Clock:
         if self.ledger is not None and self.spent:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
             moment = time.time() - (time.monotonic() - self.mark)
-            self.ledger.event("steps", t=round(moment, 3), at=self.step, **seconds)
+            self.ledger.event("steps", t=round(moment, 3), step=self.step, **seconds)
             self.spent.clear()
             self.entered = time.monotonic()

@@ -7,14 +7,14 @@ import math
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from common.errors import Outlet
-from common.ledger.ledger import Clock, Lines, Record, read
+from common.ledger.ledger import Clock, Lines, Record, read, warn
 from common.options import Options
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
@@ -38,8 +38,8 @@ class Log:
         self.speaks = rank == 0
         if self.speaks:
             self.console = Console(opts.progress)
-            self.metrics = Metrics(opts.run_dir, first, self.note)
-            self.curves = Curves(opts, first, self.note)
+            self.metrics = Metrics(opts.run_dir, first)
+            self.curves = Curves(opts, first)
             self.start(())
             for record in records:
                 if record.get("step", first + 1) <= first:
@@ -80,11 +80,11 @@ class Log:
             return
         if self.clock:
             self.clock.add("evaluation")
-        self._keep({"step": step, **{name: value for name, value in metrics.items()
-                                     if not isinstance(value, list)}})
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        self._keep({"step": step} | numbers)
         shown = [f"step {step}"]
         for name, value in metrics.items():
-            text = str(value).replace(",", "") if isinstance(value, list) else f"{value:.4f}"
+            text = f"{value:.4f}" if name in numbers else str(value).replace(",", "")
             shown.append(f"{name} {text}")
         self.note("  ".join(shown))
         self.previous = time.monotonic(), step  # the time of an evaluation is no time of steps
@@ -124,8 +124,8 @@ class Log:
 class Metrics:
     """RUN/metrics.jsonl, cleaned for a life that resumed at `step`: no later, no torn line, no step twice."""
 
-    def __init__(self, run_dir: Path | str, step: int, note: Callable[[str], None]) -> None:
-        self.lines = Lines(Path(run_dir) / "metrics.jsonl", note)
+    def __init__(self, run_dir: Path | str, step: int) -> None:
+        self.lines = Lines(Path(run_dir) / "metrics.jsonl")
         self.last = {"train": -1, "val": -1}  # the newest step of each kind of row
         self.on = True
         path = self.lines.path
@@ -162,10 +162,9 @@ class Metrics:
 class Curves:
     """RUN/tb for TensorBoard."""
 
-    def __init__(self, opts: Options, step: int, note: Callable[[str], None]) -> None:
+    def __init__(self, opts: Options, step: int) -> None:
         self.folder = Path(opts.run_dir) / "tb"
         self.step = step
-        self.note = note
         self.on = opts.tensorboard
         self.writer: Any = None  # TensorBoard is imported late
 
@@ -180,7 +179,7 @@ class Curves:
                 self.writer.add_scalar(tag, value, record["step"])
         except Exception as error:  # it is not installed, a disk is full
             self.on = False
-            self.note(f"no curves for TensorBoard: {error}; training continues (or use --no-tensorboard)")
+            warn(f"no curves for TensorBoard: {error}; training continues (or use --no-tensorboard)")
 
     def _open(self):
         """Not earlier: the import takes time, and a finished run has nothing to add."""

@@ -198,7 +198,7 @@ class Rescue:
                           why=cause)
         if line and self._is_first(saved):
             if reason is Reason.PEER_DIED and death.killed:
-                self.ledger.death(life=self.world.life, rank=death.rank, why=death.how)
+                self.ledger.event("death", life=self.world.life, rank=death.rank, why=death.how)
             line = line.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
         self._forget("stop")

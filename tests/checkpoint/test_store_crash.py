@@ -250,7 +250,7 @@ def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, mon
         for name, function in {"fdatasync": synced, "fsync": synced, "rename": rename}.items():
             monkeypatch.setattr(os, name, function)
         world = life.store.world
-        ledger, metrics = Ledger(opts.run_dir), Metrics(opts.run_dir, 0, None)
+        ledger, metrics = Ledger(opts.run_dir), Metrics(opts.run_dir, 0)
         audits = [Audit(opts.run_dir, world.life, rank) for rank in range(2)]
         for step in (1, 2):
             for audit in audits:

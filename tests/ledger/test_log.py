@@ -96,7 +96,7 @@ def test_nan_is_null_because_json_has_none(tmp_path):
 def test_a_link_planted_at_metrics_costs_one_note_and_its_target_is_untouched(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").symlink_to(tmp_path / "elsewhere")
     life(options(tmp_path), 0, 5)
-    assert capsys.readouterr().out.count("cannot be written") == 1
+    assert capsys.readouterr().err.count("cannot be written") == 1
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -119,7 +119,7 @@ def test_a_full_disk_costs_lines_and_one_note_and_a_torn_line_does_not_swallow_t
             log.step({"step": step, "epoch": 0, "loss": 1.0})
         free[0] = 1000  # somebody tidied up
         log.step({"step": 5, "epoch": 0, "loss": 1.0})
-    assert capsys.readouterr().out.count("cannot be written") == 1
+    assert capsys.readouterr().err.count("cannot be written") == 1
     monkeypatch.undo()
     life(options(tmp_path), 5, 6)
     assert steps(tmp_path) == [1, 5, 6]
@@ -244,7 +244,6 @@ def test_curves_do_not_overlap_after_restarts(tmp_path):
 
     assert curve("train/loss") == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 50)]
     assert curve("val/acc") == [(5, 0.5)] and len(curve("train/lr")) == 4
-    assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tb").iterdir()} == {0o600}
     assert stat.S_IMODE((tmp_path / "tb").stat().st_mode) == 0o700
 
 
@@ -260,4 +259,4 @@ def test_curves_that_cannot_be_written_cost_one_note(tmp_path, monkeypatch, caps
     else:
         (tmp_path / "tb").touch()
     life(options(tmp_path, tensorboard=True), 0, 5)
-    assert capsys.readouterr().out.count("no curves for TensorBoard") == 1 and len(steps(tmp_path)) == 5
+    assert capsys.readouterr().err.count("no curves for TensorBoard") == 1 and len(steps(tmp_path)) == 5
