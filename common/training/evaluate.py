@@ -1,4 +1,5 @@
 """Exact metrics: each sample counts once, and no bit of the result depends on the number of ranks."""
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,42 +21,38 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
     task = state.task
-    size = block_size(split, state.opts)
-    count = -(-len(split) // size)
+    judge = getattr(model, "judge", partial(task, model))  # of stages: None where the last one is not
+    blocks = list(torch.arange(len(split)).split(block_size(split, state.opts)))
+    end = len(blocks)
+    if getattr(model, "even", False):  # all replicas run as many blocks: some one that does not count
+        end = -(-end // world.replicas) * world.replicas
+    mine = range(world.replica, end, world.replicas)
+    cuts = [[blocks[number % len(blocks)].tolist()] for number in mine]
     pairs = 2 * len(task.names)
-    rows = torch.zeros(count, pairs, dtype=torch.float64, device=world.device)  # of each block
+    rows = torch.zeros(len(blocks), pairs, dtype=torch.float64, device=world.device)
     whole_numbers = task.zeros(world.device)[pairs:]
     shown = torch.zeros(2, len(split) if len(split) <= SHOWN_SAMPLES else 0)
-    end = count
-    if getattr(model, "even", False):  # all replicas run as many blocks: some the first one again, uncounted
-        end = -(-count // world.replicas) * world.replicas
-    mine = range(world.replica, end, world.replicas)
     with state.averaged():
-        for block, part in zip(mine, load(split, mine, size, state.opts), strict=True):
+        for number, (((_, part),), _) in zip(mine, loaded(split, cuts, state.opts), strict=True):
             state.progress += 1
-            values = judge(model, placed(part, world.device, state.opts), state) if part is not None else None
-            if values is None or block >= count:
+            values = None
+            if part is not None:
+                values = judge(placed(part, world.device, state.opts), state)
+            if values is None or number >= len(blocks):
                 continue
             totals = task.add(task.zeros(world.device), values)
-            rows[block] = totals[:pairs]
+            rows[number] = totals[:pairs]
             whole_numbers += totals[pairs:]
             if shown.numel() and task.predictions is not None:
                 shown += 1 + task.predictions.cpu()  # 0: there are none
     rows = world.all_sum(rows.cpu())
     whole_numbers = world.all_sum(whole_numbers.cpu())
     sums = torch.tensor([sum(column) for column in rows.T.tolist()], dtype=torch.float64)  # in one order
-    metrics = {f"val_{name}": value for name, value in task.metrics(torch.cat([sums, whole_numbers])).items()}
+    metrics = task.metrics(torch.cat([sums, whole_numbers]))
+    metrics = {f"val_{name}": value for name, value in metrics.items()}
     if shown.numel() and world.all_sum(shown).any():
         metrics["predictions"], metrics["labels"] = (shown.long() - 1).tolist()
     return metrics
-
-
-def load(split, blocks, size, opts):
-    """The samples of each block; of one behind the last, those of the first."""
-    starts = [block * size if block * size < len(split) else 0 for block in blocks]
-    cuts = [[list(range(start, min(start + size, len(split))))] for start in starts]
-    for parts, _ in loaded(split, cuts, opts):
-        yield parts[0][1]
 
 
 def block_size(split, opts):
@@ -64,10 +61,3 @@ def block_size(split, opts):
     if ".py" in opts.task:
         sizes.append(opts.micro_batch_size or -(-opts.global_batch_size // (opts.virtual_ranks or 1)))
     return max(1, min(sizes))
-
-
-def judge(model, part, state):
-    """What the task returns of a block; None on a rank that does not hold the last stage."""
-    if hasattr(model, "judge"):
-        return model.judge(part, state)
-    return state.task(model, part, state)

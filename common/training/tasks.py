@@ -23,9 +23,7 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
 OWN = "the script"  # its loop computes the loss (elastic.py)
-WANTED = ('wanted each time: {"loss": (sum, count), ...}, sums over samples, no means, one number each\n'
-          "or, after the first, tensors of whole numbers, of one shape")
-RESERVED = "step", "epoch", "lr"  # names in a row of metrics.jsonl
+WANTED = 'wanted each time: {"loss": (sum, count), ...}, or after the first whole numbers of one shape'
 
 
 # ---- the built-in tasks ----
@@ -50,7 +48,7 @@ def tokens(net, batch, state):
 
 
 def perplexity(metrics):
-    return metrics | {"perplexity": math.exp(min(metrics["loss"], 700.0))}
+    return metrics | {"perplexity": math.exp(min(metrics["loss"], 700))}
 
 
 def pair(batch):
@@ -64,33 +62,27 @@ def pair(batch):
                     "for any other sample write your own: --task path/to/file.py:function")
 
 
-def outputs(net, x):
-    """The net's output for inputs of any shape; of a Hugging Face net its logits."""
-    if isinstance(x, dict):
-        out = net(**x)
-    elif isinstance(x, (tuple, list)):
-        out = net(*x)
-    else:
-        out = net(x)
-    return getattr(out, "logits", out)
-
-
 def judged(net, x, y, state):
     """(summed loss, right answers); of an evaluation in double precision, without label smoothing."""
     opts = state.opts
     with autocast(opts, y.device):
-        out = outputs(net, x)
+        if isinstance(x, dict):
+            out = net(**x)
+        elif isinstance(x, (tuple, list)):
+            out = net(*x)
+        else:
+            out = net(x)
+    out = getattr(out, "logits", out)  # of a Hugging Face net
     rows = out.flatten(0, -2)
-    targets = y.flatten()
-    if not state.net.training:
-        answers = out.argmax(-1)
+    answers = out.detach().argmax(-1)
+    if state.net.training:
+        rows = rows if opts.amp == "off" else rows.float()
+        loss = criterion(rows, y.flatten(), opts.label_smoothing)
+    else:
+        loss = criterion(rows.double(), y.flatten(), 0.0)
         few = y.dim() == 1 and len(y) <= SHOWN_SAMPLES
         state.task.predictions = torch.stack([answers, y]) if few else None
-        return criterion(rows.double(), targets, 0.0), (answers == y).sum()
-    loss = criterion(rows if opts.amp == "off" else rows.float(), targets, opts.label_smoothing)
-    if (state.step + 1) % opts.log_every or not len(y):
-        return loss, 0  # nobody sees it, and it takes long with many classes
-    return loss, (out.detach().argmax(-1) == y).sum()
+    return loss, (answers == y).sum()
 
 
 def autocast(opts: Options, device: torch.device) -> contextlib.AbstractContextManager:
@@ -101,16 +93,15 @@ def autocast(opts: Options, device: torch.device) -> contextlib.AbstractContextM
 
 # ---- any task ----
 class Task:
-    """A function of (net, batch, state), and the names of what it returns: known before the first step."""
+    """A function of (net, batch, state), and what is known of its values before the first step."""
 
-    def __init__(self, function, names=("loss", "acc"), finish=None, spec="", ahead=False):
+    def __init__(self, function, names, finish=None, spec="", ahead=False):
         self.function = function
-        self.names = tuple(names)  # of (sum, count)
-        self.shapes = {}  # of the whole numbers, by name
         self.finish = finish
         self.spec = spec  # of a user's own
         self.ahead = ahead  # the count of what is minimised is the number of samples
-        self.shown = list(names)  # names of the numbers that a person sees
+        self.names = names  # of (sum, count)
+        self.shapes = {}  # of the whole numbers, by name
         self.predictions = None  # and labels, of the last small block that was evaluated
 
     def __call__(self, net, batch, state):
@@ -120,56 +111,58 @@ class Task:
 
     def minimised(self, values, nothing):
         """The sum to be minimised; `nothing()`, which has a gradient too, where nothing counts."""
-        name = self.names[0]
-        loss, count = values[name]
+        loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
             return loss
         if count:
-            raise UserError(f"--task {self.spec}: {name} has no gradient, but counts {float(count):g}\n"
+            raise UserError(f"--task {self.spec}: the loss has no gradient, but counts {float(count):g}\n"
                             "return the sum as torch computed it: without .item(), .detach() or no_grad")
         return nothing()
 
+    # ---- totals: a vector of all sums and counts, then of all whole numbers ----
     def zeros(self, device, kind=torch.float64):
-        """Totals: a vector of all sums and counts, then of all whole numbers."""
-        return torch.zeros(sum(self._sizes().values()), dtype=kind, device=device)
+        return torch.zeros(sum(self._sizes()), dtype=kind, device=device)
 
     def _sizes(self):
-        sizes = dict.fromkeys(self.names, 2)
-        return sizes | {name: shape.numel() for name, shape in self.shapes.items()}
+        return [2] * len(self.names) + [shape.numel() for shape in self.shapes.values()]
 
-    def _views(self, totals):
+    def _named(self, totals):
         """{name: its part of the totals}"""
-        sizes = self._sizes()
-        return dict(zip(sizes, totals.split([*sizes.values()]), strict=True))
+        return dict(zip([*self.names, *self.shapes], totals.split(self._sizes()), strict=True))
 
     @torch.no_grad()
     def add(self, totals, values):
         """Adds what one forward returned, in place."""
-        views = self._views(totals)
+        named = self._named(totals)
         with blamed(f"what --task {self.spec} returned", WANTED):
             for name in self.names:
                 total, count = values[name]
-                views[name][:1] += total
-                views[name][1:] += count
+                named[name][:1] += total
+                named[name][1:] += count
             for name, shape in self.shapes.items():
-                views[name].view(shape).add_(values[name].to(totals).view(shape))
+                named[name] += values[name].reshape(shape).flatten().to(totals)
         return totals
 
     def metrics(self, totals):
         """{name: sum / count}, or what `finish` makes of these; names with a count of 0 are left out."""
-        views = self._views(totals.cpu())
+        named = self._named(totals.cpu())
         metrics = {}
         for name in self.names:
-            total, count = views[name].tolist()
+            total, count = named[name].tolist()
             if count:
                 metrics[name] = total / count
-        complete = len(metrics) == len(self.names)
+        if len(metrics) < len(self.names):
+            return metrics
         for name, shape in self.shapes.items():
-            metrics[name] = views[name].long().view(shape)
-        with blamed(f"--task {self.spec}: finish", "wanted: a dict with a number for each name"):
-            if self.finish and complete:
-                metrics = self.finish(metrics)
-            return {name: float(value) for name, value in metrics.items() if name not in self.shapes}
+            metrics[name] = named[name].long().view(shape)
+        if self.finish:
+            metrics = self.finish(metrics)
+        return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
+
+    @property
+    def shown(self):
+        """Names of the numbers that a person sees."""
+        return [*self.metrics(self.zeros("cpu") + 1)]
 
     # ---- where the net is cut into stages, whose first one has the input and whose last one the output ----
     def input_of(self, batch, state):
@@ -199,19 +192,11 @@ class Task:
     def learn(self, values):
         """Takes names and shapes from what the function returned of one sample."""
         with blamed(f"what --task {self.spec} returned", WANTED):
-            self.shapes = {name: value.shape for name, value in values.items() if isinstance(value, Tensor)}
-            self.names = tuple(name for name in values if name not in self.shapes)
-            if next(iter(values)) in self.shapes:
-                raise ValueError("the first value is no (sum, count)")
-            for name in self.shapes:
-                if values[name].is_floating_point():
-                    raise ValueError(f"{name} is no tensor of whole numbers")
-        totals = self.add(self.zeros(torch.device("cpu")), values)
-        self.shown = [*dict.fromkeys([*self.names, *self.metrics(totals)])]
-        for name in self.shown:
-            if name in RESERVED or name.startswith("val_"):
-                raise UserError(f"--task {self.spec}: a name is {name!r}\n"
-                                f"no name begins with val_ or is one of {', '.join(RESERVED)}")
+            self.names = [name for name, value in values.items() if not isinstance(value, Tensor)]
+            self.shapes = {name: values[name].shape for name in values if name not in self.names}
+            if any(values[name].is_floating_point() for name in self.shapes):
+                raise TypeError(f"{', '.join(self.shapes)}: not whole numbers, without a count")
+            self.metrics(self.add(self.zeros("cpu"), values))
 
 
 class Answer(nn.Module):
@@ -231,16 +216,12 @@ class Answer(nn.Module):
 
 def find_task(opts: Options) -> Task:
     """The task that --task names."""
-    if opts.task == "classify":
-        return Task(classify, ahead=opts.bad_samples == "stop")
-    if opts.task == "tokens":
-        task = Task(tokens, finish=perplexity)
-        task.shown.append("perplexity")
-        return task
     if opts.task == OWN:
-        task = Task(classify, ("loss",))  # never called
-        task.shown += [opts.best.removeprefix("-")] * bool(opts.best)
-        return task
+        return Task(None, ["loss"])
+    if opts.task == "classify":
+        return Task(classify, ["loss", "acc"], ahead=opts.bad_samples == "stop")
+    if opts.task == "tokens":
+        return Task(tokens, ["loss", "acc"], perplexity)
     function = find_user(opts.task)
 
     def own(net, batch, state):
@@ -248,14 +229,15 @@ def find_task(opts: Options) -> Task:
             return function(net, batch)
 
     finish = find_user(opts.task.rpartition(":")[0] + ":finish", None)
-    return Task(own, (), finish if callable(finish) else None, opts.task)
+    return Task(own, [], finish, opts.task)
 
 
 def best_of(opts: Options, task: Task) -> tuple[str, int]:
     """(name, 1 or -1) of the metric whose best evaluation is kept; -1 if a lower one is better."""
     minimised = task.names[0]
-    name = opts.best.removeprefix("-") or ("acc" if "acc" in task.shown else minimised)
-    if name not in task.shown:
-        raise UserError(f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, task.shown)}\n"
-                        f"it has {', '.join(task.shown)}; -NAME if lower is better")
+    shown = task.shown
+    name = opts.best.removeprefix("-") or ("acc" if "acc" in shown else minimised)
+    if name not in shown and opts.task != OWN:
+        raise UserError(f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, shown)}\n"
+                        f"it has {', '.join(shown)}; -NAME if lower is better")
     return f"val_{name}", -1 if opts.best.startswith("-") or name == minimised else 1

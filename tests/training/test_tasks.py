@@ -247,12 +247,11 @@ GOOD = "return {'loss': (error.sum(), len(y))}"
     # at the start
     ("return error.mean()", "", {}, "wanted each time"),
     ("return {'loss': (error.repeat(2), len(y))}", "", {}, "wanted each time"),
-    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "no tensor of whole numbers"),
-    ("return {'val_loss': (error.sum(), 1)}", "", {}, "no name begins with val_"),
+    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "n: not whole numbers"),
     ("return {'loss': (out.summ(), len(y))}", "", {}, "own.py, line 8"),
     (GOOD, "", {"best": "f1"}, "the task has no 'f1'"),
-    (GOOD, "def finish(m): pass", {}, "finish: AttributeError"),
-    (GOOD, "def finish(m): return m | {'step': 7}", {}, "or is one of step"),
+    (GOOD, "def finish(m): return m['f1']", {}, "own.py, line 9"),
+    (GOOD, "def finish(m): pass", {}, "TypeError"),
     # in a later step
     ("return {'loss': (error.sum(), len(y))} | ({'more': (1, 1)} if first else {})", "", {}, "KeyError"),
     ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if first else 1).int()}", "", {}, "one shape"),
