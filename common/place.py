@@ -23,10 +23,9 @@ class Place:
 
     rank: int
     size: int
-    local_rank: int           # on this machine; a guess if `by_hand`
+    local_rank: int           # on this machine; if it is not set, all ranks are on one
     local_size: int
     node: int                 # number of this machine
-    by_hand: bool             # RANK and WORLD_SIZE are set alone: the ranks find out who shares a machine
     address: str              # where rank 0 listens
     port: int
     agent: str                # run id of torchrun's agent above this process; empty without one
@@ -68,7 +67,6 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
         local_rank=local_rank,
         local_size=local_size,
         node=_number(environ, "GROUP_RANK", rank // local_size),
-        by_hand=size > 1 and "LOCAL_RANK" not in environ and "LOCAL_WORLD_SIZE" not in environ,
         address=environ.get("MASTER_ADDR", ""),
         port=_number(environ, "MASTER_PORT", 0) if size > 1 else 0,  # Kubernetes may set it to tcp://...
         agent=environ.get("TORCHELASTIC_RUN_ID", ""),

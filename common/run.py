@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn, optim
 
 from common.checkpoint import CheckpointStore
-from common.data import Batch, batches, load_data
+from common.data import Batch, Data, batches, load_data
 from common.errors import blamed
 from common.ledger import Audit, Clock, Ledger, Log
 from common.options import Options
@@ -31,13 +31,13 @@ from common.world import join, leave
 class Run:
     """The nouns of a training: world, data, order; then state, store, log, rescue."""
 
-    def __init__(self, opts: Options, *own_data: Any) -> None:
+    def __init__(self, opts: Options, own_data: Data | None = None) -> None:
         self.opts = opts
         self.clock = Clock("import")
-        refuse_a_crash_loop(opts)
+        refuse_a_crash_loop()
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
         self.clock.lap("join")
-        self.data = load_data(opts, *own_data)
+        self.data = load_data(opts, own_data)
         self.order = ElasticSampler(self.data.train, opts.global_batch_size, self.world.replica,
                                     self.world.replicas, opts.seed, slices=opts.virtual_ranks)
 
@@ -46,31 +46,28 @@ class Run:
         """The state to train on, of the newest checkpoint that verifies; `parameters` of all stages."""
         opts = self.opts
         world = self.world
-        fingerprint = self.data.fingerprint
-        assert isinstance(fingerprint, str)
         self.clock.lap("load")
         self.parameters = parameters
         self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
-        with blamed(f"--run-dir {opts.run_dir}", "give the run a folder that can be written to"):
-            self.ledger = Ledger(opts.run_dir)
-            self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
-            self.store = CheckpointStore(opts, world, fingerprint, self.ledger)
+        self.ledger = Ledger(opts.run_dir)
+        self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
+        self.store = CheckpointStore(opts, world, str(self.data.fingerprint), self.ledger)
         self.source = self.store.restore(self.state)
         self.clock.lap("restore")
         return self.state
 
     @contextlib.contextmanager
-    def life(self, evaluate: Callable[[], dict[str, Any]] | None = None) -> Iterator[None]:
+    def life(self, evaluate: Callable[[], dict] | None = None) -> Iterator[None]:
         """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
-        opts = self.opts
         state = self.state
         self.judge = evaluate
-        self.log = Log(opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated))
+        self.log = Log(self.opts, self.world.rank, state.step, state.total_steps,
+                       (state.record, state.evaluated))
         self.rescue = Rescue(self.store, state, self.world, self.ledger,
                              closing=[self.log.close, self.clock.enter])
         with self.log, self.rescue, blamed():
-            open_life(self.log, self.ledger, self.clock, opts, self.world, self.data, state, self.source,
-                      self.parameters)
+            open_life(self.log, self.ledger, self.clock, self.opts, self.world, self.data, state,
+                      self.source, self.parameters, self.rescue.watch.processes)
             yield
             if evaluate and state.evaluation_missing:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
@@ -106,13 +103,14 @@ class Run:
         self.clock.stepped(state.step)
         if state.step % opts.log_every == 0:
             self.log.step(state.note(totals) | self.world.memory())
-        if opts.check_every and state.step % opts.check_every == 0 and self.world.size > 1:
+        if opts.check_every and state.step % opts.check_every == 0:
             self.store.agree(state)
         if self.rescue.save_asked or self.store.due(state, overdue):
             self.rescue.save_asked = False
             self.store.save(state)  # copies; a thread writes
         self.store.check()
         if self.rescue.asked:
+            state.updates.settle()  # what a GPU has still to do
             self.rescue.leave()
 
     def end_epoch(self) -> None:
@@ -125,7 +123,7 @@ class Run:
         if best or state.finished or self.store.due(state, 0.0):
             self.store.save(state)
 
-    def record(self, numbers: dict[str, Any]) -> None:
+    def record(self, numbers: dict) -> None:
         """Keeps and logs an evaluation."""
         state = self.state
         self.log.evaluation(state.step, state.record_evaluation(numbers))

@@ -20,7 +20,7 @@ from common.checkpoint.disk import Damaged, patient, sha, to_json
 from common.checkpoint.folder import TENSORS, checkpoints, folder_name, numbers_of, read_facts, read_manifest
 from common.checkpoint.tensors import flat_bytes, kinds_of, read_file, size_of, threads
 from common.errors import UserError
-from common.world import progress, send
+from common.world import send
 
 FINE, LACKS, DAMAGED = range(3)  # how a rank fared with a checkpoint
 MOST_SOURCES = 3  # ranks that are asked in turn for what others could not read
@@ -131,7 +131,7 @@ class Found:
     offered: int   # how many names there were on all ranks
 
 
-def load_newest(world, layout, root, own, key, report):
+def load_newest(world, layout, root, own, report):
     """Reads the newest checkpoint into the tensors of every rank; call on every rank.
 
     `own` are (step, folder) that this rank offers. One that another rank offers may lie here too.
@@ -146,11 +146,11 @@ def load_newest(world, layout, root, own, key, report):
             return Found(-1, "", False, {}, skipped, offered)
         folder = root / folder_name(step, k)
         name = f"checkpoints/{folder.name}"
-        with _trying(world, folder, f"offer {key} {rows[0]}") as offering:
+        with _trying(world, folder) as offering:
             if world.rank == source:
                 offering.value = _offer(layout, step, folder)
         offer = json.loads(send(world, json.dumps(offering.value).encode(), source))
-        with _trying(world, folder, f"read {key} {rows[0]}") as reading:
+        with _trying(world, folder) as reading:
             if offer:
                 reading.value = _read(layout, step, folder, offer["manifest"], world)
         reason = offering.reason or reading.reason
@@ -178,13 +178,13 @@ def _table(world, own):
 
 
 @contextlib.contextmanager
-def _trying(world, folder, name):
+def _trying(world, folder):
     """Waits for all ranks, for longer than a collective would; `reason` tells what damage this one has met.
 
     An OSError of one rank ends this life on all.
     """
     trial = SimpleNamespace(value=None, reason="")
-    with world.all_or_none(name):
+    with world.all_or_none():
         try:
             yield trial
         except Damaged as error:
@@ -209,7 +209,7 @@ def _read(layout, step, folder, manifest, world):
         return False
     for path, table in manifest["files"].items():
         rooms = layout.rooms(path, table)
-        patient(read_file)(folder / path, table, rooms, progress(world.store), threads(world.local_size))
+        patient(read_file)(folder / path, table, rooms, threads(world.local_size))
     return True
 
 

@@ -120,12 +120,13 @@ class CheckpointStore:
         same_everywhere(world, {
             "python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__,
             "data": self.fingerprint[:12], "options": run[:12],
-            "net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples)})
+            "net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples),
+            **bit_facts(self.opts, world.device)})
         self.writer = Writer(self.root, world.life, run, self.layout)
-        with world.all_or_none("owner"):
+        with world.all_or_none():
             if world.rank == 0:
                 self._own()
-        with world.all_or_none("owners"):  # the first rank of each node: rank 0's folder, or one of its own?
+        with world.all_or_none():  # the first rank of each node: rank 0's folder, or one of its own?
             if world.local_rank == 0 and world.rank != 0:
                 self._own()
         written = self.layout.written(state.tensors())
@@ -176,7 +177,7 @@ class CheckpointStore:
             with contextlib.suppress(Damaged, OSError):
                 runs[folder] = read_manifest(step, folder)["run"]
         ours = {"options": opts.to_json(), "identity": opts.identity(), "data": self.fingerprint,
-                "pinned": bit_facts(opts, self.world)}
+                "pinned": bit_facts(opts, self.world.device)}
         first = ours
         begun = any(name.startswith(("step-", "damaged-")) for name in os.listdir(self.root))
         if begun or os.path.lexists(path):
@@ -214,7 +215,7 @@ class CheckpointStore:
     def _load(self):
         """(the newest checkpoint that verifies on any machine's disk, whether this disk lacks it)."""
         opts = self.opts
-        found = self._take(self.root, "own", checkpoints(self.root))
+        found = self._take(self.root, checkpoints(self.root))
         if found.step >= 0:
             for folder in found.skipped:
                 ahead = numbers_of(folder.name)[0] - found.step
@@ -235,7 +236,7 @@ class CheckpointStore:
         if opts.at or opts.resume != "auto":
             source = opts.fork or opts.resume
             root, choices = choices_at(Path(source))
-            given = self._take(root, "given", [choice for choice in choices if opts.at in (0, choice[0])])
+            given = self._take(root, [choice for choice in choices if opts.at in (0, choice[0])])
             if given.step < 0 and opts.at:
                 raise UserError(f"--fork {source}: no whole checkpoint of step {opts.at}\n"
                                 f"it keeps {', '.join(str(step) for step, _ in reversed(choices))}")
@@ -247,13 +248,13 @@ class CheckpointStore:
             return opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else ""), False
         return None, False
 
-    def _take(self, root, key, choices):
+    def _take(self, root, choices):
         """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.
 
         If another dataset's order was saved, the epoch begins again.
         """
         state = self.state
-        found = load_newest(self.world, self.layout, root, choices if self.fence else [], key, self.report)
+        found = load_newest(self.world, self.layout, root, choices if self.fence else [], self.report)
         if found.step >= 0:
             state.load(found.facts)
             if state.position < found.facts["position"] and self.fence:

@@ -135,7 +135,7 @@ class Options:
     log_every: int = free(10, "steps between log lines", low=1)
     progress: str = free("auto", "a bar instead of lines; auto: on a terminal", choices=("auto", "on", "off"))
     tensorboard: bool = free(True, "no curves for TensorBoard in RUN/tb")
-    hang_timeout: int = free(0, "seconds without progress; 0: automatic", scripts="ddp mp")
+    hang_timeout: int = free(0, "seconds without progress; 0: 600", scripts="ddp mp")
     check_every: int = free(500, "steps between checks of replicas; 0: never", scripts="ddp mp")
     cross_check: int = free(0, "steps between slices that a second rank computes too; 0: never",
                             scripts="ddp")

@@ -1,6 +1,4 @@
 """How a life begins: what a person reads first, and the end of a job that makes no progress."""
-import os
-import socket
 import time
 import zlib
 
@@ -13,60 +11,71 @@ from common.options import Options
 from common.place import here, note_that_it_waits, this_process
 from common.rescue.watch import State
 from common.sampler import ElasticSampler
-from common.world import World, gather_texts
+from common.world import World
 
 LIVES_IN_VAIN = 3     # in a row: they could not train, or began on one step and ended with an error
 LIVES_KILLED = 10     # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512   # in an error
+OPENED = "opened"     # in the agent's folder: the newest of its lives that could train
 ENDED_WELL = {"stop", "refused", "done"}  # events
 FAILED = {"error", "hang"}                # events
 
 
 def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: World, data: Data,
-              state: State, source: str | None, parameters: int = 0) -> None:
+              state: State, source: str | None, parameters: int, processes: list[list[str]]) -> None:
     """Prints what this life is, and enters it in the ledger; call on every rank.
 
     A life that is like the one before it in the same job says one line.
     """
     data.train.note = data.test.note = ledger.event
-    with world.all_or_none("opening"):
+    with world.all_or_none():
         if world.rank == 0:
-            refuse_without_progress(ledger, opts, data, state)
-    texts = [text.split(" ") for text in gather_texts(world, f"{os.getpid()} {socket.gethostname()}")]
-    process = this_process()
-    header = header_of(opts, world, data, state, parameters)
-    mark = zlib.crc32("\n".join(header).encode())
+            refuse_without_progress(opts, data, state)
     if world.rank == 0:
-        _greet(log, clock, opts, world, state, header, mark, source)
+        header = header_of(opts, world, data, state, parameters)
+        mark = zlib.crc32(str(header).encode())
+        job = this_process()["job"]
+        before, death, saved = life_before(opts.run_dir, job)
+        stepped = [event["stepped"] for event in before if event["event"] == "left"]
+        line = resumption(opts, state, source)
+        if before:
+            seconds = max(0.0, time.time() - max(stepped, default=before[-1]["t"]))
+            line += f", after {seconds:.1f} s with {world.size} process{'es' * (world.size > 1)}"
+        lines = [line]
+        if not before or before[0]["header"] != mark:
+            first = f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}"
+            lines = [first, *header, line]
+        log.start(lines, clock)
+        if saved and not state.step:  # a disk is not mounted, say
+            log.note(f"{opts.run_dir}: step {saved} was saved, but no checkpoint is left; "
+                     "training begins again")
+        if death and not stepped:  # else a survivor has told
+            log.note(death)
         clock.open(ledger)
-        ledger.event("life", life=world.life, world=world.size, restart=world.restart, step=state.step,
-                     epoch=state.epoch, position=state.position, pids=[int(pid) for pid, _ in texts],
-                     hosts=[host for _, host in texts], job=process["job"], header=mark, began=clock.began,
-                     n=len(data.train), seed=opts.seed, data=str(data.fingerprint)[:12],
-                     global_batch_size=opts.global_batch_size, stages=world.stages,
-                     options=opts.given(), **clock.laps)
+        ledger.event(
+            "life",
+            life=world.life,
+            world=world.size,
+            restart=world.restart,
+            job=job,
+            pids=[int(pid) for pid, _, _ in processes],
+            hosts=[host for _, host, _ in processes],
+            step=state.step,
+            epoch=state.epoch,
+            position=state.position,
+            n=len(data.train),
+            data=str(data.fingerprint)[:12],
+            seed=opts.seed,
+            global_batch_size=opts.global_batch_size,
+            stages=world.stages,
+            options=opts.given(),
+            header=mark,
+            began=clock.began,
+            **clock.laps)
     place = here()
-    if place.speaks and place.agent:
-        ledger.event("opened", life=world.life, agent=process["agent"], restart=place.restart)
+    if place.speaks and place.notes:
+        (place.notes / OPENED).write_text(str(place.restart))
     note_that_it_waits(False)
-
-
-def _greet(log, clock, opts, world, state, header, mark, source):
-    """The header, if the life before in this job had another; where this life begins; how that one ended."""
-    before, death, saved = life_before(opts.run_dir, this_process()["job"])
-    stepped = [event["stepped"] for event in before if event["event"] == "left"]
-    lines = [resumption(opts, state, source)]
-    if before:
-        seconds = max(0.0, time.time() - max(stepped, default=before[-1]["t"]))
-        lines[0] += f", after {seconds:.1f} s with {world.size} process{'es' * (world.size > 1)}"
-    if not before or before[0]["header"] != mark:
-        place = f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}"
-        lines = [place, *header, *lines]
-    log.start(lines, clock)
-    if saved and not state.step:  # a disk is not mounted, say
-        log.note(f"{opts.run_dir}: step {saved} was saved, but no checkpoint is left; training begins again")
-    if death and not stepped:  # else a survivor has told
-        log.note(death)
 
 
 def header_of(opts: Options, world: World, data: Data, state: State, parameters: int) -> list[str]:
@@ -97,23 +106,23 @@ def resumption(opts: Options, state: State, source: str | None) -> str:
 
 
 # ---- the end of a crash loop ----------------------------------------------------------------------
-def refuse_a_crash_loop(opts: Options) -> None:
+def refuse_a_crash_loop() -> None:
     """Exit code 5 if three lives in a row have ended before they could train; call it before anything fails.
 
-    An agent would restart them for ever. It counts the restarts, and the ledger knows which of them this
-    agent has seen open: each machine judges its own lives.
+    An agent would restart them for ever. It counts the restarts, and its folder says which of them have
+    opened: each machine judges its own lives.
     """
     place = here()
-    agent = this_process()["agent"]
-    opened = [event["restart"] for events in _lives(opts) for event in events
-              if event["event"] == "opened" and event["agent"] == agent]
-    failed = place.restart - max(opened, default=-1) - 1
+    if place.notes is None:
+        return
+    opened = place.notes / OPENED
+    failed = place.restart - 1 - (int(opened.read_text()) if opened.exists() else -1)
     if failed >= LIVES_IN_VAIN:
         raise UserError(f"{failed} lives in a row ended before they could train; their errors are above\n"
                         "mend the cause, then start again", code=5)
 
 
-def refuse_without_progress(ledger: Ledger, opts: Options, data: Data, state: State) -> None:
+def refuse_without_progress(opts: Options, data: Data, state: State) -> None:
     """Exit code 5 if life after life begins on this step, and ends; the next start has as many again.
 
     A step that was saved and then withdrawn is no progress: the next life began on the same step.
@@ -128,7 +137,6 @@ def refuse_without_progress(ledger: Ledger, opts: Options, data: Data, state: St
         in_vain += bool(names & FAILED) or "first_step" not in names
     if state.finished or in_vain < LIVES_IN_VAIN and len(failed) < LIVES_KILLED:
         return
-    ledger.event("refused", step=state.step)
     errors = [event["why"] for life in reversed(failed) for event in life if event["event"] == "error"]
     first = [*errors, "killed, no error was noted"][0]
     order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed)

@@ -24,7 +24,7 @@ from common.errors import UserError, dismiss_agent, one_line, say
 from common.ledger import Ledger
 from common.place import here
 from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, State, Watch
-from common.world import WATCHED, World
+from common.world import World
 
 AGENT_SECONDS = 2.0          # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05         # the rank that has saved speaks first
@@ -47,7 +47,7 @@ class Reason(enum.Enum):
 WAYS_OUT: dict[Reason, tuple[int | None, str]] = {
     Reason.STOPPED: (143, "stopped on {cause}: {saved}"),
     Reason.PEER_DIED: (1, "{cause}; {saved}"),
-    Reason.HANG: (1, "{saved}; {cause}"),
+    Reason.HANG: (1, "{cause}; {saved}"),
     Reason.ERROR: (None, "rank {rank}: {cause}; {saved}"),
     Reason.REFUSED: (None, ""),
 }
@@ -111,7 +111,7 @@ class Rescue:
         """Waits until all ranks have saved their last step; returns the error if a peer has died."""
         self.watch.parting = True
         try:
-            self.world.barrier("end", WATCHED)  # the last save may take long; a hang is ended by `Watch`
+            self.world.barrier("end")  # the last save may take long; a hang is ended by `Watch`
         except RuntimeError as error:
             return error
 
@@ -122,7 +122,6 @@ class Rescue:
 
     def leave(self) -> None:
         """Saves the whole step and exits."""
-        self.state.updates.settle()
         self.end(self._reason_of(None))
 
     def all_sum(self, totals: torch.Tensor) -> torch.Tensor:
@@ -133,19 +132,14 @@ class Rescue:
         asks = [self.world.rank == 0 and self._control(name).exists() for name in CONTROLS]
         sums = self.world.all_sum(torch.cat([totals.flatten(), torch.tensor(asks).to(totals)]))
         totals.copy_(sums[:-len(CONTROLS)].view_as(totals))
-        for name, asked in zip(CONTROLS, sums[-len(CONTROLS):].tolist(), strict=True):
-            if asked:
-                self._obey(name)
-        return totals
-
-    def _obey(self, name):
-        if name == "save":
+        save, stop = sums[-len(CONTROLS):].tolist()
+        if save:
             self.save_asked = True
-            self._forget(name)
-        else:
+            self._forget("save")
+        if stop:
             self.stop_asked = "control/stop"
-        if self.world.rank == 0:
-            self.ledger.event("control", what=name, step=self.state.step + 1)
+            self._forget("stop")
+        return totals
 
     def _control(self, name):
         return self.state.opts.run_dir / "control" / name
@@ -178,11 +172,11 @@ class Rescue:
         mine = threading.current_thread() is threading.main_thread()
         if not self.ending.acquire(blocking=mine):
             return
-        self.watch.stopped.set()
+        self.watch.leaving = True
         if self.stop_asked and here().speaks:
             dismiss_agent()  # it would start another life
         code, line = WAYS_OUT[reason]
-        cause = cause or self.asked or in_words(error)
+        cause = cause or self.asked or (in_words(error) if error else "")
         saved = Saved("")
         if line:
             saved = self._save(reason)
@@ -201,24 +195,26 @@ class Rescue:
                 self.ledger.event("death", life=self.world.life, rank=death.rank, why=death.how)
             line = line.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
-        self._forget("stop")
-        if code is None:
-            self._sign_off()
-        else:
-            self._exit(code)
+        if code is not None:
+            for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
+                with contextlib.suppress(Exception):
+                    close()
+        self.ledger.event("left", life=self.world.life, rank=self.world.rank,
+                          stepped=round(self.state.stepped, 3))
+        if code is not None:
+            os._exit(code)  # without destructors, which may wait for a dead peer
 
     def _save(self, reason):
         """Never raises: this life ends in any case."""
         step = self.state.whole
-        already = Saved(f"step {step} was saved already")
+        words = ""
         try:
-            words = self.store.rescue(self.state, reason.name.lower())
-            return Saved(words, here=True) if words else already
+            if not self.watch.parting:  # then all is saved, and rank 0 may have let go of the run
+                words = self.store.rescue(self.state, reason.name.lower())
         except Exception as failure:
             code = failure.code if isinstance(failure, UserError) else 4
-            if self.watch.parting and code == 6:  # all have met: rank 0 has let go of the run
-                return already
             return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
+        return Saved(words or f"step {step} was saved already", here=bool(words))
 
     def _await_the_agent(self):
         """Waits for a signal: leaving before it would count a planned change of the world as a failure."""
@@ -239,21 +235,8 @@ class Rescue:
             return self.world.rank == 0
         return True
 
-    def _exit(self, code):
-        """Exits without destructors, which may wait for a dead peer."""
-        for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
-            with contextlib.suppress(Exception):
-                close()
-        self._sign_off()
-        os._exit(code)
 
-    def _sign_off(self):
-        self.ledger.event("left", life=self.world.life, rank=self.world.rank,
-                          stepped=round(self.state.stepped, 3))
-
-
-def in_words(error: BaseException | None) -> str:
+def in_words(error: BaseException) -> str:
     """One line that names the cause."""
-    if error is None or isinstance(error, UserError):
-        return one_line(error) if error else ""
-    return f"{type(error).__name__}: {one_line(error)}"
+    name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+    return name + one_line(error)

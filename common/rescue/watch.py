@@ -9,7 +9,7 @@ import faulthandler
 import functools
 import math
 import os
-import select
+import selectors
 import signal
 import socket
 import sys
@@ -32,9 +32,7 @@ STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 STEP_SECONDS = 10.0         # for a signalled main thread to end its step; the agent kills after 30
 PEER_SECONDS = 1.0          # for the main thread to end its step after a peer's end
 DEATH_SECONDS = 0.5         # until a launcher knows how its process has ended
-LEAST_LIMIT_SECONDS = 60.0  # without progress: the hang limit, or
-LIMIT_STEPS = 20            # so many steps at the pace of this life, if that is longer
-OPENING_SECONDS = 600.0     # the limit before the second step, which may compile
+HANG_SECONDS = 600.0        # without progress, if --hang-timeout does not say
 LOOK_SECONDS = 1.0
 LATE_SECONDS = 1.5          # a look that comes so late: this process was stopped, or its machine slept
 PLACES_SECONDS = 5.0        # for all ranks to tell where they are
@@ -42,12 +40,6 @@ LOCKED_SECONDS = 600.0      # at least so long without any Python thread: then f
 SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
 MOVED = "moved"             # messages over a lifeline; any other one is a rank and its place
 LOST = "lost"
-
-
-class Updates(Protocol):
-    """What a GPU has still to do."""
-
-    def settle(self) -> None: ...
 
 
 class State(Protocol):
@@ -59,9 +51,6 @@ class State(Protocol):
     epoch: int
     position: int
     progress: int   # grows with each step, with each part of an evaluation, and while a save moves
-
-    @property
-    def updates(self) -> Updates: ...
 
     @property
     def stepped(self) -> float: ...  # when the last step ended
@@ -82,45 +71,10 @@ class State(Protocol):
 class Death(NamedTuple):
     """How another rank has ended."""
 
+    words: str = "a process of another machine is gone"
     rank: int = -1
-    pid: int = 0
     how: str = ""
     killed: bool = False
-
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} (pid {self.pid}) {self.how}" if self.how else \
-            "a process of another machine is gone"
-
-
-class Pace:
-    """When some rank last moved, and how long none may; a limit of 0 follows the pace of steps."""
-
-    def __init__(self, state: State, given_limit: float) -> None:
-        self.state = state
-        self.given_limit = given_limit
-        self.progress = state.progress
-        self.moved = time.monotonic()
-        self.first: tuple[float, int] | None = None  # when this life had made its first step, and which
-
-    @property
-    def limit(self) -> float:
-        """Seconds without progress that are a hang."""
-        if self.given_limit:
-            return self.given_limit
-        if self.first is None or self.state.step == self.first[1]:
-            return OPENING_SECONDS
-        began, step = self.first
-        return max(LEAST_LIMIT_SECONDS, LIMIT_STEPS * (self.moved - began) / (self.state.step - step))
-
-    def has_moved(self) -> bool:
-        """Whether this rank has moved since the last look."""
-        if self.state.progress == self.progress:
-            return False
-        self.progress = self.state.progress
-        self.moved = time.monotonic()
-        self.first = self.first or (self.moved, self.state.step)
-        return True
 
 
 class Watch:
@@ -130,26 +84,32 @@ class Watch:
         self.state = state
         self.world = world
         self.end = end
-        self.asked = ""                  # the name of the signal by which this rank shall stop
-        self.lost = threading.Event()    # another rank has ended
-        self.death: Death | None = None  # of a rank of this machine, once it is known how
-        self.parting = False             # no step is left: this rank waits for the others, or has met them
+        self.asked = ""                # the name of the signal by which this rank shall stop
+        self.lost = threading.Event()  # another rank has ended
+        self.death = Death()
+        self.parting = False           # no step is left: this rank waits for the others, or has met them
+        self.leaving = False           # the main thread ends this life
         self.stopped = threading.Event()
-        self.deadline = math.inf         # then this thread ends the life
-        self.told = 0.0                  # when this rank last told that it moves
-        self.standing: dict[int, str] = {}  # {rank: its place} in a hang
+        self.deadline = math.inf       # then this thread ends the life
+        self.told = 0.0                # when this rank last told that it moves
+        self.places: dict[int, str] = {}  # of ranks that stand still, once the run hangs
         self.main = threading.get_ident()
-        limit = state.opts.hang_timeout or OPENING_SECONDS * state.opts.compile  # any step may compile
-        self.pace = Pace(state, limit)
+        self.selector = selectors.DefaultSelector()
+        self.limit = state.opts.hang_timeout or HANG_SECONDS
+        self.progress = state.progress
+        self.moved = time.monotonic()  # when some rank last did
 
     def start(self) -> None:
         """Call it on every rank, in the main thread."""
-        texts = gather_texts(self.world, f"{os.getpid()} {machine_id()}")
-        self.processes = [tuple(map(int, text.split())) for text in texts]  # (pid, machine) of each rank
-        lines = lifelines(self.world.store, self.world.rank, self.world.size) if self.world.size > 1 else []
-        self.lines = {line.fileno(): line for line in lines}
+        world = self.world
+        texts = gather_texts(world, f"{os.getpid()} {socket.gethostname()} {machine_id()}")
+        self.processes = [text.split() for text in texts]
+        self.lines = lifelines(world.store, world.rank, world.size) if world.store else []
+        for line in self.lines:
+            self.selector.register(line, selectors.EVENT_READ, self._hear)
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)
+        self.selector.register(self.pipe[0], selectors.EVENT_READ, self._hear_signals)
         # with any handler, Python writes the signal's number to the pipe that `_run` reads
         self.handlers = {}
         for number in STOP:
@@ -171,43 +131,41 @@ class Watch:
         with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake already
             os.write(self.pipe[1], bytes(1))  # to close it is not enough: forked processes have it open too
         self.thread.join()  # a thread that wakes in a dying interpreter aborts it
-        for line in self.lines.values():
+        self.selector.close()
+        for line in self.lines:
             line.close()
         for end in self.pipe:
             os.close(end)
 
     def _run(self):
-        self.poll = select.poll()  # select() takes no file number over 1023
-        for number in (self.pipe[0], *self.lines):
-            self.poll.register(number, select.POLLIN)
         while not self.stopped.is_set():
-            limit = self.pace.limit
             # C code that holds Python's lock stops this thread, too, but not faulthandler's
-            faulthandler.dump_traceback_later(max(2 * limit, LOCKED_SECONDS), exit=True, file=2)
+            faulthandler.dump_traceback_later(max(2 * self.limit, LOCKED_SECONDS), exit=True, file=2)
             began = time.monotonic()
-            seconds = min(LOOK_SECONDS, limit / 10, self.deadline - began)
-            for number, _ in self.poll.poll(max(0.0, 1000 * seconds)):
-                if number == self.pipe[0]:
-                    self._hear_signals(os.read(number, 64))
-                elif number in self.lines:
-                    self._hear(number)
-            late = time.monotonic() - began
-            if late > LOOK_SECONDS + LATE_SECONDS:  # SIGSTOP, a debugger: no hang
-                self.pace.moved += late
-            if self.pace.has_moved():
+            seconds = max(0.0, min(LOOK_SECONDS, self.limit / 10, self.deadline - began))
+            for key, _ in self.selector.select(LOOK_SECONDS if self.leaving else seconds):
+                key.data(key.fileobj)
+            if self.leaving:  # a slow disk is no hang; but a signal still means a planned change
+                continue
+            now = time.monotonic()
+            if now - began > LOOK_SECONDS + LATE_SECONDS:  # SIGSTOP, a debugger: no hang
+                self.moved += now - began
+            if self.state.progress != self.progress:
+                self.progress = self.state.progress
+                self.moved = now
                 self._tell_move()
-            if not self.standing and time.monotonic() - self.pace.moved >= self.pace.limit:
-                self._stand()
-            if time.monotonic() >= self.deadline:
+            elif now - self.moved >= self.limit and not self.places:
+                self._stand_still()
+            if now >= self.deadline:
                 break
-        faulthandler.cancel_dump_traceback_later()  # a slow disk is no hang
+        faulthandler.cancel_dump_traceback_later()
         if not self.stopped.is_set():
-            self.end(self._report() if self.standing else "")
+            self.end(self._report() if self.places else "")
 
     # ---- signals ----------------------------------------------------------------------------------
-    def _hear_signals(self, numbers):
+    def _hear_signals(self, pipe):
         """The main thread ends its step, then sees `asked`; this thread waits for it, but not for ever."""
-        stops = [number for number in numbers if number in STOP]
+        stops = [number for number in os.read(pipe, 64) if number in STOP]
         if stops and not self.asked:
             self.asked = signal.Signals(stops[0]).name
             self._leave_within(0.0 if self.parting else STEP_SECONDS)
@@ -216,44 +174,42 @@ class Watch:
         self.deadline = min(self.deadline, time.monotonic() + seconds)
 
     # ---- other ranks ------------------------------------------------------------------------------
-    def _hear(self, number):
+    def _hear(self, line):
         """What another rank tells, or its end."""
         data = b""
         with contextlib.suppress(OSError):
-            data = self.lines[number].recv(1 << 16)
+            data = line.recv(1 << 16)
         if not data:
-            self.poll.unregister(number)
-            self.lines.pop(number).close()
+            self.selector.unregister(line)
             self._lose()
-            return
         for message in data.decode().splitlines():
             rank, _, place = message.partition(" ")
             if message == LOST:
                 self._lose()
             elif message == MOVED:
-                self.pace.moved = time.monotonic()
+                self.moved = time.monotonic()
                 if self.world.rank == 0:
                     self._tell_move()
             elif rank.isdecimal():
-                if not self.standing:
-                    self._stand()
-                self.standing[int(rank)] = place
+                if not self.places:
+                    self._stand_still()
+                self.places[int(rank)] = place
 
     def _tell(self, message):
         """Rank 0 tells all, another rank tells rank 0."""
-        for line in self.lines.values():
+        for line in self.lines:
             with contextlib.suppress(OSError):
                 line.send(f"{message}\n".encode(), socket.MSG_DONTWAIT)
 
     def _tell_move(self):
         now = time.monotonic()
-        if now - self.told >= self.pace.limit / 10:
+        if now - self.told >= self.limit / 10:
             self.told = now
             self._tell(MOVED)
 
     def _lose(self):
         """A rank has ended."""
-        if self.standing:
+        if self.places:
             self._leave_within(0.0)  # rank 0 has told of the hang
         elif not self.parting and not self.lost.is_set():
             self.lost.set()
@@ -265,39 +221,33 @@ class Watch:
         """How a rank of this machine has ended, one that was killed if any; its launcher knows it late."""
         deadline = time.monotonic() + seconds
         while True:
-            deaths = []
-            for rank, (pid, machine) in enumerate(self.processes):
-                ending = end_of(pid) if machine == machine_id() else None
-                if ending:
-                    deaths.append(Death(rank, pid, *ending))
-            death = max(deaths, key=lambda death: death.killed, default=Death())
-            if death.how not in ("", "is gone"):
-                self.death = self.death or death
-            if self.death or time.monotonic() >= deadline:
-                return self.death or death
+            for rank, (pid, _, machine) in enumerate(self.processes):
+                ending = end_of(int(pid)) if machine == self.processes[self.world.rank][2] else None
+                if ending and (ending.killed or not self.death.how):
+                    self.death = Death(f"rank {rank} (pid {pid}) {ending.words}", rank, *ending)
+            if self.death.killed or time.monotonic() >= deadline:
+                return self.death
             time.sleep(0.002)
 
     # ---- a hang -----------------------------------------------------------------------------------
-    def _stand(self):
-        """This rank tells where it stands; then it waits for the others' places, or for rank 0's end."""
+    def _stand_still(self):
+        """This rank tells where it is; then it waits for the others' places, or for rank 0's end."""
         frame = sys._current_frames()[self.main]
-        place = f"step {self.state.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         stack = "".join(traceback.format_stack(frame)[-6:]).rstrip()
         rank = self.world.rank
         say(f"rank {rank} is here:\n{stack}", sys.stderr)
-        self.standing[rank] = place
-        self._tell(f"{rank} {place}")
-        if self.world.size == 1:
-            self._leave_within(0.0)
-        else:
+        self.places[rank] = f"step {self.state.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self._tell(f"{rank} {self.places[rank]}")
+        if self.world.size > 1:
             self._leave_within(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
+        else:
+            self._leave_within(0.0)
 
     def _report(self):
         """Who is where; rank 0 alone knows of all."""
         ranks = range(self.world.size) if self.world.rank == 0 else [0, self.world.rank]
         groups: dict[str, list[str]] = {}
         for rank in ranks:
-            groups.setdefault(self.standing.get(rank, SILENT), []).append(str(rank))
+            groups.setdefault(self.places.get(rank, SILENT), []).append(str(rank))
         places = [f"rank {','.join(names)}: {place}" for place, names in groups.items()]
-        fact = f"no progress for {self.pace.limit:.0f} s at step {self.state.step}"
-        return "; ".join([fact, *places])
+        return "; ".join([f"no progress for {self.limit:.0f} s at step {self.state.step}", *places])

@@ -14,7 +14,7 @@ from common.models import named_tensors
 from common.options import Options
 from common.training.bitwise import Tree
 from common.training.tasks import Task, autocast
-from common.world import World, require_same_bits
+from common.world import World
 
 
 def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task,
@@ -49,7 +49,6 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     if opts.script == "dp":
         return replicate(net, opts, world)
     if opts.virtual_ranks:
-        require_same_bits(opts, world)
         return Replica(net, Tree(net, world, opts.virtual_ranks))
     net = torch.compile(net) if opts.compile else net
     if world.size == 1:

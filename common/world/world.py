@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import resource
-import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,10 +19,12 @@ from torch import Tensor
 from common.errors import UserError
 from common.options import Options
 from common.place import here
+from common.sampler import hash_seed
 from common.world.determinism import pin
-from common.world.rendezvous import ANSWER, WORKING, choose_interface, find_place, fresh_store, gather, wait
+from common.world.rendezvous import ANSWER, fresh_store
 
 BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
+WORKING = timedelta(hours=1)      # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)       # a collective's time-out while the rescue ends hangs
 M_TRIM_THRESHOLD = -1             # of mallopt: which freed memory goes back to the kernel
 M_MMAP_THRESHOLD = -3
@@ -111,12 +112,11 @@ class World:
         """This world as size / stages replicas of so many ranks each; call on every rank."""
         if stages == 1:
             return self
-        replicas = [range(first, first + stages) for first in range(0, self.size, stages)]
-        same_stage = [range(stage, self.size, stages) for stage in range(stages)]
-        replica_groups = [dist.new_group(ranks, timeout) for ranks in replicas]
-        stage_groups = [dist.new_group(ranks, timeout) for ranks in same_stage]
-        return replace(self, stages=stages, stage_group=replica_groups[self.rank // stages],
-                       peers=stage_groups[self.rank % stages])
+        ranks = range(self.size)
+        replicas = [dist.new_group(ranks[first:first + stages], timeout) for first in ranks[::stages]]
+        peers = [dist.new_group(ranks[stage::stages], timeout) for stage in range(stages)]
+        return replace(self, stages=stages, stage_group=replicas[self.rank // stages],
+                       peers=peers[self.rank % stages])
 
     def watched(self) -> None:
         """From now on the rescue ends hangs: collectives wait, however long a step or a save takes."""
@@ -126,105 +126,86 @@ class World:
                 set_timeout(WATCHED, group)
 
     # ---- over the key-value store -----------------------------------------------------------------
-    def barrier(self, name: str, patience: timedelta | None = None) -> None:
-        """Waits for all ranks, longer than a collective would; use each name once per life.
-
-        UserError if a rank has raised one in `all_or_none`.
-        """
-        if self.size == 1:
-            return
-        assert self.store
-        key = f"meet/{name}"
-        if self.store.add(key, 1) == self.size:
-            self.store.set(f"{key}/open", "")
-        wait(self.store, [f"{key}/open"], patience)
-        error = self.store.get(f"{key}/open")
-        if error:
-            self.store.add(f"{key}/heard", 1)
-            raise UserError(*json.loads(error))
+    def barrier(self, name: str) -> None:
+        """Waits for all ranks while the rescue ends hangs; use each name once per life."""
+        if self.store:
+            if self.store.add(f"{name}/met", 1) == self.size:
+                self.store.set(f"{name}/open", "")
+            self.store.wait([f"{name}/open"], WATCHED)
 
     @contextlib.contextmanager
-    def all_or_none(self, name: str) -> Iterator[None]:
+    def all_or_none(self) -> Iterator[None]:
         """A UserError on one rank inside this block is raised on every rank."""
+        error = ""
         try:
             yield
-        except UserError as error:
-            if self.size > 1:
-                assert self.store
-                self.store.set(f"meet/{name}/open", json.dumps([str(error), error.code]))
-                deadline = time.monotonic() + ANSWER.total_seconds()
-                while self.store.add(f"meet/{name}/heard", 0) < self.size - 1 and time.monotonic() < deadline:
-                    time.sleep(0.01)  # the store ends with rank 0: the others must read the error first
-            raise
-        self.barrier(name)
-
-    def differences(self, facts: dict[str, str | int]) -> list[tuple[int, str, str, str]]:
-        """(rank, name, rank 0's value, its own) wherever a rank has another value; call on every rank."""
-        texts = gather_texts(self, json.dumps({name: str(value) for name, value in facts.items()}))
-        first, *others = map(json.loads, texts)
-        return [(rank, name, first.get(name), other.get(name)) for rank, other in enumerate(others, 1)
-                for name in {**first, **other} if first.get(name) != other.get(name)]
-
-    def new_store_client(self) -> dist.TCPStore:
-        """A second connection to this life's store, for a thread that must not wait for the main one."""
-        assert self.store
-        return dist.TCPStore(self.store.host, self.store.port, is_master=False, timeout=ANSWER)
+        except UserError as own:
+            error = json.dumps([str(own), own.code])
+        for text in filter(None, gather_texts(self, error)):
+            raise UserError(*json.loads(text))
 
 
 # ---- what the ranks of one life tell each other, never as pickles ---------------------------------
 def gather_texts(world: World, text: str) -> list[str]:
-    """The text of every rank; call on every rank."""
-    if world.size == 1:
+    """The text of every rank; call on every rank. Rank 0 reads them, the others ask it alone."""
+    store = world.store
+    if store is None:
         return [text]
-    return gather(world.store, world.rank, world.size, text)
+    turn = store.add(f"turn/{world.rank}", 1)
+    names = [f"texts/{turn}/{rank}" for rank in range(world.size)]
+    store.set(names[world.rank], text)
+    if world.rank == 0:
+        store.wait(names, WORKING)
+        store.set(f"texts/{turn}", json.dumps([other.decode() for other in store.multi_get(names)]))
+    store.wait([f"texts/{turn}"], WORKING)
+    return json.loads(store.get(f"texts/{turn}"))
 
 
 def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
     """UserError, naming two ranks and their values, if {name: value} differs between ranks."""
-    differences = world.differences(facts)
-    if differences:
-        rank, name, first, value = differences[0]
-        raise UserError(f"the ranks run different things: rank 0 has {name} {first}, "
-                        f"rank {rank} has {name} {value}\n"
-                        "give every node the same code, environment, data and options\n"
-                        "seed what is drawn at random: torch.manual_seed(0), numpy.random.default_rng(0)")
+    every = [json.loads(text) for text in gather_texts(world, json.dumps(facts))]
+    for rank, other in enumerate(every):
+        for name, value in other.items():
+            first = every[0].get(name)
+            if value != first:
+                raise UserError(f"the ranks run different things: rank 0 has {name} {first}, "
+                                f"rank {rank} has {name} {value}\n"
+                                "give every node the same code, environment, data and options\n"
+                                "seed what is drawn at random: torch.manual_seed(0), "
+                                "numpy.random.default_rng(0)")
 
 
 def send(world: World, data: bytes | None, source: int) -> bytes:
     """The bytes of rank `source`, on every rank."""
-    length = world.broadcast(torch.tensor([len(data or b"")]), source)
-    tensor = torch.zeros(int(length), dtype=torch.uint8)
-    if data and world.rank == source:
-        tensor.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return bytes(world.broadcast(tensor, source).tolist())
+    room = bytearray(data or b"")
+    length = world.broadcast(torch.tensor([len(room)]), source)
+    if world.rank != source:
+        room = bytearray(int(length))
+    world.broadcast(torch.frombuffer(room, dtype=torch.uint8), source)
+    return bytes(room)
 
 
 def odd_ranks(world: World, numbers: list[int]) -> list[int] | None:
     """None if the ranks of each stage have equal integers; else those in the minority, [] without one."""
     rows = [tuple(row.tolist()) for row in world.all_gather(torch.tensor(numbers))]
-    minority = None
-    for stage in range(world.stages):
-        values = rows[stage::world.stages]
-        if len(set(values)) == 1:
-            continue
-        few = [i for i, value in enumerate(values) if values.count(value) <= len(values) // 2]
-        if len(few) == len(values):  # no majority
-            few = []
-        minority = (minority or []) + [stage + i * world.stages for i in few]
-    return minority
+    stages = [rows[stage::world.stages] for stage in range(world.stages)]
+    if all(stage.count(stage[0]) == len(stage) for stage in stages):
+        return None
+    odd = [rank for rank, row in enumerate(rows)
+           if 2 * stages[rank % world.stages].count(row) <= world.replicas]
+    return odd if len(odd) < world.size else []
 
 
 @torch.no_grad()
 def fingerprint_of(tensors: dict[str, Tensor]) -> int:
-    """A cheap 64-bit sum over every bit of named tensors; equal weights give equal sums on every device."""
+    """A cheap number that depends on every bit of named tensors; equal weights give it on every device."""
     sums = [torch.zeros((), dtype=torch.int64)]
     for tensor in tensors.values():
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if flat.numel() % 8 or flat.storage_offset() % 8:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
         sums.append(flat.view(torch.int64).sum().cpu())  # 64-bit sums wrap, so their order does not matter
-    total = sum((2 * index + 1) * value for index, value in enumerate(torch.stack(sums).tolist())) % 2**64
-    return total - 2**64 if total >= 2**63 else total
+    return hash_seed(*torch.stack(sums).tolist())
 
 
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------
@@ -232,49 +213,36 @@ def join(opts: Options) -> World:
     """The world that torchrun or a person describes in the environment; call once, on every rank."""
     prepare_process()
     place = here()
-    node = place.node
-    local_rank = place.local_rank
-    local_size = place.local_size
-    store = None
-    if place.size > 1 and dist.is_initialized():  # by a script of one's own
-        raise UserError("torch.distributed is initialised already\n"
-                        "leave out init_process_group: the ranks are joined here, and parted at the end")
-    if place.by_hand:
-        store = fresh_store(place.rank, place.size)
-        node, local_rank, local_size = find_place(store, place.rank, place.size)
-    devices = choose_devices(opts, local_rank, local_size)
-    if opts.threads:
-        torch.set_num_threads(opts.threads)
+    devices = choose_devices(opts, place.local_rank, place.local_size)
     pin(opts)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
     timeout = timedelta(seconds=4 * opts.hang_timeout) if opts.hang_timeout else WORKING
+    store = None
     life = uuid.uuid4().hex[:12]
     if place.size > 1:
-        choose_interface(place, local_size, os.environ)
-        store = store or fresh_store(place.rank, place.size)
+        store = fresh_store(place.rank, place.size)
         _init_process_group(store, place, devices[0], timeout)
         if place.rank == 0:
             store.set("life", life)
         life = store.get("life").decode()
-    world = World(place.rank, place.size, local_rank, local_size, node, devices, life, place.restart, store)
+    world = World(place.rank, place.size, place.local_rank, place.local_size, place.node, devices, life,
+                  place.restart, store)
     return world.in_stages(opts.stages or place.size if opts.script == "mp" else 1, timeout)
 
 
 def leave(world: World) -> None:
     """The clean end: all is saved, all ranks have met, and no error is a failure.
 
-    Rank 0 holds the store, so it leaves last: its end would be a death for a rank that still asks the store.
+    Rank 0 leaves last: its end would be a death for a rank that still asks its store.
     """
-    if world.size > 1:
-        assert world.store
+    if world.store:
+        deadline = time.monotonic() + ANSWER.total_seconds()
         with contextlib.suppress(RuntimeError):
-            deadline = time.monotonic() + ANSWER.total_seconds()
             world.store.add("left", 1)
             while world.rank == 0 and world.store.add("left", 0) < world.size and time.monotonic() < deadline:
                 time.sleep(0.01)
             dist.destroy_process_group()
-    sys.stdout.flush()
 
 
 def prepare_process() -> None:
@@ -319,6 +287,9 @@ def choose_devices(opts: Options, local_rank: int, local_size: int) -> tuple[tor
 
 
 def _init_process_group(store, place, device, timeout):
+    if place.size == place.local_size:  # no network for the gradients of one machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"  # control traffic never touches the device stream

@@ -136,7 +136,7 @@ MUTANTS = {
     # what ranks agree on
     "replicas are not compared": ("checkpoint.store", "        if odd is not None:\n", "        if False:\n", *DIFFER, "a buffer"),
     "what diverged stays": ("checkpoint.store", "            if step > self.agreed:\n", "            if False:\n", *DIFFER, "a buffer"),
-    "the sum over weights has holes": ("world.world", "% 2**64\n", "% 2**62\n", "identity",
+    "the sum over weights has holes": ("world.world", "view(torch.int64).sum()", "view(torch.int64)[1:].sum()", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),
 }
 KILLERS = list({str(mutant[3:]): mutant[3:] for mutant in MUTANTS.values()}.values())

@@ -1,8 +1,6 @@
 """A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever it is."""
 import json
 import os
-import time
-from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +16,6 @@ from common.checkpoint.folder import checkpoints, describe
 from common.checkpoint.tensors import read_file, write_file
 from common.errors import UserError
 from common.training import TrainState, build_optimizer
-from common.world import rendezvous as meeting
 
 STAGES = 2
 
@@ -258,33 +255,6 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path):
             read_file(folder / last, files.pop(last))
         with pytest.raises(Damaged, match="rows, this run has"):
             held.check(files)
-
-
-def test_ranks_wait_for_a_reader_as_long_as_it_moves_and_no_longer(tmp_path):
-    """WORKING is ten minutes: what takes longer to verify could never be resumed from."""
-    opts = options(tmp_path)
-    with a_life(opts) as life:
-        save(life, 1)
-
-    def live(world):
-        meeting.WORKING = timedelta(seconds=0.3)
-        real = load.read_file
-
-        def slow(path, entry, rooms, moved, count):
-            for _ in range(12 if path.name.startswith("model") and world.rank else 0):
-                time.sleep(0.1)
-                moved()
-            return real(path, entry, rooms, moved, count)
-        load.read_file = slow
-        with a_life(opts, world=world) as life:
-            assert is_at(life.state, 1)
-        if world.rank:
-            with pytest.raises(RuntimeError):
-                meeting.wait(world.store, ["what nobody brings"])
-        meeting.WORKING = timedelta(seconds=30)
-        world.barrier("waited")
-
-    fork_ranks(2, live)
 
 
 def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before(tmp_path):

@@ -201,7 +201,6 @@ def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch
     begin_life()
     place = here()
     assert (place.rank, place.size) == (int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1)))
-    assert place.by_hand == (len(environ) == 4)
 
 
 @pytest.mark.parametrize(("script", "argv", "word"), [

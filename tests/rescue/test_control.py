@@ -33,7 +33,6 @@ def test_a_run_saves_when_asked_and_trains_on(jobs, tmp_path, name):
     until(lambda: reached(run) > step, "a further step")
     job.kill(signal.SIGTERM)
     assert job.wait() != 0
-    assert [event["what"] for event in events(run, "control")] == ["save"]
     assert len(events(run, "life")) == 1
 
 
@@ -50,7 +49,6 @@ def test_stop_ends_all_processes_after_one_step_with_143_and_no_new_life(jobs, t
     ask(run, "stop", job)
     code = job.wait(40)
     assert code == 143 if how != "torchrun" else code != 0, job.output
-    (stop,) = events(run, "control")
-    assert len(events(run, "life")) == 1 and stop["what"] == "stop" and reached(run) == stop["step"] < STEPS
-    assert "stopped on control/stop: step" in job.output
+    assert len(events(run, "life")) == 1 and {reached(run)} == {stop["step"] for stop in events(run, "stop")}
+    assert reached(run) < STEPS and "stopped on control/stop: step" in job.output
     assert jobs.python("train_ddp.py", *flags, PACE="0").wait() == 0 and audit(run) == CLEAN

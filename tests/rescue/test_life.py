@@ -1,5 +1,6 @@
 """What lives before it mean for the one that begins."""
 import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,6 @@ import pytest
 from common.errors import UserError
 from common.ledger import Ledger
 from common.options import Options
-from common.place import this_process
 from common.rescue import refuse_a_crash_loop
 from common.rescue.life import LIVES_KILLED, refuse_without_progress
 
@@ -22,7 +22,7 @@ def refused(run, *lives, step=7):
             ledger.event(name, step=began + 9, why="mine")
     try:
         state = SimpleNamespace(step=step, finished=False, epoch=0, position=0)
-        refuse_without_progress(ledger, Options(run_dir=run), SimpleNamespace(train=range(9)), state)
+        refuse_without_progress(Options(run_dir=run), SimpleNamespace(train=range(9)), state)
     except UserError as error:
         ledger.lines.close()
         return error.code, str(error)
@@ -43,21 +43,18 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
     assert refused(tmp_path, *[(7,)] * 3, step=8) is None
 
 
-def test_lives_that_end_before_they_train_end_the_job_with_5_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("opened, restart, ends", [
+    (None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True), (4, 5, False)])
+def test_lives_that_end_before_they_train_end_the_job_with_5_too(tmp_path, monkeypatch, opened, restart,
+                                                                 ends):
     """A step is not needed: what fails is the net, the data or the load."""
-    ledger, agent = Ledger(tmp_path), this_process()["agent"]
-    ledger.event("life", life="a", world=1, step=0)
-    for opened, restart, ends in [(None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True),
-                                  (4, 5, False)]:
-        if opened is not None:
-            ledger.event("opened", agent=agent, restart=opened)
-        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
-        if ends:
-            with pytest.raises(UserError, match="3 lives in a row ended before they could train") as caught:
-                refuse_a_crash_loop(Options(run_dir=tmp_path))
-            assert caught.value.code == 5
-        else:
-            refuse_a_crash_loop(Options(run_dir=tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{restart}/0/error.json")
+    if opened is not None:
+        (tmp_path / "opened").write_text(str(opened))
+    with pytest.raises(UserError, match="before they could train") if ends else nullcontext() as caught:
+        refuse_a_crash_loop()
+    assert not ends or caught.value.code == 5
 
 
 def test_a_start_that_finds_no_checkpoint_where_one_was_saved_tells_so(jobs, tmp_path):

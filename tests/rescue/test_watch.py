@@ -9,12 +9,12 @@ from jobs import until
 from ranks import fork_ranks
 
 from common.rescue import watch
-from common.rescue.watch import Pace, Watch
+from common.rescue.watch import Watch
 
 
 def watched(world, limit, step=3):
     """(state, Watch, its reports)"""
-    state = SimpleNamespace(step=step, progress=0, opts=SimpleNamespace(hang_timeout=limit, compile=False))
+    state = SimpleNamespace(step=step, progress=0, opts=SimpleNamespace(hang_timeout=limit))
     reports = []
     thread = Watch(state, world, reports.append)
     thread.start()
@@ -41,17 +41,6 @@ def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_
     ((report,),) = fork_ranks(1, stand_still)
     assert report.startswith("no progress for 1 s at step 3; rank 0: step 3, ")
     assert "stand_still" in capfd.readouterr().err
-
-
-def test_the_limit_follows_the_pace_of_steps_and_is_generous_before_the_second():
-    state = SimpleNamespace(step=0, progress=0)
-    pace = Pace(state, 0)
-    assert pace.limit == watch.OPENING_SECONDS
-    state.step = 8
-    pace.first = pace.moved - 70, 1
-    assert pace.limit == 200
-    pace.first = pace.moved - 7, 1
-    assert pace.limit == watch.LEAST_LIMIT_SECONDS
 
 
 def wait_for_rank_1(world):

@@ -3,8 +3,6 @@
     with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
         late_updates(state, default)     this state's updates are made when the default stream comes to them
         default.hang()                   it comes to nothing more until `.set()` of what this returns
-        default.busy(seconds)            its work takes so long, by the clock of events with timing
-    with fake_gpus(a, b) as streams:     each of these devices has a current stream
     with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
     ThreadedReplicas(net, count)         for CpuReplicas: replicas in threads, as nn.DataParallel runs them
@@ -31,9 +29,8 @@ backward = importlib.import_module("common.training.step")     # the door has a 
 class Stream:
     """Work in order; none is done before the program waits for it, or all that can be if `eager`."""
 
-    def __init__(self, device=None, eager=False, **_):
-        self.device, self.eager, self.work, self.done, self.turn = device, eager, [], 0, threading.RLock()
-        self.clock = 0.0
+    def __init__(self, device=None, eager=False):
+        self.eager, self.work, self.done, self.turn = eager, [], 0, threading.RLock()
 
     def submit(self, job):
         self.work.append(job)
@@ -54,22 +51,10 @@ class Stream:
     def synchronize(self):
         self.run(len(self.work))
 
-    def wait_event(self, event):
-        self.submit(event.synchronize)
-
-    def record_event(self, event=None):
-        event = event or Event()
+    def record_event(self):
+        event = Event()
         event.record(self)
         return event
-
-    def wait_stream(self, other):
-        self.wait_event(other.record_event())
-
-    def busy(self, seconds):
-        def work():
-            self.clock += seconds
-
-        self.submit(work)
 
     def hang(self):
         """All later work waits until the event that is returned is set."""
@@ -84,18 +69,11 @@ class Stream:
 
 
 class Event:
-    def __init__(self, enable_timing=False, **_):
-        self.stream, self.count, self.timing = None, 0, enable_timing
+    stream = None
 
     def record(self, stream=None):
         self.stream = stream or torch.cuda.current_stream()
-        if self.timing:
-            self.stream.submit(lambda: setattr(self, "moment", self.stream.clock))
         self.count = len(self.stream.work)
-
-    def elapsed_time(self, later):
-        assert self.query() and later.query(), "an event that the GPU has not passed has no time"
-        return 1000 * (later.moment - self.moment)
 
     def query(self):
         return not self.stream or self.stream.done >= self.count
@@ -159,17 +137,6 @@ def late_updates(state, default):
         default.submit(update)
 
     state.optimizer.step = launch
-
-
-@contextlib.contextmanager
-def fake_gpus(*devices):
-    """CPUs that each have a current stream, as GPUs have: {device: stream}."""
-    streams = {device: Stream(device) for device in devices}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "current_stream", streams.__getitem__)
-        patch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-        patch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-        yield streams
 
 
 # ---- generators -----------------------------------------------------------------------------------

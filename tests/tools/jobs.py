@@ -180,6 +180,16 @@ def command(pid):
         return ""
 
 
+def listening(pid):
+    """The addresses this process listens on, as the kernel writes them."""
+    inodes = set()
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
+    rows = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
+    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+
+
 def children(pid):
     return [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if (s := _stat(p))[1] == pid
             and s[0] not in "ZX"]

@@ -147,7 +147,7 @@ def load_into(images, root, report=lambda text: None):
     """What load_newest finds in the folder; it reads into the views of these images."""
     state = SimpleNamespace(tensors=lambda: {part: image.views for part, image in images.items()}, rows=dict)
     world = world_of_one()
-    return load_newest(world, Layout(state, world, shard=False), root, checkpoints(root), "test", report)
+    return load_newest(world, Layout(state, world, shard=False), root, checkpoints(root), report)
 
 
 def load(root, images):
