@@ -153,31 +153,26 @@ def edges(net, groups, x, device, cast):
 def shard(stage, world):
     """FSDP over the replicas of a stage: a rank keeps some rows, and gathers a block to run it.
 
-    A block is a part of a container: a layer of a transformer. What is left, and a part whose weight another
-    one has too, is gathered for the whole stage.
+    A block is a part of a container: a layer of a transformer. What is left, and a part with a weight that
+    occurs twice, is gathered for the whole stage.
     """
     mesh = DeviceMesh.from_group(world.peers or dist.group.WORLD, world.device.type)
-    uses = _uses(stage.net)
+    uses = Counter(p for _, p in stage.net.named_parameters(remove_duplicate=False))
+    tied = {p for p, times in uses.items() if times > 1}
     blocks = []
     inside = set()
     for parent in stage.net.modules():  # the outer ones first
         if parent in inside or not isinstance(parent, CONTAINERS):
             continue
         for block in parent.children():
-            weights = _uses(block)
-            is_untied = all(uses[p] == times for p, times in weights.items())
-            if weights and is_untied and not isinstance(block, CONTAINERS):
+            weights = set(block.parameters())
+            if weights and not weights & tied and not isinstance(block, CONTAINERS):
                 blocks.append(block)
                 inside.update(block.modules())
     for part in [*blocks, stage]:
         fully_shard(part, mesh=mesh, reshard_after_forward=part is not stage)
         part.set_gradient_divide_factor(1.0)  # the loss is divided by the size of the whole batch
         part.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
-
-
-def _uses(net):
-    """How often each weight occurs in a net."""
-    return Counter(p for _, p in net.named_parameters(remove_duplicate=False))
 
 
 # ---- what a person sees ----

@@ -176,8 +176,9 @@ class Pipeline(nn.Module):
             if last:
                 values = task(stage, samples, state) if first else task.answered(y, samples, state)
                 task.add(found, values)
-                y = task.minimised(values, lambda: self._nothing(y)) * (1.0 if n else 0.0) / batch.size
-                y = state.scaler.scale(y) if state.scaler else y
+                y = task.minimised(values, lambda: self._nothing(y)) * bool(n) / batch.size
+                if state.scaler:
+                    y = state.scaler.scale(y)
             tail = tree.measured(tree.slices[k], n / batch.size, found) if tree else None
             if n:
                 totals.add_(found)

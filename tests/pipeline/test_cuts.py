@@ -10,24 +10,16 @@ from common.errors import UserError
 from common.models import build_model
 from common.options import Options
 from common.pipeline import describe, split
-from common.pipeline.split import balance, cut, pieces
+from common.pipeline.split import balance, pieces
 from common.pipeline.stages import module
 from common.pipeline.transfer import timetable
 from common.training import find_task
 from common.world import World
 
 
-def world(*devices):
-    return World(0, 1, 0, 1, 0, tuple(map(torch.device, devices)), "life", 0)
-
-
-def linears(count):
-    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
-
-
 @pytest.mark.parametrize(("weights", "counts"), [
     ([1, 1, 1, 1], [2, 2]), ([5, 1, 1, 1], [1, 3]), ([1, 1, 1, 5], [3, 1]), ([1, 2, 3, 4, 5, 6], [3, 2, 1]),
-    ([1, 1], [1, 1]), ([1, 100, 1], [1, 1, 1])])
+    ([1, 100, 1], [1, 1, 1])])
 def test_a_cut_is_contiguous_and_its_heaviest_stage_as_light_as_possible(weights, counts):
     assert balance(weights, len(counts)) == counts
 
@@ -37,18 +29,13 @@ def test_what_has_no_weights_goes_with_its_neighbour():
     assert pieces(net) == [("0", "1", "2"), ("3", "4", "5")]
 
 
+def linears(count):
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+
+
 class Doubled(nn.Sequential):
     def forward(self, x):
         return 2 * super().forward(x)
-
-
-def twice():
-    part = nn.Linear(4, 4)
-    return nn.Sequential(part, nn.Tanh(), part, nn.Linear(4, 4))
-
-
-def scripted():
-    return torch.jit.script(linears(2))
 
 
 def hooked():
@@ -57,7 +44,13 @@ def hooked():
     return net
 
 
-@pytest.mark.parametrize("make", [lambda: Doubled(nn.Linear(4, 4), nn.Linear(4, 4)), twice, scripted, hooked])
+def twice():
+    part = nn.Linear(4, 4)
+    return nn.Sequential(part, nn.Tanh(), part, nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize("make", [lambda: Doubled(*linears(2)), lambda: torch.jit.script(linears(2)), hooked,
+                                  twice])
 def test_the_pieces_of_an_unusual_net_are_the_net(make):
     net = make()
     x = torch.rand(3, 4)
@@ -67,10 +60,11 @@ def test_the_pieces_of_an_unusual_net_are_the_net(make):
     assert torch.equal(net(x), y)
 
 
-def stages_of(net, world, width=4, **flags):
+def over(devices, net, shape=(4,), **flags):
+    """The net in stages over these devices of one process."""
     opts = Options(script="mp", **flags)
-    data = SimpleNamespace(train=Samples(torch.rand(2, *width) if isinstance(width, tuple)
-                                         else torch.rand(2, width), torch.zeros(2, dtype=torch.int64)))
+    data = SimpleNamespace(train=Samples(torch.rand(2, *shape), torch.zeros(2, dtype=torch.int64)))
+    world = World(0, 1, 0, 1, 0, tuple(map(torch.device, devices.split())), "life", 0)
     return split(net, opts, world, data, find_task(opts))
 
 
@@ -80,34 +74,27 @@ def tied():
     return net
 
 
-def test_weights_that_are_one_may_be_in_one_stage_and_not_in_two():
-    with pytest.raises(UserError, match=r"0.weight and 2.weight are one tensor.*stages 0 and 1"):
-        stages_of(tied(), world("cpu", "cpu"))
-    assert len(stages_of(nn.Sequential(*twice(), nn.Linear(4, 4)), world("cpu", "cpu")).groups) == 2
-
-
-def test_the_tutorials_net_has_block1_and_fc1_on_the_first_device_block2_and_fc2_on_the_second():
-    facts = SimpleNamespace(name="images", classes=5, sample_shape=(1, 28, 28), vocab=None)
-    model = stages_of(build_model(Options(model="net", seed=0), facts), world("cpu", "cpu:0"), (1, 28, 28),
-                      balance="1,1,1,1")
-    places = {stage[0][0]: str(device) for stage, device in zip(model.groups, model.devices, strict=False)}
-    assert places == {"block1": "cpu", "block2": "cpu:0", "fc1": "cpu", "fc2": "cpu:0"}
-    assert len(describe(model)) == 5
-
-
-@pytest.mark.parametrize(("net", "devices", "flags", "said"), [
-    (nn.Sequential(nn.Linear(4, 4)), ("cpu", "cpu"), {}, "has 1 pieces"),
-    (nn.Linear(4, 4), ("cpu", "cpu"), {}, "has 1 pieces"),
-    (linears(2), ("cpu",), {}, "two devices"),
-    (linears(2), ("cpu", "cpu"), {"balance": "2,1"}, "--balance 2,1")])
-def test_what_cannot_be_cut_is_refused_with_a_way_out(net, devices, flags, said):
-    with pytest.raises(UserError, match=said) as caught:
-        stages_of(net, world(*devices), **flags)
+@pytest.mark.parametrize(("make", "devices", "balance", "words"), [
+    (lambda: linears(1), "cpu cpu", "parameters", "has 1 pieces"),
+    (lambda: nn.Linear(4, 4), "cpu cpu", "parameters", "has 1 pieces"),
+    (hooked, "cpu cpu", "parameters", "has 1 pieces"),
+    (lambda: linears(2), "cpu", "parameters", "two devices"),
+    (lambda: linears(2), "cpu cpu", "2,1", "--balance 2,1"),
+    (lambda: linears(3), "cpu cpu", "1,1,1", "--balance 1,1,1"),
+    (tied, "cpu cpu", "parameters", "0.weight and 2.weight are one tensor.*stages 0 and 1")])
+def test_what_cannot_be_cut_is_refused_with_a_way_out(make, devices, balance, words):
+    with pytest.raises(UserError, match=words) as caught:
+        over(devices, make(), balance=balance)
     assert len(str(caught.value).splitlines()) <= 3
 
 
-def test_a_cut_by_hand_is_as_asked_for():
-    assert [len(group) for group in cut(linears(4), 2, "3,1")] == [3, 1]
+def test_the_cut_is_as_asked_for_and_may_alternate_between_devices_as_in_the_tutorial():
+    assert [len(group) for group in over("cpu cpu", linears(4), balance="3,1").groups] == [3, 1]
+    facts = SimpleNamespace(name="images", classes=5, sample_shape=(1, 28, 28), vocab=None)
+    net = build_model(Options(model="net", seed=0), facts)
+    model = over("cpu cpu:0", net, (1, 28, 28), balance="1,1,1,1")
+    assert [line.split()[1:3] for line in describe(model)[1:]] == [
+        ["cpu", "block1"], ["cpu:0", "block2"], ["cpu", "fc1"], ["cpu:0", "fc2"]]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])

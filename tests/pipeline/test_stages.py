@@ -1,10 +1,8 @@
 """A net in stages computes what the whole one does: any cut, over ranks or devices, ragged shares too."""
-import random
 import signal
-from functools import cache, partial
+from functools import partial
 from types import SimpleNamespace
 
-import numpy
 import pytest
 import torch
 from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weights
@@ -77,12 +75,6 @@ def train(world, model, dtype, stages=0, devices=1, n=N, drop=0.0, **more):
             "metrics": evaluate(made, data.test, state, world)}
 
 
-@cache
-def one_device(model, dtype, **more):
-    """What one process makes of it, once for all cuts and schedules."""
-    return train(ALONE, model, dtype, **more)
-
-
 def assert_same(ours, theirs, tolerance):
     """`ours` is every rank's result; together they have all the weights there are."""
     for one in ours:
@@ -95,45 +87,29 @@ def assert_same(ours, theirs, tolerance):
     assert set().union(*(one["weights"] for one in ours)) == set(theirs["weights"])
 
 
-PLACES = {"mlp": 2, "net": 4, "gpt:6x2x8": 8, "normed": 4}
-GRID = [(model, stages, torch.float64) for model, most in PLACES.items()
-        for stages in range(1, 1 + min(most, 4))]
-SAMPLE = [("mlp", 2, torch.float32), ("net", 1, torch.float64), ("net", 4, torch.float64),
-          ("gpt:6x2x8", 3, torch.float64), ("normed", 2, torch.float64)]
+@pytest.mark.parametrize(("model", "size", "stages", "more"), [
+    ("mlp", 2, 2, {"dtype": torch.float32}), ("net", 4, 4, {}), ("normed", 2, 2, {}), ("net", 3, 1, {}),
+    ("net", 2, 1, {"shard": True}), ("mlp", 8, 2, {"shard": True}), ("gpt:6x2x8", 6, 3, {}),
+    ("gpt:6x2x8", 4, 2, {"shard": True, "recompute": True})])
+def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
+        model, size, stages, more):
+    given = {"micro_batch_size": 2, "clip_grad_norm": 0.1, "momentum": 0.9, "dtype": torch.float64} | more
+    alone = {name: value for name, value in given.items() if name not in ("shard", "recompute")}
+    ours = fork_ranks(size, partial(train, model=model, stages=stages, **given))
+    assert_same(ours, train(ALONE, model, **alone), 1e-10 if given["dtype"] == torch.float64 else 1e-5)
 
 
-def same_loss(model, stages, dtype, shard):
-    """With BatchNorm, two replicas have the loss of two replicas: each normalizes what it sees."""
-    bn = model == "normed"  # which refuses a sample alone: micro batches of 3 and 2
-    more = dict(model=model, dtype=dtype, micro_batch_size=3 if bn and shard else 2, n=20 if bn else N)
-    ours = fork_ranks(stages * (1 + shard), partial(train, stages=stages, shard=shard, **more))
-    theirs = fork_ranks(2, partial(train, **more))[0] if shard and bn else one_device(**more)
-    assert_same(ours, theirs, 1e-10 if dtype == torch.float64 else 1e-5)
+@pytest.mark.parametrize(("model", "devices"), [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])
+def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices):
+    ours = train(ALONE, model, torch.float64, devices=devices, micro_batch_size=2)
+    assert_same([ours], train(ALONE, model, torch.float64, micro_batch_size=2), 1e-10)
 
 
-@pytest.mark.parametrize(("model", "stages", "dtype"), SAMPLE)
-def test_stages_over_ranks_have_the_loss_of_one_device(model, stages, dtype):
-    same_loss(model, stages, dtype, shard=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("model", "stages", "dtype"), GRID)
-@pytest.mark.parametrize("shard", [False, True])
-def test_every_cut_and_sharding_has_the_loss_of_one_device(model, stages, dtype, shard):
-    same_loss(model, stages, dtype, shard)
-
-
-class Drawing(nn.Module):
-    """Draws many times, and remembers for each micro batch every mask it drew."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.masks = nn.Linear(16, 16), {}
-
-    def forward(self, x):
-        mask = torch.cat([nn.functional.dropout(torch.ones(8), 0.5) for _ in range(60)])
-        self.masks.setdefault(hash(x.detach().numpy().tobytes()), []).append(mask)
-        return self.layer(x) * mask.mean()
+@pytest.mark.parametrize("how", [{"recompute": True}, {"shard": True}])
+def test_running_statistics_in_stages_are_those_of_as_many_replicas(how):
+    more = dict(model="normed", dtype=torch.float64, micro_batch_size=3, n=20)  # no sample alone
+    assert_same(fork_ranks(4, partial(train, stages=2, **how, **more)),
+                fork_ranks(2, partial(train, **more))[0], 1e-10)
 
 
 def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeypatch):
@@ -149,41 +125,6 @@ def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeyp
     assert fork_ranks(1, counted) == [(1, True)]
 
 
-def test_recomputation_draws_what_the_forward_drew_with_other_micro_batches_in_between():
-    opts = Options(script="mp", recompute=True, micro_batch_size=2, global_batch_size=32, optimizer="sgd")
-    world = World(**(vars(ALONE) | {"devices": (CPU, CPU)}))
-    drawing = Drawing()
-    net = nn.Sequential(nn.Linear(16, 16), nn.Sequential(drawing, nn.Linear(16, 4)))
-    x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
-    model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)), find_task(opts))
-    drawing.masks.clear()  # those of the measurement
-    backward(model, share_of(x, y, opts), TrainState(net, build_optimizer(net, opts), opts, 32), world)
-    assert [len(masks) for masks in drawing.masks.values()] == [2] * 16
-    assert all(torch.equal(*masks) for masks in drawing.masks.values())
-
-
-class Shaky(nn.Linear):
-    """Draws from Python's and numpy's generators."""
-
-    def forward(self, x):
-        return super().forward(x) * random.random() * numpy.random.rand()
-
-
-def test_a_stage_that_draws_from_python_or_numpy_draws_the_same_after_a_restart():
-    opts, found = Options(script="mp", micro_batch_size=2, global_batch_size=8, optimizer="sgd"), []
-    world = World(**(vars(ALONE) | {"devices": (CPU, CPU)}))
-    x, y = torch.randn(8, 4), torch.randint(0, 4, (8,))
-    for life in range(2):
-        torch.manual_seed(0)
-        net = nn.Sequential(Shaky(4, 4), Shaky(4, 4))
-        model = split(net, opts, world, SimpleNamespace(train=Samples(x, y)), find_task(opts))
-        random.seed(life)
-        numpy.random.seed(life)
-        backward(model, share_of(x, y, opts), TrainState(net, build_optimizer(net, opts), opts, 8), world)
-        found.append(net[0].weight.grad)
-    assert torch.equal(*found)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on_the_cpu(sharded):
     """On GPUs two groups sum what lies on CPUs and on GPUs: each rank would wait in another one."""
@@ -196,29 +137,6 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
     world = SimpleNamespace(device=device, stages=2, sum_over_stages=tell, sum_over_replicas=tell)
     Pipeline.norm(SimpleNamespace(lengths=torch.zeros(2, device=device), world=world, even=sharded), [])
     assert [t.device for t in told] == [device] * (1 + sharded)
-
-
-@pytest.mark.parametrize(("model", "devices"), [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])
-def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices):
-    ours = train(ALONE, model, torch.float64, devices=devices, micro_batch_size=2)
-    assert_same([ours], one_device(model, torch.float64, micro_batch_size=2), 1e-10)
-
-
-@pytest.mark.parametrize(("model", "size", "stages", "more"), [
-    ("net", 4, 2, {}), ("gpt:4x2x8", 6, 3, {}), ("mlp", 8, 2, {}), ("net", 3, 1, {}),
-    ("net", 2, 1, {"shard": True}), ("gpt:4x2x8", 4, 2, {"shard": True, "recompute": True}),
-    ("mlp", 8, 2, {"shard": True}), ("net", 3, 1, {"shard": True, "recompute": True})])
-def test_pipelines_side_by_side_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
-        model, size, stages, more):
-    given = dict(micro_batch_size=2, clip_grad_norm=0.1, momentum=0.9)
-    ours = fork_ranks(size, partial(train, model=model, dtype=torch.float64, stages=stages, **given, **more))
-    assert_same(ours, one_device(model, torch.float64, **given), 1e-10)
-
-
-def test_running_statistics_in_stages_are_those_of_as_many_replicas():
-    more = dict(model="normed", dtype=torch.float64, micro_batch_size=3, n=20)
-    assert_same(fork_ranks(4, partial(train, stages=2, recompute=True, **more)),
-                fork_ranks(2, partial(train, **more))[0], 1e-10)
 
 
 # ---- batches that are no tensors ----
