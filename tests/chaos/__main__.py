@@ -1,10 +1,7 @@
 """Seeded faults against real trainings; about 1.5 s an event.
 
 python -m tests.chaos --events 200 --seed 1            # all kinds
-python -m tests.chaos --events 20 --seed 1 --short     # one of each kind that matters most
-python -m tests.chaos --plain 20                       # plain torchrun, no variable set, so many kills
 python -m tests.chaos --bunches 20 --seed 1            # machines die in bunches, under launch/torchrun.py
-python -m tests.chaos --events 40 --state 400          # MB of state
 python -m tests.chaos --events 40 --disk slow          # a slow file system; two: two mounts as two machines
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
 python -m tests.chaos --events 40 --script mp          # train_mp.py, two stages, one or more pipelines
@@ -24,7 +21,6 @@ from tests.chaos import points_names
 from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
 from tests.chaos.events import TARGETS
-from tests.chaos.plain import plain_kills
 
 from jobs import Jobs  # isort: skip  (found once tests.chaos is)
 from netfs import served  # isort: skip
@@ -33,84 +29,59 @@ DISKS = {"slow": {"latency": 0.002, "bandwidth": 50e6},
          "two": {"machines": 2, "late": 3.0, "latency": 0.0005}}
 
 
-def main(argv=None):
+def main():
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__,
                                      formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--short", action="store_true")
-    parser.add_argument("--cold", type=float, default=0.1,
-                        help="share of submissions whose processes are executed, not forked")
-    parser.add_argument("--plain", type=int, default=0, metavar="KILLS",
-                        help="only this: kills in a row under plain torchrun")
-    parser.add_argument("--bunches", type=int, default=0, metavar="COUNT",
-                        help="only this: machines die in bunches, and others come")
-    parser.add_argument("--folder", "--root", type=Path, help="where to train (default: a temporary folder)")
+    parser.add_argument("--bunches", type=int, default=0, metavar="COUNT")
     parser.add_argument("--disk", choices=sorted(DISKS), help="a file system of tests/tools/netfs.py")
-    parser.add_argument("--state", type=int, default=0, metavar="MB", help="weights beside those that train")
     parser.add_argument("--script", choices=("ddp", "mp"), default="ddp")
     parser.add_argument("--only", nargs="*", default=(), choices=sorted(TARGETS), metavar="TARGET",
                         help=f"of {', '.join(TARGETS)}")
-    parser.add_argument("--quiet", action="store_true")
-    given = parser.parse_args(argv)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
-        folder = (given.folder or Path(temporary)).resolve()
-        os.environ["TMPDIR"] = str(folder)  # killed agents leave their log folders behind
-        disk = served(folder / "disk", **DISKS[given.disk]) if given.disk else contextlib.nullcontext()
+        folder = Path(temporary)
+        os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
+        disk = served(folder / "disk", **DISKS[args.disk]) if args.disk else contextlib.nullcontext()
         with disk as mounted, Jobs(folder) as jobs:
-            if given.plain:
-                print(json.dumps(plain_kills(jobs, folder / "run", given.plain)))
-                return 0
-            if given.bunches:
-                print(json.dumps(bunches(jobs, folder / "run", random.Random(given.seed), given.bunches)))
-                return 0
+            if args.bunches:
+                print(json.dumps(bunches(jobs, folder / "run", rng, args.bunches)))
+                return
             began = time.monotonic()
-            campaign = Campaign(jobs, random.Random(given.seed), given.events, given.short,
-                                0.0 if given.short else given.cold,
-                                say=(lambda text: None) if given.quiet
-                                else lambda text: print(text, flush=True), script=given.script,
-                                disk=mounted, state=given.state, only=given.only)
+            campaign = Campaign(jobs, rng, args.events, cold=0.1, script=args.script, disk=mounted,
+                                only=args.only)
             try:
                 campaign.go()
             finally:
-                print(json.dumps(summary(campaign, time.monotonic() - began), indent=1), flush=True)
+                print(f"{time.monotonic() - began:.0f} s", json.dumps(summary(campaign), indent=1))
             assert_that_it_struck(campaign)
-    return 0
 
 
-def summary(campaign, seconds):
-    alone = [change for change in campaign.changes if not change.survived]
-    recovered = [s for _, s in campaign.recovered]
-    tally = dict(sorted(campaign.tally.items()))
-    save = points_names()["save"]
+def summary(campaign):
+    recovered = [seconds for _, seconds in campaign.recovered]
     return {
-        "events": len(campaign.log), "landed": sum(bool(e["landed"]) for e in campaign.log),
-        "seconds": round(seconds),
-        "runs": campaign.notes, "lives": sum(n["lives"] for n in campaign.notes),
-        "changes of life with a survivor": len(campaign.changes) - len(alone),
+        "events": len(campaign.log),
+        "landed": sum(bool(event["landed"]) for event in campaign.log),
+        "runs": campaign.notes,
+        "changes of life": len(campaign.changes),
+        "with a survivor": sum(change.survived for change in campaign.changes),
         "steps of survivors lost": sum(change.of_survivors for change in campaign.changes),
-        "steps only the dead had": sum(change.of_the_dead for change in campaign.changes),
-        "changes of life without a survivor": len(alone),
-        # an interval, and what was made during a save under way
-        "steps lost there": [change.lost for change in alone],
-        "struck inside a save": sum(n for name, n in tally.items() if name.removeprefix("at ") in save),
-        "recovery_s": {"median": round(statistics.median(recovered), 2), "max": round(max(recovered), 2)}
-        if recovered else None,
-        "loading processes missed": len(campaign.missed),
-        "missed_s": {"median": round(statistics.median(campaign.missed), 2),
-                     "max": round(max(campaign.missed), 2)}
-        if campaign.missed else None,
-        "orphans_gone_s": round(max(campaign.orphaned), 2) if campaign.orphaned else None,
-        "tally": tally}
+        "steps lost without one": [change.lost for change in campaign.changes if not change.survived],
+        "recovery_s": [round(f(recovered), 2) for f in (statistics.median, max) if recovered],
+        "loading processes missed, after at most": [len(campaign.missed), max(campaign.missed, default=0)],
+        "orphans_gone_s": max(campaign.orphaned, default=0),
+        "tally": dict(sorted(campaign.tally.items()))}
 
 
 def assert_that_it_struck(campaign):
     """A campaign whose kills went astray has proven nothing."""
     landed = sum(bool(event["landed"]) for event in campaign.log)
     assert landed >= 0.6 * len(campaign.log), f"only {landed} of {len(campaign.log)} events landed"
-    saves = [name for name in campaign.tally if name.removeprefix("at ") in points_names()["save"]]
-    assert saves or campaign.only, "nothing was struck inside a save"
-    dead = sum(campaign.tally[f"loader {name}"] for name in ("KILL", "SEGV"))
+    in_saves = {f"at {name}" for name in points_names()["save"]}
+    assert in_saves & {*campaign.tally} or campaign.only, "nothing was struck inside a save"
+    dead = campaign.tally["loader KILL"] + campaign.tally["loader SEGV"]
     assert campaign.missed or dead < 8, f"{dead} loading processes died, and no rank has missed one"
 
 

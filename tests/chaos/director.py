@@ -9,10 +9,9 @@ from tests.chaos import EPOCH, HANG, RECOVERY, checks, events, points_names
 from tests.chaos.cluster import Cluster
 from tests.chaos.strikes import Strikes
 
-INTERVAL, LARGE_INTERVAL = 7, 40                # steps between saves: often within one; of a large state
-COMMON = ["--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}",
-          "--check-every=25", "--audit",
-          "--no-tensorboard", "--log-every=1", "--global-batch-size=32"]
+INTERVAL = 7                                                        # steps between saves
+COMMON = [f"--save-every={INTERVAL}", "--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}",
+          "--check-every=25", "--audit", "--no-tensorboard", "--log-every=1", "--global-batch-size=32"]
 FLAVOURS = {  # name: (flags, whether any world gives the same bits)
     # no dropout: 1e-9
     "plain": ([PACED[0], f"--dataset={TESTS}/paced.py:files", "--workers=2", "--lr=0.01"], False),
@@ -20,59 +19,72 @@ FLAVOURS = {  # name: (flags, whether any world gives the same bits)
                  "--optimizer=adamw"], True)}
 STAGES = {"stages": ([f"--model={TESTS}/paced.py:deep", PACED[1], "--micro-batch-size=8", "--stages=2",
                       "--lr=0.01"], False)}
+LOADING = {"loader", "stall"}
 
 
 class Campaign(Strikes):
+    """Trainings one after the other, until all events have struck; each mount of `disk` is a machine.
+
+    `only`: the targets of events; `env` is that of the workers.
+    """
+
     def __init__(self, jobs, rng, count, short=False, cold=0.0, epochs=20, say=print, script="ddp", disk=None,
-                 state=0, only=(), **env):
-        """`disk`: of netfs.served, each mount a machine; `state`: MB; `only`: the targets of events."""
-        self.jobs, self.rng, self.cold, self.epochs, self.say = jobs, rng, cold, epochs, say
-        self.script, self.disk, self.only = script, disk, only
-        self.env = env | {"CHAOS_SCRIPT": script, "STATE_MB": str(state)}
+                 only=(), **env):
+        self.jobs = jobs
+        self.rng = rng
+        self.cold = cold
+        self.epochs = epochs
+        self.say = functools.partial(say, flush=True)
+        self.script = script
+        self.disk = disk
+        self.env = env | {"CHAOS_SCRIPT": script}
         self.flavours = STAGES if script == "mp" else FLAVOURS
-        self.interval = LARGE_INTERVAL if state > 50 else INTERVAL
-        self.patience = 60 if disk or state > 50 else 5  # seconds: the workers of a dead agent save and leave
+        if only and {*only} <= LOADING:  # one flavour has such processes
+            self.flavours = {"plain": FLAVOURS["plain"]}
+        self.patience = 60 if disk else 5  # seconds: the workers of a dead agent save and leave
         self.todo = events.schedule(rng, count, points_names(), short, only)
-        self.size, self.number = None, len(list(jobs.folder.glob("run-*")))
+        self.size = None
         self.kinds = ["plain", "store"] if short else []  # of the first clusters; then as the dice fall
-        self.tally, self.log, self.changes, self.notes = collections.Counter(), [], [], []
-        self.recovered, self.missed, self.orphaned, self.references = [], [], [], {}
         self.steps = epochs * EPOCH
         self.pace = "0.008"
+        self.references = {}
+        self.tally = collections.Counter()
+        self.log, self.changes, self.notes = [], [], []
+        self.recovered, self.missed, self.orphaned = [], [], []
 
-    # ---- runs -------------------------------------------------------------------------------------
+    # ---- one training after the other -------------------------------------------------------------
     def go(self):
         while self.todo:
-            loading = self.only and set(self.only) <= {"loader", "stall"}  # one flavour has such processes
-            flavours = ["plain"] if loading else list(self.flavours)
-            self.train(flavours[len(self.notes) % len(flavours)])
-            self.number += 1
+            names = list(self.flavours)
+            self.train(names[len(self.notes) % len(names)])
 
     def flags(self, run, flavour):
-        return [f"--run-dir={run}", f"--epochs={self.epochs}", f"--save-every={self.interval}", *COMMON,
-                *self.flavours[flavour][0]]
+        return [f"--run-dir={run}", f"--epochs={self.epochs}", *COMMON, *self.flavours[flavour][0]]
 
     def reference(self, flavour):
         """The same run, undisturbed; once."""
         if flavour not in self.references:
-            run = self.jobs.folder / f"reference-{flavour}-{self.number}"
-            script, env = f"train_{self.script}.py", {"PACE": "0", "STATE_MB": self.env["STATE_MB"]}
+            run = self.jobs.folder / f"reference-{flavour}"
             start = functools.partial(self.jobs.torchrun, 2) if self.script == "mp" else self.jobs.python
-            job = start(script, *self.flags(run, flavour), **env)
+            job = start(f"train_{self.script}.py", *self.flags(run, flavour), PACE="0")
             assert job.wait(600) == 0, job.output
             self.references[flavour] = run
         return self.references[flavour]
 
     def train(self, flavour):
         """One training from its first step to its last, struck all along."""
-        self.folder = self.jobs.folder / f"run-{self.number}"
-        self.run, self.armed, self.journal = (self.folder / name for name in ("run", "armed", "journal"))
+        name = f"run-{len(self.notes)}"
+        folder = self.jobs.folder / name
+        self.armed = folder / "armed"
+        self.armed.mkdir(parents=True)
+        self.journal = folder / "journal"
+        self.run = folder / "run"
         self.views = [self.run]
         if self.disk:  # we look at what the server has
-            places = (self.disk.server, *self.disk.mounts)
-            self.run, *self.views = (path / f"run-{self.number}" for path in places)
-        self.armed.mkdir(parents=True)
-        self.now, self.struck = self.flags(self.run, flavour), []
+            self.run = self.disk.server / name
+            self.views = [mount / name for mount in self.disk.mounts]
+        self.now = self.flags(self.run, flavour)
+        self.struck = []
         reference = self.reference(flavour)
         self.launch()
         idle = 0
@@ -84,11 +96,10 @@ class Campaign(Strikes):
                 assert idle < 4, f"four submissions in a row have not begun training\n{self.outputs()}"
             elif self.todo and self.advance(self.todo[0].steps):
                 event = self.todo.pop(0)
-                if flavour != "plain" and event.target in ("loader", "stall"):
+                if flavour != "plain" and event.target in LOADING:
                     event = event._replace(target="worker", signal="KILL")  # its samples are in memory
                 self.strike(event)
-                small = self.interval == INTERVAL  # while a large one is read, an older one is deleted
-                if small and any((self.run / "checkpoints").glob("step-*")):
+                if any((self.run / "checkpoints").glob("step-*")):
                     checks.checkpoints_are_whole(self.run, tries=3)
             elif not self.cluster.ended():
                 self.await_end()
@@ -96,7 +107,8 @@ class Campaign(Strikes):
         self.check(flavour, reference)
 
     def await_end(self):
-        """The agents' own end, or, the training being complete, ours for those that wait for each other:
+        """The agents' own end; ours for those that wait for each other after the last step.
+
         torchrun's exit barrier takes 300 s when one node was given another life in the last moment.
         """
         quiet = []
@@ -107,22 +119,21 @@ class Campaign(Strikes):
             else:
                 quiet.append(time.monotonic())
             return self.cluster.ended() or quiet and quiet[-1] - quiet[0] > 15
+
         self.until(over, "the training's end", 2 * RECOVERY)
         if not self.cluster.ended():
-            self.tally["exit barriers cut short"] += 1
             self.cluster.cut = True
-            self.kinds.insert(0, "plain")  # what follows has nobody to wait for
-            # it hears nothing else in there
+            self.kinds.insert(0, "plain")  # what follows has no other agent to wait for
             self.cluster.strike([agent.pid for agent in self.cluster.living], "KILL")
             self.until(self.cluster.ended, "the agents to end", 60)
 
     def launch(self):
-        kind = self.kinds.pop(0) if self.kinds else None
-        env = {"CHAOS_ARMED": str(self.armed), "CHAOS_JOURNAL": str(self.journal), "PACE": self.pace}
-        cold = self.rng.random() < self.cold
-        self.cluster = Cluster(self.jobs, self.rng, self.now, self.views, env | self.env, cold, kind,
-                               self.size)
-        self.tally[f"cluster {self.cluster.kind}{' cold' if self.cluster.cold else ''}"] += 1
+        env = self.env | {"CHAOS_ARMED": str(self.armed), "CHAOS_JOURNAL": str(self.journal),
+                          "PACE": self.pace}
+        self.cluster = Cluster(self.jobs, self.rng, self.now, self.views, env,
+                               cold=self.rng.random() < self.cold,
+                               kind=self.kinds.pop(0) if self.kinds else None, size=self.size)
+        self.tally[f"cluster {self.cluster.kind}"] += 1
 
     def relaunch(self):
         codes = self.cluster.finish(60)
@@ -133,6 +144,10 @@ class Campaign(Strikes):
         self.launch()
         self.settle(len(lives(self.run)))
 
+    # ---- where it is ------------------------------------------------------------------------------
+    def step(self):
+        return reached(self.run) if lives(self.run) else 0
+
     def step_on_disk(self):
         return max([int(p.name[5:13]) for p in (self.run / "checkpoints").glob("step-*")], default=-1)
 
@@ -141,23 +156,18 @@ class Campaign(Strikes):
         return self.cluster.ended() or self.step_on_disk() == self.steps
 
     def done(self):
-        """The last submission has come to its end by itself; after one that we cut short, the next finds
-        nothing to do.
-        """
-        clean = not self.cluster.cut and 0 in [agent.poll() for agent in self.cluster.agents]
-        return self.cluster.ended() and clean and self.step_on_disk() == self.steps
+        """The last submission has ended by itself; after one that was cut, the next finds nothing to do."""
+        ended = not self.cluster.cut and 0 in [agent.poll() for agent in self.cluster.agents]
+        return self.cluster.ended() and ended and self.step_on_disk() == self.steps
 
     def outputs(self):
         return "\n".join(agent.output[-3000:] for agent in self.cluster.agents)
 
-    # ---- one event --------------------------------------------------------------------------------
     def advance(self, steps):
-        """Whether the training has made so many steps more and is not over, and a random moment has passed.
-        """
-        start = reached(self.run) if lives(self.run) else 0
-        self.until(lambda: self.over() or (
-            lives(self.run) and reached(self.run) >= min(start + steps, self.steps)), "steps")
-        time.sleep(self.rng.random() * 2 * float(self.pace))  # any instant of a step
+        """Whether the training has made so many steps more and is not over, at a random moment of a step."""
+        goal = min(self.step() + steps, self.steps)
+        self.until(lambda: self.over() or lives(self.run) and self.step() >= goal, "steps")
+        time.sleep(self.rng.random() * 2 * float(self.pace))
         return not self.over()
 
     def until(self, condition, what, deadline=RECOVERY):
@@ -171,9 +181,10 @@ class Campaign(Strikes):
         began = time.monotonic()
 
         def there():
-            found = lives(self.run)
-            return self.over() or len(found) > before and reached(self.run) > found[-1]["step"] or (
-                len(found) > before and found[-1]["step"] == self.steps)
+            found = lives(self.run)[before:]
+            return self.over() or found and (self.step() > found[-1]["step"]
+                                             or found[-1]["step"] == self.steps)
+
         self.until(there, "training to go on")
         return time.monotonic() - began
 
@@ -182,23 +193,19 @@ class Campaign(Strikes):
         until(lambda: not self.jobs.alive(), "every process to end", self.patience)
         self.struck += self.cluster.signalled
         journal = self.journaled()
-        hard = {s["pid"] for s in self.struck + journal if s["signal"] in checks.HARD}
-        for line in journal:
-            self.tally[f"at {line['point']}"] += 1
+        self.tally.update(f"at {line['point']}" for line in journal)
+        struck = self.struck + journal
+        hard = {line["pid"] for line in struck if line["signal"] in checks.HARD}
+        killed = {line["pid"] for line in struck if line["signal"] in ("KILL", "SEGV")}
         self.changes += checks.changes(self.run, hard)
-        checks.little_is_lost(self.changes, self.interval)
-        checks.every_second_has_its_bucket(
-            self.run, {s["pid"] for s in self.struck + journal if s["signal"] in ("KILL", "SEGV")})
+        checks.little_is_lost(self.changes, INTERVAL)
+        checks.every_second_has_its_bucket(self.run, killed)
         counts = checks.samples_are_exact(self.run)
         checks.checkpoints_are_whole(self.run)
-        said = "\n".join(agent.output for agent in self.cluster.agents)
-        assert "trying the one before" not in said, f"a kill has left a damaged checkpoint\n{said[-3000:]}"
+        said = self.outputs()
+        assert "trying the one before" not in said, f"a kill has left a damaged checkpoint\n{said}"
         checks.every_step_is_logged_once(self.run, self.steps, but_the_last=self.script == "mp")
         worst = checks.weights_equal(self.run, reference, self.flavours[flavour][1])
-        shared = self.disk and len(self.disk.mounts) > 1
-        checks.nothing_is_left(self.run if self.disk else self.run.parent, shared)
-        rescues, count = checks.saves_and_rescues(self.run)
-        self.notes.append({"flavour": flavour, "lives": count, "rescues": rescues, "difference": worst,
-                           **counts})
-        self.say(f"run {len(self.notes)} ({flavour}): {count} lives, {rescues} rescues, {counts}, weights "
-                 f"differ by {worst}")
+        checks.nothing_is_left(self.run if self.disk else self.run.parent, shared=bool(self.disk))
+        self.notes.append({"flavour": flavour, "lives": len(lives(self.run)), "difference": worst, **counts})
+        self.say(f"run {len(self.notes)}: {self.notes[-1]}")

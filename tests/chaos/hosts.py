@@ -1,33 +1,31 @@
 """Machines made of namespaces: each has a network, processes, mounts and a name of its own.
 
-A cut link is silence, as with a dead switch: no connection is closed, nobody is told.
+A cut link is silence, as with a dead switch: no connection is closed, no process is told.
 """
 import contextlib
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 from jobs import children
 
 NET = "10.213.7"
 INIT = "hostname $1; echo up; exec sleep 100000"                    # process 1 of a host
-CABLE = [sys.executable, str(Path(__file__).with_name("slow_link.py"))]
 
 
 def ip(*words):
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True).stdout
 
 
 class Hosts:
-    """`count` network namespaces around a switch that is one too; nothing is added to the machine's own
-    network.
-    """
+    """`count` network namespaces around a switch that is one too, beside the machine's own network."""
 
     def __init__(self, count):
-        self.mark, self.count = f"chaos{os.getpid()}", count
-        self.switch, self.inits, self.cables = f"{self.mark}sw", {}, {}
+        self.mark = f"chaos{os.getpid()}"
+        self.numbers = range(1, count + 1)
+        self.switch = f"{self.mark}sw"
+        self.inits = {}
 
     def name(self, i):
         return f"{self.mark}n{i}"
@@ -44,35 +42,29 @@ class Hosts:
         ip("netns", "add", self.switch)
         ip("-n", self.switch, "link", "add", "br0", "type", "bridge")
         ip("-n", self.switch, "link", "set", "br0", "up")
-        numbers, addresses = range(1, self.count + 1), {}
-        for i in numbers:
+        names = "".join(f"{NET}.{i} {self.name(i)}\n" for i in self.numbers)
+        addresses = {}
+        for i in self.numbers:
             host = self.name(i)
             ip("netns", "add", host)
-            names = "".join(f"{NET}.{j} {self.name(j)}\n" for j in numbers)
             folder = Path("/etc/netns", host)
             folder.mkdir(parents=True)
             (folder / "hosts").write_text(f"127.0.0.1 localhost\n{names}")
-            ip("-n", self.switch, "link", "add", f"p{i}", "type", "veth", "peer", "name", "eth0", "netns",
-               host)
+            ip("-n", self.switch, "link", "add", f"p{i}", "type", "veth", "peer", "eth0", "netns", host)
             ip("-n", self.switch, "link", "set", f"p{i}", "master", "br0", "up")
             ip("-n", host, "addr", "add", f"{NET}.{i}/24", "dev", "eth0")
-            for device in ("eth0", "lo"):
-                ip("-n", host, "link", "set", device, "up")
-            subprocess.run(["ip", "netns", "exec", host, *CABLE, "--whole", "eth0"], check=True)
-            shown = subprocess.run(["ip", "-n", host, "-o", "link", "show", "eth0"], check=True,
-                                   capture_output=True, text=True)
-            addresses[i] = shown.stdout.split("ether ")[1].split()[0]
-        for i in numbers:  # so that a cut is silence, and no "host unreachable"
-            for j in set(numbers) - {i}:
-                ip("-n", self.name(i), "neigh", "replace", f"{NET}.{j}", "lladdr", addresses[j], "dev",
-                   "eth0", "nud", "permanent")
+            ip("-n", host, "link", "set", "eth0", "up")
+            ip("-n", host, "link", "set", "lo", "up")
+            addresses[i] = ip("-n", host, "-o", "link", "show", "eth0").split("ether ")[1].split()[0]
+        for i in self.numbers:  # so that a cut is silence, and no "host unreachable"
+            for j in set(self.numbers) - {i}:
+                ip("-n", self.name(i), "neigh", "replace", f"{NET}.{j}", "lladdr", addresses[j],
+                   "dev", "eth0", "nud", "permanent")
 
     def __exit__(self, *_):
-        for process in [*self.inits.values(), *self.cables.values()]:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        for name in [*(self.name(i) for i in range(1, self.count + 1)), self.switch]:
+        for i in list(self.inits):
+            self.power_off(i)
+        for name in [*map(self.name, self.numbers), self.switch]:
             with contextlib.suppress(subprocess.CalledProcessError):
                 ip("netns", "del", name)
             shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
@@ -83,22 +75,7 @@ class Hosts:
         ip("-n", self.switch, "link", "set", f"p{i}", "nomaster")
 
     def heal(self, i):
-        if cable := self.cables.pop(i, None):
-            cable.kill()
-            cable.wait()
-            cable.stdout.close()
-            ip("-n", self.switch, "link", "del", f"s{i}")
         ip("-n", self.switch, "link", "set", f"p{i}", "master", "br0")
-
-    def slow(self, i, delay, loss):
-        """Each frame to and from the host comes so many seconds late, or with this probability never."""
-        self.cut(i)
-        ip("-n", self.switch, "link", "add", f"s{i}", "type", "veth", "peer", "name", f"t{i}")
-        ip("-n", self.switch, "link", "set", f"t{i}", "master", "br0", "up")
-        ip("-n", self.switch, "link", "set", f"s{i}", "up")
-        self.cables[i] = subprocess.Popen(["ip", "netns", "exec", self.switch, *CABLE, f"p{i}", f"s{i}",
-                                           str(delay), str(loss)], stdout=subprocess.PIPE)
-        self.cables[i].stdout.readline()
 
     def power_off(self, i):
         """All its processes die at once, as with its power; the next command finds it booted again."""

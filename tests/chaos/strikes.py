@@ -16,100 +16,105 @@ class Strikes:
 
     def strike(self, event):
         before = len(lives(self.run))
-        act = getattr(self, f"_{event.target}")
-        landed, new_life = act(event)
+        landed, new_life = getattr(self, f"_{event.target}")(event)
         name = " ".join(filter(None, [event.target, event.signal, event.point]))
-        self.log.append({"event": name, "landed": landed, "step": reached(self.run) if before else 0})
+        step = self.step()
+        self.log.append({"event": name, "landed": landed, "step": step})
         self.tally[f"{event.target} {event.signal}".strip()] += bool(landed)
         self.tally["not landed"] += not landed
-        took = ""
+        outcome = "" if landed else ": came too late"
         if landed and new_life:
             self.recovered.append((event.target, self.settle(before)))
-            took = f": on after {self.recovered[-1][1]:.1f} s"
-        self.say(f"{len(self.log):4}  step {self.log[-1]['step']:4}  {self.cluster.kind:5} "
-                 f"x{len(self.cluster.living)}  {name}"
-                 f"{took if landed else ': came too late'}")
+            outcome = f": on after {self.recovered[-1][1]:.1f} s"
+        self.say(f"{len(self.log):4}  step {step:4}  {self.cluster.kind:5} x{len(self.cluster.living)}  "
+                 f"{name}{outcome}")
 
-    def arm(self, event, rank="any"):
-        path = self.armed / f"{event.point}.{rank}"
+    # ---- where a process comes by ----
+    def arm(self, event):
+        path = self.armed / f"{event.point}.any"
         path.write_text(event.signal)
         return path
 
     def journaled(self):
-        return [json.loads(line)
-                for line in self.journal.read_text().splitlines()] if self.journal.exists() else []
+        lines = self.journal.read_text().splitlines() if self.journal.exists() else []
+        return [json.loads(line) for line in lines]
 
     def _point(self, event):
         """Armed, and waited for; what only comes at the end of the run stays armed until then."""
         if event.point in ("left", "exit") and self.cluster.kind != "plain":
             event = event._replace(point="leave")  # then torchrun lets the other agents wait for 300 s
-        count, path = len(self.journaled()), self.arm(event)
+        count = len(self.journaled())
+        path = self.arm(event)
         if event.point in points_names()["end"]:
             return 1, False
-        limit = (reached(self.run) if lives(self.run) else 0) + 30
-        self.until(lambda: self.over() or not path.exists() or (
-            lives(self.run) and reached(self.run) > min(limit, self.steps - 1)),
-            "somebody to come by the point")
+        limit = min(self.step() + 30, self.steps - 1)
+        self.until(lambda: self.over() or not path.exists() or self.step() > limit, "a process at the point")
         landed = self.landed(path, count)
         return landed, landed
+
+    _lock = _point
 
     def landed(self, path, count):
         """How many have been struck since; the one that took the file writes its line in a moment."""
         try:
             path.unlink()
         except FileNotFoundError:
-            self.until(lambda: len(self.journaled()) > count, "the line of a process that is about to die",
-                       10)
+            self.until(lambda: len(self.journaled()) > count, "the line of a process that is about to die")
         return len(self.journaled()) - count
 
     def _pair(self, event):
-        count, path, before = len(self.journaled()), self.arm(event), len(lives(self.run))
+        """A second one dies of the first one's consequences."""
+        count = len(self.journaled())
+        before = len(lives(self.run))
+        path = self.arm(event)
         landed = self._worker(event._replace(signal="KILL"))[0]
         self.until(lambda: self.over() or not path.exists() or (
-            len(lives(self.run)) > before and reached(self.run) > lives(self.run)[-1]["step"] + 2),
-            "somebody to come by the point")
+            len(lives(self.run)) > before and self.step() > lives(self.run)[-1]["step"] + 2),
+            "a process at the point")
         self.tally["second deaths"] += self.landed(path, count)
         return landed, landed
 
-    _lock = _point
-
+    # ---- at any instant ----
     def _worker(self, event):
         found = self.cluster.someone()
         if not found:
             return 0, False
-        if event.signal == "STOP CONT":  # slow, not dead: nothing may happen
-            landed = self.cluster.strike(found[1:], "STOP")
-            self.cluster.signalled = self.cluster.signalled[:-landed] if landed else self.cluster.signalled
-            time.sleep(self.rng.random() * 0.5)
-            self.jobs.kill(found[1], signal.SIGCONT)
-            return landed, False
-        return max([self.cluster.strike(found[1:], name) for name in event.signal.split()][0], 0), True
+        if event.signal == "STOP CONT":
+            return self.pause(found[1]), False
+        return max(self.cluster.strike(found[1:], name) for name in event.signal.split()), True
+
+    def pause(self, pid):
+        """Slow, not dead: nothing may happen."""
+        landed = self.jobs.kill(pid, signal.SIGSTOP)
+        time.sleep(self.rng.random() * 0.5)
+        self.jobs.kill(pid, signal.SIGCONT)
+        return int(landed)
 
     def _loader(self, event):
-        """Its rank misses it within seconds, saves and leaves. Not missed: the rank trains on past the end of
-        the epoch.
+        """Its rank misses it within seconds, saves and leaves.
+
+        Not missed: the rank has all its shares, and trains on past the end of the epoch.
         """
         found = []
 
         def strike():
             found[:] = self.cluster.loader() or ()  # it may end with its epoch: the next one has others
-            return found and self.cluster.strike(found[1:], event.signal.split()[0])
+            if found and event.signal == "STOP CONT":
+                return self.pause(found[1])
+            return found and self.cluster.strike(found[1:], event.signal)
 
-        self.until(lambda: strike() or self.over() and not found.clear(), "a loading process")
-        if not found:
+        if not self.until(lambda: strike() or self.over(), "a loading process") or not found:
             return 0, False
-        began, epoch_over = time.monotonic(), reached(self.run) + EPOCH + 1
-        if event.signal == "STOP CONT":
-            time.sleep(self.rng.random() * 0.5)
-            self.jobs.kill(found[1], signal.SIGCONT)
-        if event.signal in ("TERM", "STOP CONT"):  # a rank's to answer; slow, not dead: nothing may happen
+        if event.signal in ("TERM", "STOP CONT"):  # a rank's to answer
             return 1, False
-        while not (self.over() or state(found[0]) in "ZX" or (step := reached(self.run)) >= epoch_over):
-            # each step that is made begins the wait anew: a rank that trains on may have all its shares of
-            # this epoch
+        began = time.monotonic()
+        epoch_over = reached(self.run) + EPOCH + 1
+        patience = MISSED if event.target == "loader" else RECOVERY
+        step = 0
+        while not (self.over() or state(found[0]) in "ZX" or step >= epoch_over):
+            step = reached(self.run)  # each step begins the wait anew
             self.until(lambda step=step: self.over() or state(found[0]) in "ZX" or reached(self.run) != step,
-                       "the rank of a dead loading process to leave",
-                       MISSED if event.target == "loader" else RECOVERY)
+                       "the rank of a dead loading process to leave", patience)
         if state(found[0]) not in "ZX":
             self.tally["loaders not missed"] += 1
             return 1, False
@@ -122,20 +127,25 @@ class Strikes:
         found = self.cluster.someone()
         return (self.cluster.strike(found[0].workers, event.signal), True) if found else (0, False)
 
-    def _agent(self, event):
+    def _freeze(self, event):
+        """Stopped for good: the others must notice by themselves, so there have to be others."""
+        found = self.cluster.someone()
+        if not found or len(self.cluster.workers()) < 2:
+            return 0, False
+        return self.cluster.strike(found[1:], "STOP"), True
+
+    def _agent(self, event, workers=False):
         """Its workers must save, and be gone with it."""
         agent = self.rng.choice(self.cluster.living)
-        landed, alone = self.cluster.strike([agent.pid], event.signal), len(self.cluster.living) == 1
+        others = len(self.cluster.living) > 1
+        landed = self.cluster.strike([agent.pid, *agent.workers * workers], event.signal)
         self.until(lambda: agent.poll() is not None, "the agent to end")
-        self.orphaned.append(self.cluster.orphans(self.patience))
-        return landed, not alone
+        if not workers:
+            self.orphaned.append(self.cluster.orphans(self.patience))
+        return landed, others
 
     def _node(self, event):
-        agent = self.rng.choice(self.cluster.living)
-        alone = len(self.cluster.living) == 1
-        landed = self.cluster.strike([agent.pid, *agent.workers], event.signal)
-        self.until(lambda: agent.poll() is not None, "the agent to end")
-        return landed, not alone
+        return self._agent(event, workers=True)
 
     def _store(self, event):
         if not self.cluster.store:
@@ -150,31 +160,24 @@ class Strikes:
 
     def _resize(self, event):
         """Everything is told to stop, and comes back in another shape."""
-        landed = self.cluster.strike([agent.pid for agent in self.cluster.living], event.signal)
+        landed = self.cluster.strike([agent.pid for agent in self.cluster.living], event.signal or "TERM")
         self.until(self.cluster.ended, "the agents to end", 60)
         return landed, False
 
     def _grow(self, event):
         if self.cluster.kind == "plain" or len(self.cluster.living) >= NODES:
-            return self._resize(event._replace(signal="TERM"))
+            return self._resize(event)
         self.cluster.add(self.rng.randint(1, 2))
         return 1, True
 
     def _flap(self, event):
+        """A node that comes and goes."""
         if self.cluster.kind == "plain" or len(self.cluster.living) >= NODES:
-            return self._resize(event._replace(signal="TERM"))
+            return self._resize(event)
         for _ in range(3):
             agent = self.cluster.add(1)
-            self.until(lambda agent=agent: agent.poll() is not None or agent.workers or self.over(),
-                       "a node that comes and goes")
+            self.until(lambda agent=agent: agent.poll() is not None or agent.workers or self.over(), "a node")
             time.sleep(self.rng.random())
             self.cluster.strike([agent.pid, *agent.workers], "KILL")
             self.until(lambda agent=agent: agent.poll() is not None, "the agent to end")
         return 3, True
-
-    def _freeze(self, event):
-        """Stopped for good: the others must notice by themselves, so there have to be others."""
-        found = self.cluster.someone()
-        if not found or len(self.cluster.workers()) < 2:
-            return 0, False
-        return self.cluster.strike(found[1:], "STOP"), True

@@ -102,7 +102,7 @@ def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unb
 
 
 def test_plain_torchrun_without_a_variable_survives_kills_in_a_row(jobs, run, unbroken):
-    """The only one here that pays for real starts; `python -m tests.chaos --plain 20` is its long form."""
+    """The only one here that pays for real starts; the campaign is its long form."""
     job = ddp(jobs, 2, run, cold=True, PACE="0.02")
     for kill in range(3):
         jobs.kill(wait_for(run, 4 * kill + 2, kill, job)["pids"][kill % 2])
