@@ -44,7 +44,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
     if world.stages > 1:
         with blamed("this net cannot be cut into stages",
                     "a net is cut where one tensor goes from one part to the next: use train_ddp.py"):
-            x = task.input_of(example, SimpleNamespace(net=net, opts=opts, step=0))
+            x = task.input_of(example, None)
             shapes = edges(net, groups, x, world.device, autocast(opts, world.device))
     model = Pipeline(net, groups, shapes, opts, world, devices * len(groups), example)
     if opts.shard:
@@ -180,10 +180,7 @@ def describe(model: Pipeline) -> list[str]:
     """The cut as lines of a table."""
     lines = ["stage  place     layers                              parameters"]
     for i, group in enumerate(model.groups):
-        names = [name for piece in group for name in piece]
-        layers = names[0] or "all of it"
-        if len(names) > 1:
-            layers += f" ... {names[-1]} ({len(names)})"
+        layers = ", ".join(name for piece in group for name in piece) or "all of it"
         place = f"rank {i}" if model.world.stages > 1 else str(model.devices[i])
-        lines.append(f"{i:5}  {place:8}  {layers:34}  {model.parameters_of[i]:11,}")
+        lines.append(f"{i:5}  {place:8}  {layers[:34]:34}  {model.parameters_of[i]:11,}")
     return lines

@@ -95,7 +95,7 @@ class Ranks:
     def _check(self, tensor, expected):
         if (tuple(tensor.shape[1:]), tensor.dtype) != expected:
             raise UserError(f"stage {self.world.stage} passes on {tuple(tensor.shape[1:])}, {tensor.dtype} a "
-                            f"sample; at the start it was {expected[0]}, {expected[1]}\n"
+                            f"sample; at the start: {expected}\n"
                             "in stages all batches have one shape: pad them alike, or use train_ddp.py")
 
     def drain(self, newest=0):

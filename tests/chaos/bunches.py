@@ -15,9 +15,11 @@ PATIENCE_SECONDS = 60
 
 def bunches(jobs, run, rng, count, say=print):
     """Kills and adds machines in `count` bunches; the audit's counts, and the longest wait for training."""
-    store, machines, seconds = jobs.start(ROOT / "launch/store.py", "127.0.0.1:0"), [], []
+    store = jobs.start(ROOT / "launch/store.py", "127.0.0.1:0")
     until(lambda: "store on" in store.output, "the store")
     place = store.output.split("store on ")[1].strip()
+    machines = []
+    waits = []
 
     def add():
         machines.append(jobs.start(
@@ -25,41 +27,36 @@ def bunches(jobs, run, rng, count, say=print):
             "--rdzv_backend=c10d", "--rdzv_id=job", f"--rdzv_endpoint={place}", "--rdzv_conf=is_host=0",
             "--local_addr=127.0.0.1", ROOT / "train_ddp.py", *PACED, "--epochs=99999", f"--run-dir={run}",
             PACE="0.03"))
-        return "start"
-
-    def kill():
-        machines.pop(rng.randrange(len(machines))).kill()  # the kernel ends its agent and its workers
-        return "kill"
 
     def settle():
         """Three more steps, in this life or in another one."""
-        life, step, began = (lives(run) or [{}])[-1].get("life"), reached(run), time.monotonic()
+        began = time.monotonic()
+        life = len(lives(run))
+        step = reached(run) if life else 0
 
         def trains():
-            assert all(machine.poll() is None for machine in machines), "a machine has given up"
-            return lives(run) and reached(run) > 2 + (step if lives(run)[-1]["life"] == life else 0)
+            assert all(machine.poll() is None for machine in machines), [each.output for each in machines]
+            now = len(lives(run))
+            return now and reached(run) > 2 + (step if now == life else lives(run)[-1]["step"])
 
         until(trains, "training to go on", PATIENCE_SECONDS)
-        seconds.append(round(time.monotonic() - began, 1))
-        say(f"step {reached(run)}, world {lives(run)[-1]['world']}, after {seconds[-1]} s")
+        waits.append(round(time.monotonic() - began, 1))
+        say(f"step {reached(run)}, world {lives(run)[-1]['world']}, after {waits[-1]} s")
 
-    try:
-        for _ in range(3):
-            add()
+    for _ in range(3):
+        add()
+    settle()
+    for _ in range(count):
+        for _ in range(rng.randint(1, 3)):
+            if len(machines) == MOST or len(machines) > 1 and rng.random() < 0.7:
+                machines.pop(rng.randrange(len(machines))).kill()  # with its agent and its workers
+            else:
+                add()
+            time.sleep(rng.uniform(0, rng.choice(PAUSES_SECONDS)))
         settle()
-        for _ in range(count):
-            for _ in range(rng.randint(1, 3)):
-                kills = len(machines) > 1 and rng.random() < 0.7 or len(machines) == MOST
-                what, pause = kill() if kills else add(), rng.uniform(0, rng.choice(PAUSES_SECONDS))
-                say(f"  {what}, then {pause:.1f} s")
-                time.sleep(pause)
-            settle()
-        for machine in machines:
-            machine.kill(signal.SIGTERM)
-        assert {machine.wait(60) for machine in machines} == {143}
-    except AssertionError as error:
-        outputs = "\n".join(machine.output[-3000:] for machine in machines)
-        raise AssertionError(f"{error}\n{outputs}") from None
+    for machine in machines:
+        machine.kill(signal.SIGTERM)
+    assert {machine.wait(60) for machine in machines} == {143}
     store.kill(signal.SIGTERM)
     store.wait(10)
-    return audit(run) | {"bunches": count, "lives": len(lives(run)), "longest_s": max(seconds[1:])}
+    return audit(run) | {"bunches": count, "lives": len(lives(run)), "longest_s": max(waits[1:])}

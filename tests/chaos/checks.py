@@ -16,15 +16,15 @@ def checkpoints_are_whole(run, tries=1):
     go.
     """
     from common.checkpoint.__main__ import main
-    for left in reversed(range(tries)):
+    for _ in range(tries):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
             code = main([str(run)])
         # by a life that could not use it
-        aside = [path.name for path in (Path(run) / "checkpoints").glob("damaged-*")]
+        aside = [path.name for path in (run / "checkpoints").glob("damaged-*")]
         if code == 0 and "damaged" not in out.getvalue() and not aside:
             return
-        assert left, f"{out.getvalue()}{aside}"
+    raise AssertionError(f"{out.getvalue()}{aside}")
 
 
 def done_by_rank(run, life):

@@ -1,7 +1,9 @@
 """Launches, waits for the training to go on, and checks; the run folder's own records say what was lost."""
 import collections
 import functools
+import tempfile
 import time
+from pathlib import Path
 
 from jobs import PACED, TESTS, lives, reached, until
 
@@ -31,6 +33,7 @@ class Campaign(Strikes):
     def __init__(self, jobs, rng, count, short=False, cold=0.0, epochs=20, say=print, script="ddp", disk=None,
                  only=(), **env):
         self.jobs = jobs
+        self.folder = Path(tempfile.mkdtemp(prefix="campaign-", dir=jobs.folder))
         self.rng = rng
         self.cold = cold
         self.epochs = epochs
@@ -64,7 +67,7 @@ class Campaign(Strikes):
     def reference(self, flavour):
         """The same run, undisturbed; once."""
         if flavour not in self.references:
-            run = self.jobs.folder / f"reference-{flavour}"
+            run = self.folder / f"reference-{flavour}"
             start = functools.partial(self.jobs.torchrun, 2) if self.script == "mp" else self.jobs.python
             job = start(f"train_{self.script}.py", *self.flags(run, flavour), PACE="0")
             assert job.wait(600) == 0, job.output
@@ -74,7 +77,7 @@ class Campaign(Strikes):
     def train(self, flavour):
         """One training from its first step to its last, struck all along."""
         name = f"run-{len(self.notes)}"
-        folder = self.jobs.folder / name
+        folder = self.folder / name
         self.armed = folder / "armed"
         self.armed.mkdir(parents=True)
         self.journal = folder / "journal"

@@ -17,23 +17,21 @@ SIGNALS = {"point": {"KILL": 78, "SEGV": 12, "TERM": 7, "INT": 3},
            "loader": {"KILL": 70, "SEGV": 6, "TERM": 12, "STOP CONT": 12}, "stall": {"STOP": 1},
            "workers": {"KILL": 2, "TERM": 1}, "resize": {"TERM": 3, "INT": 1}}
 GROUPS = {"step": 34, "save": 44, "evaluation": 14, "end": 8}
-SHORT = [Event("point", "KILL", "write:model.safetensors"), Event("point", "KILL", "rename"),
-         Event("point", "SEGV", "step-torn"),
-         Event("pair", "KILL", "restore"), Event("agent", "KILL"), Event("node", "KILL"),
-         Event("job", "KILL"),
-         Event("resize", "TERM"), Event("grow", ""), Event("worker", "STOP CONT"),
-         Event("worker", "TERM TERM"),
-         Event("store", "KILL"), Event("loader", "KILL")]
+SHORT = [Event(*words.split()) for words in (
+    "point KILL write:model.safetensors", "point KILL rename", "point SEGV step-torn", "pair KILL restore",
+    "agent KILL", "node KILL", "job KILL", "resize TERM", "grow KILL", "store KILL", "loader KILL")]
+SHORT += [Event("worker", "STOP CONT"), Event("worker", "TERM TERM")]
 
 
 def choose(rng, weights):
     return rng.choices(list(weights), list(weights.values()))[0]
 
 
-def draw(rng, points, rare=True, only=()):
-    """One event. `rare`: also those of RARE."""
-    chosen = [target for target in only or TARGETS if rare or target not in RARE]
-    target = choose(rng, {target: TARGETS[target] for target in chosen})
+def draw(rng, points, only, rare):
+    """One event; `rare`: also of RARE."""
+    targets = {target: weight for target, weight in TARGETS.items()
+               if (rare or target not in RARE) and (not only or target in only)}
+    target = choose(rng, targets)
     name = choose(rng, SIGNALS.get(target, {"KILL": 1}))
     at = ""
     if target == "point":
@@ -42,12 +40,12 @@ def draw(rng, points, rare=True, only=()):
         at = rng.choice(points[rng.choice(["life", "save"])])
     elif target == "lock":
         name, at = "LOCK", "forward"
-    return Event(target, name, at, rng.randint(0, 9))
+    return Event(target, name, at)
 
 
 def schedule(rng, count, points, short=False, only=()):
     """`count` events in random order; a short one holds one of each kind that matters most."""
-    events = [event._replace(steps=rng.randint(0, 9)) for event in SHORT[:count]] if short else []
-    events += [draw(rng, points, not short, only) for _ in range(count - len(events))]
+    events = SHORT[:count] if short else []
+    events = events + [draw(rng, points, only, not short) for _ in range(count - len(events))]
     rng.shuffle(events)
-    return events
+    return [event._replace(steps=rng.randint(0, 9)) for event in events]

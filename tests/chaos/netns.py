@@ -7,9 +7,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from jobs import PACED, ROOT, Jobs, children, events, lives, reached, until
+from jobs import PACED, ROOT, Jobs, audit, children, events, lives, reached, until
 
-from common.ledger import audit
 from tests.chaos.hosts import NET, Hosts
 
 EVENT_SECONDS = 150  # at most, until the next step

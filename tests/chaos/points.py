@@ -23,6 +23,8 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.j
 
 def point(name, act=None):
     """Does what is armed here, if anything is."""
+    if not name:
+        return
     for who in (os.environ.get("RANK", "0"), "any"):
         claimed = f"{ARMED}/claimed-{os.getpid()}-{threading.get_ident()}"
         try:
@@ -67,11 +69,9 @@ def around(owner, attribute, before=None, after=None):
 
     @functools.wraps(real)
     def wrapped(*args, **kwargs):
-        if before:
-            point(before)
+        point(before)
         result = real(*args, **kwargs)
-        if after:
-            point(after)
+        point(after)
         return result
     setattr(owner, attribute, wrapped)
 
@@ -113,20 +113,18 @@ def _in_backward(gradient):
 
 
 def _plant_in_saves():
-    """A save is a staging folder, files in it, a rename out of it, two folders synced, an older one renamed
-    into it.
-    """
+    """A save: a staging folder, files in it, a rename out of it, two folders synced, an older one renamed."""
     known = {}  # descriptor -> what is being written through it
 
     def opened(path, flags, *args, **kwargs):
-        fd, text = REAL["open"](path, flags, *args, **kwargs), os.fspath(path)
-        name = os.path.basename(text)
-        if "/checkpoints" in text:
-            if flags & os.O_DIRECTORY:
-                known[fd] = ("root"
-                             if name == "checkpoints" else "folder" if name.startswith("step-") else None)
-            elif flags & os.O_CREAT and name in FILES:
-                known[fd] = name
+        fd = REAL["open"](path, flags, *args, **kwargs)
+        name = os.path.basename(os.fspath(path))
+        if name in FILES and flags & os.O_CREAT:
+            known[fd] = name
+        elif flags & os.O_DIRECTORY and name == "checkpoints":
+            known[fd] = "root"
+        elif flags & os.O_DIRECTORY and name.startswith("step-"):
+            known[fd] = "folder"
         return fd
 
     def closed(fd):
@@ -134,10 +132,11 @@ def _plant_in_saves():
         return REAL["close"](fd)
 
     def written(fd, data, at):
+        def half(name, what):
+            REAL["pwrite"](fd, data[:len(data) // 2], at)
+            _signal(name, what)
+
         if known.get(fd) in FILES:
-            def half(name, what):
-                REAL["pwrite"](fd, data[:len(data) // 2], at)
-                _signal(name, what)
             point(f"write:{known[fd]}", half)
         return REAL["pwrite"](fd, data, at)
 
@@ -151,13 +150,14 @@ def _plant_in_saves():
         return result
 
     def renamed(source, target, **kwargs):
-        out = "/checkpoints/.life" in os.fspath(source) and os.path.basename(target).startswith("step-")
-        away = str(target).endswith(".gone")
-        if out or away:
-            point("rename" if out else "letgo")
+        before = after = None
+        if "/checkpoints/.life" in os.fspath(source) and os.path.basename(target).startswith("step-"):
+            before, after = "rename", "renamed"
+        elif str(target).endswith(".gone"):
+            before, after = "letgo", "gone"
+        point(before)
         result = REAL["rename"](source, target, **kwargs)
-        if out or away:
-            point("renamed" if out else "gone")
+        point(after)
         return result
 
     def made(path, *args, **kwargs):

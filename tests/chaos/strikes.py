@@ -160,7 +160,7 @@ class Strikes:
 
     def _resize(self, event):
         """Everything is told to stop, and comes back in another shape."""
-        landed = self.cluster.strike([agent.pid for agent in self.cluster.living], event.signal or "TERM")
+        landed = self.cluster.strike([agent.pid for agent in self.cluster.living], "TERM")
         self.until(self.cluster.ended, "the agents to end", 60)
         return landed, False
 

@@ -68,22 +68,5 @@ def late_copy(device="cuda:0"):
         store.close()
 
 
-def dp_dtype():
-    """The types that nn.DataParallel's replicas compute in under --amp bf16."""
-    from common.options import Options
-    from common.training import distribute
-    seen = []
-
-    class Look(nn.Linear):
-        def forward(self, x):
-            seen.append(str((y := super().forward(x)).dtype))
-            return y
-
-    devices = tuple(torch.device("cuda", i) for i in range(2))
-    world, opts = World(0, 1, 0, 1, 0, devices, "life", 0), Options(script="dp", amp="bf16")
-    distribute(Look(4, 4).cuda(), opts, world)(torch.ones(8, 4, device="cuda"))
-    print(*seen)
-
-
 if __name__ == "__main__":
     globals()[sys.argv[1]](*sys.argv[2:])

@@ -14,14 +14,15 @@ import pytest
 import torch
 from fakes import fake_generators
 from ranks import fork_ranks
-from test_bitwise import CNN, NETS, batch_at, life, options, run, small
+from samples import Samples
+from test_bitwise import CNN, NETS, batch_at, life, options, run
 
 import train_mp
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
 from common.pipeline.transfer import Ranks
-from common.training import TrainState, build_optimizer, find_task
+from common.training import TrainState, build_optimizer, distribute, find_task
 from common.training import backward as whole_backward
 from common.world import World
 from common.world import determinism as pinned
@@ -38,10 +39,8 @@ def newest(folder):
 
 def pictures():
     """As much of a dataset as it takes to build a net of the tests and to cut it."""
-    x, y = torch.randn(2, 1, 12, 12), torch.zeros(2, dtype=torch.int64)
-    return SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures",
-                           train=type("T", (),
-                                      dict(fetch=lambda self, ids: (x, y), __len__=lambda self: 2))())
+    samples = Samples(torch.randn(2, 1, 12, 12), torch.zeros(2, dtype=torch.int64))
+    return SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures", train=samples)
 
 
 # ---- any number of stages and of replicas ---------------------------------------------------------
@@ -126,89 +125,46 @@ def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another
 
 
 # ---- a step that overflows ------------------------------------------------------------------------
-@pytest.mark.parametrize(("slices", "clip"), [(8, 1.0), (0, 1.0)])
-def test_a_step_that_overflows_in_one_stage_is_skipped_by_all(slices, clip):
-    def scaler():
-        return torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2)
-
-    def alone(world):
-        model, state = small(world, slices, scaler())
-        state.opts = options("unused", CNN | {"virtual_ranks": slices, "clip_grad_norm": clip})
-        with torch.no_grad():
-            state.net[0].weight.mul_(1e-4)  # before a BatchNorm: its gradient is 1e4 times as long
-        seen = []
-        for step in range(9):
-            whole_backward(model, batch_at(world, step, slices), state, world)
-            state.update(24)
-            seen.append(state.scaler.get_scale())
-        return seen, {n: t.tolist() for n, t in state.tensors()["model"].items()}
-
-    def staged(world):
-        opts = options("unused", CNN | MP
-                       | {"virtual_ranks": slices, "clip_grad_norm": clip, "stages": 2})
+def test_a_step_that_overflows_in_one_stage_is_skipped_by_all():
+    def trained(world, stages):
+        opts = options("unused", CNN | MP | {"stages": stages} if stages else CNN)
         pinned.pin(opts)
-        world, data = world.in_stages(2), pictures()
+        data = pictures()
         net = build_model(opts, data)
         with torch.no_grad():
-            net[0].weight.mul_(1e-4)
-        model, seen, own = split(net, opts, world, data, find_task(opts)), [], []
-        state = TrainState(net, build_optimizer(net, opts), opts, 107)
-        state.scaler = scaler()
-        counting = SimpleNamespace(
-            all_sum=lambda overflows: (own.append(bool(overflows)), world.all_sum(overflows))[1])
-        state.stages = SimpleNamespace(norm=model.norm, world=counting)
+            net[0].weight.mul_(1e-4)  # before a BatchNorm: its gradient, in stage 0, is 1e4 times as long
+        world = world.in_stages(stages or 1)
+        model = split(net, opts, world, data, find_task(opts)) if stages else distribute(net, opts, world)
+        state = TrainState(net, build_optimizer(net, opts), opts, 107, stages=model if stages else None)
+        state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2)
+        scales = []
         for step in range(9):
-            backward(model, batch_at(SimpleNamespace(rank=world.replica, size=world.replicas), step, slices),
-                     state, world)
+            batch = batch_at(SimpleNamespace(rank=world.replica, size=world.replicas), step, 8)
+            (backward if stages else whole_backward)(model, batch, state, world)
             state.update(24)
-            seen.append(state.scaler.get_scale())
-        return seen, {n: t.tolist() for n, t in state.tensors()["model"].items()}, own
+            scales.append(state.scaler.get_scale())
+        return scales, {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
-    scales, weights = fork_ranks(1, alone)[0]
+    scales, weights = fork_ranks(1, trained, 0)[0]
     assert len(set(scales)) > 3, "some steps overflowed and were skipped"
-    ranks = fork_ranks(4, staged)
-    assert any(len({own[step] for _, _, own in ranks}) == 2
-               for step in range(9)), "in some step only one stage overflowed"
-    assert len({str(seen) for seen, _, _ in ranks}) == 1
-    if slices:
-        assert ranks[0][0] == scales
-        assert {n: t for _, mine, _ in ranks for n, t in mine.items()} == weights
+    ranks = fork_ranks(4, trained, 2)
+    assert [seen for seen, _ in ranks] == [scales] * 4
+    assert {n: t for _, mine in ranks for n, t in mine.items()} == weights
 
 
 # ---- foreign weights ------------------------------------------------------------------------------
-@pytest.fixture
-def foreign(tmp_path):
-    facts = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures")
-    net = build_model(Options(model=CNN["model"], seed=77), facts)
+def test_each_stage_takes_its_own_of_foreign_weights_and_refuses_those_of_another_net(tmp_path, capfd):
+    net = build_model(Options(model=CNN["model"], seed=77), pictures())
     weights = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
+    given = CNN | {"epochs": 1, "init_from": str(tmp_path / "foreign.pt")}
     torch.save(weights, tmp_path / "foreign.pt")
-    return tmp_path / "foreign.pt", weights
-
-
-def test_each_stage_takes_its_own_of_foreign_weights(tmp_path, foreign):
-    given = CNN | {"epochs": 1, "init_from": str(foreign[0])}
     ddp = run(tmp_path / "ddp", 1, given)
-    assert run(tmp_path / "mp", 3, given | MP, train_mp) == ddp != run(tmp_path / "other", 1,
-                                                                       given | {"init_from": ""})
-    shard = {"virtual_ranks": 0, "eval_only": True, "epochs": 1}
-    for name, world, more, script in (("shard", 4, MP | {"stages": 2, "shard": True}, train_mp),
-                                      ("whole", 2, MP, train_mp)):
-        fork_ranks(world, life, script, options(tmp_path / name, given | shard | more))
-    paths = [tmp_path / name / "metrics.jsonl" for name in ("shard", "whole")]
-    shard, whole = [json.loads(path.read_text()) for path in paths]
-    assert shard | {"time": 0} == whole | {"time": 0} and "val_loss" in whole
-    assert not list(tmp_path.glob("*/checkpoints/step-00000000")), "--eval-only saves nothing"
-
-
-def test_foreign_weights_that_are_not_those_of_the_whole_net_are_refused_by_every_stage(tmp_path, foreign,
-                                                                                        capfd):
-    path, weights = foreign
+    assert run(tmp_path / "mp", 3, given | MP, train_mp) == ddp
+    assert run(tmp_path / "other", 1, given | {"init_from": ""}) != ddp
     del weights["module.0.weight"]
-    torch.save(weights, path)
-    given = CNN | MP | {"epochs": 1, "init_from": str(path)}
-    assert fork_ranks(2, life, train_mp, options(tmp_path / "run", given), may_die=range(2)) == [2, 2]
-    said = capfd.readouterr().err
-    assert "1 tensors do not fit this model" in said and "0.weight" in said
+    torch.save(weights, tmp_path / "foreign.pt")
+    ends = fork_ranks(2, life, train_mp, options(tmp_path / "run", given | MP), may_die=range(2))
+    assert ends == [2, 2] and "1 tensors do not fit this model" in capfd.readouterr().err
 
 
 # ---- between the last gradient and the first update -----------------------------------------------

@@ -1,5 +1,6 @@
 """A net in stages computes what the whole one does: any cut, over ranks or devices, ragged shares too."""
 import signal
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -30,49 +31,45 @@ N = 22  # samples: 2 global batches of 10, and one of 2
 def normed(data):
     """Convolutions with BatchNorm, which can be cut."""
     blocks = [nn.Sequential(nn.Conv2d(n, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for n in (1, 4, 4)]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4 * 16 * 16, 5))
+    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4 * 16 * 16, 16))
 
 
 def facts(model, dtype):
     draws = torch.Generator().manual_seed(5)
     if model.startswith("gpt"):
         tokens = torch.randint(0, 16, (N, 9), generator=draws)
-        x, y, classes, vocab = tokens[:, :-1], tokens[:, 1:], 16, 16
+        samples = Samples(tokens[:, :-1], tokens[:, 1:])
     else:
-        shape = (10,) if model == "mlp" else (1, 16, 16)
-        x = torch.rand(N, *shape, generator=draws).to(dtype)
-        y, classes, vocab = torch.randint(0, 5, (N,), generator=draws), 5, None
-    split = Samples(x, y)
-    return SimpleNamespace(name="drawn", train=split, test=split, classes=classes, vocab=vocab,
-                           sample_shape=split.shape)
+        x = torch.rand(N, *((10,) if model == "mlp" else (1, 16, 16)), generator=draws).to(dtype)
+        samples = Samples(x, torch.randint(0, 5, (N,), generator=draws))
+    vocab = 16 if model.startswith("gpt") else None
+    return SimpleNamespace(name="drawn", train=samples, test=samples, classes=16, vocab=vocab,
+                           sample_shape=samples.shape)
 
 
-def train(world, model, dtype, stages=0, devices=1, n=N, drop=0.0, **more):
+def train(world, model, dtype, stages=0, devices=1, n=N, **more):
     """{"loss" of each step, "weights" of this rank, "metrics"} after one epoch."""
     opts = Options(script="mp", model=model, global_batch_size=10, optimizer="sgd", stages=stages, **more)
     cut = bool(stages) or devices > 1
-    if cut:
-        world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(stages or 1)
+    world = replace(world, devices=(CPU,) * devices).in_stages(stages or 1)
     data = facts(model, dtype)
     data.train = Samples(data.train.x[:n], data.train.y[:n])
-    net = build_model(opts, data) if model != "normed" else normed(data)
-    net = net.to(dtype)
+    net = (build_model(opts, data) if model != "normed" else normed(data)).to(dtype)
     for each in net.modules():
         if isinstance(each, nn.modules.dropout._DropoutNd):
-            each.p = drop  # whoever cuts a net differently draws differently
-    task = find_task(opts)
-    made = split(net, opts, world, data, task) if cut else distribute(net, opts, world)
+            each.p = 0.0  # another cut draws other masks
+    made = split(net, opts, world, data, find_task(opts)) if cut else distribute(net, opts, world)
     state = TrainState(net, build_optimizer(net, opts), opts, N, stages=made if cut else None)
-    order, losses = ElasticSampler(n, 10, world.replica, world.replicas), []
+    order = ElasticSampler(n, 10, world.replica, world.replicas)
+    losses = []
     net.train()
     for batch in batches(data.train, order, opts):
         totals = world.all_sum((backward if cut else plain)(made, batch, state, world))
         state.update(batch.size)
         losses.append(totals.tolist()[0] / batch.size)
-    whole = {name: t.full_tensor() if hasattr(t, "full_tensor") else t
-             for name, t in net.state_dict().items()}
-    return {"loss": losses, "weights": {name: t.clone() for name, t in whole.items()},
-            "metrics": evaluate(made, data.test, state, world)}
+    weights = {name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+               for name, t in net.state_dict().items()}
+    return {"loss": losses, "weights": weights, "metrics": evaluate(made, data.test, state, world)}
 
 
 def assert_same(ours, theirs, tolerance):
@@ -182,67 +179,43 @@ def test_stages_that_pass_on_another_shape_than_at_the_start_are_refused():
 
 
 # ---- elastic: the same checkpoint whatever the cut ------------------------------------------------
-DEEP = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
-
-
-def mp(jobs, nproc, run, *flags, **kwargs):
-    return jobs.torchrun(nproc, "train_mp.py", *DEEP, f"--run-dir={run}", *flags, **kwargs)
-
-
-@pytest.fixture(scope="module")
-def alone(warm, tmp_path_factory):
-    """The run of one process that nobody disturbed."""
-    run = tmp_path_factory.mktemp("alone") / "run"
-    job = warm.python("train_ddp.py", *DEEP, f"--run-dir={run}", PACE="0")
+def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(jobs, tmp_path):
+    deep = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
+    alone = tmp_path / "alone"
+    run = tmp_path / "run"
+    job = jobs.python("train_ddp.py", *deep, f"--run-dir={alone}", PACE="0")
     assert job.wait() == 0, job.output
-    return run
 
+    def start(*flags):
+        return jobs.torchrun(4, "train_mp.py", *deep, f"--run-dir={run}", *flags)
 
-def assert_ends_like(run, alone):
+    def stop(job):
+        job.kill(signal.SIGTERM)  # each stage writes its part
+        job.wait()
+        return reached(run)
+
+    job = start("--save-every=2")
+    # no replica of this stage is left: the periodic save stands
+    jobs.kill(wait_for(run, 5, job=job)["pids"][1])
+    wait_for(run, 7, 1, job)
+    stopped = stop(job)
+    job = start("--stages=2")
+    life = wait_for(run, stopped + 2, 2, job)
+    assert life["step"] == stopped
+    jobs.kill(life["pids"][3])  # stage 1 lives on in rank 1: the survivors' rescue is whole
+    wait_for(run, stopped + 4, 3, job)
+    stop(job)
+    assert audit(run)["lost"] <= 5  # two steps of the interval, one save under way, and see below
+    assert lives(run)[3]["step"] >= life["step"] + 1  # or the step it died in, if one stage had made it
+    job = start("--stages=2", "--shard", "--recompute")
+    wait_for(run, lives(run)[-1]["step"] + 3, 4, job)
+    stopped = stop(job)
+    job = jobs.python("train_ddp.py", *deep, f"--run-dir={run}", PACE="0")
+    assert job.wait() == 0, job.output
+    assert lives(run)[5]["step"] == stopped
     counts = audit(run)
     assert counts["missed"] == counts["repeated"] == 0
     assert abs(last_loss(run) - last_loss(alone)) < 1e-9
     ours, theirs = weights(run), weights(alone)
     assert ours.keys() == theirs.keys()
     assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)
-
-
-def test_a_sharded_run_stops_and_goes_on_under_train_ddp_and_one_of_train_ddp_is_sharded(jobs, tmp_path,
-                                                                                         alone):
-    run = tmp_path / "run"
-    job = jobs.torchrun(2, "train_ddp.py", *DEEP, f"--run-dir={run}")
-    wait_for(run, 3, job=job)
-    job.kill(signal.SIGTERM)
-    job.wait()
-    job = mp(jobs, 4, run, "--stages=2", "--shard", "--recompute", "--save-every=2")
-    wait_for(run, 8, 1, job)
-    job.kill(signal.SIGTERM)
-    job.wait()
-    stopped = reached(run)
-    job = jobs.python("train_ddp.py", *DEEP, f"--run-dir={run}", PACE="0")
-    assert job.wait() == 0, job.output
-    assert lives(run)[2]["step"] == stopped
-    assert_ends_like(run, alone)
-
-
-def test_a_run_goes_on_with_4_then_2_then_3_stages_and_kills_in_between(jobs, tmp_path, alone):
-    run = tmp_path / "run"
-    job = mp(jobs, 4, run, "--save-every=2")
-    # no replica of this stage is left: the periodic save stands
-    jobs.kill(wait_for(run, 5, job=job)["pids"][1])
-    wait_for(run, 7, 1, job)
-    job.kill(signal.SIGTERM)  # all are asked to stop: each stage writes its part
-    assert job.wait() != 0
-    stopped = reached(run)
-    job = mp(jobs, 4, run, "--stages=2")
-    life = wait_for(run, stopped + 2, 2, job)
-    assert life["step"] == stopped
-    jobs.kill(life["pids"][3])  # stage 1 lives on in rank 1: the survivors' rescue is whole
-    wait_for(run, stopped + 4, 3, job)
-    job.kill(signal.SIGTERM)
-    job.wait()
-    assert audit(run)["lost"] <= 5  # two steps of the interval, one save under way, and see below
-    assert lives(run)[3]["step"] >= life["step"] + 1  # or the step it died in, if one stage had made it
-    job = mp(jobs, 3, run)
-    assert job.wait() == 0, job.output
-    assert_ends_like(run, alone)

@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ROOT / "tests/gpu/checks.py"
-ASK = ("import json, torch; t = torch.cuda; n = t.device_count(); "
-       "print(json.dumps([[t.get_device_name(i) for i in range(n)], list(t.nccl.version()) if n else []]))")
+ASK = ("import json, torch; n = torch.cuda.device_count(); "
+       "print(json.dumps([n, list(torch.cuda.nccl.version()) if n else []]))")
 
 
 def fake():
@@ -25,26 +25,28 @@ def fake():
 
 @functools.cache
 def seen():
-    """(names of the GPUs, NCCL's version)."""
+    """(number of GPUs, NCCL's version)."""
     if not Path("/dev/nvidiactl").exists():
-        return [], []
-    env = {k: v for k, v in os.environ.items() if k != "CUDA_VISIBLE_DEVICES"}
+        return 0, []
+    env = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     if os.environ["TESTS_GPUS"] != "all":
         env["CUDA_VISIBLE_DEVICES"] = os.environ["TESTS_GPUS"]
     done = subprocess.run([sys.executable, "-c", ASK], env=env, capture_output=True, text=True, timeout=120)
-    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else ([], [])
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else (0, [])
 
 
 def needs(count):
-    here = 8 if fake() else len(seen()[0])
+    here = 8 if fake() else seen()[0]
     return pytest.mark.skipif(here < count, reason=f"needs {count} GPUs, {here} are visible")
 
 
 def visible(count=None):
     """What CUDA_VISIBLE_DEVICES is for a child: the first `count` of them."""
-    given = os.environ["TESTS_GPUS"]
-    all_of = given.split(",") if given not in ("all", "fake") else [str(i) for i in range(len(seen()[0]))]
-    return "" if fake() else ",".join(all_of[:count])
+    chosen = os.environ["TESTS_GPUS"]
+    if chosen == "fake":
+        return ""
+    numbers = map(str, range(seen()[0])) if chosen == "all" else chosen.split(",")
+    return ",".join([*numbers][:count])
 
 
 def devices(*numbers):

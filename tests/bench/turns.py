@@ -1,0 +1,27 @@
+"""Ways that take turns, so that whatever else the machine does hits all of them: read the ratios."""
+import os
+import statistics
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
+
+
+def take_turns(ways, rounds):
+    """{name: the costs of each round} of {name: a function that returns its cost}; a first round warms up."""
+    costs = {name: [] for name in ways}
+    for number in range(rounds + 1):
+        for name in list(ways)[::1 - 2 * (number % 2)]:  # none is always the first
+            cost = ways[name]()
+            if number:
+                costs[name].append(cost)
+    return costs
+
+
+def ratio(ours, theirs):
+    """The median of each round's ratio, and its quartiles."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    low, middle, high = statistics.quantiles(ratios * 2, n=4)
+    return f"{middle:.3f} x ({low:.3f} to {high:.3f})"
