@@ -154,13 +154,13 @@ class Pipeline(nn.Module):
         # Slices without samples do not travel; with --shard a replica without samples runs an example.
         flights = [(k, n, part if n else self.example) for k, (n, part) in enumerate(batch.parts)
                    if n or self.even]
-        if first or last:  # copied before the run: a copy of samples must not delay it
-            flights = [(k, n, placed(part, stage.device, opts, own=bool(tree))) for k, n, part in flights]
         if tree:
             tree.begin(state)
 
         def ahead(i, receive):
             k, n, samples = flights[i]
+            if first or last:
+                samples = placed(samples, stage.device, opts, own=bool(tree))
             x = task.input_of(samples, state) if first and not last else None
             seed(world, opts.seed, "step", state.step, *([tree.slices[k]] if tree else [world.replica, k]))
             if receive:

@@ -29,7 +29,9 @@ def main(jobs, hosts, run):
 
     def kill(i, number=signal.SIGKILL, worker=False):
         pid = children(agents[i].pid)[0]  # nsenter waits for it
-        os.kill(max(children(pid)) if worker else pid, number)
+        while worker and children(pid):  # a fork server, and its child
+            pid = max(children(pid))
+        os.kill(pid, number)
 
     def trains(world, after):
         return any(life["world"] == world and life["t"] > after and reached(run) > life["step"] + 5
@@ -50,7 +52,11 @@ def main(jobs, hosts, run):
             ("power of host 3 off", 2, lambda: hosts.power_off(3))):
         began = time.time()
         act()
-        until(lambda world=world, began=began: trains(world, began), what, EVENT_SECONDS)
+        try:
+            until(lambda world=world, began=began: trains(world, began), what, EVENT_SECONDS)
+        except AssertionError:
+            print(*[agent.output[-3000:] for agent in agents.values()], lives(run)[-1], sep="\n")
+            raise
         first = [event["t"] for event in events(run, "first_step")][-1]
         print(f"| {what} | {first - began:.1f} s |", flush=True)
     for i in (1, 2):
