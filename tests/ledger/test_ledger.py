@@ -100,21 +100,16 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, pid, more, 
     assert second == f"pids {pid}"
 
 
-@pytest.mark.parametrize("line", ["null", '{"options": [1]}', '{"event": "st'])
-def test_a_torn_or_odd_line_costs_a_report_what_it_held_and_nothing_else(tmp_path, line):
+def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_start(tmp_path, capsys):
     write(tmp_path, *KILLED)
     facts = summarize(tmp_path) | {"now": None}
     with (tmp_path / "ledger.jsonl").open("a") as file:
-        file.write(line + "\n")
+        file.write('null\n{"options": [1]}\n{"event": "st')
     assert summarize(tmp_path) | {"now": None} == facts
-
-
-def test_a_damaged_event_ends_no_start_and_no_report_in_a_traceback(tmp_path, capsys):
     for number, event in enumerate(KILLED):
         write(tmp_path, *KILLED[:number], {"event": event["event"]}, *KILLED[number + 1:])
         life_before(tmp_path, "j")
-        for flags in (["--json"], ["--audit"], [f"--html={tmp_path}/page"]):
-            assert main([str(tmp_path), *flags]) in (0, 1, 2)
+        assert main([str(tmp_path)]) in (0, 2)
     capsys.readouterr()
 
 
@@ -166,13 +161,8 @@ def test_events_are_private_lines_with_a_time_and_a_line_after_a_torn_one_is_who
     assert json.loads(lines[2])["event"] == "life"
 
 
-@pytest.mark.parametrize("obstacle", ["link", "folder"])
-def test_what_is_no_plain_file_costs_one_warning_and_is_not_followed(tmp_path, capsys, obstacle):
-    path = tmp_path / "ledger.jsonl"
-    if obstacle == "link":
-        path.symlink_to(tmp_path / "elsewhere")
-    else:
-        path.mkdir()
+def test_a_planted_link_costs_one_warning_and_is_not_followed(tmp_path, capsys):
+    (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "elsewhere")
     book = Ledger(tmp_path)
     book.event("save", step=1)
     book.event("save", step=2)
@@ -190,15 +180,15 @@ def test_lines_of_many_writers_do_not_mix(tmp_path):
     assert Counter(line["step"] for line in lines) == dict.fromkeys(range(200), 4)
 
 
-def test_a_command_survives_any_reader_encoding_and_disk(tmp_path):
+@pytest.mark.parametrize("reader, code, words", [("gone", 141, ""), ("full", 1, "No space")])
+def test_a_command_survives_its_reader_and_any_encoding(tmp_path, reader, code, words):
     run = tmp_path / "\u6f22"
     run.mkdir()
     write(run, *KILLED)
-    ours, theirs = os.pipe()
+    ours, out = os.pipe()
     os.close(ours)
-    full = os.open("/dev/full", os.O_WRONLY)
-    for out, code, words in ((theirs, 141, ""), (full, 1, "No space")):
-        done = subprocess.run([sys.executable, "-m", "common.ledger", run], cwd=HOUSE, stdout=out,
-                              stderr=subprocess.PIPE, encoding="latin-1",
-                              env=os.environ | {"PYTHONIOENCODING": "latin-1"}, timeout=300)
-        assert done.returncode == code and words in done.stderr, done
+    if reader == "full":
+        out = os.open("/dev/full", os.O_WRONLY)
+    done = subprocess.run([sys.executable, "-m", "common.ledger", run], cwd=HOUSE, stdout=out, stderr=-1,
+                          text=True, env=os.environ | {"PYTHONIOENCODING": "latin-1"}, timeout=300)
+    assert done.returncode == code and words in done.stderr, done
