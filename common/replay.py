@@ -30,8 +30,6 @@ def verify(run: Path, segments: list[tuple[int, int]], nproc: int) -> int:
     """Prints a line a segment; returns how many end differently."""
     wrong = 0
     for begin, end in segments:
-        if begin:
-            digest(run, begin)  # it is whole
         before = digest(run, end)
         with tempfile.TemporaryDirectory() as scratch:
             again = Path(scratch, "run")
@@ -47,7 +45,8 @@ def verify(run: Path, segments: list[tuple[int, int]], nproc: int) -> int:
 
 def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> None:
     """Trains steps `begin` + 1 to `end` once more, in another run folder."""
-    script = "train_dp.py" if options_of(run)["script"] == "dp" else "train_ddp.py"  # for train_mp.py too
+    is_dp = read_options(run)["options"]["script"] == "dp"
+    script = "train_dp.py" if is_dp else "train_ddp.py"  # for train_mp.py too
     life = [life for life, *_ in lives_of(run) if life["step"] <= begin][-1]
     epochs = life["options"].get("epochs", Options().epochs)  # a later life may have more
     command = [sys.executable]
@@ -82,13 +81,6 @@ def kept_by(run: Path) -> dict[int, Path]:
     return dict(reversed(checkpoints(run / "checkpoints")))
 
 
-def options_of(run: Path) -> dict[str, object]:
-    try:
-        return read_options(run)["options"]
-    except (OSError, ValueError):
-        raise UserError(f"{run} holds no whole options.json\nname the folder of a run") from None
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m common.replay", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -100,15 +92,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", help="every one up to this step")
     parser.add_argument("--nproc", type=int, default=1, help="processes (default: 1)")
     args = parser.parse_args(argv)
-    return run_command(lambda: act(args))
+    return run_command(lambda: act(args), f"{args.run} cannot be verified")
 
 
 def act(args: argparse.Namespace) -> int:
-    options = options_of(args.run)
-    if options["task"] == "the script":
-        raise UserError(f"{args.run} was trained by a script with a loop of its own\n"
-                        "start that script once more, with --resume and another run folder")
-    if not options["virtual_ranks"]:
+    if not read_options(args.run)["options"]["virtual_ranks"]:
         say("without --virtual-ranks only the same number of processes makes the same bits")
     steps = sorted(kept_by(args.run))
     if lives_of(args.run)[0][0]["step"] == 0:  # else it is a fork

@@ -179,18 +179,15 @@ def audit(*run_dirs: Path | str) -> Record:
     from common.sampler import permute  # imports torch: other reports do without it
 
     lives = lives_of(*run_dirs)
-    history = History([Path(run_dir) / "audit" for run_dir in run_dirs])
-    for events in lives:
-        history.add(events)
-    if not history.reached or not history.ids:
+    ids, whole, reached, counts = _follow(lives, [Path(run_dir) / "audit" for run_dir in run_dirs])
+    if not reached or not ids:
         raise UserError(f"{run_dirs[0]} holds no audit of a finished step\ntrain with --audit")
-    counts: Record = {"missed": 0, "repeated": 0, "lost": history.lost, "redone": history.redone}
-    for step, epoch, positions, samples in planned([life for life, *_ in lives], history.reached):
-        trained = Counter(history.ids.get(step, ()))
+    for step, epoch, positions, samples in planned([life for life, *_ in lives], reached):
+        trained = Counter(ids.get(step, ()))
         expected = Counter(permute(positions, samples, lives[0][0]["seed"], epoch).tolist())
         missed = (expected - trained).total()
         repeated = (trained - expected).total()
-        if missed and step not in history.whole:
+        if missed and step not in whole:
             counts.setdefault("unproven", []).append(step)
             missed = 0
         if missed or repeated:
@@ -200,53 +197,45 @@ def audit(*run_dirs: Path | str) -> Record:
     return counts
 
 
-class History:
-    """What the lives that lead to the last step were trained on; add them in order."""
+def _follow(lives, folders):
+    """Return {step: the samples it was trained on}, the steps that all ranks noted, the last step, counts.
 
-    def __init__(self, folders: list[Path]) -> None:
-        self.folders = folders
-        self.ids: dict[int, array] = {}      # of each step: the samples it was trained on
-        self.whole: set[int] = set()         # steps that all ranks noted
-        self.made: Counter[int] = Counter()  # how often each step was made
-        self.begun: set[int] = set()         # steps of the newest life that no rank noted as done
-        self.reached = 0
-        self.lost = 0
-
-    def add(self, events: Life) -> None:
+    A step that a later life has made again counts as that life made it.
+    """
+    ids: dict[int, array] = {}
+    whole = set()
+    made: Counter[int] = Counter()  # how often each step was made
+    begun = set()                   # steps of the newest life that no rank noted as done
+    reached = 0
+    lost = 0
+    for events in lives:
         life = events[0]
         resumed = life["step"]
         # A process can die after its update and before its done-line, and a survivor can save that update: a
         # step that the next life resumes past was made too. Any other step without a done-line changed no
         # model.
-        self.made.update(step for step in self.begun if step <= resumed)
-        self.lost += max(0, self.reached - resumed)
-        for step in [step for step in self.ids if step > resumed]:
-            del self.ids[step]
-            self.whole.discard(step)
+        made.update(step for step in begun if step <= resumed)
+        lost += max(0, reached - resumed)
+        for step in [step for step in ids if step > resumed]:
+            del ids[step]
+            whole.discard(step)
         ranks: Counter[int] = Counter()  # that noted each step
         done = set()
-        for rank in range(life["world"]):
-            for note in self._notes(f"life-{life['life']}-rank{rank}.jsonl"):
-                step = note["step"]
-                if note["event"] == "done":
-                    done.add(step)
-                else:
-                    ranks[step] += 1
-                    self.ids.setdefault(step, array("q")).extend(note["ids"])  # 8 bytes a sample
-        self.whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
-        self.made.update(done)
-        self.begun = {step for step in ranks if step > resumed and step not in done}
-        saved = [event["step"] for event in own(events, "life", "save", "rescue")]
-        self.reached = max(*saved, *done, 0)
-
-    @property
-    def redone(self) -> int:
-        return self.made.total() - len(self.made)
-
-    def _notes(self, name):
-        for folder in self.folders:
-            if (folder / name).is_file():
-                yield from read(folder / name)
+        paths = [folder / f"life-{life['life']}-rank{rank}.jsonl" for rank in range(life["world"])
+                 for folder in folders]
+        for note in (note for path in paths if path.is_file() for note in read(path)):
+            step = note["step"]
+            if note["event"] == "done":
+                done.add(step)
+            else:
+                ranks[step] += 1
+                ids.setdefault(step, array("q")).extend(note["ids"])  # 8 bytes a sample
+        whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
+        made.update(done)
+        begun = {step for step in ranks if step > resumed and step not in done}
+        reached = max([event["step"] for event in own(events, "life", "save", "rescue")] + [*done])
+    counts = {"missed": 0, "repeated": 0, "lost": lost, "redone": made.total() - len(made)}
+    return ids, whole, reached, counts
 
 
 def planned(lives: list[Record], last: int) -> Iterator[tuple[int, int, range, int]]:

@@ -126,10 +126,10 @@ class Clock:
         now = time.time()
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         self.began = round(now - since_boot + this_process()["started"] / os.sysconf("SC_CLK_TCK"), 3)
-        self.mark = time.monotonic() - max(0.0, now - self.began)
+        self.born = time.monotonic() - max(0.0, now - self.began)
+        self.mark = self.born
         self.laps: dict[str, float] = {}  # the parts of the start
-        self.ledger: Ledger | None = None
-        self.opened = 0.0   # when the steps of this life could begin
+        self.ledger: Ledger | None = None  # on rank 0, once the life is in it
         self.entered = 0.0  # the last entry; 0 before the first step
         self.step = 0
         self.spent: Counter[str] = Counter()  # seconds since the last entry
@@ -140,11 +140,6 @@ class Clock:
         now = time.monotonic()
         self.laps[f"{name}_s"] = round(now - self.mark, 3)
         self.mark = now
-
-    def open(self, ledger: Ledger) -> None:
-        """Write the seconds down from now on; call on rank 0."""
-        self.ledger = ledger
-        self.opened = time.monotonic()
 
     def timed(self, batches: Iterable) -> Iterator:
         """The same batches, and the time between them is measured."""
@@ -172,8 +167,7 @@ class Clock:
         if not self.entered:
             self.ledger.event("first_step", step=step)
             self.entered = self.mark
-        age = self.mark - self.opened
-        if self.mark - self.entered > min(ENTRY_SECONDS, 0.05 + ENTRY_SHARE * age):
+        if self.mark - self.entered > min(ENTRY_SECONDS, 0.05 + ENTRY_SHARE * (self.mark - self.born)):
             self.enter()
 
     def enter(self) -> None:

@@ -51,7 +51,7 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
                      "training begins again")
         if death and not stepped:  # else a survivor has told
             log.note(death)
-        clock.open(ledger)
+        clock.ledger = ledger
         ledger.event(
             "life",
             life=world.life,

@@ -48,23 +48,6 @@ class Terminal:
                 self.parts.append(part)
 
 
-def screen(text):
-    """The lines that a terminal shows after it was sent this text."""
-    lines = [[]]
-    column = 0
-    for part in re.findall(r"\x1b\[K|.", text, re.DOTALL):
-        if part == "\n":
-            lines.append([])
-        elif part == "\r":
-            column = 0
-        elif part == "\x1b[K":
-            del lines[-1][column:]
-        else:
-            lines[-1][column:column + 1] = part
-            column += 1
-    return ["".join(line).rstrip() for line in lines]
-
-
 def test_kills_leave_no_torn_bar_and_a_sentence_for_each_death(jobs, tmp_path):
     run, pids = tmp_path / "run", []
     with Terminal() as terminal:
@@ -76,7 +59,7 @@ def test_kills_leave_no_torn_bar_and_a_sentence_for_each_death(jobs, tmp_path):
             assert jobs.kill(pids[-1])
         until(lambda: job.poll() is not None, "the end")
     assert job.poll() == 0
-    lines = screen(terminal.text)
+    lines = [line.rpartition("\x1b[K")[2].rstrip("\r") for line in terminal.text.split("\n")]
     assert not [line for line in lines if "%|" in line], "the bar has given its line to the result"
     assert lines[-2].startswith("done at step 33: val_acc ") and lines[-1] == "", lines
     assert "100%|██████████| epoch 3/3  step 33/33" in terminal.text
