@@ -52,11 +52,7 @@ def build_gpt(data, size="tiny"):
         raise UserError(f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape "
                         f"{data.sample_shape} and {data.classes} classes\n"
                         "choose --dataset text --data-dir FILE, or another --model")
-    try:
-        layers, heads, width = (int(number) for number in SIZES.get(size, size).split("x"))
-    except ValueError:
-        raise UserError(f"model gpt has no size {size}\nuse {', '.join(SIZES)}, or layers, heads and width "
-                        "as in gpt:4x4x128") from None
+    layers, heads, width = (int(number) for number in SIZES.get(size, size).split("x"))
     net = nn.Sequential(OrderedDict(
         embedding=Embedding(data.vocab, data.sample_shape[0], width),
         **{f"block{i}": Block(heads, width) for i in range(layers)},

@@ -105,8 +105,6 @@ def build_model(opts: Options, data: Data) -> nn.Module:
             net = MODELS[name](data, size) if size else MODELS[name](data)
         else:
             net = build_torchvision(name, data)
-        if isinstance(net, (list, tuple)):
-            net = nn.Sequential(*net)  # its stages, already cut
         net = net.cpu()
         check_net(net, opts.model)
     net.train()  # here a net may freeze parts of itself

@@ -29,17 +29,18 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
 
 def checked(optimizer, net, opts):
     """A user's optimizer; UserError unless it has all weights that train, at the rate of --lr."""
-    with blamed(f"--optimizer {opts.optimizer}", "return a torch.optim.Optimizer of the net's weights"):
+    flag = f"--optimizer {opts.optimizer}"
+    with blamed(flag, "return a torch.optim.Optimizer of the net's weights"):
         held = {p for group in optimizer.param_groups for p in group["params"]}
-        usual = inspect.signature(type(optimizer)).parameters.get("lr")
     for name, p in net.named_parameters():
         if p.requires_grad != (p in held):
-            raise UserError(f"--optimizer {opts.optimizer}: {name} trains, but is in no group, or the "
-                            "reverse\nput all that trains into groups, and freeze the rest with --freeze")
+            raise UserError(f"{flag}: {name} trains, but is in no group, or the reverse\n"
+                            "put all that trains into groups, and freeze the rest with --freeze")
+    usual = inspect.signature(type(optimizer)).parameters.get("lr")
     for group in optimizer.param_groups:
         if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
-            raise UserError(f"--optimizer {opts.optimizer}: its lr={group['lr']} cannot take effect, "
-                            f"--lr is {opts.lr}\ngive --lr, and a group with another rate a `scale`")
+            raise UserError(f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
+                            "give --lr, and a group with another rate a `scale`")
     return optimizer
 
 

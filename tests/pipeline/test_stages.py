@@ -137,11 +137,11 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
 
 
 # ---- batches that are no tensors ----
-DICTS = f"{TESTS}/dicts.py"
+DICTS = f"{TESTS}/tasks.py:padded"
 
 
 def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(jobs, tmp_path):
-    flags = (f"--model={DICTS}:net", f"--dataset={DICTS}:data", f"--task={DICTS}:loss",
+    flags = (f"--model={DICTS}_net", f"--dataset={DICTS}_data", f"--task={DICTS}",
              "--global-batch-size=32", "--max-steps=4", "--log-every=1",
              "--no-tensorboard", f"--run-dir={tmp_path}/run")
     job = jobs.torchrun(2, "train_mp.py", *flags, "--stages=1", "--shard")

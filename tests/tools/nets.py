@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.models.gpt import build_gpt
+from common.models.gpt import Block, Embedding, build_gpt
 
 WORDS, LENGTH = 23, 12
 
@@ -87,12 +87,6 @@ def frozen(data):
     return net
 
 
-def flat(data):
-    """BatchNorm over one value a sample and channel: it cannot train on one sample."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, 8), nn.BatchNorm1d(8), nn.ReLU(),
-                         nn.Linear(8, data.classes))
-
-
 class Gpt(nn.Module):
     """Two blocks of attention, tied weights, dropout, one parameter that is never used and one that is used
     at times.
@@ -148,8 +142,6 @@ class Tied(nn.Module):
 
 def tied(data):
     """A GPT that can be cut: each block drops out, the head has tied weights."""
-    from common.models.gpt import Block, Embedding
-
     blocks = [nn.Sequential(Block(2, 16), nn.Dropout(0.1)) for _ in range(2)]
     return nn.Sequential(Embedding(WORDS, LENGTH, 16), *blocks, Tied(16))
 

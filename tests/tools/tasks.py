@@ -74,25 +74,6 @@ def segmentation_net():
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 3, 1))
 
 
-# ---- multi-label: each sample has several of the labels, or none ----
-def multilabel(net, batch):
-    x, y = batch
-    out = net(x)
-    return {"loss": (F.binary_cross_entropy_with_logits(out, y, reduction="sum"), y.numel()),
-            "acc": (((out > 0) == (y > 0)).sum(), y.numel())}
-
-
-def multilabel_data():
-    def make(draw):
-        x = torch.randn(6, generator=draw)
-        return x, (x[:4] > 0).float()
-    return both(make)
-
-
-def multilabel_net():
-    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-
-
 # ---- autoencoder: samples are one tensor, without a target ----
 def autoencoder(net, batch):
     return {"loss": (F.mse_loss(net(batch), batch, reduction="sum"), len(batch))}
@@ -208,7 +189,12 @@ def weighted(net, batch):
     return {"loss": (F.cross_entropy(out, y, weight, reduction="sum"), weight[y].sum())}
 
 
-weighted_data, weighted_net = distillation_data, multilabel_net
+weighted_data = distillation_data
 
-IN_STAGES = ("regression", "segmentation", "multilabel", "autoencoder", "weighted")  # one call, one tensor
+
+def weighted_net():
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+IN_STAGES = ("regression", "segmentation", "autoencoder", "weighted")  # one call, one tensor
 NAMES = (*IN_STAGES, "padded", "distillation", "views")

@@ -1,6 +1,6 @@
 """Optimizers: every one of torch.optim takes the steps of torch's own loop, in any world.
 
-torch's own lists of optimizers, with their settings, and of modules, with their inputs, say what there is.
+torch's own list of optimizers, with their settings, says what there is.
 """
 import contextlib
 import inspect
@@ -11,13 +11,11 @@ from types import ModuleType
 
 import pytest
 import torch
-from jobs import weights
 from ranks import fork_ranks
 from test_bitwise import batch_at, run
 from test_state import resume
 from torch import nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves, tree_map
 
 from common.checkpoint import CheckpointStore
 from common.errors import UserError
@@ -26,41 +24,26 @@ from common.options.options import RATE, RATES
 from common.training import TrainState, backward, build_optimizer, distribute
 from common.world import determinism as pinned
 
-SETTINGS = 5             # of one module, taken evenly from torch's list of them
 CANNOT = {               # what torch lists and we refuse, and why
     "LBFGS": "needs the loss several times in one step", "SparseAdam": "needs sparse gradients",
     "dampening": "damps all steps but the first, so its momentum has no first value"}
-WITHOUT = {              # modules that torch lists and no net of the project can hold
-    "Lazy": "has no weights before its first forward: build_model refuses it",
-    "LinearCrossEntropyLoss": "is a loss, which wants the targets: a task holds it"}
 
 
-def torchs_lists(world):
-    """([(optimizer, settings)], [(module, inputs)]); in a process of its own, as importing sets switches."""
+def torchs_list(world):
+    """[(optimizer, settings)]; in a process of its own, as importing it sets switches."""
     with contextlib.suppress(ImportError):
         import expecttest  # noqa: F401
-    if "expecttest" not in sys.modules:  # torch's lists use nothing of it but the name
+    if "expecttest" not in sys.modules:  # torch's list uses nothing of it but the name
         sys.modules["expecttest"] = ModuleType("expecttest")
         sys.modules["expecttest"].TestCase = unittest.TestCase
-    from torch.testing._internal.common_modules import module_db
     from torch.testing._internal.common_optimizers import optim_db
-    optimizers = [(info.optim_cls.__name__, each.kwargs) for info in optim_db
-                  for each in info.optim_inputs_func(device="cpu")]
-    modules = []
-    torch.manual_seed(0)
-    for info in module_db:
-        found = info.module_inputs_func(info, "cpu", torch.float32, requires_grad=False, training=True)
-        for each in found[::-(-len(found) // SETTINGS)]:
-            module = info.module_cls(*each.constructor_input.args, **each.constructor_input.kwargs)
-            if any(p.requires_grad for p in module.parameters()):
-                inputs = each.forward_input
-                modules.append((type(module).__name__, module, inputs.args, inputs.kwargs))
-    return optimizers, modules
+    return [(info.optim_cls.__name__, each.kwargs) for info in optim_db
+            for each in info.optim_inputs_func(device="cpu")]
 
 
 @pytest.fixture(scope="module")
-def lists():
-    return fork_ranks(1, torchs_lists)[0]
+def listed():
+    return fork_ranks(1, torchs_list)[0]
 
 
 def full(name, settings):
@@ -110,9 +93,9 @@ def same(one, other):
     return all(torch.equal(tensor, other[part][name]) for part in one for name, tensor in one[part].items())
 
 
-def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_checkpoint(lists):
+def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_checkpoint(listed):
     wrong = []
-    for name, settings in able(lists[0]):
+    for name, settings in able(listed):
         state, net = made(name, settings), net_for(name)
         plain = getattr(torch.optim, name)(net.parameters(), **full(name, settings))
         before = captured(state)
@@ -133,39 +116,20 @@ def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_ch
     assert not wrong
 
 
-def test_what_torch_lists_and_we_refuse_is_listed_with_its_reason(lists):
+def test_what_torch_lists_and_we_refuse_is_listed_with_its_reason(listed):
     refused = set()
-    for name, settings in lists[0]:
-        if (name, settings) not in able(lists[0]):
+    for name, settings in listed:
+        if (name, settings) not in able(listed):
             with pytest.raises((SystemExit, UserError)):
                 made(name, settings)
             refused.add("dampening" if "dampening" in settings else name)
     assert refused == set(CANNOT)
 
 
-def test_rates_left_open_are_torchs_own(lists):
-    for name in {name for name, _ in lists[0]} - {"LBFGS", "SGD"}:
+def test_rates_left_open_are_torchs_own(listed):
+    for name in {name for name, _ in listed} - {"LBFGS", "SGD"}:
         rate = inspect.signature(getattr(torch.optim, name)).parameters["lr"].default
         assert rate == RATES.get(name.lower(), RATE), name
-
-
-class Zoo(nn.Module):
-    """All modules beside each other: their inputs are those of torch's list, moved by the samples."""
-
-    def __init__(self, cases):
-        super().__init__()
-        self.modules_, self.inputs = nn.ModuleList(case[1] for case in cases), [case[2:] for case in cases]
-        self.head, self.scale = nn.Linear(144, 4), nn.Parameter(torch.full((len(cases), 4), 0.1))
-
-    def forward(self, x):
-        def moved(t):
-            return t + x.mean() if torch.is_tensor(t) and t.is_floating_point() else t
-
-        found = []
-        for module, inputs in zip(self.modules_, self.inputs, strict=True):
-            args, kwargs = tree_map(moved, inputs)
-            found.append(sum(out.nan_to_num().tanh().mean() for out in tree_leaves(module(*args, **kwargs))))
-        return self.head(x.flatten(1)) + torch.stack(found) @ self.scale
 
 
 def lives(world, folder, cases, steps):
@@ -202,29 +166,11 @@ def through_lives_and_worlds(folder, cases):
     return [number for number, digest in unbroken.items() if digest != broken[number]]
 
 
-def test_every_optimizer_goes_through_a_kill_to_another_world_with_one_digest(lists, tmp_path):
-    fullest = {name: settings for name, settings in sorted(able(lists[0]), key=lambda case: len(case[1]))}
+def test_every_optimizer_goes_through_a_kill_to_another_world_with_one_digest(listed, tmp_path):
+    fullest = {name: settings for name, settings in sorted(able(listed), key=lambda case: len(case[1]))}
     cases = [(net_for(name), flags_of(name, settings)) for name, settings in fullest.items()]
     assert len(cases) >= 13
     assert [cases[number][1] for number in through_lives_and_worlds(tmp_path, cases)] == []
-
-
-def test_every_module_that_trains_goes_through_a_kill_to_another_world_with_one_digest(lists, tmp_path):
-    names = {name for name, *_ in lists[1]}
-    idle = [part for part in WITHOUT if not any(part in name for name in names)]
-    assert not idle or torch.__version__ < "2.15", f"{idle} are not in torch's list any more"
-    chosen = [case for case in lists[1] if not any(part in case[0] for part in WITHOUT)]
-    assert len({name for name, *_ in chosen}) > 25
-    zoo = Zoo(chosen)
-    wrong = through_lives_and_worlds(tmp_path, [(zoo, ["--optimizer=adamw", "--ema-decay=0.9"])])
-    one, other = (weights(tmp_path / name / "0") for name in ("unbroken", "broken"))
-    assert not wrong, kinds(chosen, [name for name, t in one.items() if not torch.equal(t, other[name])])
-    moved = [name for name, p in zoo.named_parameters() if not torch.equal(p, one[name])]
-    assert kinds(chosen, moved) == {name for name, *_ in chosen}
-
-
-def kinds(chosen, names):
-    return {chosen[int(name.split(".")[1])][0] for name in names if name.startswith("modules_.")}
 
 
 # ---- a user's own optimizer and schedule, and the flags ----
