@@ -104,9 +104,9 @@ def fake_streams():
         if current() is not default and not non_blocking:  # to memory that is not page-locked
             current().synchronize()
 
-    def pinned(self, gpu):
-        self.stream, self.copied = Stream(gpu), Event()
-        return torch.zeros(self.size, dtype=torch.uint8)
+    def pinned(self, size):
+        self.stream, self.copied = Stream("fake"), Event()
+        return torch.zeros(size, dtype=torch.uint8)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream),
