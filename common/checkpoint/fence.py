@@ -112,6 +112,8 @@ class Held:
 
     def close(self):
         """Writes that this process has left: a new owner need not wait."""
+        if self.stop.is_set():
+            return
         self.stop.set()
         if self.thread:
             self.thread.join()  # one that wakes in a dying interpreter aborts it
@@ -148,10 +150,12 @@ class Fence:
 
     def attend(self, rank):
         """For the first rank of a node that shares the owner's folder: the next life waits for its end."""
-        atexit.register(Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS).close)
+        held = Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS)
+        atexit.register(held.close)
+        return held
 
     def claim(self, report=print):
-        """Takes the run, or raises UserError with the owner's name."""
+        """Takes the run, or raises UserError with the owner's name; returns the file that says so."""
         self._wait(report)
         self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
         self.elect()
@@ -160,6 +164,7 @@ class Fence:
             raise Fenced(f"{self.path.parent}: another job has begun in it at the same time\n"
                          "this one has stopped; it had saved nothing yet")
         self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
+        return self.held
 
     def release(self):
         with contextlib.suppress(OSError):  # or the next life does it

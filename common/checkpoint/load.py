@@ -222,14 +222,13 @@ def _share_out(world, layout, folder, files, outcomes):
     sources = [rank for rank, outcome in enumerate(outcomes) if outcome == FINE]
     for source in sources[:MOST_SOURCES]:
         if any(outcomes):
-            received = _relay(world, source, layout, folder, files)
-            outcomes = _outcomes(world, FINE if received else DAMAGED)
+            outcomes = _outcomes(world, _relay(world, source, layout, folder, files))
     return not any(outcomes)
 
 
 def _relay(world, source, layout, folder, files):
-    """Sends each tensor from rank `source` to all; whether this rank has all of its bytes then."""
-    whole = True
+    """Sends each tensor from rank `source` to all; FINE if this rank has all of its bytes then."""
+    outcome = FINE
     for path, table in files.items():
         rooms = layout.rooms(path, table)
         for name, (dtype, shape, _, stated) in table.items():
@@ -241,9 +240,10 @@ def _relay(world, source, layout, folder, files):
                     piece[-1] = 1
             world.broadcast(piece, source)
             if not piece[-1]:  # the source could not read it: all ranks see that
-                return False
-            whole = whole and sha(data) == stated  # a rank that left here would let the others hang
+                return DAMAGED
+            if sha(data) != stated:
+                outcome = DAMAGED  # a rank that left here would let the others hang
             if name in rooms:
                 with rooms[name]() as room:
                     room[:] = data
-    return whole
+    return outcome

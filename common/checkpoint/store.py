@@ -27,7 +27,7 @@ from common.checkpoint.disk import (
     to_json,
     unseal,
 )
-from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Still, rescuing
+from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Held, Still, rescuing
 from common.checkpoint.folder import (
     Writer,
     checkpoints,
@@ -74,6 +74,8 @@ class State(Protocol):
 
     def tensors(self) -> dict[str, dict[str, Tensor]]: ...
     def facts(self) -> dict: ...
+    def update(self, size: int) -> None: ...
+    def rescued(self) -> None: ...
     def distrust(self, verdict: UserError | None = None) -> None: ...
 
 
@@ -97,10 +99,11 @@ class CheckpointStore:
         self.report = report
         self.root = opts.run_dir / "checkpoints"
         self.fence: Fence | None = None  # of the owner
+        self.held: Held | None = None  # tells the next life that the first rank of this node lives
         self.images: dict[str, Image] = {}
         self.pool = futures.ThreadPoolExecutor(1, "writer")  # starting a thread makes training wait
         self.job: futures.Future | None = None  # the last one of that thread
-        self.committed = -1   # the newest step on the disk
+        self.committed = "none"  # or "step N", the newest on the disk
         self.agreed: int | None = None  # the newest step on which all ranks agreed
         self.saved: dict | None = None  # the facts that were saved last
         self.saved_at = time.monotonic()
@@ -123,12 +126,10 @@ class CheckpointStore:
             "net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples),
             **bit_facts(self.opts, world.device)})
         self.writer = Writer(self.root, world.life, run, self.layout)
-        with world.all_or_none():
-            if world.rank == 0:
-                self._own()
-        with world.all_or_none():  # the first rank of each node: rank 0's folder, or one of its own?
-            if world.local_rank == 0 and world.rank != 0:
-                self._own()
+        for of_rank_0 in (True, False):  # then the first ranks of other nodes: is it the same folder?
+            with world.all_or_none():
+                if world.local_rank == 0 and of_rank_0 == (world.rank == 0):
+                    self._own()
         written = self.layout.written(state.tensors())
         self.images = state.updates.images = {part: Image(own) for part, own in written.items()}
         source, lacking = self._load()
@@ -146,12 +147,13 @@ class CheckpointStore:
         try:
             make_folder(self.root)
             if rank and not fence.elect():
-                return fence.attend(rank)
+                self.held = fence.attend(rank)
+                return
             if rank and self.layout.parts > 1:
                 raise UserError(f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
                                 "a net in stages over machines needs one run folder that all of them share")
             identity = self._identity()
-            fence.claim(self.report)
+            self.held = fence.claim(self.report)
             self.writer.put(run_dir / "options.json", sealed(identity))
             sync_folder(run_dir)
         except OSError as error:
@@ -191,15 +193,17 @@ class CheckpointStore:
                  for name, was, now in opts.compare(first["identity"])]
         firm, soft = bit_differences(first["pinned"], ours["pinned"])
         wrong += firm
-        data = []
-        if first["data"] != self.fingerprint:
-            data = [f"the data's fingerprint was {first['data'][:12]}, now {self.fingerprint[:12]}"]
+        way = "give the same options"
+        data = f"the data's fingerprint was {first['data'][:12]}, now {self.fingerprint[:12]}"
+        if first["data"] == self.fingerprint:
+            data = ""
+        elif not opts.accept_data_change:
+            way = way if wrong else "add --accept-data-change (with other samples the epoch begins again)"
+            wrong.append(data)
         if not begun:
             return ours
-        if wrong or data and not opts.accept_data_change:
-            way = "give the same options" if wrong else \
-                "add --accept-data-change (with another number of samples the epoch begins again)"
-            raise UserError(f"{opts.run_dir} is another run: {'; '.join(wrong + data)}\n"
+        if wrong:
+            raise UserError(f"{opts.run_dir} is another run: {'; '.join(wrong)}\n"
                             f"{way} to go on with it, or another --run-dir\n"
                             f"--run-dir NEW --resume {opts.run_dir} begins another at its newest checkpoint")
         for folder, run in runs.items():
@@ -208,8 +212,8 @@ class CheckpointStore:
                                 "move it away, or use another --run-dir")
         for text in soft:
             self.report(f"--virtual-ranks: the {text}: from here on the bits may be others")
-        for text in data:
-            self.report(f"--accept-data-change: {text}")
+        if data:
+            self.report(f"--accept-data-change: {data}")
         return first | {"options": ours["options"], "data": self.fingerprint}
 
     def _load(self):
@@ -224,7 +228,7 @@ class CheckpointStore:
                 self.writer.put_aside(folder)
             if found.own:
                 self.saved = self.state.facts()
-                self.committed = found.step
+                self.committed = f"step {found.step}"
                 if self.fence:
                     self._prune(found.facts)
             return found.name, not found.own
@@ -237,11 +241,9 @@ class CheckpointStore:
             source = opts.fork or opts.resume
             root, choices = choices_at(Path(source))
             given = self._take(root, [choice for choice in choices if opts.at in (0, choice[0])])
-            if given.step < 0 and opts.at:
-                raise UserError(f"--fork {source}: no whole checkpoint of step {opts.at}\n"
-                                f"it keeps {', '.join(str(step) for step, _ in reversed(choices))}")
             if given.step < 0:
-                raise UserError(f"--resume {source}: {given.offered} checkpoints, none verifies", code=3)
+                raise UserError(f"{source}: no whole checkpoint" + f" of step {opts.at}" * bool(opts.at) +
+                                f"\npython -m common.checkpoint {source} says why", code=2 if opts.at else 3)
             return source, False
         if opts.init_from:  # the net was built with these weights
             afresh = [name for name in self.state.tensors()["model"] if name.startswith(opts.init_skip)]
@@ -354,10 +356,8 @@ class CheckpointStore:
                 raise error
             self.report(f"save failed ({self.failures} in a row), training goes on: {error}")
             if self.failures >= MOST_FAILURES:
-                good = f"the newest good checkpoint is step {self.committed}" if self.committed >= 0 else \
-                    "there is no good checkpoint yet"
                 raise UserError(f"{self.failures} saves in a row have failed, the last one: {error}\n"
-                                f"{good}; make room, then start again", code=4)
+                                f"newest checkpoint: {self.committed}; make room, then start again", code=4)
 
     def _note_digest(self):
         """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
@@ -393,7 +393,7 @@ class CheckpointStore:
             for image in self.images.values():
                 image.wait()
             if self._write(facts, {part: image.views for part, image in self.images.items()}):
-                self.committed = facts["step"]
+                self.committed = f"step {facts['step']}"
                 self._prune(facts)
                 if self.ledger:
                     self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
@@ -425,6 +425,13 @@ class CheckpointStore:
 
         No collective. Announced before anything that waits: from there on a new life waits for this one.
         """
+        try:
+            return self._rescue(state, why)
+        finally:
+            if self.held:  # this life ends
+                self.held.close()
+
+    def _rescue(self, state, why):
         began = time.monotonic()
         self.writer.check_staging(state.whole)
         name = f"{part_name(self.layout.number)}-{RESCUE}" if self.layout.parts > 1 else RESCUE
@@ -437,39 +444,31 @@ class CheckpointStore:
                     code = state.verdict.code if state.verdict else 1
                     raise UserError("the step was cut in two, the newest checkpoint stands", code)
                 self.wait()
-                saved = self._write_live(state)
+                words = self._write_live(state, why, began)
                 if self.layout.parts > 1 and state.updates.ready:
-                    saved = self._write_next(state)
+                    # A rank that holds a part, and dies waiting with a complete gradient, can make its next
+                    # step alone. Ranks that had passed the wait have only that one, ranks that had not have
+                    # only this one: one of the two is then complete.
+                    state.update(state.updates.ready)
+                    words = self._write_live(state, why, began)
+                    state.rescued()  # the main thread must not make this step once more
             finally:
                 state.lock.release()
-        if saved is None:
+        return words
+
+    def _write_live(self, state, why, began):
+        """Writes the tensors, which are held still; what was saved, in words, "" if it was there."""
+        if is_there(self.root, state.facts()):
             return ""
-        step, named = saved
-        if not named:
+        tensors, facts = state.snapshot()
+        step = facts["step"]
+        if self._write(facts, self.layout.written(tensors)) is None:
             return (f"step {step}: this rank's part is written; it counts once every stage's is, "
                     "until then the newest checkpoint stands")
         if self.ledger:
             seconds = round(time.monotonic() - began, 3)
             self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
         return f"step {step} saved" + f" by rank {self.world.rank}" * (self.world.size > 1)
-
-    def _write_next(self, state):
-        """A rank that holds a part, and dies waiting with a complete gradient, can make its next step alone.
-
-        Ranks that had passed the wait have only the next step, ranks that had not have only this one: one of
-        the two is then complete.
-        """
-        state.update(state.updates.ready)
-        saved = self._write_live(state)
-        state.rescued()  # the main thread must not make this step once more
-        return saved
-
-    def _write_live(self, state):
-        """Writes the tensors, which are held still; (step, whether it is named), or None: it is there."""
-        if is_there(self.root, state.facts()):
-            return None
-        tensors, facts = state.snapshot()
-        return facts["step"], self._write(facts, self.layout.written(tensors)) is not None
 
     def is_saved(self, state: State) -> bool:
         """Whether the newest whole step is on the disk; False also while a step is being made."""

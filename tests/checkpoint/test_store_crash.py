@@ -19,7 +19,7 @@ from common.ledger import Audit, Ledger
 from common.ledger.log import Metrics
 
 STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
-THOROUGH = 1                                     # every n-th state; the test of the tests takes fewer
+SAMPLED = [pytest.param(5, id="every 5th"), pytest.param(1, id="all", marks=pytest.mark.long)]
 
 
 class Recorder:
@@ -186,7 +186,8 @@ def record(tmp_path, monkeypatch):
     return opts, recorder.ops
 
 
-def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch):
+@pytest.mark.parametrize("every", SAMPLED)
+def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, monkeypatch, every):
     opts, ops = record(tmp_path / "real", monkeypatch)
     kinds = "mkdir create write fsync rename unlink rmdir begin announce".split()
     assert {op[0] for op in ops} == set(kinds)
@@ -205,7 +206,7 @@ def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_pa
             trees.add(key[3])
             if key not in seen:
                 seen.add(key)
-                if len(seen) % THOROUGH == 0:
+                if len(seen) % every == 0:
                     record_evaluation(tmp_path / "state", tree, ordered, [last, coming],
                                       min(announced, opts.keep, len(STEPS)), images)
     assert states >= 2000 and len(trees) >= 300

@@ -29,7 +29,6 @@ from common.checkpoint.disk import sealed, sha, to_json
 from common.checkpoint.folder import checkpoints, digest_of, read_manifest
 from common.errors import UserError
 
-THOROUGH = 0  # every n-th bit and length; set by the test of the tests
 SAMPLED = [pytest.param(7, id="every 7th"), pytest.param(1, id="all", marks=pytest.mark.long)]
 CANARY = "canary"
 
@@ -46,7 +45,6 @@ def restore(path, data):
 
 @pytest.mark.parametrize("every", SAMPLED)
 def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every):
-    every = THOROUGH or every
     opts, root = two_checkpoints(tmp_path)
     images, files = images_for(opts), files_of(root)
     tables = read_manifest(2, root / "step-00000002")["files"]
@@ -66,7 +64,6 @@ def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every
 @pytest.mark.parametrize("every", SAMPLED)
 def test_every_single_bit_of_every_file_falls_back_when_it_flips(tmp_path, every, threads):
     """All of them with -m long, each 7th bit without: other bits of each byte, one by one."""
-    every = THOROUGH or every
     opts, root = two_checkpoints(tmp_path)
     images, files, count = images_for(opts), files_of(root), 0
     tables = read_manifest(2, root / "step-00000002")["files"]

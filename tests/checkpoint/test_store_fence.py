@@ -348,7 +348,7 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
     go.unlink(), here.unlink(), path.unlink()
     with child(lambda: rescue(lambda: 7)):  # it lives, and waits for what never comes
         until(here.exists, "the rescue has begun")
-        timer = threading.Timer(20, go.touch)
+        timer = threading.Timer(12, go.touch)
         timer.start()
         assert waited() > 1.0 and not go.exists()
         timer.cancel()
@@ -387,17 +387,15 @@ def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_pa
     staging, new = tmp_path / "run/checkpoints/.life-a", fence.Fence(tmp_path / "run", "b")
     staging.mkdir(parents=True)
     monkeypatch.setattr(fence, "NODES_SECONDS", 1.0)
-    nodes, waits, real = [], [], fence.wait_for
-    monkeypatch.setattr(fence.atexit, "register", nodes.append)
+    waits, real = [], fence.wait_for
     monkeypatch.setattr(fence, "wait_for", lambda path, still, deadline: (waits.append(deadline),
                                                                            real(path, still, deadline)))
-    for rank in range(1, 6):
-        fence.Fence(tmp_path / "run", "a").attend(rank)
+    nodes = [fence.Fence(tmp_path / "run", "a").attend(rank) for rank in range(1, 6)]
     new._sweep([staging.name])
     assert len(waits) == 5 and len(set(waits)) == 1 and not staging.exists()
-    assert {close.__self__.seconds for close in nodes} == {10.0}
-    for close in nodes:
-        close()
+    for node in nodes:
+        assert node.seconds == 10.0
+        node.close()
 
 
 def test_of_many_that_stop_at_once_only_one_saves(tmp_path):

@@ -69,21 +69,6 @@ def test_damage_on_one_node_is_made_good_by_another_and_damage_on_all_is_refused
     assert fork_ranks(2, refuse, node_size=1) == [3, 3]
 
 
-def test_however_many_of_a_node_are_damaged_the_newest_whole_one_of_any_node_is_found(tmp_path):
-    two_checkpoints(tmp_path / "node0", steps=(3, 4))
-    two_checkpoints(tmp_path / "node1", steps=(8, 9))
-    root = tmp_path / "node1/run/checkpoints"
-    for step in range(10, 80):
-        (root / f"step-{step:08d}").mkdir()
-
-    def begin(world):
-        with a_life(of_node(tmp_path, world), world=world) as life:
-            return is_at(life.state, 9)
-
-    assert fork_ranks(3, begin, node_size=1) == [True] * 3
-    assert steps_of(options(tmp_path / "node1")) == [9, 8] and len(list(root.glob("damaged-*"))) == 70
-
-
 @pytest.mark.parametrize("file", ["manifest.json", "model.safetensors"])
 def test_of_two_checkpoints_with_one_name_and_other_content_the_second_is_tried_too(tmp_path, file):
     """Two nodes that trained apart: each has a step 9 of its own, and the first one is damaged."""

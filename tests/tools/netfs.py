@@ -12,8 +12,6 @@ import ctypes
 import errno
 import json
 import os
-import shutil
-import socket
 import stat
 import struct
 import subprocess
@@ -26,25 +24,23 @@ from types import SimpleNamespace
 KNOBS = {
     "latency": 0.0,         # seconds, of each request
     "bandwidth": 0.0,       # bytes a second of all mounts together, to and fro; 0: no limit
-    "room": 0,              # bytes, of all files; 0: no limit
     # Seconds that a mount believes what it knows: attributes, names, and that a name does not exist. As long
     # it keeps written bytes back, unless the file is closed or synced (NFS: close-to-open).
     "late": 0.0,
-    "silly": True,          # a file that is open and loses its name becomes .nfs..., until it is closed
     "away": False,          # the server does not answer
     "fail": {},             # {"write": ["EIO", 2]}: the next two writes fail
 }
-NAMES = {1: "lookup", 3: "getattr", 4: "setattr", 5: "readlink", 6: "symlink", 9: "mkdir", 10: "unlink",
+NAMES = {1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink",
          11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs", 18: "release",
          20: "fsync", 25: "flush", 27: "opendir", 28: "readdir", 29: "releasedir", 30: "fsyncdir",
-         35: "create", 45: "rename2"}
+         35: "create"}
 FORGET, READ, WRITE, INIT, INTERRUPT, BATCH_FORGET = 2, 15, 16, 26, 36, 42
 SILENT = (FORGET, BATCH_FORGET, INTERRUPT)          # the kernel expects no answer
 CLOSING = ("flush", "release", "releasedir")        # these do not fail
 BIG_WRITES, AUTO_INVAL_DATA, MAX_PAGES = 1 << 5, 1 << 12, 1 << 22
 DIRECT_IO = 1 << 0
 NOTIFY_INVAL_INODE = 2
-MODE, UID, GID, SIZE, ATIME, MTIME = (1 << bit for bit in range(6))
+MODE, SIZE = 1 << 0, 1 << 3
 MOST = 1 << 20                                      # bytes of a read or write
 THREADS = 6                                         # of each mount: a slow request does not delay the others
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -76,10 +72,6 @@ class Server:
             if count:
                 self.knobs.fail[name] = [number, count - 1]
                 raise OSError(getattr(errno, number), name)
-
-    def used(self):
-        paths = [os.path.join(top, name) for top, _, names in os.walk(self.folder) for name in names]
-        return sum(os.lstat(path).st_size for path in paths)
 
 
 class Mount:
@@ -122,7 +114,7 @@ class Mount:
         if op not in NAMES:
             raise OSError(errno.ENOSYS, str(op))
         size = struct.unpack_from("QQI", data)[2] if op in (READ, WRITE) else 0
-        self.server.cost("" if NAMES[op] in CLOSING else NAMES[op].removesuffix("2"), size)
+        self.server.cost("" if NAMES[op] in CLOSING else NAMES[op], size)
         return getattr(self, f"_{NAMES[op]}")(node, data)
 
     # ---- names ------------------------------------------------------------------------------------
@@ -178,29 +170,14 @@ class Mount:
         return struct.pack("QII", valid, part, 0) + self._attributes(node)
 
     def _setattr(self, node, data):
-        (what, _, _, size, _, atime, mtime, _, atime_ns, mtime_ns, _, mode, _, uid,
-         gid) = struct.unpack_from("IIQQQQQQIIIIIII", data)
+        what, size, mode = struct.unpack_from("I12xQ44xI", data)
         path = f"/proc/self/fd/{self._at(node)}"
         if what & SIZE:
             self._send(self._at(node))
             os.truncate(path, size)
         if what & MODE:
             os.chmod(path, stat.S_IMODE(mode))
-        if what & (UID | GID):
-            os.chown(path, uid if what & UID else -1, gid if what & GID else -1)
-        if what & (ATIME | MTIME):
-            now = os.stat(path)
-            os.utime(path, ns=(atime * 10**9 + atime_ns if what & ATIME else now.st_atime_ns,
-                               mtime * 10**9 + mtime_ns if what & MTIME else now.st_mtime_ns))
         return self._getattr(node, data)
-
-    def _readlink(self, node, data):
-        return os.fsencode(os.readlink("", dir_fd=self._at(node)))
-
-    def _symlink(self, node, data):
-        name, target, _ = data.split(b"\0")
-        os.symlink(target, name, dir_fd=self._at(node))
-        return self._entry(node, name)
 
     def _mkdir(self, node, data):
         os.mkdir(data[8:-1], struct.unpack_from("I", data)[0], dir_fd=self._at(node))
@@ -214,7 +191,7 @@ class Mount:
         """True if the file was open here, and has a silly name now."""
         with self.server.lock, contextlib.suppress(FileNotFoundError):
             info = os.stat(name, dir_fd=self._at(node), follow_symlinks=False)
-            if self.knobs.silly and self.opened.get(info.st_ino) and stat.S_ISREG(info.st_mode):
+            if self.opened.get(info.st_ino) and stat.S_ISREG(info.st_mode):
                 hidden = f".nfs{info.st_ino:016x}"
                 os.rename(name, hidden, src_dir_fd=self._at(node), dst_dir_fd=self._at(node))
                 self.hidden[info.st_ino] = (os.dup(self._at(node)), hidden)
@@ -228,12 +205,6 @@ class Mount:
         to = struct.unpack_from("Q", data)[0]
         self._hide(to, new)
         os.rename(old, new, src_dir_fd=self._at(node), dst_dir_fd=self._at(to))
-
-    def _rename2(self, node, data):
-        to, flags = struct.unpack_from("QI", data)
-        old, new, _ = data[16:].split(b"\0")
-        if LIBC.renameat2(self._at(node), old, self._at(to), new, flags):
-            raise OSError(ctypes.get_errno(), "rename")
 
     # ---- files -------------------------------------------------------------------------------------
     def _open(self, node, data):
@@ -275,9 +246,6 @@ class Mount:
         fd, at, size = struct.unpack_from("QQI", data)
         piece, append = data[40:], self.files[fd] & os.O_APPEND
         with self.server.lock:
-            kept = sum(len(piece) for pieces in self.kept.values() for _, piece in pieces)
-            if self.knobs.room and self.server.used() + kept + size > self.knobs.room:
-                raise OSError(errno.ENOSPC, "write")
             if self.knobs.late and not append:
                 self.kept.setdefault(node, []).append((at, piece))
                 threading.Timer(self.knobs.late, self._send_later, [node]).start()
@@ -343,9 +311,8 @@ class Mount:
         pass
 
     def _statfs(self, node, data):
-        room = self.knobs.room or 1 << 40
-        free = max(0, room - self.server.used()) // 4096 if self.knobs.room else room // 4096
-        return struct.pack("QQQQQIIII24x", room // 4096, free, free, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
+        free = 1 << 28
+        return struct.pack("QQQQQIIII24x", free, free, free, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
 
 
 def main(folder, knobs, *mounts):
@@ -364,35 +331,20 @@ def main(folder, knobs, *mounts):
 
 
 def _mounted(path):
-    """The descriptor over which the kernel asks: mounted by root, or else by fusermount3."""
-    if os.geteuid() == 0:
-        device = os.open("/dev/fuse", os.O_RDWR)
-        options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions"
-        if LIBC.mount(b"netfs", path.encode(), b"fuse.netfs", 6, options.encode()):     # nosuid, nodev
-            raise OSError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}")
-        return device
-    ours, theirs = socket.socketpair()
-    os.set_inheritable(theirs.fileno(), True)
-    subprocess.run(["fusermount3", "-o", "default_permissions", "--", path], check=True,
-                   pass_fds=[theirs.fileno()], env=os.environ | {"_FUSE_COMMFD": str(theirs.fileno())})
-    return socket.recv_fds(ours, 1, 1)[1][0]
-
-
-def why_not():
-    """Why no such file system can be had here; None if it can."""
-    if not os.path.exists("/dev/fuse"):
-        return "there is no /dev/fuse"
-    if not os.access("/dev/fuse", os.R_OK | os.W_OK):
-        return "/dev/fuse may not be opened"
-    return None if os.geteuid() == 0 or shutil.which("fusermount3") else "neither root nor fusermount3"
+    """The descriptor over which the kernel asks."""
+    device = os.open("/dev/fuse", os.O_RDWR)
+    options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions"
+    if LIBC.mount(b"netfs", path.encode(), b"fuse.netfs", 6, options.encode()):     # nosuid, nodev
+        raise OSError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}")
+    return device
 
 
 @contextlib.contextmanager
 def served(folder, machines=1, **knobs):
     """The mounts of one server, a process of its own; `set` turns knobs, `server` is the folder behind."""
     import pytest
-    if reason := why_not():
-        pytest.skip(f"no file system in user space: {reason}")
+    if os.geteuid() or not os.access("/dev/fuse", os.R_OK | os.W_OK):
+        pytest.skip("no file system in user space: it takes root and /dev/fuse")
     folder, unknown = Path(folder), set(knobs) - set(KNOBS)
     assert not unknown, unknown
     mounts = [folder / f"machine{k}" for k in range(machines)]
@@ -415,8 +367,7 @@ def served(folder, machines=1, **knobs):
         for pipe in (process.stdin, process.stdout):
             pipe.close()
         for path in mounts:
-            if LIBC.umount2(str(path).encode(), 2):                              # MNT_DETACH
-                subprocess.run(["fusermount3", "-u", "-z", str(path)], check=False, capture_output=True)
+            LIBC.umount2(str(path).encode(), 2)                                  # MNT_DETACH
 
 
 if __name__ == "__main__":
