@@ -63,8 +63,7 @@ class Options:
     resume: str = free("auto", "auto: the newest checkpoint that verifies; or a folder")
     fork: str = fixed("", "a run whose first --at steps this one shares, and its flags unless given")
     at: int = fixed(0, "the step at which this run leaves --fork")
-    init_from: str = fixed("", "weights to begin with: a .pt or .safetensors file, or `pretrained`: "
-                           "torchvision's, if they are on this machine")
+    init_from: str = fixed("", "weights to begin with: a .pt or .safetensors file")
     init_skip: tuple = fixed((), "weights whose names begin with these start afresh, as fc.")
     freeze: tuple = fixed((), "weights whose names begin with these do not train: conv1.,layer1.")
     seed: int = fixed(0, "every random number follows from it")

@@ -147,7 +147,7 @@ def check_files(opts):
     """UserError for files and folders that are not there; answered before torch is imported."""
     for flag, path, is_there in (("--resume", opts.resume, os.path.isdir),
                                  ("--init-from", opts.init_from, os.path.isfile)):
-        if path not in ("", "auto", "pretrained") and not is_there(path):
+        if path not in ("", "auto") and not is_there(path):
             raise UserError(f"{flag}: {path!r} is not there\n"
                             "give the folder of a checkpoint to --resume, a file of weights to --init-from")
     place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))

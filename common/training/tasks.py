@@ -8,6 +8,7 @@ function of {name: number or tensor}, makes numbers of them.
 """
 import contextlib
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import torch
@@ -66,7 +67,7 @@ def judged(net, x, y, state):
     """(summed loss, right answers); of an evaluation in double precision, without label smoothing."""
     opts = state.opts
     with autocast(opts, y.device):
-        if isinstance(x, dict):
+        if isinstance(x, Mapping):
             out = net(**x)
         elif isinstance(x, (tuple, list)):
             out = net(*x)
@@ -102,6 +103,7 @@ class Task:
         self.ahead = ahead  # the count of what is minimised is the number of samples
         self.names = names  # of (sum, count)
         self.shapes = {}  # of the whole numbers, by name
+        self.shown = [*names]  # names of the numbers that a person sees
         self.predictions = None  # and labels, of the last small block that was evaluated
 
     def __call__(self, net, batch, state):
@@ -159,11 +161,6 @@ class Task:
             metrics = self.finish(metrics)
         return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
 
-    @property
-    def shown(self):
-        """Names of the numbers that a person sees."""
-        return [*self.metrics(self.zeros("cpu") + 1)]
-
     # ---- where the net is cut into stages, whose first one has the input and whose last one the output ----
     def input_of(self, batch, state):
         """The tensor that goes into the first stage."""
@@ -196,7 +193,10 @@ class Task:
             self.shapes = {name: values[name].shape for name in values if name not in self.names}
             if any(values[name].is_floating_point() for name in self.shapes):
                 raise TypeError(f"{', '.join(self.shapes)}: not whole numbers, without a count")
-            self.metrics(self.add(self.zeros("cpu"), values))
+            if not self.names:
+                raise TypeError("no value is a (sum, count)")
+            metrics = self.metrics(self.add(self.zeros("cpu"), values))
+        self.shown = [*dict.fromkeys([*self.names, *metrics])]
 
 
 class Answer(nn.Module):
@@ -221,7 +221,9 @@ def find_task(opts: Options) -> Task:
     if opts.task == "classify":
         return Task(classify, ["loss", "acc"], ahead=opts.bad_samples == "stop")
     if opts.task == "tokens":
-        return Task(tokens, ["loss", "acc"], perplexity)
+        task = Task(tokens, ["loss", "acc"], perplexity)
+        task.shown.append("perplexity")
+        return task
     function = find_user(opts.task)
 
     def own(net, batch, state):
@@ -235,9 +237,8 @@ def find_task(opts: Options) -> Task:
 def best_of(opts: Options, task: Task) -> tuple[str, int]:
     """(name, 1 or -1) of the metric whose best evaluation is kept; -1 if a lower one is better."""
     minimised = task.names[0]
-    shown = task.shown
-    name = opts.best.removeprefix("-") or ("acc" if "acc" in shown else minimised)
-    if name not in shown and opts.task != OWN:
-        raise UserError(f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, shown)}\n"
-                        f"it has {', '.join(shown)}; -NAME if lower is better")
+    name = opts.best.removeprefix("-") or ("acc" if "acc" in task.shown else minimised)
+    if name not in task.shown and opts.task != OWN:
+        raise UserError(f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, task.shown)}\n"
+                        f"it has {', '.join(task.shown)}; -NAME if lower is better")
     return f"val_{name}", -1 if opts.best.startswith("-") or name == minimised else 1
