@@ -84,7 +84,7 @@ class Pipeline(nn.Module):
             if name not in kept and kept != [""]:
                 net._modules[name] = nn.Identity()
         mine = set(net.parameters())
-        self.mine = [i for i, p in enumerate(weights) if p in mine]
+        self.places = [i for i, p in enumerate(weights) if p in mine]  # in the whole net
         self.stages = [Stage(net, i, groups[i], devices[i], opts) for i in here]
         self.transfer = Ranks(world, shapes, self.stages[0].generator)
 
@@ -146,23 +146,33 @@ class Pipeline(nn.Module):
         With --virtual-ranks every slice gets the bits that an uncut net would give, and each stage sums its
         slices along a tree of its own, over the ranks that hold the stage.
         """
-        world, opts, task, tree, stage = self.world, self.opts, state.task, self.tree, self.stages[0]
+        world = self.world
+        opts = self.opts
+        task = state.task
+        tree = self.tree
+        stage = self.stages[0]
         first = stage.index == 0
         last = stage.index == self.parts - 1
         totals = task.zeros(stage.device)
         in_flight = {}
+        trained = [p for p in self.net.parameters() if p.requires_grad]
         # Slices without samples do not travel; with --shard a replica without samples runs an example.
         flights = [(k, n, part if n else self.example) for k, (n, part) in enumerate(batch.parts)
                    if n or self.even]
         if tree:
             tree.begin(state)
 
+        def nothing(y):  # it has a gradient
+            tensors = trained if y is None else [y]
+            return sum(tensor.flatten()[:0].sum() for tensor in tensors)
+
         def ahead(i, receive):
             k, n, samples = flights[i]
             if first or last:
                 samples = placed(samples, stage.device, opts, own=bool(tree))
             x = task.input_of(samples, state) if first and not last else None
-            seed(world, opts.seed, "step", state.step, *([tree.slices[k]] if tree else [world.replica, k]))
+            key = [tree.slices[k]] if tree else [world.replica, k]
+            seed(world, opts.seed, "step", state.step, *key)
             if receive:
                 x = receive().detach()  # and draws go on where the stage before ended
                 x.requires_grad_(x.is_floating_point())
@@ -176,7 +186,7 @@ class Pipeline(nn.Module):
             if last:
                 values = task(stage, samples, state) if first else task.answered(y, samples, state)
                 task.add(found, values)
-                y = task.minimised(values, lambda: self._nothing(y)) * bool(n) / batch.size
+                y = task.minimised(values, lambda: nothing(y)) * bool(n) / batch.size
                 if state.scaler:
                     y = state.scaler.scale(y)
             tail = tree.measured(tree.slices[k], n / batch.size, found) if tree else None
@@ -204,24 +214,13 @@ class Pipeline(nn.Module):
             return tree.finish(batch, state)
         if world.replicas > 1:
             if not opts.shard:  # which has summed what it holds
-                self._sum_gradients()
+                for p in trained:
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                    world.sum_over_replicas(p.grad)
             state.buffers.average(world, sum(n for _, n, _ in flights) / batch.size)
         totals = totals.to(world.device)
         state.count(totals[1], batch.size, world.all_sum)
         return totals
-
-    @torch.no_grad()
-    def _sum_gradients(self):
-        """Over the ranks with the same stage."""
-        for p in self.net.parameters():
-            if p.requires_grad:
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                self.world.sum_over_replicas(p.grad)
-
-    def _nothing(self, y):
-        """A sum of nothing, which has a gradient."""
-        tensors = [p for p in self.net.parameters() if p.requires_grad] if y is None else [y]
-        return sum(tensor.flatten()[:0].sum() for tensor in tensors)
 
     def norm(self, gradients):
         """The norm of the whole net's gradient; those of its weights are added in one order at any cut."""
@@ -230,7 +229,7 @@ class Pipeline(nn.Module):
         lengths = torch.zeros_like(self.lengths)
         if gradients:
             here = [g.to_local() if self.even else g for g in gradients]
-            lengths[self.mine] = torch.stack(torch._foreach_norm(here))
+            lengths[self.places] = torch.stack(torch._foreach_norm(here))
         if self.even:  # these have some rows each
             lengths = self.world.sum_over_replicas(lengths.square()).sqrt()
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
