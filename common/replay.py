@@ -22,8 +22,14 @@ from common.ledger import lives_of
 from common.options import Options, read_options
 
 HOUSE = Path(__file__).resolve().parents[1]
-QUIET = ("--save-every=0", "--save-seconds=0", "--keep-every=0", "--eval-every=0", "--no-tensorboard",
-         "--progress=off")
+QUIET = [
+    "--save-every=0",
+    "--save-seconds=0",
+    "--keep-every=0",
+    "--eval-every=0",
+    "--no-tensorboard",
+    "--progress=off",
+]
 
 
 def verify(run: Path, segments: list[tuple[int, int]], nproc: int) -> int:
@@ -52,8 +58,15 @@ def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> Non
     command = [sys.executable]
     if nproc > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
-    command += [str(HOUSE / script), f"--fork={run}", f"--at={begin}", f"--epochs={epochs}",
-                f"--max-steps={end}", f"--run-dir={folder}", *QUIET]
+    command += [
+        str(HOUSE / script),
+        f"--fork={run}",
+        f"--at={begin}",
+        f"--epochs={epochs}",
+        f"--max-steps={end}",
+        f"--run-dir={folder}",
+        *QUIET,
+    ]
     code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     if code:
         raise UserError(f"steps {begin + 1} to {end} of {run} cannot be made again (see above)\n"
@@ -70,9 +83,12 @@ def digest(run: Path, step: int) -> str:
 
 def first_difference(run: Path, again: Path) -> int | None:
     """The first step of both that --digest-every has noted with another digest."""
-    before, now = ({event["step"]: (event["model"], event["optimizer"])  # of a step made again, the last
-                    for life in lives_of(folder) for event in life if event["event"] == "digest"}
-                   for folder in (run, again))
+    def digests(folder):
+        events = [event for life in lives_of(folder) for event in life if event["event"] == "digest"]
+        return {event["step"]: (event["model"], event["optimizer"]) for event in events}
+
+    before = digests(run)
+    now = digests(again)
     return min((step for step in now if now[step] != before.get(step)), default=None)
 
 

@@ -27,7 +27,10 @@ def preload(module: str, options: dict) -> None:
     if options:
         from common.data import preload as open_data
         from common.options import Options
-        open_data(Options(**options))
+        opts = Options(**options)
+        open_data(opts)
+        if opts.tensorboard:
+            importlib.import_module("torch.utils.tensorboard")  # at the end: it may not be installed
 
 
 def work(script: str, words: list[str], environment: dict[str, str], outputs: list[str]) -> None:

@@ -8,11 +8,10 @@
 import argparse
 import json
 import sys
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from common.errors import UserError, run_command
+from common.errors import run_command
 from common.ledger.account import audit, summarize
 from common.ledger.ledger import read
 
@@ -23,7 +22,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN",
-                        help="the folder of a run; with --audit also those of its other nodes")
+                        help="the folder of a run, and those of its other nodes")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one object for programs")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves, deaths and lives")
@@ -38,9 +37,7 @@ def show(args):
     run = args.runs[0]
     if args.audit:
         return print_audit(args.runs)
-    if len(args.runs) > 1:
-        raise UserError(f"the report reads one folder, not {len(args.runs)}\nname one, or add --audit")
-    facts = summarize(run)
+    facts = summarize(*args.runs)
     if args.html:
         args.html.write_text(page(run, facts), encoding="utf-8")
     elif args.json:
@@ -81,9 +78,7 @@ def span(seconds):
 
 def page(run, facts):
     """The report as a page of HTML, with curves."""
-    rows = []
-    with suppress(OSError):
-        rows = list(read(run / "metrics.jsonl", "step"))
+    rows = list(read(run / "metrics.jsonl", "step"))
     rows = rows[::len(rows) // MOST_ROWS + 1]
     data = facts | {"run": str(run), "rows": rows, "report": list(report(facts))}
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")

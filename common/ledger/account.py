@@ -64,8 +64,13 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
         for rank in range(life["world"]):
             if rank not in left:
                 causes.setdefault(rank, "ended without a word (killed, or its machine is gone)")
-    return [{"life": life["life"], "rank": rank, "host": life["hosts"][rank], "pid": life["pids"][rank],
-             "cause": cause} for rank, cause in causes.items()]
+    return [{
+        "life": life["life"],
+        "rank": rank,
+        "host": life["hosts"][rank],
+        "pid": life["pids"][rank],
+        "cause": cause,
+    } for rank, cause in causes.items()]
 
 
 def life_before(run_dir: Path | str, job: str) -> tuple[Life, str, int]:
@@ -125,12 +130,12 @@ def account(lives: list[Life]) -> Iterator[dict[str, float]]:
         accounted = end
 
 
-def summarize(run_dir: Path | str) -> Record:
+def summarize(*run_dirs: Path | str) -> Record:
     """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
-    lives = lives_of(run_dir)
+    lives = lives_of(*run_dirs)
     summaries = []
     for events, seconds in zip(lives, account(lives), strict=True):
         reached = max(event["step"] for event in own(events, "life", "save", "rescue", "steps"))
@@ -138,9 +143,15 @@ def summarize(run_dir: Path | str) -> Record:
     buckets = {name: sum(life["buckets"][name] for life in summaries) for name in BUCKETS}
     wall = sum(buckets.values())
     return {
-        "now": now(lives), "wall_s": wall, "goodput": buckets["steps"] / max(wall, 1e-9), "buckets": buckets,
-        "lives": summaries, "saves": all_of(lives, "save"), "rescues": all_of(lives, "rescue"),
-        "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])]}
+        "now": now(lives),
+        "lives": summaries,
+        "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])],
+        "saves": all_of(lives, "save"),
+        "rescues": all_of(lives, "rescue"),
+        "buckets": buckets,
+        "wall_s": wall,
+        "goodput": buckets["steps"] / max(wall, 1e-9),
+    }
 
 
 def now(lives: list[Life]) -> Record:
@@ -160,10 +171,15 @@ def now(lives: list[Life]) -> Record:
     for end in own(lives[-1], "stop", "done"):
         state = end["event"]
     return {
-        "state": state, "step": last["step"], "last_step_s": time.time() - last["t"],
+        "state": state,
+        "step": last["step"],
+        "last_step_s": time.time() - last["t"],
         "steps_per_s": (last["step"] - before["step"]) / max(1e-3, last["t"] - before["t"]),
-        "saved": save["step"], "last_save_s": time.time() - save["t"], "pids": life["pids"],
-        "alive": len(alive)}
+        "saved": save["step"],
+        "last_save_s": time.time() - save["t"],
+        "pids": life["pids"],
+        "alive": len(alive),
+    }
 
 
 # ---- samples --------------------------------------------------------------------------------------

@@ -105,8 +105,13 @@ class Audit:
     def begin(self, step: int, epoch: int, position: int, ids: list[int]) -> None:
         if self.on:
             self.made = self.made or step - 1
-            self.lines.append({"event": "begin", "step": step, "epoch": epoch, "position": position,
-                               "ids": ids})
+            self.lines.append({
+                "event": "begin",
+                "step": step,
+                "epoch": epoch,
+                "position": position,
+                "ids": ids,
+            })
 
     def done(self, step: int) -> None:
         """`step` is the newest whole one: a GPU may end it after the next one has begun."""

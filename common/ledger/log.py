@@ -126,7 +126,7 @@ class Metrics:
 
     def __init__(self, run_dir: Path | str, step: int) -> None:
         self.lines = Lines(Path(run_dir) / "metrics.jsonl")
-        self.last = {"train": -1, "val": -1}  # the newest step of each kind of row
+        self.last = {False: -1, True: -1}  # the newest step of a training row, and of an evaluation's
         self.on = True
         path = self.lines.path
         try:
@@ -153,9 +153,10 @@ class Metrics:
         return new
 
     def _is_new(self, row):
-        kind = "val" if any(name.startswith("val_") for name in row) else "train"
-        new = row["step"] > self.last[kind]
-        self.last[kind] = max(self.last[kind], row["step"])
+        evaluation = any(name.startswith("val_") for name in row)
+        new = row["step"] > self.last[evaluation]
+        if new:
+            self.last[evaluation] = row["step"]
         return new
 
 

@@ -2,7 +2,6 @@
 
 tests/test_promises.py has the rest: kills and other worlds, and a forged checkpoint.
 """
-import json
 import re
 import subprocess
 import sys
@@ -25,8 +24,6 @@ class Points(torch.utils.data.Dataset):
         return 150
 
     def __getitem__(self, i):
-        if i == 77 and os.environ.get("CHEAT"):
-            i = 78                              # a swapped sample
         x = torch.randn(6, generator=torch.Generator().manual_seed(i))
         return x, int(x[0] > 0)
 
@@ -84,15 +81,12 @@ def own(tmp_path_factory):
     return [f"--dataset={path}:data", "--model=mlp", "--epochs=1", f"--lr-schedule={path}:rate"]
 
 
-def test_a_changed_rate_and_a_swapped_sample_are_found_in_their_segments(jobs, tmp_path, own, capsys):
+def test_a_changed_rate_is_found_in_its_segment_and_damage_is_refused(jobs, tmp_path, own, capsys):
     run = train(jobs, tmp_path / "run", "--keep-every=3", *own, CHEAT="1")
-    notes = [json.loads(line) for path in (run / "audit").glob("life-*") for line in path.open()]
-    swapped = next(note["step"] for note in notes if 77 in note.get("ids", []))
     code, output = replay(capsys, "verify", run, "--all")
     found = results(output)
-    wrong = {segment for segment in found if found[segment] != "same"}
-    assert code == 1 and wrong == {(a, b) for a, b in found if a < 5 <= b or a < swapped <= b}
-    assert found[3, 6] == "differs, from step 5 at the latest"
+    wrong = {segment: result for segment, result in found.items() if result != "same"}
+    assert code == 1 and wrong == {(3, 6): "differs, from step 5 at the latest"}, output
     (run / "checkpoints/step-00000003/model.safetensors").write_bytes(b"")
     code, output = replay(capsys, "verify", run, "--all")
     assert code == 2 and "damaged" in output, output
