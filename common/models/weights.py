@@ -1,4 +1,4 @@
-"""Weights from elsewhere (--init-from), layers that stand still (--freeze), and what a run has trained."""
+"""Weights from elsewhere (--init-from), and layers that stand still (--freeze)."""
 import zipfile
 
 import torch
@@ -92,7 +92,9 @@ def tied_names(net: nn.Module) -> dict[str, str]:
     if "_tied_names" not in vars(net):
         first: dict[Tensor, str] = {}
         named = list(net.named_parameters(remove_duplicate=False))
-        vars(net)["_tied_names"] = {name: first[p] for name, p in named if first.setdefault(p, name) != name}
+        for name, weight in named:
+            first.setdefault(weight, name)
+        vars(net)["_tied_names"] = {name: first[weight] for name, weight in named if first[weight] != name}
     return vars(net)["_tied_names"]
 
 

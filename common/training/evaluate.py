@@ -47,9 +47,9 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
                 shown += 1 + task.predictions.cpu()  # 0: there are none
     rows = world.all_sum(rows.cpu())
     whole_numbers = world.all_sum(whole_numbers.cpu())
-    sums = torch.tensor([sum(column) for column in rows.T.tolist()], dtype=torch.float64)  # in one order
-    metrics = task.metrics(torch.cat([sums, whole_numbers]))
-    metrics = {f"val_{name}": value for name, value in metrics.items()}
+    sums = [sum(column) for column in rows.T.tolist()]  # in one order
+    totals = torch.cat([torch.tensor(sums, dtype=torch.float64), whole_numbers])
+    metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
     if shown.numel() and world.all_sum(shown).any():
         metrics["predictions"], metrics["labels"] = (shown.long() - 1).tolist()
     return metrics
