@@ -20,7 +20,6 @@ from torch.utils.data import Sampler
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6               # fewer are visibly not random (a test shows it); 6 look like torch.randperm
 WINDOW = 8192            # positions per call of permute: hides torch's cost per call, fits the L2 cache
-LARGEST = 1 << 62        # samples: both halves of a position are below 2**31, so products fit in int64
 
 
 def hash_seed(*key: SupportsIndex | str) -> int:
@@ -29,7 +28,8 @@ def hash_seed(*key: SupportsIndex | str) -> int:
     numpy's and torch's integers count as Python's. torch's CPU generator ignores the upper half of a seed.
     """
     plain = tuple(part if isinstance(part, str) else operator.index(part) for part in key)
-    return int.from_bytes(hashlib.blake2b(repr(plain).encode(), digest_size=4).digest(), "little")
+    digest = hashlib.blake2b(repr(plain).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
 
 
 def mix(x: Tensor) -> Tensor:
@@ -37,8 +37,10 @@ def mix(x: Tensor) -> Tensor:
 
     The hash "lowbias32" (hash-prospector) with constants below 2**31: their products fit in int64.
     """
-    x.bitwise_xor_(x >> 16).mul_(0x21F0AAAD).bitwise_and_(MASK32)
-    x.bitwise_xor_(x >> 15).mul_(0x735A2D97).bitwise_and_(MASK32)
+    x.bitwise_xor_(x >> 16)
+    x.mul_(0x21F0AAAD).bitwise_and_(MASK32)
+    x.bitwise_xor_(x >> 15)
+    x.mul_(0x735A2D97).bitwise_and_(MASK32)
     return x.bitwise_xor_(x >> 15)
 
 
@@ -64,16 +66,13 @@ def _permute_grid(x, rows, columns, keys):
 
 
 def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: int) -> Tensor:
-    """Return the ids at these positions of the shuffled epoch; n costs neither memory nor time."""
-    if not 0 < n <= LARGEST:
-        raise ValueError(f"cannot permute {n} samples: 1 to 2**62 are possible")
+    """Return the ids at these positions of the shuffled epoch; n costs neither memory nor time.
+
+    n is at most 2**62: then both halves of a position are below 2**31, and their products fit in int64.
+    """
     if isinstance(positions, range):
         positions = torch.arange(positions.start, positions.stop, positions.step)
     x = torch.as_tensor(positions, dtype=torch.int64)
-    if not x.numel():
-        return x.clone()
-    if x.min() < 0 or x.max() >= n:
-        raise ValueError(f"positions {int(x.min())}..{int(x.max())} are not all within 0..{n - 1}")
     rounds = ROUNDS if n > 1000 else 4 * ROUNDS  # in a tiny grid each turn moves little
     keys = [hash_seed("order", seed, epoch, turn) for turn in range(rounds)]
     rows = math.isqrt(n - 1) + 1  # any number gives a permutation; near the root both halves are mixed well
@@ -91,7 +90,8 @@ def uniforms(ids: list[int] | Tensor, seed: int, epoch: int) -> Tensor:
     """Return float32 [len(ids)] in [0, 1): a pure function of (seed, epoch, id)."""
     ids = torch.as_tensor(ids, dtype=torch.int64).reshape(-1)
     low, high = [hash_seed("uniform", seed, epoch, 0, half) for half in range(2)]
-    bits = mix(mix((ids & MASK32) ^ low) ^ (ids >> 32) ^ high)
+    bits = mix((ids & MASK32) ^ low)
+    bits = mix(bits ^ (ids >> 32) ^ high)
     return (bits >> 8) * 2.0**-24  # a float32 holds 24 bits: all 32 could round up to 1
 
 
@@ -118,8 +118,15 @@ class ElasticSampler(Sampler):
     `position`: samples fetched ahead are not trained on yet.
     """
 
-    def __init__(self, length_or_dataset: int | Sized, global_batch_size: int, rank: int = 0, world: int = 1,
-                 seed: int = 0, slices: int = 0) -> None:
+    def __init__(
+        self,
+        length_or_dataset: int | Sized,
+        global_batch_size: int,
+        rank: int = 0,
+        world: int = 1,
+        seed: int = 0,
+        slices: int = 0,
+    ) -> None:
         if isinstance(length_or_dataset, Sized):
             length_or_dataset = len(length_or_dataset)
         self.length = length_or_dataset

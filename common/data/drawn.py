@@ -18,8 +18,7 @@ GLYPHS = """
 #   #   #    #    #   #    #  #   # #   #  #    #   #    #
  ###   ###  #####  ###     #   ###   ###   #     ###   ##
 """
-FINE = 4  # cells of the glyph bank per pixel
-SIDE = 28 * FINE
+SIDE = 112       # cells of a glyph's square, four for a pixel
 SEED = 20240711  # of the data, not of a run: every run trains on the same pictures
 
 
@@ -28,49 +27,76 @@ def digits(opts):
     rng = torch.Generator().manual_seed(SEED)
     bank = glyph_bank()
     thousands = [draw_digits(1000, bank, rng) for _ in range(14)]
-    x = torch.cat([pictures for pictures, _ in thousands])
-    y = torch.cat([labels for _, labels in thousands])
-    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), known_classes=10, mean=0.22, std=0.27)
+    x = torch.cat(thousands)
+    y = torch.arange(14000) % 10
+    return Data(
+        (x[:12000], y[:12000]),
+        (x[12000:], y[12000:]),
+        known_classes=10,
+        mean=0.22,
+        std=0.27)
 
 
 def glyph_bank():
-    """uint8 [10 digits * 4 weights, SIDE * SIDE]: each digit in four line widths, at FINE cells a pixel."""
-    rows = [[ink == "#" for ink in line.ljust(60)] for line in GLYPHS.strip("\n").split("\n")]
-    cells = torch.tensor(rows).float().view(7, 10, 6)[:, :, :5].transpose(0, 1)
-    cells = cells.repeat_interleave(10, 1).repeat_interleave(10, 2)  # 7x5 cells of 10: 70 x 50 of 112 x 112
-    ink = F.pad(cells, (31, 31, 21, 21)).unsqueeze(1)
+    """uint8 [10 digits * 4 weights, SIDE, SIDE]: each digit in four line widths; empty at the edges."""
+    rows = [
+        [ink == "#" for ink in line.ljust(60)]
+        for line in GLYPHS.strip("\n").split("\n")]
+    cells = torch.tensor(rows).float()
+    cells = cells.view(7, 10, 6)[:, :, :5]
+    cells = cells.transpose(0, 1)
+    cells = cells.repeat_interleave(10, 1)
+    cells = cells.repeat_interleave(10, 2)  # 70 x 50 of 112 x 112
+    ink = F.pad(cells, (31, 31, 21, 21))
+    ink = ink.unsqueeze(1)
     for _ in range(2):  # sums of ones stay whole numbers: no rounding on any machine
         ink = F.avg_pool2d(ink, 9, 1, 4, divisor_override=1)
-    weights = [((ink - level) * 255 / 1024).round().clamp(0, 255) for level in (3200, 2400, 1600, 900)]
-    return torch.stack(weights, 1).to(torch.uint8).view(40, SIDE * SIDE)
+    levels = torch.tensor([3200, 2400, 1600, 900])
+    weights = (ink - levels.view(4, 1, 1)) * 255 / 1024
+    weights = weights.round().clamp(0, 255)
+    return weights.to(torch.uint8).flatten(0, 1)
 
 
 def draw_digits(n, bank, rng):
-    """(uint8 [n, 1, 28, 28], int64 [n]): pictures number 0..n-1 show the digits 0, 1, ... 9, 0, 1, ..."""
+    """uint8 [n, 1, 28, 28]: pictures number 0..n-1 show the digits 0, 1, ... 9, 0, 1, ..."""
     def draw(low, high):
-        return torch.randint(low, high + 1, (n, 1, 1), generator=rng, dtype=torch.int32)
+        return torch.randint(
+            low,
+            high + 1,
+            (n, 1, 1),
+            generator=rng,
+            dtype=torch.int32)
 
-    label = torch.arange(n) % 10
-    glyph = (label * 4).view(n, 1, 1) + draw(0, 3)
+    digit = torch.arange(n).view(n, 1, 1) % 10
+    glyph = digit * 4 + draw(0, 3)
     turn = draw(-60, 60)  # in 1/256
     slant = draw(-55, 75)
     # steps in the bank per pixel, in 1/64: a large number makes a small digit
     wide = draw(208, 310)
     high = draw(208, 310)
-    right = draw(-10, 10)  # in cells of the bank, which are quarters of a pixel
+    right = draw(-10, 10)  # in cells of the bank
     down = draw(-10, 10)
     axis = 2 * torch.arange(28, dtype=torch.int32) - 27  # twice the distance from the centre
     across = axis.view(1, 1, 28)
     along = axis.view(1, 28, 1)
     # the place in the bank of each pixel: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift
-    column = (wide * (256 * across + (slant + turn) * along) >> 15) + SIDE // 2 + right
-    row = (high * (256 * along - turn * across) >> 15) + SIDE // 2 + down
-    outside = (column < 0) | (column >= SIDE) | (row < 0) | (row >= SIDE)
-    where = glyph * (SIDE * SIDE) + row.clamp_(0, SIDE - 1) * SIDE + column.clamp_(0, SIDE - 1)
-    ink = bank.flatten()[where].to(torch.int32).masked_fill_(outside, 0)
-    noise = torch.randint(0, 256, (n, 28, 28), generator=rng, dtype=torch.uint8)
-    picture = (ink * draw(145, 255) >> 8) + (noise * draw(10, 110) >> 8)
-    return picture.clamp_(0, 255).to(torch.uint8).unsqueeze(1), label
+    column = 256 * across + (slant + turn) * along
+    column = (wide * column >> 15) + SIDE // 2 + right
+    row = 256 * along - turn * across
+    row = (high * row >> 15) + SIDE // 2 + down
+    row = row.clamp(0, SIDE - 1)
+    column = column.clamp(0, SIDE - 1)
+    ink = bank[glyph, row, column]
+    noise = torch.randint(
+        0,
+        256,
+        (n, 28, 28),
+        generator=rng,
+        dtype=torch.uint8)
+    ink = ink * draw(145, 255) >> 8
+    noise = noise * draw(10, 110) >> 8
+    picture = ink + noise
+    return picture.clamp(0, 255).to(torch.uint8).unsqueeze(1)
 
 
 # ---- sentiment ----
@@ -85,10 +111,15 @@ def sentiment(opts):
 # ---- random ----
 def random_numbers(opts):
     """`random:NxF`: N samples of F normal numbers, labels from a coin; 100x5 by default, as in tutorials."""
-    samples, features = map(int, (opts.dataset.partition(":")[2] or "100x5").split("x"))
+    size = opts.dataset.partition(":")[2] or "100x5"
+    samples, features = map(int, size.split("x"))
     rng = torch.Generator().manual_seed(SEED)
     x = torch.randn(samples, features, generator=rng)
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
-    both = (x, torch.randint(0, 2, (samples,), generator=rng))
+    y = torch.randint(0, 2, (samples,), generator=rng)
     # labels from a coin cannot be predicted: so the test set is the training set
-    return Data(both, both, known_classes=2, fingerprint=opts.dataset)
+    return Data(
+        (x, y),
+        (x, y),
+        known_classes=2,
+        fingerprint=opts.dataset)

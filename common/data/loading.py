@@ -1,7 +1,6 @@
 """A Batch a step, loaded by the rank or by processes that read ahead."""
 import atexit
 import ctypes
-import functools
 import itertools
 import signal
 from collections.abc import Iterable, Iterator
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from common.data.splits import Split, Tree, map_tensors
-from common.errors import UserError
+from common.data.splits import DatasetSplit, Split, map_tensors
+from common.errors import UserError, one_line
 from common.options import Options
 from common.sampler import ElasticSampler, share
 
@@ -20,7 +19,7 @@ from common.sampler import ElasticSampler, share
 class Batch(NamedTuple):
     """A rank's share of one global batch, cut into its forwards."""
 
-    parts: list[tuple[int, Tree]]  # (samples, what collate made of them) for each forward
+    parts: list[tuple]  # (samples, what collate made of them) for each forward
     ids: list[int]
     size: int  # number of samples in the whole global batch
 
@@ -48,7 +47,8 @@ def cuts(order, opts):
     """Yield every share that is left of `order`, as the lists of ids of its forwards."""
     for mine, size in zip(order, order.batch_sizes(), strict=True):
         ids = iter(mine)
-        yield [list(itertools.islice(ids, n)) for n in forward_sizes(size, order.rank, order.world, opts)]
+        sizes = forward_sizes(size, order.rank, order.world, opts)
+        yield [list(itertools.islice(ids, n)) for n in sizes]
 
 
 def forward_sizes(n: int, rank: int, world: int, opts: Options) -> list[int]:
@@ -58,18 +58,22 @@ def forward_sizes(n: int, rank: int, world: int, opts: Options) -> list[int]:
     no sample. With --virtual-ranks each slice is one forward.
     """
     if opts.virtual_ranks:
-        return [len(share(n, v, opts.virtual_ranks)) for v in share(opts.virtual_ranks, rank, world)]
+        slices = share(opts.virtual_ranks, rank, world)
+        return [len(share(n, v, opts.virtual_ranks)) for v in slices]
     mine = len(share(n, rank, world))
     most = -(-n // world)
     size = opts.micro_batch_size or max(1, most)
-    if opts.sync_bn and world > 1:
-        count = -(-most // size)
-        return [mine // count + (k < mine % count) for k in range(count)]
-    return [max(0, min(size, mine - at)) for at in range(0, most if opts.shard else mine, size)]
+    end = most if opts.sync_bn or opts.shard else mine
+    return [max(0, min(size, mine - at)) for at in range(0, end, size)]
 
 
-def loaded(split: Split, cuts: Iterable[list[list[int]]], opts: Options, epoch: int = 0,
-           augment: bool = False) -> Iterator[tuple[Tree, list[int]]]:
+def loaded(
+    split: Split,
+    cuts: Iterable,
+    opts: Options,
+    epoch: int = 0,
+    augment: bool = False,
+) -> Iterator:
     """Yield ([(samples, what `fetch` made of them) for each forward], ids) of each share of `cuts`."""
     def load(cut):
         parts = []
@@ -83,7 +87,7 @@ def loaded(split: Split, cuts: Iterable[list[list[int]]], opts: Options, epoch: 
         return parts, [id for ids in cut for id in ids]
 
     pin = torch.cuda.is_available() and "cpu" not in (opts.device, *opts.devices)
-    if opts.workers and not split.in_memory:
+    if opts.workers and isinstance(split, DatasetSplit):
         yield from from_workers(load, cuts, opts.workers, pin)
         return
     for parts, ids in map(load, cuts):
@@ -106,7 +110,7 @@ def from_workers(load, cuts, count, pin):
         # DataLoader sends what this returns from a thread, which drops errors: with a full /dev/shm the rank
         # would wait for ever.
         try:
-            return map_tensors(lambda x: x.share_memory_() if x.numel() else x, load(cut))
+            return map_tensors(Tensor.share_memory_, load(cut))
         except UserError as error:
             return error  # raised, it would come in a traceback
 
@@ -124,28 +128,23 @@ def from_workers(load, cuts, count, pin):
     # Without it a dead worker is noticed when its share is needed, within five seconds.
     signal.signal(signal.SIGCHLD, on_death)
     workers = loaded._workers
-    kill = functools.partial(kill_all, workers)
+
+    def kill():
+        for worker in workers:
+            worker.kill()
+
     atexit.register(kill)  # registered last, it runs first: before multiprocessing joins its processes
     try:
         for share in loaded:
             if isinstance(share, UserError):
                 raise share
             yield share
-    except RuntimeError:
-        dead = [worker.pid for worker in workers if not worker.is_alive()]
-        if dead:
-            raise UserError(f"its loading process (pid {dead[0]}) was killed\n"
-                            "there may be too little memory for so many --workers", code=1) from None
-        raise
+    except RuntimeError as error:
+        raise ChildProcessError(f"its loading process: {one_line(error)}") from None
     finally:
         del loaded  # ends the workers, unless it is part of a traceback
         kill()
         atexit.unregister(kill)
-
-
-def kill_all(workers):
-    for worker in workers:
-        worker.kill()
 
 
 def shelter(number):
@@ -154,6 +153,6 @@ def shelter(number):
     A worker that dies would break its rank's save. (Blocking signals is not enough: torch starts threads in
     a worker before this runs.)
     """
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(name, signal.SIG_IGN)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: for a rank that was killed

@@ -6,33 +6,23 @@ The same ids give the same batch in any process: augmentation and other random c
 import copy
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
 from common.errors import UserError, blamed, one_line, say, speaks_for_node
-from common.sampler import seeded, uniforms
+from common.sampler import hash_seed, seeded, uniforms
 
+DEFAULT_LENGTH = 128  # tokens per sample; text:LENGTH and tokens:LENGTH change it
+BLOCK = 2**15         # tokens that are hashed together when a run starts,
+BLOCKS = 256          # at so many places of a file
+WORDS = (torch.int16, torch.int32, torch.int64)
 Tree = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
-
-
-class Split(Protocol):
-    """One set: what training and evaluation ask of it, however it makes its batches."""
-
-    shape: tuple[int, ...]  # of a sample's input
-    classes: int | None
-    tokens: int = 1         # of a sample
-    first: int = 0          # the id of a sample that can be read
-    in_memory: bool = True  # a loading process would only cost time
-    note: Callable[..., None] | None = None  # note("bad_sample", ...) writes to the ledger
-
-    def __len__(self) -> int: ...
-    def fetch(self, ids: Sequence[int], epoch: int = 0, augment: bool = False) -> Tree: ...
-    def contents(self) -> Iterable[Any]: ...
 
 
 @dataclass(frozen=True)
@@ -43,12 +33,12 @@ class Data:
     test: Any
     known_classes: int | None
     vocab: int | None = None
-    mean: float | Tensor = 0.0  # of uint8 pixels scaled to 0..1
-    std: float | Tensor = 1.0
-    augment: Callable[[Tensor, Tensor], Tensor] | None = None  # of tensors, as `flip` of files.py
+    mean: float | tuple = 0.0  # of uint8 pixels scaled to 0..1, or of their channels
+    std: float | tuple = 1.0
+    augment: Callable | None = None  # of tensors, as `flip` of files.py
     fingerprint: str = ""  # "": of its contents
     name: str = ""
-    sample_shape: tuple[int, ...] = ()
+    sample_shape: tuple = ()
 
     @property
     def classes(self) -> int:
@@ -60,18 +50,20 @@ class Data:
         return self.known_classes
 
 
-class TensorSplit(Split):
+class TensorSplit:
     """Samples in memory: a batch costs one index operation, not one call per sample."""
+
+    tokens = 1  # of a sample
 
     def __init__(self, x, y, source, seed, augment=None):
         self.x = x.contiguous()
-        self.y = y.contiguous()
-        self.shape = tuple(x.shape[1:])
+        self.y = y
+        self.shape = x.shape[1:]
         self.classes = source.known_classes
         self.seed = seed
         self.augment = augment
-        mean = torch.as_tensor(source.mean)
-        std = torch.as_tensor(source.std)
+        mean = torch.tensor(source.mean)[..., None, None]
+        std = torch.tensor(source.std)[..., None, None]
         self.scale = 1 / (255 * std)
         self.shift = -mean / std
 
@@ -82,7 +74,7 @@ class TensorSplit(Split):
         rows = torch.as_tensor(ids, dtype=torch.int64)
         x = self.x.index_select(0, rows)
         y = self.y.index_select(0, rows)
-        if augment and self.augment and len(rows):
+        if augment and self.augment:
             x = self.augment(x, uniforms(rows, self.seed, epoch))
         if x.dtype == torch.uint8:
             x = x.float().mul_(self.scale).add_(self.shift)
@@ -92,14 +84,14 @@ class TensorSplit(Split):
         return [self.x.flatten().numpy(), self.y.flatten().numpy()]
 
 
-class DatasetSplit(Split):
+class DatasetSplit:
     """A Dataset; (seed, epoch, id) seeds torch, Python and numpy before each sample.
 
     Samples become a batch in its own `collate(samples)`, or in torch's default_collate. A Dataset augments
     by itself. With --bad-samples skip a batch lacks the samples that cannot be read; without any it is None.
     """
 
-    in_memory = False
+    note = None  # note("bad_sample", ...) writes to the ledger
 
     def __init__(self, dataset, source, opts):
         self.dataset = dataset
@@ -108,20 +100,19 @@ class DatasetSplit(Split):
         self.classes = source.known_classes
         self.classify = opts.task == "classify"
         self.skip = opts.bad_samples == "skip"
-        self.length = len(dataset)  # asked once: ranks must agree
         self.collate = inherited(dataset, "collate") or default_collate
         self.warned_of = set()
-        self.first = next((id for id in range(self.length) if self._samples([id], 0)), 0)
-        batch = self.fetch([self.first])
-        if batch is None:
-            raise UserError(f"{self.name}: none of its {self.length:,} samples can be read\n"
+        self.first = next((id for id in range(len(self)) if self._samples([id], 0)), 0)
+        tensors = leaves(self.fetch([self.first]))
+        if not tensors:
+            raise UserError(f"{self.name}: none of its {len(self):,} samples can be read, or has a tensor\n"
                             "at least one is needed to train on, and one to test on")
-        x = batch[0] if isinstance(batch, (tuple, list)) else batch
-        self.shape = tuple(getattr(x, "shape", ())[1:])
-        self.tokens = max([1, *(leaf.numel() for leaf in leaves(batch) if leaf.dtype == torch.int64)])
+        x = tensors[0]
+        self.shape = x.shape[1:]
+        self.tokens = x.numel() if x.dtype == torch.int64 else 1
 
     def __len__(self):
-        return self.length
+        return len(self.dataset)
 
     def fetch(self, ids, epoch=0, augment=False):
         samples = self._samples(ids, epoch)
@@ -134,43 +125,40 @@ class DatasetSplit(Split):
                 batch = self.collate(samples)
             if batch is None and not self.skip:  # it would count as nothing to train on
                 raise ValueError("collate returned None")
-            if self.collate is default_collate:  # turns Python's numbers into float64
-                batch = map_tensors(lambda x: x.float() if x.dtype == torch.float64 else x, batch)
-            return self._classified(batch, len(ids), which) if self.classify else batch
+            if self.classify:
+                batch = self._classified(batch, 0 if self.skip else len(ids), which)
+        return batch
 
     def _samples(self, ids, epoch):
         """Those of the samples that can be read."""
         samples = []
         for id in ids:
             try:
-                with seeded(self.seed, epoch, id):
-                    with blamed(f"{self.name}: sample {id}", "mend it, or use --bad-samples skip"):
-                        samples.append(self.dataset[id])
+                with (blamed(f"{self.name}: sample {id}", "mend it, or use --bad-samples skip"),
+                      seeded(self.seed, epoch, id)):
+                    samples.append(self.dataset[id])
             except UserError as error:
                 if not self.skip:
                     raise
-                self._leave_out(id, epoch, one_line(error))
+                if id not in self.warned_of:
+                    say(f"warning: left out: {one_line(error)}", sys.stderr)
+                self.warned_of.add(id)
+                if self.note:
+                    self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
         return samples
 
-    def _leave_out(self, id, epoch, why):
-        if id not in self.warned_of:
-            say(f"warning: left out: {why}", sys.stderr)
-        self.warned_of.add(id)
-        if self.note:
-            self.note("bad_sample", id=id, epoch=epoch, why=why)
-
     def _classified(self, batch, count, which):
-        """The batch with inputs and targets as nets and losses accept them."""
-        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
-        y = batch[1] if is_pair else batch.get("labels") if isinstance(batch, Mapping) else None
-        if not isinstance(y, Tensor):
-            return batch
-        y = whole_targets(y, len(y) if self.skip else count, self.classes, which)
-        return (map_tensors(as_input, batch[0]), y) if is_pair else batch
+        """The batch with inputs as nets, and targets as losses accept them."""
+        match batch:
+            case [x, Tensor() as y]:
+                return map_tensors(as_input, x), whole_targets(y, count, self.classes, which)
+            case {"labels": Tensor() as y}:
+                whole_targets(y, count, self.classes, which)
+        return batch
 
     def contents(self):
         """The mean sizes of the numbers of three samples; nothing of one that is another when read again."""
-        for id in sorted({0, self.length // 2, self.length - 1}):
+        for id in (0, len(self) // 2, len(self) - 1):
             facts = self._sizes_of(id)
             if facts == self._sizes_of(id):
                 yield facts
@@ -181,14 +169,60 @@ class DatasetSplit(Split):
 
     def _sizes_of(self, id):
         """In few digits: the CPU may decide the last bits."""
-        return " ".join(f"{leaf.double().abs().mean():.3e}" for leaf in leaves(self.fetch([id]))).encode()
+        batch = self.fetch([id])
+        sizes = [f"{leaf.double().abs().mean():.3e}" for leaf in leaves(batch)]
+        return " ".join(sizes).encode()
+
+
+class Windows:
+    """Sample i is tokens i*L to i*L+L of a file; its target is the L tokens that begin one later.
+
+    To train on, the file is a ring: one window leads from its end to its beginning. An epoch reads every
+    token once, but for fewer than L, which it reads twice: the last window ends where the first has begun.
+    With a seed the windows begin at another place in each epoch, so that a token gets every context, as with
+    nanoGPT's windows at random places. A test does not join end and beginning: fewer than L tokens are left.
+    """
+
+    def __init__(self, numbers, opts, vocab, ring, seed=None):
+        self.numbers = numbers
+        self.classes = vocab
+        self.ring = ring
+        self.seed = seed
+        self.tokens = int(opts.dataset.partition(":")[2] or DEFAULT_LENGTH)
+        self.shape = (self.tokens,)
+
+    def __len__(self):
+        if self.ring:
+            return -(-len(self.numbers) // self.tokens)
+        return max(0, len(self.numbers) - 1) // self.tokens
+
+    def fetch(self, ids, epoch=0, augment=False):
+        """(x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
+        starts = np.asarray(ids, dtype=np.int64) * self.tokens
+        if augment and self.seed is not None:
+            starts += hash_seed("windows", self.seed, epoch)
+        places = starts[:, None] + np.arange(self.tokens + 1)
+        words = np.asarray(self.numbers)[places % len(self.numbers)]
+        words = torch.from_numpy(words.astype(np.int64))
+        if words.max() >= self.classes:
+            raise UserError(f"the data holds token {words.max():,}, but the vocabulary has {self.classes:,}\n"
+                            "give the --vocab-size it was written with")
+        return words[:, :-1].clone(), words[:, 1:].clone()  # a task may change one of them in place
+
+    def contents(self):
+        last = max(0, len(self.numbers) - BLOCK)
+        for start in np.linspace(0, last, BLOCKS, dtype=np.int64):
+            yield self.numbers[start:start + BLOCK].tobytes()
+
+
+Split = TensorSplit | DatasetSplit | Windows
 
 
 def whole_targets(y, count, classes, which):
-    """The targets of `classify`, a whole number for each sample; UserError where a mean would be wrong."""
+    """The targets of `classify`: whole numbers, `count` if that is given. Else a mean would be wrong."""
     whole = y.long()
     end = classes or math.inf
-    if len(y) != count or not torch.equal(whole, y) or y.min() < 0 or y.max() >= end:
+    if count and len(y) != count or not torch.equal(whole, y) or y.min() < 0 or y.max() >= end:
         raise UserError(f"{which}: {len(y)} targets for {count} samples, {y.dtype} from {y.min():g} to "
                         f"{y.max():g}\nwanted: for each sample a whole number from 0 on, below {end}\n"
                         "for others, also -100, there is --task tokens, or path/to/file.py:function")
@@ -201,7 +235,7 @@ def as_input(x):
         return x.float().div_(255)
     if x.is_floating_point():
         return x.float()
-    return x if x.is_complex() else x.long()
+    return x.long() if x.dtype in WORDS else x
 
 
 def inherited(dataset, name):
@@ -223,12 +257,12 @@ def map_tensors(change: Callable, tree: Tree) -> Tree:
         return same
     if isinstance(tree, (list, tuple)):
         branches = [map_tensors(change, branch) for branch in tree]
-        return type(tree)(*branches) if hasattr(tree, "_fields") else type(tree)(branches)
+        return getattr(tree, "_make", type(tree))(branches)  # _make: of a namedtuple
     return tree
 
 
 def leaves(tree: Tree) -> list[Tensor]:
     """The tensors of a tree."""
-    tensors: list[Tensor] = []
+    tensors = []
     map_tensors(tensors.append, tree)
     return tensors

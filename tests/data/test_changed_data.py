@@ -2,12 +2,11 @@
 again, and says so.
 """
 import pytest
-from stores import a_life, at_step, is_at, options, refused, save, steps_of, tiny_state, two_checkpoints
+from stores import a_life, at_step, is_at, options, refused, save, steps_of, two_checkpoints
 from test_audit import BATCH, CLEAN, SEED, N
 
 from common.ledger import Audit, Ledger, audit
 from common.sampler import ElasticSampler
-from common.training.optimizer import learning_rate
 
 OTHER = "0" * 64
 
@@ -71,24 +70,6 @@ def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(tmp_p
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
         assert (life.state.step, life.state.position) == (2, position)
     assert len(said) == (not position) and all("begins again" in text for text in said)
-
-
-def test_after_an_epoch_that_began_again_all_epochs_are_whole_and_the_learning_rate_follows_them(tmp_path):
-    opts = options(tmp_path, epochs=3, lr_schedule="cosine")
-    state = at_step(tiny_state(opts, samples=640), 7)
-    state.position *= 64
-    assert (state.planned, state.total_steps) == (7, 30)
-    facts = state.facts()
-    state = tiny_state(opts, samples=630)
-    state.load(facts)
-    rates = []
-    while not state.finished:
-        rates.append(state.rate(state.planned))
-        state.step, state.position = state.step + 1, min(630, state.position + 64)
-        assert state.total_steps == 37
-        assert state.evaluation_due == state.epoch_over
-        state.end_epoch()
-    assert state.step == 37 and rates == [learning_rate(step, opts, 10) for step in range(30)]
 
 
 def a_life_of(run, life, n, resumed, until, position, epoch=0):

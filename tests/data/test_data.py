@@ -38,8 +38,8 @@ def noisy(n):
 
 def pictures(n, augment=crop_flip):
     x = torch.randint(0, 256, (n, 3, 12, 10), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
-    mean = torch.tensor([0.5, 0.4, 0.3]).view(3, 1, 1)
-    return TensorSplit(x, torch.arange(n) % 3, Data(None, None, 3, mean=mean, std=0.2), 0, augment)
+    source = Data(None, None, 3, mean=(0.5, 0.4, 0.3), std=0.2)
+    return TensorSplit(x, torch.arange(n) % 3, source, 0, augment)
 
 
 def epoch_of(split, world, opts, position=0):

@@ -12,10 +12,8 @@ from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
 from common.training import TrainState, backward, build_optimizer, distribute, evaluate
-from common.world import World
 
 TEXT = ("the quick brown fox jumps over the lazy dog; " * 60).encode()
-ALONE = World(0, 1, 0, 1, 0, (torch.device("cpu"),), "life", 0)
 
 
 def options(path, **more):
@@ -36,16 +34,6 @@ def test_an_epoch_predicts_every_byte(path):
     assert bytes(x.flatten().tolist())[:len(text)] == text and x.numel() - len(text) < 16
     assert bytes(y.flatten().tolist()).startswith(text[1:] + text[:1])
     assert data.classes == data.vocab == 256 and data.sample_shape == (16,)
-
-
-def test_gpt_predicts_from_the_past_alone(path):
-    opts = options(path)
-    net = build_model(opts, load_data(opts)).eval()
-    x = torch.arange(16)[None]
-    later = x.clone()
-    later[0, 9:] = 7
-    assert torch.allclose(net(x)[0, :9], net(later)[0, :9],
-                          atol=1e-6) and not torch.allclose(net(x), net(later), atol=1e-3)
 
 
 def gradient(world, path, dtype=torch.float64):
@@ -78,21 +66,6 @@ def test_the_gradient_is_the_mean_over_samples_of_the_mean_over_tokens(path, siz
     out = net(x).detach()
     assert metrics["val_loss"] == pytest.approx(F.cross_entropy(out.transpose(1, 2), y).item(), abs=1e-6)
     assert metrics["val_acc"] == pytest.approx((out.argmax(-1) == y).double().mean().item(), abs=1e-12)
-
-
-def test_gpt_learns_a_sentence_by_heart(path):
-    opts = options(path, lr=3e-3)
-    data = load_data(opts)
-    net = build_model(opts, data)
-    state = TrainState(net, build_optimizer(net, opts), opts, len(data.train))
-    for epoch in range(6):
-        order = ElasticSampler(data.train, 10)
-        order.set_epoch(epoch)
-        for batch in batches(data.train, order, opts):
-            backward(net, batch, state, ALONE)
-            state.update(batch.size)
-    # the first bytes of a window cannot be known
-    assert evaluate(net, data.test, state, ALONE)["val_acc"] > 0.6
 
 
 @pytest.mark.parametrize("text, said", [

