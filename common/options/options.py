@@ -80,7 +80,7 @@ class Options:
                       "(default: tokens for gpt, text and tokens, else classify)")
     data_dir: str = free("data", "where the dataset's files are: of imagefolder train/ and val/")
     image_size: int = fixed(224, "images become squares of so many pixels a side", low=8)
-    vocab_size: int = free(0, "different tokens of train.bin; 0: as its meta.json says")
+    vocab_size: int = free(0, "different tokens of train.bin and val.bin")
     download: bool = free(False, "fetch missing files (one process per machine does)")
     workers: int = free(None, "loading processes per rank for files (default: up to 4)")
     bad_samples: str = fixed("stop", "an unreadable sample ends the run, or counts 0", scripts="ddp dp",
