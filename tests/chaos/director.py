@@ -40,6 +40,7 @@ class Campaign(Strikes):
         self.say = functools.partial(say, flush=True)
         self.script = script
         self.disk = disk
+        self.only = only
         self.env = env | {"CHAOS_SCRIPT": script}
         self.flavours = STAGES if script == "mp" else FLAVOURS
         if only and {*only} <= LOADING:  # one flavour has such processes
