@@ -140,7 +140,8 @@ def from_workers(load, cuts, count, pin):
                 raise share
             yield share
     except RuntimeError as error:
-        raise ChildProcessError(f"its loading process: {one_line(error)}") from None
+        raise UserError(f"its loading process: {one_line(error)}\n"
+                        "there may be too little memory for so many --workers", code=1) from None
     finally:
         del loaded  # ends the workers, unless it is part of a traceback
         kill()

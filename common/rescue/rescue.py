@@ -29,7 +29,9 @@ from common.world import World
 AGENT_SECONDS = 2.0          # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05         # the rank that has saved speaks first
 CONTROLS = ("save", "stop")  # files in RUN/control/
-LAST_TO_SAVE = 3             # exit code; higher: saves fail, no progress, another job's run, a wrong state
+STOPPED = 143                # exit codes
+FENCED = 6
+LAST_TO_SAVE = 3             # higher: saves fail, no progress, another job's run, a wrong state
 
 
 class Reason(enum.Enum):
@@ -45,7 +47,7 @@ class Reason(enum.Enum):
 # {reason: (exit code, the line of the first rank that comes to it)}
 # Without a code the error is raised again, and has its own; without a line the error tells all.
 WAYS_OUT: dict[Reason, tuple[int | None, str]] = {
-    Reason.STOPPED: (143, "stopped on {cause}: {saved}"),
+    Reason.STOPPED: (STOPPED, "stopped on {cause}: {saved}"),
     Reason.PEER_DIED: (1, "{cause}; {saved}"),
     Reason.HANG: (1, "{cause}; {saved}"),
     Reason.ERROR: (None, "rank {rank}: {cause}; {saved}"),
@@ -118,7 +120,7 @@ class Rescue:
     @property
     def asked(self) -> str:
         """Why this rank shall stop: the name of a signal, or of a file in RUN/control/; or empty."""
-        return self.watch.asked or self.stop_asked
+        return self.stop_asked or self.watch.asked
 
     def leave(self) -> None:
         """Saves the whole step and exits."""
@@ -169,25 +171,24 @@ class Rescue:
 
         Returns only if the error is to be raised again, or if another thread ends this life.
         """
-        mine = threading.current_thread() is threading.main_thread()
-        if not self.ending.acquire(blocking=mine):
+        on_main_thread = threading.current_thread() is threading.main_thread()
+        if not self.ending.acquire(blocking=on_main_thread):
             return
         self.watch.leaving = True
         if self.stop_asked and here().speaks:
             dismiss_agent()  # it would start another life
+
         code, line = WAYS_OUT[reason]
+        saved = self._save(reason) if line else Saved("")
         cause = cause or self.asked or (in_words(error) if error else "")
-        saved = Saved("")
-        if line:
-            saved = self._save(reason)
-        if reason is Reason.STOPPED and saved.failure:
-            code = saved.failure
+        if reason is Reason.STOPPED:
+            code = saved.failure or code
         if reason is Reason.PEER_DIED:
             self._await_the_agent()
             death = self.watch.find_death(DEATH_SECONDS)
             cause = death.words
-            if self.asked:
-                code = WAYS_OUT[Reason.STOPPED][0]
+            code = STOPPED if self.asked else code
+
         self.ledger.event(reason.value, life=self.world.life, step=self.state.whole, rank=self.world.rank,
                           why=cause)
         if line and self._is_first(saved):
@@ -195,6 +196,7 @@ class Rescue:
                 self.ledger.event("death", life=self.world.life, rank=death.rank, why=death.how)
             line = line.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
+
         if code is not None:
             for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
                 with contextlib.suppress(Exception):
@@ -209,11 +211,11 @@ class Rescue:
         step = self.state.whole
         words = ""
         try:
-            if not self.watch.parting:  # then all is saved, and rank 0 may have let go of the run
-                words = self.store.rescue(self.state, reason.name.lower())
+            words = self.store.rescue(self.state, reason.name.lower())
         except Exception as failure:
             code = failure.code if isinstance(failure, UserError) else 4
-            return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
+            if code != FENCED or not self.watch.parting:  # else all have met: rank 0 has let go of the run
+                return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
         return Saved(words or f"step {step} was saved already", here=bool(words))
 
     def _await_the_agent(self):

@@ -69,13 +69,6 @@ def test_what_a_step_frees_stays_with_the_process_for_the_next_step():
     assert min(found[:4]) > 25_000 and max(found[5:]) < 1000, found
 
 
-def test_collectives_of_one_rank_are_the_identity():
-    (found,) = fork_ranks(1, lambda world: [world.all_sum(torch.ones(2)).tolist(),
-                                            world.all_gather(torch.ones(1))[0].item(),
-                                            world.broadcast(torch.ones(1), 0).item(), world.barrier("a")])
-    assert found == [[1, 1], 1, 1, None]
-
-
 def speak_up(world, wrong):
     try:
         with world.all_or_none():
