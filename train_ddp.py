@@ -19,7 +19,7 @@ if __name__ == "__main__":
 from common.errors import guarded
 from common.models import build_model
 from common.run import Run
-from common.training import CrossCheck, backward, build_optimizer, distribute, evaluate, find_task, prepare
+from common.training import backward, build_optimizer, cross_check, distribute, evaluate, find_task, prepare
 
 
 @guarded
@@ -29,15 +29,15 @@ def main(opts):
     net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
     model = distribute(net, opts, run.world)
-    check = CrossCheck(model, run.data.train, run.order, state, run.world)  # --cross-check: on two ranks
     with run.life(lambda: evaluate(net, run.data.test, state, run.world)):
         while not state.finished:
             run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
             net.train()
             for batch in run.batches():
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch
-                if check.due:
-                    run.store.trust(state, check.odd_rank())
+                odd = cross_check(model, run.data.train, state, run.world)  # all ranks vote on a slice's bits
+                if odd is not None:
+                    run.store.trust(state, odd)
                 run.share(totals)
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked

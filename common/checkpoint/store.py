@@ -75,7 +75,6 @@ class State(Protocol):
     def tensors(self) -> dict[str, dict[str, Tensor]]: ...
     def facts(self) -> dict: ...
     def update(self, size: int) -> None: ...
-    def rescued(self) -> None: ...
     def distrust(self, verdict: UserError | None = None) -> None: ...
 
 
@@ -451,7 +450,7 @@ class CheckpointStore:
                     # only this one: one of the two is then complete.
                     state.update(state.updates.ready)
                     words = self._write_live(state, why, began)
-                    state.rescued()  # the main thread must not make this step once more
+                    state.distrust()  # the main thread must not make this step once more
             finally:
                 state.lock.release()
         return words

@@ -4,10 +4,10 @@ from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer, factor
 from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
-from common.training.step import CrossCheck, backward, placed, seed
+from common.training.step import backward, cross_check, placed, seed
 from common.training.tasks import autocast, find_task
 
 __all__ = [
-    "CrossCheck", "TrainState", "autocast", "backward", "build_optimizer", "dense", "distribute",
+    "TrainState", "autocast", "backward", "build_optimizer", "cross_check", "dense", "distribute",
     "evaluate", "factor", "find_task", "placed", "prepare", "seed",
 ]

@@ -12,7 +12,7 @@ Floating-point addition is not associative: only a fixed tree gives the same bit
 and the world are powers of two, each rank's slices are one subtree, so it sends one sum. No tree does that
 for all divisors: halves and thirds of six slices overlap, and subtrees of one tree never do.
 
-Every rank ends the tree for its part of each bucket, and sends the result to all. Messages only move data;
+Every rank ends the tree for its part of each bucket, and sends the result to all. Collectives only move data;
 additions follow the tree. The last slice sends a bucket as soon as backward has filled it.
 
     sums of rank 0   [a0 a1 a2]       `send`       rank 0 adds a0 b0 c0       `add`
@@ -45,33 +45,32 @@ class Tree:
         self.slices = share(slices, world.replica, world.replicas)
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.buckets = []
-        self.sending = False
         self.seen = 0  # the bits of the slice that all ranks compute (--cross-check)
         if world.replicas > 1:
             for p in self.params:
                 p.register_post_accumulate_grad_hook(self._ready)
 
-    def _plan(self, state):
-        """Before the first step: how many totals there are decides the last bucket."""
-        committed = state.buffers.committed.values()
-        exact = not state.task.ahead or any(b.dtype == torch.float64 for b in committed)
-        self.kind = torch.float64 if exact else torch.float32
-        self.totals = len(state.task.zeros(self.world.device))
-        size = state.buffers.numel + self.totals
-        self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
-        self.tensors = [*self.params, self.tail]
-        self.buckets = [Bucket(members, self.world, self.count) for members in _cut(self.tensors)]
-        self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
-
-    # ---- this rank's slices -----------------------------------------------------------------------
     def begin(self, state):
         """Begins a step; the buffers are those of the last one."""
         self.buffers = state.buffers
         if not self.buckets:
-            self._plan(state)
+            self._plan(state.task)
         self.checked = checked(state.opts, state.step, self.world.size)
         self.next = self.slices.start
 
+    def _plan(self, task):
+        """Before the first step: how many totals there are decides the last bucket."""
+        exact = not task.ahead or torch.float64 in self.buffers.kinds
+        self.kind = torch.float64 if exact else torch.float32
+        self.totals = len(task.zeros(self.world.device))
+        size = self.buffers.numel + self.totals
+        self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
+        self.tensors = [*self.params, self.tail]
+        for members in _cut(self.tensors):
+            self.buckets.append(Bucket(members, self.world, self.count))
+        self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
+
+    # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
         """What slice v adds to the tail: call it after its forward."""
         moves = self.buffers.moves(weight, v == self.count - 1, self.kind)
@@ -80,66 +79,56 @@ class Tree:
     def backward(self, v, tail, output, gradient=None):
         """The backward of slice v; slices that are left out have no samples."""
         self._skip(v)
-        self._open()
-        if self.carries:
-            tail = self.tail.grad.add_(tail)
-        self.tail.grad = tail
-        if output.requires_grad:
-            output.backward(gradient)
-        self._close()
+        self._slice(tail, output, gradient)
 
     def _skip(self, end):
         while self.next < end:
-            self._open()
-            self._close()
+            self._slice()
 
-    def _open(self):
+    def _slice(self, tail=None, output=None, gradient=None):
         self.carries = carries(self.next, self.slices.start)
         if not self.carries:  # otherwise autograd adds to the gradients of the slice before
             for tensor in self.tensors:
                 tensor.grad = None
-        self.done = 0
-        self.sending = self.next == self.slices[-1]
+        self.done = 0  # buckets
         for bucket in self.buckets:
             bucket.waiting = sum(tensor.requires_grad for tensor in bucket.members)
-
-    @torch.no_grad()
-    def _close(self):
-        while self.done < len(self.buckets):
-            self._collect()
-        self.sending = False
+        if output is not None:
+            self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
+            if output.requires_grad:
+                output.backward(gradient)
+        for bucket in self.buckets:
+            bucket.waiting = 0  # for what this slice does not use
+        self._collect()
         if self.next == self.checked:
-            self.seen = self.bits()
+            self.seen = bits_of([gradient_of(tensor) for tensor in self.tensors])
         self.next += 1
 
-    @torch.no_grad()
     def _ready(self, p):
-        """Autograd's hook: the last slice sends buckets while backward runs, in one order on every rank."""
-        if self.sending:
-            self.bucket_of[p].waiting -= 1
-            while self.done < len(self.buckets) and not self.buckets[self.done].waiting:
-                self._collect()
+        """Autograd's hook: while backward runs, the last slice sends the buckets that it has filled."""
+        self.bucket_of[p].waiting -= 1
+        self._collect()
 
+    @torch.no_grad()
     def _collect(self):
-        bucket = self.buckets[self.done]
-        self.done += 1
-        bucket.collect(self.carries)
-        if self.sending:
-            bucket.send()
-
-    def bits(self):
-        """A sum over all bits of the gradient of one slice."""
-        return fingerprint_of({i: gradient_of(tensor) for i, tensor in enumerate(self.tensors)})
+        """In one order on every rank."""
+        for bucket in self.buckets[self.done:]:
+            if bucket.waiting:
+                return
+            self.done += 1
+            bucket.collect(self.carries)
+            if self.next == self.slices[-1]:
+                bucket.send()
 
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
     def finish(self, batch, state):
         """Leaves the sum of all slices in `.grad`, updates buffers; returns this rank's share of totals."""
         self._skip(self.slices.stop)
-        works = [work for bucket in self.buckets for work in bucket.add()]
-        for work in works:
-            work.wait()
         for bucket in self.buckets:
+            bucket.add()
+        for bucket in self.buckets:
+            bucket.wait()
             for tensor, total in zip(bucket.members, bucket.views[0], strict=True):
                 tensor.grad = total
         self.buffers.apply(self.tail.grad[:-self.totals])
@@ -155,21 +144,21 @@ class Bucket:
     def __init__(self, members, world, slices):
         self.members = members
         self.world = world
-        self.waiting = 0  # members without the gradient of the last slice
+        self.waiting = 0  # members without the gradient of this slice
         self.rows = []    # gradients of the subtrees that wait for their other halves
-        self.works = []   # messages under way
+        self.works = []   # collectives under way
         subtrees = blocks_of_ranks(slices, world.replicas)
         self.rows_of = [len(blocks) for blocks in subtrees]
-        self.order = merges([block for blocks in subtrees for block in blocks])
+        self.order = merges(sum(subtrees, []))
         first = members[0].detach()
         align = ALIGN_BYTES // first.element_size()
         sizes = [-(-tensor.numel() // align) * align for tensor in members]
         part = -(-sum(sizes) // (align * world.replicas)) * align
         self.flat = first.new_zeros(self.rows_of[world.replica], world.replicas, part)  # the rows to send
-        self.views = [[_like(piece[:tensor.numel()], tensor) for piece, tensor
-                       in zip(row.view(-1)[:sum(sizes)].split(sizes), members, strict=True)]
-                      for row in self.flat]
-        self.received = first.new_empty(sum(self.rows_of), part)
+        self.views = [_views(row.view(-1), members, sizes) for row in self.flat]
+        self.received = self.flat[:, 0]
+        if world.replicas > 1:
+            self.received = first.new_empty(sum(self.rows_of), part)
 
     def collect(self, carries):
         """Adds the subtrees that a slice completes; autograd has made the first of these additions."""
@@ -184,23 +173,33 @@ class Bucket:
         """Begins to send every replica its part of this rank's rows."""
         for views, row in zip(self.views, self.rows, strict=True):
             torch._foreach_copy_(views, row)
+        counts = [len(self.rows)] * self.world.replicas
         self.rows.clear()
-        outs = [[row[q] for row in self.flat] for q in range(self.world.replicas)]
-        self.works = _swap(self.world, outs, self.received.split(self.rows_of))
+        if self.world.replicas > 1:
+            parts = self.flat.transpose(0, 1).flatten(0, 1)  # a copy only if there are several rows
+            self.works = [dist.all_to_all_single(self.received, parts, self.rows_of, counts,
+                                                 group=self.world.peers, async_op=True)]
 
     def add(self):
-        """Ends the tree for this rank's part, and begins to send it to all; returns the messages."""
-        for work in self.works:
-            work.wait()
-        rank = self.world.replica
-        terms = [list(rows) for rows in self.received.split(self.rows_of)]
-        terms[rank] = [row[rank] for row in self.flat]
-        terms = [term for rows in terms for term in rows]
+        """Ends the tree for this rank's part, and begins to send it to all."""
+        self.wait()
         for i, j in self.order:
-            terms[i] += terms[j]
-        result = self.flat[0]
-        result[rank].copy_(terms[0])
-        return _swap(self.world, [[terms[0]]] * self.world.replicas, [[part] for part in result])
+            self.received[i] += self.received[j]
+        if self.world.replicas > 1:
+            result = self.flat[0]
+            result[self.world.replica] = self.received[0]
+            for q, part in enumerate(result):  # gloo's all_gather would copy all of it
+                work = dist.broadcast(part, group=self.world.peers, group_src=q, async_op=True)
+                self.works.append(work)
+
+    def wait(self):
+        while self.works:
+            self.works.pop(0).wait()
+
+
+def bits_of(gradients):
+    """A sum over all bits of the gradients that one slice leaves in a tree's tensors."""
+    return fingerprint_of(dict(enumerate(gradients)))
 
 
 def gradient_of(tensor):
@@ -210,23 +209,15 @@ def gradient_of(tensor):
     return tensor.grad
 
 
-def _swap(world, outs, ins):
-    """Begins to send the tensors outs[q] to replica q, and to receive ins[q] from it."""
-    operations = []
-    for k in range(1, world.replicas):
-        to = (world.replica + k) % world.replicas
-        source = (world.replica - k) % world.replicas
-        operations += [dist.P2POp(dist.isend, out, group=world.peers, group_peer=to) for out in outs[to]]
-        operations += [dist.P2POp(dist.irecv, into, group=world.peers, group_peer=source)
-                       for into in ins[source]]
-    return dist.batch_isend_irecv(operations) if operations else []
-
-
-def _like(flat, tensor):
-    """A view with the strides of a dense tensor: fused optimizers walk gradient and weight in step."""
-    if not dense(tensor):
-        return flat.view(tensor.shape)
-    return flat.as_strided(tensor.shape, tensor.stride(), flat.storage_offset())
+def _views(row, tensors, sizes):
+    """Parts of a row in the shapes of the tensors, and with their strides: fused optimizers need them."""
+    views = []
+    at = row.storage_offset()
+    for tensor, size in zip(tensors, sizes, strict=True):
+        strides = torch.empty_like(tensor, device="meta").stride()
+        views.append(row.as_strided(tensor.shape, strides, at))
+        at += size
+    return views
 
 
 def dense(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,6 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.data import leaves, map_tensors
 from common.errors import UserError
-from common.models import named_tensors
 from common.options import Options
 from common.training.bitwise import Tree
 from common.training.tasks import Task, autocast
@@ -57,7 +56,8 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     known = inspect.signature(DistributedDataParallel).parameters
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
     # without init_sync, as the store has compared all weights: rank 0 need not send its own
-    return Averaged(Replica(net), **{off: False, "init_sync": False, "gradient_as_bucket_view": True})
+    flags = {off: False, "init_sync": False, "gradient_as_bucket_view": True}
+    return DistributedDataParallel(Replica(net), **flags)
 
 
 def replicate(net, opts, world):
@@ -73,20 +73,6 @@ def replicate(net, opts, world):
     if opts.show_scatter:
         show_scatter(model, net)
     return model
-
-
-class Averaged(DistributedDataParallel):
-    """DDP, with a UserError where some ranks would wait for ever for a gradient."""
-
-    def forward(self, *args, **kwargs):
-        try:
-            return super().forward(*args, **kwargs)
-        except RuntimeError as error:
-            if "finished reduction in the prior iteration" not in str(error):
-                raise
-            raise UserError("a weight had no part in the loss, and other ranks would wait for its gradient\n"
-                            "freeze what forward never uses (--freeze, requires_grad_(False)); with "
-                            "--virtual-ranks\nforward may use other weights in each step") from error
 
 
 class Replica(nn.Module):
@@ -131,19 +117,18 @@ class CpuReplicas(nn.Module):
         outputs = []
         for i in range(count):
             share, named = map_tensors(lambda x, i=i: x.chunk(self.count)[i], (args, kwargs))
-            if i == 0:  # as there, the first replica is the net itself
-                outputs.append(self.module(*share, **named))
-                continue
-            copies = {name: tensor.clone() for name, tensor in named_tensors(self.module)}
+            # As on GPUs, the first replica is the net itself, and buffers of the others are lost.
+            copies = {name: b.clone() for name, b in self.module.named_buffers()} if i else {}
             outputs.append(torch.func.functional_call(self.module, copies, share, named))
-        whole = iter([torch.cat(each) for each in zip(*map(leaves, outputs), strict=True)])
-        return map_tensors(lambda _: next(whole), outputs[0])
+        pieces = zip(*map(leaves, outputs), strict=True)
+        return map_tensors(lambda _: torch.cat(next(pieces)), outputs[0])
 
 
 def show_scatter(model, net):
     """Prints the sizes inside each replica, and outside of the whole batch, as PyTorch's tutorial does."""
-    def sizes(x, output):
-        return f"input size {tuple(x.shape)} output size {tuple(output.shape)}"
+    def hook(where):
+        return lambda _, inputs, output: print(where, f"input size {tuple(inputs[0].shape)} "
+                                                      f"output size {tuple(output.shape)}")
 
-    net.register_forward_hook(lambda _, inputs, output: print("In Model: ", sizes(inputs[0], output)))
-    model.register_forward_hook(lambda _, inputs, output: print("Outside:  ", sizes(inputs[0], output)))
+    net.register_forward_hook(hook("In Model: "))
+    model.register_forward_hook(hook("Outside:  "))

@@ -21,14 +21,15 @@ from common.training.tasks import Task, best_of, find_task
 from common.training.unsaved import warn_of_unsaved
 from common.world import World
 
+Facts = dict[str, Any]  # ready for JSON
+
 
 class Phase(Enum):
     """What the tensors and counters of a TrainState are; only a WHOLE one is saved or updated."""
 
     WHOLE = "of one step"
     UPDATING = "in the middle of an update; they stay so if it fails"
-    RESCUED = "of the step that a rescue has made in place of the loop"
-    DISTRUSTED = "wrong: a loss that is no number, replicas that differ, a rank that computes wrongly"
+    DISTRUSTED = "wrong (a loss that is no number, replicas that differ), or saved for the last time"
 
 
 class Stages(Protocol):
@@ -49,7 +50,8 @@ class TrainState:
     """Net, optimizer, averages and counters; `lock` is held while a step changes them."""
 
     def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
-                 task: Task | None = None, rate: Callable[[int], float] | None = None,
+                 task: Task | None = None,
+                 rate: Callable[[int], float] | None = None,
                  stages: Stages | None = None):
         self.net = net
         self.optimizer = optimizer
@@ -61,9 +63,9 @@ class TrainState:
         self.epoch = 0
         self.position = 0  # samples of this epoch trained on so far, in this order:
         self.order = [samples, opts.seed]
-        self.best: dict[str, Any] = {best_of(opts, self.task)[0]: None, "loss": None, "step": 0}
-        self.record: dict[str, Any] = {}  # of the last logged step; saved, as rank 0 may die before it logs
-        self.evaluated: dict[str, Any] = {}  # the last evaluation, likewise
+        self.best: Facts = {best_of(opts, self.task)[0]: None, "loss": 0.0, "step": 0}
+        self.record: Facts = {}  # of the last logged step; saved, as rank 0 may die before it logs
+        self.evaluated: Facts = {}  # the last evaluation, likewise
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.names = {p: name for name, p in net.named_parameters()}
         self.buffers = Buffers(net)
@@ -74,28 +76,24 @@ class TrainState:
         self.phase = Phase.WHOLE
         self.verdict: UserError | None = None  # why it is distrusted
         self.progress = 0  # of any kind: a rank whose number stands still hangs
-        self._set_rate()
         make_state(optimizer)
         warn_of_unsaved(net, optimizer)
-        fused = all(group.get("fused") for group in optimizer.param_groups)
         gpu = next((p.device for p in self.names if p.is_cuda), None)
-        # An optimizer that is not fused counts on the CPU, or reads the GPU; a part of a net is rescued with
-        # a whole gradient.
-        self.updates = Updates(gpu, waits=bool(stages) or not fused)
-
-    def _set_rate(self):
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.planned) * group.get("scale", 1.0)
+        self.updates = Updates(gpu)
 
     # ---- one step ----
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
         """Weights change only in this block: it waits for a save that copies them, and none begins in it."""
+        updates = self.updates
         with self.lock:
-            for image in self.updates.images.values():
+            for image in updates.images.values():
                 image.wait()
-            with self.updates.one(self._counters()):
-                yield
+            before = self._counters()
+            begun = updates.mark()
+            yield
+            if begun:
+                updates.launched = before, begun, updates.mark()
 
     def count(self, counted: Tensor, size: int, add: Callable[[Tensor], Tensor]) -> None:
         """Notes by what the gradient must still be divided; call it on all ranks, over which `add` sums."""
@@ -106,15 +104,24 @@ class TrainState:
     def finish_gradient(self, size: int) -> None:
         """Overflow check, division, clipping: ranks that hold parts of a net need each other up to here."""
         finish_gradient(self)
-        self.updates.begin(size)
+        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        if self.updates.gpu and (self.stages or not fused):
+            # A part of a net is rescued with a whole gradient. Other optimizers count on the CPU, or read the
+            # GPU.
+            torch.cuda.synchronize()
+        self.updates.settle()  # without the lock, as a collective may hang
+        self.updates.ready = size
+        self.updates.divisor = None
 
     def update(self, size: int) -> None:
         """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
         if not self.updates.ready:
             self.finish_gradient(size)
-        self._set_rate()
+        rate = self.rate(self.planned)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("scale", 1.0)
         with self.changing():
-            if self.phase is not Phase.WHOLE:
+            if not self.savable:
                 raise self.verdict or RuntimeError(f"no step follows: the weights are {self.phase.value}")
             self.phase = Phase.UPDATING
             if self.scaler:
@@ -129,40 +136,36 @@ class TrainState:
             self.step += 1
             self.position += size
             self.progress += 1
-            self.updates.end()
+            self.updates.ready = 0
+            self.updates.made_at = time.time()
             self.phase = Phase.WHOLE
         for p in self.names:  # not zero_grad: the optimizer need not have all weights
             p.grad = None
 
-    def note(self, totals: Tensor) -> dict[str, Any]:
+    def note(self, totals: Tensor) -> Facts:
         """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
         self.record = {"step": self.step, "epoch": self.epoch, **self.task.metrics(totals),
                        "lr": self.rate(self.planned - 1)}
         loss, count = totals[:2].tolist()
-        if not math.isfinite(loss) or not math.isfinite(count):
-            wrong = count if math.isfinite(loss) else loss
-            self.condemn(f"step {self.step}: the loss is {wrong} (every rank saw the same)")
+        if not math.isfinite(loss + count):
+            self.condemn(f"step {self.step}: the loss is {loss + count} (every rank saw the same)")
         return self.record
 
     def condemn(self, fact: str) -> NoReturn:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
-        kept = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
-        stands = f"nothing after {kept.name} is" if kept else "nothing is"
-        resume = f" --resume {kept}" if kept else ""
+        last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
+        kept = f"nothing after {last.name}" if last else "nothing"
         verdict = UserError(
-            f"{fact}, {stands} kept\nlower --lr in another run: --run-dir NEW{resume} --lr X\n"
+            f"{fact}, {kept} is kept\n"
+            f"lower --lr in another run: --run-dir NEW --resume {last or self.opts.run_dir} --lr X\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
         self.distrust(verdict)
         raise verdict
 
     def distrust(self, verdict: UserError | None = None) -> None:
-        """From now on this state is neither saved nor updated."""
+        """From now on this state is neither saved nor updated: an update raises the verdict."""
         self.verdict = verdict
         self.phase = Phase.DISTRUSTED
-
-    def rescued(self) -> None:
-        """A rescue has made the step that the loop was about to make."""
-        self.phase = Phase.RESCUED
 
     @property
     def savable(self) -> bool:
@@ -173,16 +176,16 @@ class TrainState:
         """The time at which the last step ended."""
         return self.updates.made_at
 
-    def record_evaluation(self, metrics: dict[str, Any]) -> dict[str, Any]:
+    def record_evaluation(self, metrics: Facts) -> Facts:
         """Keeps this evaluation, and the best one: of equals the last, if its loss is lower."""
         name, sign = best_of(self.opts, self.task)
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        value = numbers.get(name, math.nan)
+        loss = numbers.get(f"val_{self.task.names[0]}", 0.0)
+        best = self.best[name]
+        better = best is None or (sign * value, -loss) > (sign * best, -self.best["loss"])
         with self.lock:
-            numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
             self.evaluated = {"step": self.step} | numbers
-            value, best = numbers.get(name, math.nan), self.best[name]
-            loss = numbers.get(f"val_{self.task.names[0]}")
-            lower = loss is not None and self.best["loss"] is not None and loss < self.best["loss"]
-            better = best is None or (value - best) * sign > 0 or value == best and lower
             if math.isfinite(value) and better:
                 self.best = {name: value, "loss": loss, "step": self.step}
         return metrics
@@ -207,15 +210,15 @@ class TrainState:
     def _exchange(self):
         if not self.ema:
             return
-        self.updates.settle()
-        with self.lock:
-            with self.changing():
-                for p, name in self.names.items():
-                    weight = p.clone()
-                    p.copy_(self.ema[name])
-                    self.ema[name].copy_(weight)
-                self.ema.in_net = not self.ema.in_net
-            self.updates.settle()  # under the lock: after the other one, nothing in it can hang
+        self.updates.settle()  # without the lock, as a collective may hang
+        with self.changing():
+            for p, name in self.names.items():
+                weight = p.clone()
+                p.copy_(self.ema[name])
+                self.ema[name].copy_(weight)
+            self.ema.in_net = not self.ema.in_net
+            if self.updates.gpu:
+                torch.cuda.synchronize()
 
     # ---- how far the run is ----
     @property
@@ -247,7 +250,7 @@ class TrainState:
         """--patience: the evaluation of this step is one of so many that are no better than the best."""
         between = max(1, self.opts.eval_every) * self.steps_per_epoch
         worse = (self.step - self.best["step"]) // between
-        return 0 < self.opts.patience <= worse and self.evaluated.get("step") == self.step
+        return 0 < self.opts.patience <= worse and self.evaluated_now
 
     @property
     def epoch_over(self) -> bool:
@@ -257,67 +260,96 @@ class TrainState:
     def evaluation_due(self) -> bool:
         every = self.opts.eval_every
         at_epoch = self.epoch_over and every and (self.epoch + 1) % every == 0
-        return self.evaluated.get("step") != self.step and bool(at_epoch or self.step >= self.total_steps)
+        return not self.evaluated_now and bool(at_epoch or self.step >= self.total_steps)
 
     @property
     def evaluation_missing(self) -> bool:
         """--eval-only, or the last step of the run is saved without its evaluation."""
         ended = self.finished and self.step == self.total_steps
-        return self.opts.eval_only or ended and self.evaluated.get("step") != self.step
+        return self.opts.eval_only or ended and not self.evaluated_now
+
+    @property
+    def evaluated_now(self) -> bool:
+        return self.evaluated.get("step") == self.step
 
     @property
     def whole(self) -> int:
         """The newest step whose update is made: on a GPU `step` may be ahead of it."""
-        waiting = self.updates.waiting()
-        return waiting[0]["step"] if waiting else self.step
+        return (self.updates.waiting() or self._counters())["step"]
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
-        return {part: {n: t.to_local() if hasattr(t, "to_local") else t for n, t in named.items()}
-                for part, named in self._named().items()}
+        parts = self._named()
+        for named in parts.values():
+            for name, tensor in named.items():
+                if hasattr(tensor, "to_local"):
+                    named[name] = tensor.to_local()
+        return parts
 
     def rows(self) -> dict[str, tuple[int, int]]:
         """{name: (first row, rows of the whole)} where this rank has only some (train_mp.py --shard)."""
-        shards = {name: tensor for named in self._named().values() for name, tensor in named.items()
-                  if hasattr(tensor, "to_local")}
-        each = {n: -(-len(t) // t.device_mesh.size()) for n, t in shards.items()}
-        return {n: (min(each[n] * t.device_mesh.get_local_rank(), len(t)), len(t)) for n, t in shards.items()}
+        rows = {}
+        for named in self._named().values():
+            for name, tensor in named.items():
+                if hasattr(tensor, "to_local"):
+                    mesh = tensor.device_mesh
+                    count = len(tensor)
+                    each = -(-count // mesh.size())
+                    rows[name] = min(each * mesh.get_local_rank(), count), count
+        return rows
 
     def _named(self):
-        elsewhere = dict(self.buffers.committed)
+        committed = self.buffers.committed
+        model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
         averages: dict[str, Tensor] = self.ema
         if self.ema.in_net:
             averages = {name: p.detach() for p, name in self.names.items()}
             for name, p in self.net.named_parameters(remove_duplicate=False):
-                elsewhere[name] = self.ema[self.names[p]]
-        model = {name: elsewhere.get(name, tensor) for name, tensor in self.net.state_dict().items()}
-        optimizer = {f"{self.names[p]}/{key}": value for p, values in self.optimizer.state.items()
-                     for key, value in values.items() if torch.is_tensor(value)}
-        return {"model": model, "optimizer": optimizer | {f"{n}/ema": t for n, t in averages.items()}}
+                model[name] = self.ema[self.names[p]]
+        optimizer = {}
+        for p, values in self.optimizer.state.items():
+            for key, value in values.items():
+                if torch.is_tensor(value):
+                    optimizer[f"{self.names[p]}/{key}"] = value
+        for name, average in averages.items():
+            optimizer[f"{name}/ema"] = average
+        return {"model": model, "optimizer": optimizer}
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """The counters and records of the newest whole step, ready for JSON."""
-        waiting = self.updates.waiting()
-        counters = waiting[0] if waiting else self._counters()
-        return counters | {"scaler": self.scaler.state_dict() if self.scaler else None,
-                           "tied": tied_names(self.net), "data": facts_of_data(self.net)}
+        counters = self.updates.waiting() or self._counters()
+        return counters | {
+            "scaler": self.scaler.state_dict() if self.scaler else None,
+            "tied": tied_names(self.net),
+            "data": facts_of_data(self.net),
+        }
 
     def _counters(self):
-        return {"step": self.step, "epoch": self.epoch, "position": self.position, "order": self.order,
-                "best": self.best, "record": self.record, "judged": self.evaluated}
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "position": self.position,
+            "order": self.order,
+            "best": self.best,
+            "record": self.record,
+            "judged": self.evaluated,
+        }
 
-    def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any]]:
+    def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], Facts]:
         """(tensors, facts) of the newest whole step, for a rescue that holds the lock; a GPU's are copied."""
         while True:
-            waiting, facts = self.updates.waiting(), self.facts()
-            # cpu() keeps their strides: for other ones the GPU would have to load a kernel
-            copies = {part: {n: t.cpu() for n, t in named.items()} for part, named in self.tensors().items()}
-            if waiting is None or not waiting[1].query():  # else that update has begun meanwhile
-                return copies, facts
+            facts = self.facts()
+            parts = self.tensors()
+            for named in parts.values():
+                for name, tensor in named.items():
+                    # which keeps its strides: for other ones the GPU would have to load a kernel
+                    named[name] = tensor.cpu()
+            if self.whole == facts["step"]:  # else an update has begun meanwhile
+                return parts, facts
 
     @torch.no_grad()
-    def load(self, facts: dict[str, Any]) -> None:
+    def load(self, facts: Facts) -> None:
         """Sets the counters to those in `facts`; the tensors are in place already.
 
         If samples now come in another order, the epoch begins again, unless it was complete.
@@ -346,23 +378,20 @@ class Buffers:
     """
 
     def __init__(self, net: nn.Module):
-        self.committed = {name: b.detach().clone() for name, b in net.named_buffers()}
-        # Places instead of tensors, because a module may replace a tensor; found once, as it takes time.
-        places: dict[int, list] = {id(b): [] for b in net.buffers()}
-        for module in net.modules():
-            for name, b in module._buffers.items():
-                if b is not None:
-                    places[id(b)].append((module._buffers, name))
-        self.places = list(places.values())
-        numbers = _numbers(self.committed.values())
+        named = dict(net.named_buffers(remove_duplicate=False))
+        self.committed = {path: b.detach().clone() for path, b in named.items()}
+        self.places: list[tuple[dict, str]] = []  # instead of tensors, because a module may replace a tensor
+        for path in named:
+            owner, _, name = path.rpartition(".")
+            self.places.append((net.get_submodule(owner)._buffers, name))
+        numbers = _numbers(named.values())
         sizes = [b.numel() for b in numbers]
         self.numel = sum(sizes)
+        self.kinds = {b.dtype for b in numbers}
         device = numbers[0].device if numbers else None
         self.flat = torch.empty(self.numel, dtype=torch.float64, device=device)
-        self.views = [piece.view(b.shape) for piece, b in zip(self.flat.split(sizes), numbers, strict=True)]
-        self.means = torch.empty(self.numel, dtype=torch.bool, device=device)
-        for piece, b in zip(self.means.split(sizes), numbers, strict=True):
-            piece.fill_(b.is_floating_point())
+        self.views = [row.view(b.shape) for row, b in zip(self.flat.split(sizes), numbers, strict=True)]
+        self.means = self._flat([torch.full_like(b, b.is_floating_point()) for b in numbers]).bool()
 
     def take(self) -> None:
         """The live buffers become those of the last whole step."""
@@ -373,10 +402,9 @@ class Buffers:
 
     def renew(self) -> None:
         """Like `restore`, into new tensors: the backward of slices in flight may still need the old ones."""
-        for places, committed in zip(self.places, self.committed.values(), strict=True):
-            buffer = committed.clone()
-            for owner, name in places:
-                owner[name] = buffer
+        renewed: dict[Tensor, Tensor] = {}  # a buffer may have two names
+        for (owner, name), committed in zip(self.places, self.committed.values(), strict=True):
+            owner[name] = renewed.setdefault(owner[name], committed.clone())
 
     def average(self, world: World, weight: float) -> None:
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
@@ -399,7 +427,7 @@ class Buffers:
         _copy(_numbers(self._live()), self.views)
 
     def _live(self):
-        return [owner[name] for (owner, name), *_ in self.places]
+        return [owner[name] for owner, name in self.places]
 
     def _flat(self, buffers):
         _copy(self.views, _numbers(buffers))
@@ -416,70 +444,39 @@ def _numbers(buffers):
     return [torch.view_as_real(b) if b.is_complex() else b for b in buffers]
 
 
-AHEAD = 2  # updates that the program may launch before the GPU has made them
-
-
 class Updates:
-    """The next update's gradient, and those that a GPU has still to make: the program does not wait for them.
+    """The next update's gradient, and the last update, for which the program does not wait on a GPU.
 
-    An update stands in the GPU's stream behind the collectives of its gradient. If one of these hangs, the
-    update never runs; and while this process lives nothing aborts a collective. Each leaves an event before
-    and after it: the weights are those before the first one that has not begun, once the others have ended.
+    In the GPU's stream it stands behind the collectives of its gradient. If one of these hangs, it never
+    runs; and while this process lives nothing aborts a collective. So an event comes before it and one after
+    it: until the first of them has come, the weights are those of the step before.
     """
 
-    def __init__(self, gpu: torch.device | None, waits: bool = False):
+    def __init__(self, gpu: torch.device | None):
         self.gpu = gpu  # None on CPUs, where an update is made at once
-        self.waits = waits  # for the GPU, before each update
-        self.ahead = AHEAD if gpu else 0
+        self.ahead = 1 if gpu else 0  # updates that a GPU may still have to make
         self.side = torch.cuda.Stream(gpu) if gpu else None
-        self.launched: list[tuple] = []  # (facts before it, event before it, event after it) of each
-        self.images: dict[str, Any] = {}  # the store's buffers: a save may be copying into them
+        self.launched: tuple | None = None  # the last one: (facts before it, event before it, event after it)
+        self.images: dict = {}  # the store's buffers: a save may be copying into them
         self.ready = 0  # size of the batch whose gradient is ready
         self.divisor: Tensor | None = None  # what that gradient must still be divided by
         self.made_at = time.time()  # the end of the last one
 
-    def begin(self, size: int) -> None:
-        """The gradient of a batch is whole; waits, without the lock, as a collective may hang."""
-        if self.gpu and self.waits:
-            torch.cuda.synchronize()
-        self.settle(self.ahead)
-        self.ready = size
-        self.divisor = None
+    def mark(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream().record_event() if self.gpu else None
 
-    def end(self) -> None:
-        self.ready = 0
-        self.made_at = time.time()
-
-    @contextlib.contextmanager
-    def one(self, facts: dict[str, Any]) -> Iterator[None]:
-        """Around the kernels of an update; `facts` are those of the state before it."""
-        if self.gpu is None:
-            yield
-            return
-        stream = torch.cuda.current_stream()
-        begun = stream.record_event()
-        yield
-        self.launched.append((facts, begun, stream.record_event()))
-
-    def waiting(self) -> tuple[dict[str, Any], Any] | None:
-        """(facts, event) from before the first update that has not begun; waits for those that have."""
-        for facts, begun, ended in list(self.launched):
-            if not begun.query():
-                return facts, begun
-            ended.synchronize()
+    def waiting(self) -> Facts | None:
+        """The facts from before the last update, if it has not begun; else waits for its end."""
+        if self.launched and not self.launched[1].query():
+            return self.launched[0]
+        self.settle()
         return None
 
-    def settle(self, left: int = 0) -> None:
-        """Waits until all but `left` are made."""
-        while len(self.launched) > left:
-            self.launched[0][2].synchronize()
-            del self.launched[0]
+    def settle(self) -> None:
+        """Waits until the last update is made."""
+        if self.launched:
+            self.launched[2].synchronize()
 
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> contextlib.AbstractContextManager[None]:
         """For a rescue: a stream of its own; the usual one may stand behind a dead collective."""
-        if self.gpu is None:
-            yield
-            return
-        with torch.cuda.device(self.gpu), torch.cuda.stream(self.side):
-            yield
+        return torch.cuda.stream(self.side) if self.side else contextlib.nullcontext()

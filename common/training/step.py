@@ -7,7 +7,6 @@ import contextlib
 import random
 import socket
 from collections import Counter
-from copy import copy
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import Batch, batches, map_tensors
+from common.errors import blamed
 from common.options import Options
 from common.sampler import ElasticSampler, hash_seed
-from common.training.bitwise import checked
+from common.training.bitwise import bits_of, checked
 from common.training.state import TrainState
 from common.world import World, gather_texts
 
@@ -67,69 +67,54 @@ def slice_loss(net, tree, v, n, part, size, state, world):
     return tree.measured(v, n / size, totals), scale(loss / size, state)
 
 
-class CrossCheck:
+def cross_check(model: nn.Module, split: object, state: TrainState, world: World) -> str | None:
     """--cross-check: every N steps all ranks compute one slice, and vote on its bits.
 
     A device that computes wrong numbers now and then raises no error, and the sum over ranks hides whose
-    they are. With --virtual-ranks the gradient of a slice has the same bits on every rank.
+    they are. With --virtual-ranks the gradient of a slice has the same bits on every rank. Call it on every
+    rank between backward and update. None if this step is not compared, empty if all ranks have the same
+    bits; else which rank has others, as all ranks find.
     """
+    v = checked(state.opts, state.step, world.size)
+    if v is None:
+        return None
 
-    def __init__(self, model: nn.Module, split: object, order: ElasticSampler, state: TrainState,
-                 world: World) -> None:
-        self.model = model
-        self.split = split
-        self.order = order
-        self.state = state
-        self.world = world
+    def gather(bits):
+        return [int(vote) for vote in world.all_gather(torch.tensor([bits]))]
 
-    @property
-    def due(self) -> bool:
-        """Whether all ranks ask `odd_rank` between backward and update."""
-        return checked(self.state.opts, self.state.step, self.world.size) is not None
+    tree = model.tree
+    mine = v in tree.slices  # one rank has computed it in this step
+    votes = gather(tree.seen if mine else slice_bits(model.net, tree, v, split, state, world))
+    if len(set(votes)) == 1:
+        return ""
+    again = gather(slice_bits(model.net, tree, v, split, state, world))
+    bits, count = Counter(votes + again).most_common(1)[0]
+    odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
+    if count <= world.size:  # no majority: it may be any of them
+        odd = list(range(world.size))
+    hosts = gather_texts(world, socket.gethostname())
+    names = " or ".join(f"rank {rank} (host {hosts[rank]})" for rank in odd)
+    return f"step {state.step + 1}: {names} computes slice {v} with other bits than another rank"
 
-    def odd_rank(self) -> str:
-        """Empty if all ranks have the same bits; else which rank and host has others, as all ranks find."""
-        tree = self.model.tree
-        v = tree.checked
-        votes = self._gather(tree.seen if v in tree.slices else self._again(v))  # one has it from this step
-        if len(set(votes)) == 1:
-            return ""
-        again = self._gather(self._again(v))
-        bits, count = Counter(votes + again).most_common(1)[0]
-        odd = [r for r in range(self.world.size) if {votes[r], again[r]} != {bits}]
-        if count <= self.world.size:
-            odd = [*range(self.world.size)]  # no majority: it may be any of them
-        hosts = gather_texts(self.world, socket.gethostname())
-        names = " or ".join(f"rank {r} (host {hosts[r]})" for r in odd)
-        return f"step {self.state.step + 1}: {names} computes slice {v} with other bits than another rank"
 
-    def _gather(self, number):
-        return [int(bits) for bits in self.world.all_gather(torch.tensor([number]))]
-
-    def _again(self, v):
-        """The bits of slice v's gradient, computed here; leaves no trace."""
-        state = self.state
-        tree = self.model.tree
-        order = copy(self.order)
-        order.rank = v  # a rank that has this slice alone
-        order.world = state.opts.virtual_ranks
-        order.set_epoch(state.epoch, state.position)
-        batch = next(iter(batches(self.split, order, replace(state.opts, workers=0))))
-        (n, part), = batch.parts
-        gradients = [tensor.grad for tensor in tree.tensors]
-        buffers = [b.clone() for b in state.net.buffers()]
-        for tensor in tree.tensors:
-            tensor.grad = None
-        if n:
-            tree.tail.grad, loss = slice_loss(state.net, tree, v, n, part, batch.size, state, self.world)
-            loss.backward()
-        bits = tree.bits()
-        for tensor, gradient in zip(tree.tensors, gradients, strict=True):
-            tensor.grad = gradient
-        with torch.no_grad():
-            for buffer, was in zip(state.net.buffers(), buffers, strict=True):
-                buffer.copy_(was)
-        return bits
+def slice_bits(net, tree, v, split, state, world):
+    """The bits of slice v's gradient, computed here; leaves no trace."""
+    opts = replace(state.opts, workers=0)
+    alone = ElasticSampler(state.samples, opts.global_batch_size, v, opts.virtual_ranks, opts.seed)
+    alone.set_epoch(state.epoch, state.position)
+    batch = next(iter(batches(split, alone, opts)))
+    n, part = batch.parts[0]
+    buffers = [b.clone() for b in net.buffers()]
+    gradients = [torch.full_like(tensor, -0.0) for tensor in tree.tensors]
+    if n:
+        gradients[-1], loss = slice_loss(net, tree, v, n, part, batch.size, state, world)
+        for i, gradient in enumerate(torch.autograd.grad(loss, tree.params, allow_unused=True)):
+            if gradient is not None:
+                gradients[i] = gradient
+    with torch.no_grad():
+        for b, before in zip(net.buffers(), buffers, strict=True):
+            b.copy_(before)
+    return bits_of(gradients)
 
 
 def scale(loss: Tensor, state: TrainState) -> Tensor:
@@ -175,4 +160,7 @@ def forward(model: nn.Module, part: Any, state: TrainState, totals: Tensor) -> T
         state.task.add(totals, values)
         return state.task.minimised(values, nothing)
 
-    return model(run) if isinstance(model, DistributedDataParallel) else run(model)
+    if not isinstance(model, DistributedDataParallel):
+        return run(model)
+    with blamed(f"model {state.opts.model}"):
+        return model(run)

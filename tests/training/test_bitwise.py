@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from jobs import audit, lives, wait_for
 from ranks import fork_ranks
 from samples import share_of
@@ -289,18 +290,24 @@ def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are
     def sent(world, slices):
         """Bytes to others that this rank sends in one step, and the bytes of all that is summed."""
         model, state = small(world, slices)
-        count = [0]
-        start = torch.distributed.batch_isend_irecv
+        count = 0
+        scatter, spread = dist.all_to_all_single, dist.broadcast
 
-        def counting(operations):
-            count[0] += sum(each.tensor.nbytes for each in operations if each.op is torch.distributed.isend)
-            return start(operations)
+        def all_to_all_single(received, parts, *counts, **more):
+            nonlocal count
+            count += parts.nbytes * (world.size - 1) // world.size
+            return scatter(received, parts, *counts, **more)
 
-        torch.distributed.batch_isend_irecv = counting
+        def broadcast(part, group_src, **more):
+            nonlocal count
+            count += part.nbytes * (world.size - 1) * (group_src == world.rank)
+            return spread(part, group_src=group_src, **more)
+
+        dist.all_to_all_single, dist.broadcast = all_to_all_single, broadcast
         backward(model, batch_at(world, 0, slices), state, world)
         # and loss and hits, with a count each
         values = sum(t.numel() for t in [*state.net.parameters(), *state.net.buffers()]) + 4
-        return count[0], values * 4
+        return count, values * 4
 
     for world, slices in ((2, 2), (2, 8), (4, 8)):
         for count, size in fork_ranks(world, sent, slices):

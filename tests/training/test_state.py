@@ -161,7 +161,7 @@ def hung(steps):
         yield state, default, default.hang()
 
 
-@pytest.mark.parametrize("launched", [0, 1, 2])
+@pytest.mark.parametrize("launched", [0, 1])
 def test_a_rescue_takes_the_newest_step_that_the_gpu_has_made_whatever_was_launched_behind_a_dead_collective(
         launched):
     wanted = train(make(), 3).tensors()["model"]
@@ -182,18 +182,18 @@ def test_an_update_that_begins_while_a_rescue_copies_is_waited_for_and_copied_wh
         assert facts["step"] == 4 and all(torch.equal(t, held[n]) for n, t in wanted.items())
 
 
-def test_the_program_runs_ahead_of_the_gpu_by_two_updates_and_waits_without_the_lock():
+def test_the_program_runs_ahead_of_the_gpu_by_an_update_and_waits_without_the_lock():
     with hung(0) as (state, _, gate):
-        train(state, 3)
+        train(state, 1)
         late = threading.Thread(target=train, args=(state, 1), daemon=True)
         late.start()
         late.join(0.2)
-        assert late.is_alive() and state.step == 3 and state.whole == 0
+        assert late.is_alive() and state.step == 1 and state.whole == 0
         assert state.lock.acquire(timeout=1)
         state.lock.release()
         gate.set()
         late.join(20)
-        assert state.step == state.whole == 4
+        assert state.step == state.whole == 2
 
 
 def test_the_learning_rate_is_a_function_of_the_step():
