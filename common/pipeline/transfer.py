@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
-from common.training import dense
 
 NOTE_TAG = 1
 KEPT_TICKS = 4               # times the stages: what was given earlier has arrived long ago
@@ -102,3 +101,8 @@ class Ranks:
         """Waits until all that was given has been sent, but for the newest."""
         while len(self.sent) > newest:
             self.sent.pop(0)[0].wait()
+
+
+def dense(tensor):
+    """Whether the numbers lie side by side, in any order of the dimensions."""
+    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()

@@ -220,11 +220,6 @@ def _views(row, tensors, sizes):
     return views
 
 
-def dense(tensor: torch.Tensor) -> bool:
-    """Whether the numbers lie side by side, in any order of the dimensions."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
-
-
 def _cut(tensors):
     """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
     runs = []

@@ -2,13 +2,12 @@
 import contextlib
 import inspect
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from common.data import leaves, map_tensors
+from common.data import Data, leaves, map_tensors
 from common.errors import UserError
 from common.options import Options
 from common.training.bitwise import Tree
@@ -16,7 +15,7 @@ from common.training.tasks import Task, autocast
 from common.world import World
 
 
-def prepare(net: nn.Module, opts: Options, world: World, data: Any, task: Task,
+def prepare(net: nn.Module, opts: Options, world: World, data: Data, task: Task,
             device: torch.device | None = None) -> nn.Module:
     """The net with the layers and the memory layout of the options, on `device`; names do not change."""
     device = device or world.device

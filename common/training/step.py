@@ -31,12 +31,13 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     """
     opts = state.opts
     if opts.virtual_ranks:
-        return backward_slices(model.net, model.tree, batch, state, world)
+        return backward_slices(model.net, model.tree, batch, state)
     seed(world, opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
     totals = state.task.zeros(world.device)
     parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
     for i, (_, part) in enumerate(parts, 1):
-        with contextlib.nullcontext() if i == len(parts) or world.size == 1 else model.no_sync():
+        exchanges = i == len(parts) or world.size == 1
+        with contextlib.nullcontext() if exchanges else model.no_sync():
             loss = forward(model, placed(part, world.device, opts), state, totals)
             # DDP divides by the number of ranks: the factor world.size undoes that.
             scale(loss * (world.size / batch.size), state).backward()
@@ -45,25 +46,28 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     return totals
 
 
-def backward_slices(net, tree, batch, state, world):
+def backward_slices(net, tree, batch, state):
     """Slices are summed along a fixed tree, so no bit depends on the world.
 
     Each slice is computed as if it were alone; the number of ranks only decides which rank computes it.
     """
     tree.begin(state)
-    for v, (n, part) in zip(tree.slices, batch.parts, strict=True):
-        if n:  # in a short last batch a slice may be empty
-            tail, loss = slice_loss(net, tree, v, n, part, batch.size, state, world)
+    for v, piece in zip(tree.slices, batch.parts, strict=True):
+        if piece[0]:  # in a short last batch a slice may be without samples
+            tail, loss = slice_loss(net, tree, v, piece, batch.size, state)
             tree.backward(v, tail, loss)
     return tree.finish(batch, state)
 
 
-def slice_loss(net, tree, v, n, part, size, state, world):
-    """Forward of slice v, which has n of the `size` samples of the global batch: (its tail, its loss)."""
+def slice_loss(net, tree, v, piece, size, state):
+    """Forward of slice v, a piece of a global batch of `size` samples: (its tail, its loss)."""
+    n, part = piece
+    device = tree.world.device
     state.buffers.restore()
-    seed(world, state.opts.seed, "step", state.step, v)
-    totals = state.task.zeros(world.device, tree.kind)
-    loss = forward(net, placed(part, world.device, state.opts, own=True), state, totals)
+    seed(tree.world, state.opts.seed, "step", state.step, v)
+    totals = state.task.zeros(device, tree.kind)
+    part = placed(part, device, state.opts, own=True)
+    loss = forward(net, part, state, totals)
     return tree.measured(v, n / size, totals), scale(loss / size, state)
 
 
@@ -83,11 +87,13 @@ def cross_check(model: nn.Module, split: object, state: TrainState, world: World
         return [int(vote) for vote in world.all_gather(torch.tensor([bits]))]
 
     tree = model.tree
-    mine = v in tree.slices  # one rank has computed it in this step
-    votes = gather(tree.seen if mine else slice_bits(model.net, tree, v, split, state, world))
+    if v in tree.slices:  # one rank has computed it in this step
+        votes = gather(tree.seen)
+    else:
+        votes = gather(slice_bits(model.net, tree, v, split, state))
     if len(set(votes)) == 1:
         return ""
-    again = gather(slice_bits(model.net, tree, v, split, state, world))
+    again = gather(slice_bits(model.net, tree, v, split, state))
     bits, count = Counter(votes + again).most_common(1)[0]
     odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
     if count <= world.size:  # no majority: it may be any of them
@@ -97,17 +103,17 @@ def cross_check(model: nn.Module, split: object, state: TrainState, world: World
     return f"step {state.step + 1}: {names} computes slice {v} with other bits than another rank"
 
 
-def slice_bits(net, tree, v, split, state, world):
+def slice_bits(net, tree, v, split, state):
     """The bits of slice v's gradient, computed here; leaves no trace."""
     opts = replace(state.opts, workers=0)
     alone = ElasticSampler(state.samples, opts.global_batch_size, v, opts.virtual_ranks, opts.seed)
     alone.set_epoch(state.epoch, state.position)
-    batch = next(iter(batches(split, alone, opts)))
-    n, part = batch.parts[0]
-    buffers = [b.clone() for b in net.buffers()]
+    batch = next(batches(split, alone, opts))
+    piece = batch.parts[0]
     gradients = [torch.full_like(tensor, -0.0) for tensor in tree.tensors]
-    if n:
-        gradients[-1], loss = slice_loss(net, tree, v, n, part, batch.size, state, world)
+    buffers = [b.clone() for b in net.buffers()]
+    if piece[0]:
+        gradients[-1], loss = slice_loss(net, tree, v, piece, batch.size, state)
         for i, gradient in enumerate(torch.autograd.grad(loss, tree.params, allow_unused=True)):
             if gradient is not None:
                 gradients[i] = gradient
@@ -140,7 +146,9 @@ def placed(part: Any, device: torch.device, opts: Options, own: bool = False) ->
         if own:
             x = torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
         x = x.to(device, non_blocking=True)
-        return x.contiguous(memory_format=torch.channels_last) if opts.channels_last and x.dim() == 4 else x
+        if opts.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        return x
 
     return map_tensors(move, part)
 

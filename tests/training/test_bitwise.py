@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import audit, lives, wait_for
 from ranks import fork_ranks
 from samples import share_of
 
@@ -111,33 +110,23 @@ def one_digest(tmp_path, given, worlds):
 
 
 # ---- any world ------------------------------------------------------------------------------------
-def test_a_cnn_with_batch_norm_dropout_adamw_averages_and_clipping_is_the_same_at_any_world(tmp_path):
-    digest, metrics = one_digest(tmp_path, CNN, (1, 2, 3, 4, 5, 8))
-    assert len(metrics.splitlines()) == 6 * STEPS + 6, "every step logged, every epoch evaluated"
+ANY_WORLD = {
+    "batch norm, dropout, adamw, averages, clipping": (CNN, (1, 2, 3, 4, 5, 8)),
+    "tied weights and unused parameters": (GPT, (1, 3, 8)),
+    "an lstm over ragged batches": (LSTM | {"global_batch_size": 1500, "epochs": 4}, (1, 2, 5)),
+    "resnet18": (RESNET, (1, 2, 3)),
+    "slices that are no power of two": (CNN | {"virtual_ranks": 7, "epochs": 2}, (1, 2, 3, 7)),
+    "bf16 and channels last": (CNN | {"epochs": 2, "amp": "bf16", "channels_last": True}, (1, 3)),
+    "two threads": (CNN | {"epochs": 1, "threads": 2}, (1, 3)),
+}
 
 
-def test_a_gpt_with_tied_weights_and_unused_parameters_is_the_same_at_any_world(tmp_path):
-    one_digest(tmp_path, GPT, (1, 3, 8))
-
-
-def test_an_lstm_over_ragged_batches_is_the_same_at_any_world(tmp_path):
-    one_digest(tmp_path, LSTM | {"global_batch_size": 1500, "epochs": 4}, (1, 2, 5))
-
-
-def test_a_resnet18_is_the_same_at_any_world(tmp_path):
-    one_digest(tmp_path, RESNET, (1, 2, 3))
-
-
-def test_slices_that_are_no_power_of_two_give_one_digest_too(tmp_path):
-    one_digest(tmp_path, CNN | {"virtual_ranks": 7, "epochs": 2}, (1, 2, 3, 7))
-
-
-def test_bf16_and_channels_last_give_one_digest_too(tmp_path):
-    one_digest(tmp_path, CNN | {"epochs": 2, "amp": "bf16", "channels_last": True}, (1, 3))
-
-
-def test_two_threads_give_one_digest_too(tmp_path):
-    one_digest(tmp_path, CNN | {"epochs": 1, "threads": 2}, (1, 3))
+@pytest.mark.parametrize("case", ANY_WORLD)
+def test_weights_and_metrics_are_the_same_at_any_world(tmp_path, case):
+    given, worlds = ANY_WORLD[case]
+    _, metrics = one_digest(tmp_path, given, worlds)
+    if given is CNN:
+        assert len(metrics.splitlines()) == 6 * STEPS + 6, "every step logged, every epoch evaluated"
 
 
 def test_train_mp_ends_in_the_digest_of_train_ddp_and_takes_over_from_it(tmp_path):
@@ -184,7 +173,7 @@ def doctored(folder, **changes):
     path.write_bytes(sealed({name: value for name, value in text.items() if name != "seal"}))
 
 
-def test_another_thread_count_or_kind_of_device_is_refused_with_both_values(tmp_path, capfd):
+def test_another_thread_count_or_kind_of_device_is_refused_and_another_build_is_said(tmp_path, capfd):
     short = CNN | {"epochs": 1, "max_steps": 2}
     run(tmp_path / "run", 1, short)
     recorded = json.loads((tmp_path / "run" / "options.json").read_text())["pinned"]
@@ -197,12 +186,7 @@ def test_another_thread_count_or_kind_of_device_is_refused_with_both_values(tmp_
     doctored(tmp_path / "run", device="cuda")
     assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short), may_die=[0]) == [2]
     assert "kind of device was cuda, now cpu" in capfd.readouterr().err
-
-
-def test_another_build_of_torch_or_cpu_is_said_and_goes_on(tmp_path, capfd):
-    short = CNN | {"epochs": 1, "max_steps": 2}
-    run(tmp_path / "run", 1, short)
-    doctored(tmp_path / "run", torch="2.0.1", cpu="AVX2 of another")
+    doctored(tmp_path / "run", device="cpu", torch="2.0.1", cpu="AVX2 of another")
     run(tmp_path / "run", 1, short | {"max_steps": 3})
     said = "".join(capfd.readouterr())
     assert "build of torch was 2.0.1" in said and "CPU was AVX2 of another" in said
@@ -336,45 +320,3 @@ def test_long_twenty_kills_and_resizes_at_random(tmp_path):
         step, phase = 11 * number + draws.randrange(4, 11), draws.choice(("before", "within", "after"))
         kills.append((world, draws.randrange(world), step, phase))
     assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken
-
-
-# ---- under torchrun, with real processes ----------------------------------------------------------
-def under_torchrun(jobs, folder, kills, seed, given):
-    """SIGKILL random workers of a run under torchrun; after every other one the job is stopped, and goes on
-    in another world.
-    """
-    flags = [f"--{name.replace('_', '-')}={value}" for name,
-             value in (CNN | {"virtual_ranks": 8, "device": "cpu"} | given).items()]
-    flags += [f"--run-dir={folder}", "--audit", "--no-tensorboard", "--log-every=1"]
-    draws, life, job, worlds = random.Random(seed), 0, None, []
-    for number in range(kills):
-        if job is None:
-            worlds.append(draws.choice([w for w in (1, 2, 3, 4) if w not in worlds[-1:]]))
-            job = jobs.torchrun(worlds[-1], "train_ddp.py", *flags, restarts=100)
-        at = wait_for(folder, 15 * number + draws.randrange(5, 12), life, job)
-        jobs.kill(draws.choice(at["pids"]))
-        life += 1
-        if number % 2:
-            wait_for(folder, 15 * number + 13, life, job)
-            job.kill(signal.SIGTERM)
-            job.wait()
-            job, life = None, life + 1
-    assert jobs.torchrun(3, "train_ddp.py", *flags, restarts=100).wait() == 0
-    assert audit(folder)["missed"] == audit(folder)["repeated"] == 0
-    return left_by(folder), len(lives(folder)), worlds
-
-
-def test_under_torchrun_two_kills_and_a_resize_leave_no_trace_in_the_bits(tmp_path, jobs):
-    unbroken = run(tmp_path / "unbroken", 2, CNN | {"epochs": 12})
-    assert under_torchrun(jobs, tmp_path / "killed", 2, 7, {"epochs": 12})[0][0] == unbroken[0]
-
-
-@pytest.mark.long
-def test_long_under_torchrun_twenty_kills_and_ten_resizes_leave_no_trace_in_the_bits(tmp_path, jobs):
-    unbroken = run(tmp_path / "unbroken", 2, CNN | {"epochs": 72})
-    found, count, worlds = under_torchrun(jobs, tmp_path / "killed", 20, 11, {"epochs": 72})
-    print(f"{count} lives, worlds {worlds}, digest {found[0]}")
-    assert found[0] == unbroken[0] and count >= 31
-    lost = set(unbroken[1].splitlines()) - set(found[1].splitlines())
-    assert set(found[1].splitlines()) <= set(unbroken[1].splitlines()) and all("val_loss" in line
-                                                                               for line in lost), lost
