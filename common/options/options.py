@@ -136,7 +136,7 @@ class Options:
     tensorboard: bool = free(True, "no curves for TensorBoard in RUN/tb")
     hang_timeout: int = free(0, "seconds without progress; 0: 600", scripts="ddp mp")
     check_every: int = free(500, "steps between checks of replicas; 0: never", scripts="ddp mp")
-    cross_check: int = free(0, "steps between slices that a second rank computes too; 0: never",
+    cross_check: int = free(0, "steps between slices that all ranks compute; 0: never",
                             scripts="ddp")
     audit: bool = free(False, "note each rank's samples, for python -m common.ledger RUN --audit")
     debug: bool = free(False, "tracebacks and torch's own debug checks")

@@ -8,9 +8,6 @@ from ranks import fork_ranks
 from test_bitwise import CNN, life, options, run
 
 import train_ddp
-from common.errors import UserError
-from common.options import Options
-from common.options.rules import check_together
 from common.sampler import share
 from common.training.bitwise import checked
 
@@ -72,8 +69,3 @@ def test_the_slices_that_are_compared_are_those_of_every_rank():
     assert checked(opts, 9, 1) is None and checked(opts, 8, 3) is None
     slices = {checked(opts, step, 3) for step in range(9, 2000, 10)}
     assert all(slices & set(share(7, rank, 3)) for rank in range(3))
-
-
-def test_without_virtual_ranks_nothing_can_be_compared():
-    with pytest.raises(UserError, match="--cross-check cannot take effect with --virtual-ranks 0"):
-        check_together(Options(cross_check=5))

@@ -63,6 +63,17 @@ def test_names_are_bare_and_the_same_before_the_first_step_and_after():
     assert set(before["model"]) == set(state.net.state_dict())
 
 
+def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_has_begun():
+    norm = nn.BatchNorm1d(3)
+    net = nn.Sequential(norm, nn.Linear(3, 3), norm)
+    state = TrainState(net, build_optimizer(net, Options()), Options(), 9)
+    net(torch.randn(8, 3))
+    saved = state.tensors()["model"]
+    assert not any(saved[f"{i}.running_mean"].any() for i in (0, 2))
+    state.buffers.renew()
+    assert net[0].running_mean is net[2].running_mean and not norm.running_mean.any()
+
+
 @pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("flags", [{"optimizer": "adam"}, {"optimizer": "sgd"},
                                    {"optimizer": "adamw", "clip_grad_norm": 1.0}])
