@@ -53,7 +53,8 @@ def backward_slices(net, tree, batch, state):
     """
     tree.begin(state)
     for v, piece in zip(tree.slices, batch.parts, strict=True):
-        if piece[0]:  # in a short last batch a slice may be without samples
+        n, _ = piece
+        if n:  # in a short last batch a slice may be without samples
             tail, loss = slice_loss(net, tree, v, piece, batch.size, state)
             tree.backward(v, tail, loss)
     return tree.finish(batch, state)
@@ -110,9 +111,10 @@ def slice_bits(net, tree, v, split, state):
     alone.set_epoch(state.epoch, state.position)
     batch = next(batches(split, alone, opts))
     piece = batch.parts[0]
+    n, _ = piece
     gradients = [torch.full_like(tensor, -0.0) for tensor in tree.tensors]
     buffers = [b.clone() for b in net.buffers()]
-    if piece[0]:
+    if n:
         gradients[-1], loss = slice_loss(net, tree, v, piece, batch.size, state)
         for i, gradient in enumerate(torch.autograd.grad(loss, tree.params, allow_unused=True)):
             if gradient is not None:

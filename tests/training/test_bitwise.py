@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from ranks import fork_ranks
 from samples import share_of
 
@@ -268,35 +267,6 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
-
-
-def test_what_is_sent_is_what_a_ring_all_reduce_sends_when_worlds_and_slices_are_powers_of_two():
-    def sent(world, slices):
-        """Bytes to others that this rank sends in one step, and the bytes of all that is summed."""
-        model, state = small(world, slices)
-        count = 0
-        scatter, spread = dist.all_to_all_single, dist.broadcast
-
-        def all_to_all_single(received, parts, *counts, **more):
-            nonlocal count
-            count += parts.nbytes * (world.size - 1) // world.size
-            return scatter(received, parts, *counts, **more)
-
-        def broadcast(part, group_src, **more):
-            nonlocal count
-            count += part.nbytes * (world.size - 1) * (group_src == world.rank)
-            return spread(part, group_src=group_src, **more)
-
-        dist.all_to_all_single, dist.broadcast = all_to_all_single, broadcast
-        backward(model, batch_at(world, 0, slices), state, world)
-        # and loss and hits, with a count each
-        values = sum(t.numel() for t in [*state.net.parameters(), *state.net.buffers()]) + 4
-        return count, values * 4
-
-    for world, slices in ((2, 2), (2, 8), (4, 8)):
-        for count, size in fork_ranks(world, sent, slices):
-            ring = 2 * (world - 1) / world * size
-            assert ring <= count < 1.06 * ring, "but for padding, much of it in so small a net"
 
 
 # ---- the long form: pytest -m long ----------------------------------------------------------------
