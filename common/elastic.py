@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ class Elastic(Run):
 
     def __init__(self, *, net: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset,
                  run_dir: str | Path, test_set: Dataset | None = None, batch_size: int = 64, epochs: int = 1,
-                 seed: int = 0, schedule: Callable[[int, int], float] | None = None, **options: Any) -> None:
+                 seed: int = 0, schedule: Callable[[int, int], float] | None = None,
+                 **options: object) -> None:
         """`dataset` is map-style; `batch_size` counts the samples of a step over all processes.
 
         `schedule(step, total)` returns a factor of the rate, from these two alone. `options` are fields of
@@ -67,9 +69,10 @@ class Elastic(Run):
             rate = float(max(self._rates()))
             for group in self.optimizer.param_groups:
                 group["scale"] = float(group["lr"]) / (rate or 1.0)
-            self.opts = Options.of_script(
-                self.given, task="the script", lr=rate, model=type(self.net).__name__,
-                dataset=type(self.sets.train).__name__, optimizer=type(self.optimizer).__name__.lower())
+            self.opts = Options.of_script(self.given, {
+                "task": "the script", "lr": rate, "model": type(self.net).__name__,
+                "dataset": type(self.sets.train).__name__,
+                "optimizer": type(self.optimizer).__name__.lower()})
             super().__init__(self.opts, self.sets)
             check_net(self.net, self.opts.model)
             self.net.to(self.world.device).train()  # here a net may freeze parts of itself
@@ -112,7 +115,8 @@ class Elastic(Run):
             text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
             end(UserError(text, error.code))
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         left = isinstance(error, SystemExit) and not error.code
         with self._errors():
             if left or error is None:  # sys.exit(), a break
@@ -150,7 +154,7 @@ class Elastic(Run):
         seed(self.world, self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
         return self.batch
 
-    def model(self, *inputs: Any, **named: Any) -> Any:
+    def model(self, *inputs: object, **named: object) -> Any:
         """The net's output. Call it in place of the net: only then gradients are averaged over the ranks."""
         self.state.progress += 1
         training = torch.is_grad_enabled()  # else it is an evaluation, maybe of one rank alone
@@ -210,7 +214,7 @@ class Elastic(Run):
         """Whether this epoch or the run (max_steps) is complete: now evaluate and report."""
         return self.state.epoch_over or self.state.finished
 
-    def evaluate(self, judge: Callable[[Batch], dict[str, tuple[Any, Any]]]) -> dict[str, float]:
+    def evaluate(self, judge: Callable[[Batch], dict[str, tuple]]) -> dict[str, float]:
         """{"val_acc": sum / count, ...} of `judge(batch)` over `test_set`; call it on every rank.
 
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.

@@ -12,20 +12,22 @@
             run.end_epoch()                     # evaluates, counts the epoch, saves if it is worth it
 """
 import contextlib
+import json
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn, optim
 
-from common.checkpoint import CheckpointStore
+from common.checkpoint import CheckpointStore, checkpoints, describe
 from common.data import Batch, Data, batches, load_data
-from common.errors import blamed
-from common.ledger import Audit, Clock, Ledger, Log
-from common.options import Options
+from common.errors import UserError, blamed, say
+from common.ledger import Audit, Clock, Ledger, Log, lives_of
+from common.options import Options, read_options
 from common.rescue import Rescue, open_life, refuse_a_crash_loop
 from common.sampler import ElasticSampler
 from common.training import TrainState
-from common.world import join, leave
+from common.world import gather_texts, join, leave
 
 
 class Run:
@@ -37,9 +39,20 @@ class Run:
         refuse_a_crash_loop()
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
         self.clock.lap("join")
+        if own_data is None:  # a script of one's own may have more to do
+            self._leave_if_complete()
         self.data = load_data(opts, own_data)
         self.order = ElasticSampler(self.data.train, opts.global_batch_size, self.world.replica,
                                     self.world.replicas, opts.seed, slices=opts.virtual_ranks)
+
+    def _leave_if_complete(self):
+        """Before data, net and optimizer are made, which takes seconds."""
+        line = complete(self.opts) if self.world.rank == 0 else ""
+        if gather_texts(self.world, line)[0]:
+            if self.world.rank == 0:
+                say(line)
+            leave(self.world)
+            sys.exit(0)
 
     def restore(self, net: nn.Module, optimizer: optim.Optimizer, parameters: int = 0,
                 **more: Any) -> TrainState:
@@ -130,3 +143,20 @@ class Run:
         if state.impatient:
             self.log.note(f"stopped: no better evaluation since step {state.best['step']} "
                           f"(--patience {self.opts.patience})")
+
+
+def complete(opts: Options) -> str:
+    """One line, if the last life of this run ended well with a whole checkpoint of its last step; else ""."""
+    newest = checkpoints(opts.run_dir / "checkpoints")[:1]
+    if opts.eval_only or opts.resume != "auto" or not newest:
+        return ""
+    step, folder = newest[0]
+    with contextlib.suppress(OSError, ValueError, KeyError, UserError):  # the store says what is wrong
+        facts = json.loads((folder / "state.json").read_bytes())
+        ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
+        last = lives_of(opts.run_dir)[-1]  # else an evaluation may be saved, and not written down
+        ended_well = any(event["event"] == "done" and event["step"] == step for event in last)
+        same = not opts.compare(read_options(opts.run_dir)["identity"])
+        if ended and ended_well and same and describe(step, folder)[0]:
+            return f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole"
+    return ""

@@ -1,7 +1,8 @@
 """Registry of nets; a net may be cut between the children of its top-level nn.Sequential.
 
 To add one, write a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
-nn.Module, and add it to MODELS. One in a file of your own needs no edit here: `--model FILE.py:function`.
+nn.Module, and add it to MODELS, and its name to NAMES in options/rules.py. One in a file of your own needs no
+edit here: `--model FILE.py:function`.
 """
 import math
 from collections import OrderedDict

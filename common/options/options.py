@@ -13,7 +13,6 @@ import math
 import os
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,6 +31,7 @@ from common.options.rules import (
 )
 from common.place import die_with_the_parent, here, note_that_it_waits
 
+Values = dict[str, Any]  # of fields, by name
 RATES = {  # torch's own where they are not 1e-3; tests/training compares them with torch
     "sgd": 0.05, "adadelta": 1.0, "adafactor": 0.01, "adagrad": 0.01, "adamax": 0.002, "asgd": 0.01,
     "nadam": 0.002, "rmsprop": 0.01, "rprop": 0.01}
@@ -160,7 +160,7 @@ class Options:
             "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0}
 
     @property
-    def torch_optimizer(self) -> tuple[str, dict[str, Any]]:
+    def torch_optimizer(self) -> tuple[str, Values]:
         """(class of torch.optim, its arguments); ("", {}) for a user's function."""
         if ".py:" in self.optimizer:
             return "", {}
@@ -171,7 +171,7 @@ class Options:
             raise UserError(f"--optimizer: {self.optimizer!r} is not in torch.optim"
                             f"{did_you_mean(self.optimizer, kinds)}\n"
                             "or write a function: path/to/file.py:function")
-        arguments: dict[str, Any] = {"lr": self.lr}
+        arguments: Values = {"lr": self.lr}
         if self.weight_decay or "weight_decay" in inspect.signature(getattr(optim, name)).parameters:
             arguments["weight_decay"] = self.weight_decay
         if self.momentum is not None:
@@ -183,12 +183,12 @@ class Options:
             arguments["fused"] = True
         return name, arguments | more
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Values:
         """All fixed flags, as JSON gives them back; the same on every restart of a run."""
         values = self.to_json()
         return {flag.name: values[flag.name] for flag in FLAGS if flag.metadata["fixed"]}
 
-    def compare(self, old: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    def compare(self, old: Values) -> list[tuple]:
         """[(field, old, new)] where these options contradict `old`; of a file only the name counts."""
         def plain(value):
             return value.rpartition("/")[2] if isinstance(value, str) else value
@@ -196,17 +196,17 @@ class Options:
         return [(name, old.get(name), new) for name, new in self.identity().items()
                 if plain(old.get(name)) != plain(new)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Values:
         """Every field, as json.dumps can write it."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
-    def given(self) -> dict[str, Any]:
+    def given(self) -> Values:
         """The fields that differ from their defaults, as json.dumps can write them."""
         values = self.to_json()
         return {flag.name: values[flag.name] for flag in FLAGS if getattr(self, flag.name) != flag.default}
 
     @classmethod
-    def of_script(cls, given: Mapping[str, Any], **own: Any) -> "Options":
+    def of_script(cls, given: Values, own: Values) -> "Options":
         """The options of a script of one's own: those `given` are read as flags are."""
         words = []
         for name, value in given.items():
@@ -229,14 +229,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"train_{script}.py", description=doc, usage=argparse.SUPPRESS,
                          allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
                          argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
-        self.owners = {flag_of(field.name): field.metadata["scripts"] for field in FLAGS}
-        self.mine = [flag for flag, scripts in self.owners.items() if script in scripts]
+        self.scripts = {flag_of(field.name): field.metadata["scripts"] for field in FLAGS}
         for field in FLAGS:
-            if field.metadata["group"]:
-                group = self.add_argument_group(field.metadata["group"])
             flag = flag_of(field.name)
             text = field.metadata["help"]
-            if flag not in self.mine:
+            if field.metadata["group"]:
+                group = self.add_argument_group(field.metadata["group"])
+            if script not in self.scripts[flag]:
                 continue
             if field.type is bool:
                 action = "store_false" if field.default else "store_true"
@@ -247,7 +246,7 @@ class Parser(argparse.ArgumentParser):
             group.add_argument(flag, dest=field.name, type=reader(field),
                                choices=field.metadata["choices"], metavar=SHAPES.get(field.type), help=text)
 
-    def read(self, argv: list[str]) -> dict[str, Any]:
+    def read(self, argv: list[str]) -> Values:
         """{field: value} of the flags in argv; --a_b counts as --a-b."""
         words: list[str] = []
         for text in argv:
@@ -262,10 +261,10 @@ class Parser(argparse.ArgumentParser):
         if not unknown:
             return vars(given)
         flag = unknown[0].partition("=")[0]
-        if flag in self.owners:
-            owners = " and ".join(f"train_{script}.py" for script in self.owners[flag])
+        if flag in self.scripts:
+            owners = " and ".join(f"train_{script}.py" for script in self.scripts[flag])
             raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
-        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, self.mine)}")
+        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, self.scripts)}")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
@@ -356,7 +355,7 @@ def _inherited(given, script):
     return {name: values[name] for name in taken & values.keys()} | given
 
 
-def read_options(run_dir: Path | str) -> dict[str, dict[str, Any]]:
+def read_options(run_dir: Path | str) -> dict[str, Values]:
     """What a run's options.json holds: the options of its newest life; ValueError if it is damaged."""
     facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
     seal = facts.pop("seal", "")

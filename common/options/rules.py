@@ -5,7 +5,6 @@ import re
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError, did_you_mean
 from common.options.user_code import check_user
@@ -63,7 +62,7 @@ def kind_of(name: str) -> str:
     return kind if kind in SIZED else name
 
 
-def keywords(text: str) -> dict[str, Any]:
+def keywords(text: str) -> dict[str, object]:
     """{name: value} of the text `name=value,name=value`."""
     try:
         call = ast.parse(f"f({text})", mode="eval").body

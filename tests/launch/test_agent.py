@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from datetime import datetime, timezone
-from pathlib import Path
 
 import pytest
 from jobs import PACED, ROOT, audit, children, lives, until
@@ -183,31 +182,6 @@ def test_a_machine_that_must_train_again_finds_those_that_have_completed(jobs, p
     end(waits)
     assert_all_end(nodes)
     begun(waits, 2, 4)
-
-
-def turns(pid):
-    """How often that process has waited for something."""
-    with contextlib.suppress(FileNotFoundError):
-        return int(Path(f"/proc/{pid}/status").read_text().split("\nvoluntary_ctxt_switches:")[1].split()[0])
-    return 0
-
-
-def test_a_machine_that_hears_nothing_until_the_job_is_over_still_ends_well(jobs, place, waits):
-    nodes = [machine(jobs, place, waits) for _ in range(2)]
-    begun(waits, 2, 2)
-    first, last = end_of_rank_0(waits, nodes)
-    stopped = family(last.pid)
-    for pid in stopped:
-        jobs.kill(pid, signal.SIGSTOP)
-    assert_all_end([first], [0])
-    silence(place)
-    for pid in stopped:
-        jobs.kill(pid, signal.SIGCONT)
-    looks = turns(last.pid)
-    until(lambda: last.poll() is not None or turns(last.pid) > looks + 20, "its agent's next looks")
-    end(waits)
-    assert_all_end([last], [0])
-    begun(waits, 2, 2)
 
 
 def test_a_machine_that_was_not_needed_ends_well_and_waits_longer_than_for_a_meeting(jobs, place, waits):

@@ -1,35 +1,65 @@
-"""launch/kubernetes/*.yaml: each file says what a pod needs, and its commands run in pods made here.
+"""launch/kubernetes/*.yaml: each file says what a pod needs, and its command runs in a pod made here.
 
-What is checked of the schemas, where these packages are installed: `kubernetes-validate` checks every object
-of Kubernetes itself and every Job inside a JobSet, strictly; `kubeflow-trainer-api` checks the names and
-types of all fields of a JobSet. No API server looks at them here: its rules beyond the schemas, as far as
-these files touch them, are the assertions below.
+`kubernetes-validate` checks every object of Kubernetes itself and every Job inside a JobSet, strictly;
+`kubeflow-trainer-api` checks the names and types of all fields of a JobSet. The rules of an API server beyond
+the schemas, as far as these files touch them, are the assertions below. A pod has namespaces of its own (PID,
+network, mount, host name, user), its command is process 1 under a uid without a name, and the root is
+read-only. It needs root, util-linux 2.38 and iproute2.
 """
-import json
 import os
 import re
+import shutil
 import signal
-import time
+import subprocess
+import sys
+from pathlib import Path
 
-import pods
 import pytest
-from jobs import PACED, ROOT, audit, lives, until, wait_for
+from jobs import PACED, ROOT, children, wait_for
 from torch.distributed.run import get_args_parser
 
 from common.options import parse_options
 from launch.agent import FINAL
-from tests.chaos.hosts import NET, Hosts
 
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 FOLDER = ROOT / "launch/kubernetes"
 FILES = sorted(FOLDER.glob("*.yaml"))
-WITHOUT = pods.why_not()
-needs_pods = pytest.mark.skipif(bool(WITHOUT), reason=WITHOUT or "-")
 FILE = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-TRAINING = [flag.replace(str(ROOT), "/app") for flag in PACED]
+# Makes a root of its own and goes in: $1 folder, $2 hosts, $3 volume, $4 size of /dev/shm, $5 host name, then
+# variables and the command.
+BEGIN = r"""
+set -e
+new=$1 hosts=$2 volume=$3 shm=$4; hostname "$5"; shift 5
+mount --make-rprivate /
+ip link set lo up 2>/dev/null || true  # a network that a test made has it up already
+mount -t tmpfs tmpfs "$new"
+for place in /*; do
+    [ -L "$place" ] && cp -P "$place" "$new$place" && continue
+    case $place in /proc | /tmp | /app | /runs) continue ;; esac
+    [ -d "$place" ] && mkdir "$new$place" && mount --rbind "$place" "$new$place"
+done
+mkdir "$new/proc" "$new/tmp" "$new/app" "$new/runs"
+mount -t proc proc "$new/proc"
+mount -t tmpfs tmpfs "$new/tmp"
+mount --rbind "$APP" "$new/app"
+mount --bind "$volume" "$new/runs"
+mount --bind "$hosts" "$new/etc/hosts"
+mount -t tmpfs -o "size=$shm" tmpfs "$new/dev/shm"
+for place in "$new/app" "$new/etc" "$new/usr" "$new"; do mount -o remount,bind,ro "$place"; done
+cd "$new"
+pivot_root . tmp
+umount -l /tmp
+cd /app
+exec unshare --user --map-user=10001 --map-group=10001 setpriv --no-new-privs env -i "$@"
+"""
+
+
+def manifests(path):
+    return list(yaml.safe_load_all(path.read_text()))
 
 
 def objects(path, kind):
-    return [one for one in pods.manifests(path) if one["kind"] == kind]
+    return [one for one in manifests(path) if one["kind"] == kind]
 
 
 def jobs_in(path):
@@ -48,16 +78,10 @@ def training(path):
 
 
 @FILE
-def test_the_manifests_are_yaml_as_others_read_it(path):
-    yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
-    assert pods.manifests(path) == list(yaml.safe_load_all(path.read_text()))
-
-
-@FILE
 def test_the_manifests_obey_the_published_schemas(path):
     kubernetes = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing")
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is missing")
-    for one in pods.manifests(path):
+    for one in manifests(path):
         if one["kind"] == "JobSet":  # what it does not know it drops
             assert models.JobsetV1alpha2JobSet.from_dict(one).to_dict() == one
         else:
@@ -120,142 +144,41 @@ def test_the_image_holds_what_a_training_imports():
     assert "-r requirements.txt" in text and "USER 10001:10001" in text
 
 
-# ---- the commands, in pods ------------------------------------------------------------------------
-@pytest.fixture
-def start(tmp_path):
-    """Starts a pod; all end with the test. `volume` is what all mount, `publish` the name service."""
-    started, volume, known = [], tmp_path / "volume", {}
-    volume.mkdir()
-
-    def begin(name, spec, fields=(), network=(), change=(), **more):
-        started.append(pods.Pod(tmp_path, network, name, spec, volume, dict(fields), change, **more))
-        for entry in known.items():
-            started[-1].learns(*entry)
-        return started[-1]
-
-    def publish(name, address):
-        known[name] = address
-        for pod in started:
-            pod.learns(name, address)
-
-    begin.volume, begin.publish = volume, publish
-    yield begin
-    for pod in started:
-        pod.kill()
+def why_not():
+    """Why no pod can be made here; empty if one can."""
+    if os.geteuid():
+        return "pods need root"
+    if not all(map(shutil.which, ("ip", "unshare", "setpriv", "pivot_root"))):
+        return "pods need iproute2 and util-linux"
+    made = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "unshare", "--user",
+            "--map-user=10001", "--map-group=10001", "true"]
+    done = subprocess.run(made, capture_output=True, timeout=60)
+    return "no namespaces can be made here" if done.returncode else ""
 
 
-@needs_pods
-def test_a_pod_trains_on_a_read_only_root_and_saves_when_it_is_asked_to_leave(start):
-    _, spec, _ = training(FOLDER / "job.yaml")
-    change = [("--nproc_per_node=8", ["--nproc_per_node=1"]), ("train_ddp.py", ["train_ddp.py", *TRAINING])]
-    pod, run = start("train-0", spec, change=change, PACE="0.05"), start.volume / "train"
-    wait_for(run, 3)
-    pod.terminate()
-    assert pod.wait(30) == 143, pod.log
-    step = re.search(r"stopped on SIGTERM: step (\d+) saved", pod.log)[1]
-    assert (run / f"checkpoints/step-{int(step):08}/manifest.json").is_file()
-
-
-@needs_pods
-@pytest.mark.long
-def test_a_pod_leaves_at_once_whenever_it_is_asked(start):
-    _, spec, _ = training(FOLDER / "job.yaml")
-    change = [("--nproc_per_node=8", ["--nproc_per_node=1"]),
-              ("train_ddp.py", ["train_ddp.py", *TRAINING, "--epochs=99"])]
-    run = start.volume / "train"
-    for late in (0.01, 0.7, 1.2, 2, 3, 5, None):
-        before = len(lives(run))
-        pod = start("train-0", spec, change=change, PACE="0.02")
-        until(lambda pod=pod: pod.hears, "process 1 to hear signals, as soon as any Python can", 20)
-        time.sleep(late) if late else wait_for(run, 3, before)  # the moments are what is tested
-        began = time.monotonic()
-        pod.terminate()
-        assert pod.wait(30) == 143, (late, pod.log)
-        assert time.monotonic() - began < 8, late
-    step = re.search(r"stopped on SIGTERM: step (\d+) saved", pod.log)[1]
-    after = start("train-0", spec, change=change[:1] + [("train_ddp.py", ["train_ddp.py", *TRAINING])])
-    assert after.wait() == 0 and f"resuming at step {step}" in after.log, after.log
-    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
-
-
-END = ("close", "closed", "leave", "left", "exit")  # then the training may be complete: 0
-ASKED_AT = ("import", "join", "joined", "restore", "restored", "begin", "forward", "backward", "allreduce",
-            "step-before", "step-inside", "step-torn", "step-after", "mkdir", "write:model.safetensors",
-            "unsynced:manifest.json", "folder-synced", "rename", "renamed", "root-synced", "evaluate",
-            "evaluating", "evaluated", "epoch-end", "epoch-ended", "rescue mkdir",
-            "rescue unsynced:model.safetensors", "rescue rename", "rescue root-synced", *END)
-
-
-@needs_pods
-@pytest.mark.long
-def test_a_pod_that_is_asked_at_any_moment_of_a_training_loses_no_step(start):
-    """A pod after the other goes on with the run, until one is complete; each is asked at its moment."""
-    _, spec, _ = training(FOLDER / "job.yaml")
-    armed, journal, run = start.volume / "armed", start.volume / "journal", start.volume / "train"
-    armed.mkdir(mode=0o777)
-    armed.chmod(0o777)
-    journal.touch()
-    journal.chmod(0o666)
-
-    def pod(epochs):
-        flags = [*TRAINING, f"--epochs={epochs}"]
-        change = [("--nproc_per_node=8", ["--nproc_per_node=2"]),
-                  ("train_ddp.py", ["tests/chaos/worker.py", *flags])]
-        return start("train-0", spec, change=change, PACE="0.01", CHAOS_ASKED="1", CHAOS_ARMED="/runs/armed",
-                     CHAOS_JOURNAL="/runs/journal")
-
-    for number, moment in enumerate(ASKED_AT):
-        name = moment.removeprefix("rescue ")
-        (armed / f"{name}.any").write_text("TERM")
-        if name != moment:
-            (armed / "forward.1").write_text("KILL")
-        asked = pod(2 + number)
-        code = asked.wait(60)
-        landed = [line["point"] for line in map(json.loads, journal.read_text().splitlines())]
-        journal.write_text("")
-        print(moment, code, lives(run)[-1]["step"] if lives(run) else "-", flush=True)
-        assert name in landed and code in (143, *[0] * (moment in END)), (moment, code, asked.log)
-    last = pod(2 + len(ASKED_AT))
-    assert last.wait() == 0, last.log
-    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
-
-
-@pytest.fixture
-def network():
-    with Hosts(4) as hosts:
-        yield lambda i: (["ip", "netns", "exec", hosts.name(i)], f"{NET}.{i}")
-
-
-@needs_pods
-@pytest.mark.long
-def test_a_jobsets_nodes_come_and_go_while_names_lag_and_the_store_stays(start, network):
-    path = FOLDER / "jobset.yaml"
-    labels = "metadata.labels['jobset.sigs.k8s.io/{}']".format
-    fields = {labels("jobset-name"): "train", labels("restart-attempt"): "0"}
-    _, spec, _ = training(path)
-
-    def node(i, **env):
-        where, address = network(i + 2)
-        change = [("--nproc_per_node=8", ["--nproc_per_node=1"]),
-                  ("train_ddp.py", ["train_ddp.py", *TRAINING, "--epochs=20"])]
-        return start(f"train-node-0-{i}", spec, fields | {"status.podIP": address}, where, change, **env)
-
-    where, address = network(1)
-    store = start("train-store-0-0", jobs_in(path)["store"]["template"]["spec"], {"status.podIP": address},
-                  where)
-    nodes = [node(0, PACE="0.1"), node(1, PACE="0.1")]
-    until(lambda: "store on" in store.log, "the store", 30)
-    time.sleep(3)  # so long nobody knows its name
-    start.publish("train-store-0-0.train", address)
-    run = start.volume / "train"
-    wait_for(run, 3)
-    until(lambda: lives(run)[-1]["world"] == 2, "both nodes", 60)
-    count = len(lives(run))
-    nodes[1].kill()
-    assert wait_for(run, 6, life=count)["world"] == 1
-    nodes[1] = node(1, PACE="0.02")
-    until(lambda: lives(run)[-1]["world"] == 2, "the replacement", 60)
-    assert [pod.wait(120) for pod in nodes] == [0, 0], nodes[0].log + nodes[1].log
-    assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
-    os.kill(pods.children(store.process.pid)[0], signal.SIGTERM)
-    assert store.wait(10) == 143, store.log  # or Kubernetes would call the store complete
+@pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+def test_a_pod_trains_on_a_read_only_root_and_saves_when_it_is_asked_to_leave(tmp_path):
+    _, _, container = training(FOLDER / "job.yaml")
+    environment = {one["name"]: one["value"] for one in container["env"] if "value" in one}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1",
+                    "TESTS_TOKEN": os.environ["TESTS_TOKEN"], "PYTHONDONTWRITEBYTECODE": "1", "PACE": "0.05"}
+    command = ["--nproc_per_node=1" if word.startswith("--nproc") else word for word in container["command"]]
+    flags = [flag.replace(str(ROOT), "/app") for flag in PACED]
+    for name in ("root", "volume"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hosts").write_text("127.0.0.1 localhost train-0\n")
+    log = tmp_path / "log"
+    with open(log, "wb") as out, subprocess.Popen(
+            ["unshare", "--net", "--user", "--map-root-user", "--mount", "--uts", "--pid", "--fork",
+             "--kill-child", "sh", "-c", BEGIN, "sh", tmp_path / "root", tmp_path / "hosts",
+             tmp_path / "volume", "64m", "train-0",
+             *(f"{name}={value}" for name, value in environment.items()), *command, *flags],
+            env=os.environ | {"APP": str(ROOT)}, stdout=out, stderr=out, stdin=subprocess.DEVNULL) as pod:
+        try:
+            wait_for(tmp_path / "volume/train", 3)
+            os.kill(children(pod.pid)[0], signal.SIGTERM)
+            assert pod.wait(120) == 143, log.read_text()
+        finally:
+            pod.kill()  # the whole pod goes with it
+    step = re.search(r"stopped on SIGTERM: step (\d+) saved", log.read_text())[1]
+    assert (tmp_path / f"volume/train/checkpoints/step-{int(step):08}/manifest.json").is_file()

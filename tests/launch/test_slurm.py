@@ -66,11 +66,3 @@ def test_a_job_that_lost_too_many_nodes_saves_and_this_task_of_an_array_is_queue
 def test_a_job_that_lost_fewer_nodes_goes_on(slurm):
     left, said = slurm(SLURM_JOB_NUM_NODES="3", LEFT="2", LASTS="4", MIN_NODES="2")  # so many looks
     assert left == 0 and "--nnodes=2:3" in said[0] and not [one for one in said if one.startswith("sc")]
-
-
-def test_a_sleep_that_a_preemption_ends_is_no_lost_node(slurm, tmp_path):
-    (tmp_path / "sleep").write_text("#!/bin/sh\n[ $1 = 0.02 ] && exec /bin/sleep $1\n"
-                                    "echo squeue >> said\nexit 143\n")
-    (tmp_path / "sleep").chmod(0o755)
-    left, said = slurm(SLURM_JOB_NUM_NODES="3", LEFT="3", LASTS="1")
-    assert left == 0 and not [one for one in said if one.startswith("sc")]

@@ -4,10 +4,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
-from jobs import PACED, ROOT, audit, lives, until, wait_for
+from jobs import ROOT, until
 
 SSH = ROOT / "launch/ssh.sh"
 # Takes what launch/ssh.sh passes; the machine `gone` cannot be reached.
@@ -28,8 +27,6 @@ def leave(*_):
 signal.signal(signal.SIGTERM, leave)
 note(os.getcwd(), *sys.argv[1:])
 if "store" in sys.argv[1]:
-    while os.path.exists(os.environ["NOTES"] + " hold"):
-        time.sleep(0.05)
     print("store on", sys.argv[2], flush=True)
 elif "CODE" in os.environ:
     sys.exit(int(os.environ["CODE"]))
@@ -88,32 +85,8 @@ def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
         assert ssh.notes()[-1] == ["left", "launch/store.py"]
 
 
-def test_a_stop_before_the_agents_have_started_leaves_nobody(ssh, tmp_path):
-    (tmp_path / "notes hold").touch()
-    job = ssh("one,two")
-    until(lambda: (tmp_path / "notes").exists() and ssh.notes(), "the store", 60)
-    job.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
-    (tmp_path / "notes hold").unlink()
-    assert job.wait(60) == 143, ssh.output()
-    until(lambda: ["left", "launch/store.py"] in ssh.notes(), "the store's end", 60)
-
-
 @pytest.mark.parametrize("hosts, code, result", [
     ("one,gone", "0", 0), ("gone,one", "0", 2), ("one,gone", "5", 5), ("one", "0", 2), ("", "0", 2),
     ("1,2,3,4,5,6,7,8,9", "0", 2)])
 def test_a_machine_that_is_not_reached_is_done_without_unless_the_others_meet_there(ssh, hosts, code, result):
     assert ssh(hosts, CODE=code).wait(20) == result, ssh.output()
-
-
-@pytest.mark.long
-def test_two_machines_train_and_the_same_command_resumes(ssh, tmp_path):
-    words = ["127.0.0.1,127.0.0.2", *PACED, f"--run-dir={tmp_path / 'run'}"]
-    here = {"PYTHON": sys.executable, "PORT": "29417"}
-    job = ssh(*words, PACE="0.1", **here)
-    assert wait_for(tmp_path / "run", 3)
-    until(lambda: lives(tmp_path / "run")[-1]["world"] == 2, "both machines", 60)
-    job.send_signal(signal.SIGINT)
-    assert job.wait(60) == 143, ssh.output()
-    assert ssh(*words, **here).wait(100) == 0, ssh.output()
-    assert audit(tmp_path / "run") == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}

@@ -255,7 +255,6 @@ def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
 
 
 @pytest.mark.parametrize("argv, words", [
-    (["train_mp.py", "--devices=cpu"], "two devices or more"),
     (["train_mp.py", *PACED, "--devices=cpu,cpu,cpu,cpu,cpu,cpu"], "6 stages"),
     (["train_dp.py", "--device=cuda"], "no GPU"),
     (["train_ddp.py", "--init-from", __file__], "not a file of weights"),

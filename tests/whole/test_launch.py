@@ -86,62 +86,17 @@ def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_f
     assert len(second.stdout.splitlines()) == 1 and given(second)[2] == "--nproc_per_node=5"
     assert (clone / ".venv/pyvenv.cfg").stat().st_mtime_ns == made
 
-    shutil.rmtree(next((clone / ".venv/lib").glob("python*/site-packages")) / "pip")  # as if cut short
-    assert "making " in sh(clone / "launch/local.sh", cwd=tmp_path).stdout
-    tests = sh(clone / "tests/run.sh", "--version", cwd=tmp_path)  # no pytest was asked for
-    assert tests.returncode == 1 and "No module named pytest" in tests.stderr
-
 
 @needs_an_environment
-@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
-@pytest.mark.parametrize(("visible", "count"), [(None, 4), ("0", 1), ("2,GPU-7a,1", 3), ("", 2)])
-def test_an_active_environment_is_used_and_a_process_started_for_each_visible_gpu(clone, tmp_path, variable,
-                                                                                  visible, count):
+@pytest.mark.parametrize(("variable", "visible", "count"), [
+    ("VIRTUAL_ENV", None, 4), ("CONDA_PREFIX", "2,GPU-7a,1", 3), ("VIRTUAL_ENV", "", 2)])
+def test_an_active_environment_is_used_and_a_process_started_for_each_visible_gpu(
+        clone, tmp_path, variable, visible, count):
     gpus = executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: H; done\n")
     words = given(sh(clone / "launch/local.sh", path=gpus, CUDA_VISIBLE_DEVICES=visible,
                      **{variable: str(HOME)}))
     assert Path(words[0]) == HOME and words[2] == f"--nproc_per_node={count}"
     assert not (clone / ".venv").exists()
-
-
-@needs_an_environment
-@pytest.mark.parametrize("line", ["no-such-package-here", "pip>=9999  # newer than there is"])
-def test_what_is_missing_or_too_old_is_installed_and_a_failure_has_a_way_out(clone, line):
-    (clone / "requirements.txt").write_text(f"{line}\n")
-    done = sh(clone / "launch/local.sh", VIRTUAL_ENV=str(HOME))
-    assert done.returncode == 2 and "installing into" in done.stdout
-    assert re.search(r"error: pip could not install.*\n       .*type the same command again\n\Z", done.stderr)
-
-
-PYTHONS = {"old": ('#!/bin/sh\n[ "$1" = -c ] && exit 1\necho Python 3.8.18\n', "3.10 or newer is needed"),
-           "bare": (f'#!/bin/sh\n[ "$2" = venv ] && exit 1\nexec "{sys.executable}" "$@"\n',
-                    "apt install python3-venv")}
-
-
-@pytest.mark.parametrize("name", [*PYTHONS, "gone", "in the way"])
-def test_an_environment_that_cannot_be_made_or_used_is_refused_in_two_lines(clone, tmp_path, name):
-    if name in PYTHONS:
-        text, words = PYTHONS[name]
-        done = sh(clone / "launch/local.sh", path=executable(tmp_path / "bin/python3", text))
-    elif name == "gone":
-        words = "deactivate it"
-        done = sh(clone / "launch/local.sh", VIRTUAL_ENV=str(tmp_path / "gone"))
-    else:
-        words = "move it away"
-        (clone / ".venv").write_text("somebody's file")
-        done = sh(clone / "launch/local.sh")
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 2, done.stderr
-    assert not (clone / ".venv").is_dir()
-
-
-def test_a_server_runs_exactly_what_a_person_types(clone):
-    (clone / ".ci").mkdir()
-    shutil.copy(ROOT / ".ci/run", clone / ".ci/run")
-    executable(clone / "tests/run.sh", '#!/bin/sh\necho "$0" "$@"\n')
-    done = sh(clone / ".ci/run", "a b", cwd="/")
-    assert Path(done.stdout.removesuffix(" a b\n")).resolve() == (clone / "tests/run.sh").resolve()
-    workflow = (ROOT / ".github/workflows/tests.yml").read_text()
-    assert re.findall(r"run: (.*)", workflow) == [".ci/run"]
 
 
 def test_the_shell_scripts_are_clean():
@@ -158,8 +113,7 @@ def test_the_shell_scripts_are_clean():
 
 # ---- torchrun's flags -----------------------------------------------------------------------------
 @needs_an_environment
-@pytest.mark.parametrize("words", [("--lr", "nan"), ("--learning-rate", "1"), ("--run-dir", "/"),
-                                   ("--nproc", "two"), ("--nproc",), ("--nproc", "1;id")])
+@pytest.mark.parametrize("words", [("--lr", "nan"), ("--model", "nett"), ("--nproc",), ("--nproc", "1;id")])
 def test_a_wrong_flag_is_refused_in_three_lines_with_exit_code_2_before_any_process_is_started(words):
     commands = [[LOCAL]]
     if "--nproc" not in words:
@@ -184,19 +138,11 @@ def settled(*words):
     return agent.config_from_args(args)[0]
 
 
-@pytest.mark.parametrize("flag", ["--rdzv_conf=", "--rdzv_conf ", "--rdzv-conf ", "--rdzv_c "])
-def test_settings_of_the_rendezvous_come_on_top_of_the_launchers_own_however_they_are_written(flag):
-    words = f"{flag}is_host=0,last_call_timeout=9".split()
-    config = settled("--nnodes=1:2", "--rdzv_endpoint=127.0.0.1:29400", "--rdzv_backend=c10d", *words)
+def test_settings_of_the_rendezvous_come_on_top_of_the_launchers_own():
+    config = settled("--nnodes=1:2", "--rdzv_endpoint=127.0.0.1:29400", "--rdzv_backend=c10d", "--rdzv-conf",
+                     "is_host=0,last_call_timeout=9")
     assert {"last_call_timeout=9", "keep_alive_interval=2", "keep_alive_max_attempt=3", "is_host=0"} <= {
         f"{name}={value}" for name, value in config.rdzv_configs.items()}
-
-
-@pytest.mark.parametrize("words", [[], ["--standalone"], ["--nnodes=1:1"]])
-def test_on_one_machine_a_file_is_the_meeting_place_and_no_port_is_open_to_the_network(words):
-    config = settled(*words)
-    assert config.rdzv_endpoint == "/tmp/folder/rendezvous" and config.rdzv_configs["store_type"] == "file"
-    assert config.local_addr == "127.0.0.1"
 
 
 @pytest.mark.parametrize("name, endpoint, address", [
@@ -219,11 +165,9 @@ def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_t
 
 
 @pytest.mark.parametrize("words, environ, processes", [
-    ([], {}, 1), (["--nproc_per_node=3"], {}, 3), (["--nproc-per-node", "3"], {}, 3),
-    (["--nproc_per=2"], {}, 2), (["--nnodes=2", "--nproc_per_node=1"], {}, 0),
-    ([], {"PET_NPROC_PER_NODE": "3"}, 3), (["--nproc_per_node=2"], {"PET_NPROC_PER_NODE": "3"}, 2),
-    (["--nproc_per_node=gpu"], {}, 0), (["--nnodes=1:1"], {}, 1),
-    (["--nnodes=1:4"], {}, 0), (["--nproc_per_node=2"], {"PET_NNODES": "2"}, 0)])
+    ([], {}, 1), (["--nproc-per-node", "3"], {}, 3), (["--nproc_per=2"], {"PET_NPROC_PER_NODE": "3"}, 2),
+    (["--nproc_per_node=gpu"], {}, 0), (["--nnodes=1:4"], {}, 0),
+    (["--nproc_per_node=2"], {"PET_NNODES": "2"}, 0)])
 def test_the_launcher_counts_processes_as_torchrun_does_or_not_at_all(monkeypatch, words, environ, processes):
     monkeypatch.setattr(os, "environ", environ)
     assert torchrun.count(torchrun.glance(words)) == processes
@@ -285,7 +229,7 @@ def left_in_the_temporary_folder():
 @needs_an_environment
 def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command_each_time(start, tmp_path):
     run = tmp_path / "run of 'one'"
-    words = [LOCAL, *PACED, "--run-dir", run]
+    words = [LOCAL, *PACED, "--epochs", "6", "--run-dir", run]  # a life that is killed must not complete it
     env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711", "OMP_NUM_THREADS": None}
     before = left_in_the_temporary_folder()
 

@@ -7,9 +7,6 @@ import pytest
 import torch
 from jobs import children
 from ranks import fork_ranks
-from torch.nn.parallel import DistributedDataParallel
-
-from common.training.replicas import Replica
 
 
 def test_ranks_meet_and_each_returns_its_result():
@@ -20,18 +17,6 @@ def test_ranks_meet_and_each_returns_its_result():
 
     assert fork_ranks(3, sum_of_ranks, 10, node_size=2) == [(10, 3, 0, 0), (11, 3, 1, 0), (12, 3, 0, 1)]
     assert fork_ranks(1, sum_of_ranks, 5) == [(5, 0, 0, 0)]
-
-
-def test_gradients_flow_through_ddp_even_if_this_process_trained_before():
-    def gradient(world):
-        net = torch.nn.Linear(4, 1, bias=False)
-        torch.nn.init.ones_(net.weight)
-        model = DistributedDataParallel(Replica(net))
-        model(torch.full((1, 4), float(world.rank))).sum().backward()
-        return net.weight.grad.tolist()
-
-    torch.nn.Linear(4, 1)(torch.ones(1, 4)).sum().backward()
-    assert fork_ranks(2, gradient) == [[[0.5] * 4]] * 2
 
 
 def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing_stays():

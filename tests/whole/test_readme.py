@@ -156,6 +156,7 @@ def test_a_documented_command_is_understood_by_what_it_starts(where, words, monk
     for name in ("train", "val"):  # data is looked for before torch is imported
         (tmp_path / "data" / name).mkdir(parents=True)
         (tmp_path / "data" / f"{name}.bin").touch()
+    (tmp_path / "my_own.py").touch()
     monkeypatch.chdir(tmp_path)
     check(words, monkeypatch)
 

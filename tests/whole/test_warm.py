@@ -109,25 +109,14 @@ def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(
 
 
 @pytest.mark.parametrize("text, code, method", [
-    ("import sys; sys.exit(0)", 0, "forkserver"), ("import os; os._exit(0)", 0, "forkserver"),
-    ("import sys; sys.exit('no')", 1, "forkserver"), ("import sys; sys.exit(3)", 3, "forkserver"),
+    ("import os; os._exit(0)", 0, "forkserver"), ("import sys; sys.exit(3)", 3, "forkserver"),
     ("1 / 0", 1, "forkserver"), ("import os; os.kill(os.getpid(), 9)", 1, "forkserver"),
-    ("import sys; sys.exit(3)", 3, "spawn"), ("1 / 0", 1, "spawn")])
+    ("import sys; sys.exit(3)", 3, "spawn")])
 def test_a_script_of_any_kind_ends_the_job_with_its_own_code(jobs, tmp_path, text, code, method):
     one_fails = script(tmp_path, f"import os\nif os.environ['RANK'] == '0':\n    {text}\n")
     job = jobs.start(TORCHRUN, "--nproc_per=2", "--max_restarts=0", f"--start_method={method}", one_fails)
     assert job.wait() == code, job.output
     assert ("no restart is left" in job.output) == (code == 1)
-
-
-def test_torchruns_own_log_folder_has_a_file_for_each_process(jobs, tmp_path):
-    hello = script(tmp_path, "import os, sys\n"
-                             "print('out', os.environ['RANK'])\nprint('err', file=sys.stderr)\n")
-    job = jobs.start(TORCHRUN, "--nproc_per_node=2", "--log-dir", tmp_path / "logs", "--tee", "3", hello)
-    assert job.wait() == 0, job.output
-    assert sorted(path.read_text() for path in tmp_path.rglob("std*.log")) == ["err\n", "err\n",
-                                                                               "out 0\n", "out 1\n"]
-    assert "out 1" in job.output
 
 
 def test_forks_draw_different_numbers_as_processes_do_that_are_started_afresh(jobs, tmp_path):
