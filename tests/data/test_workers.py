@@ -11,10 +11,9 @@ from ranks import fork_ranks
 from test_data import Noisy, options
 from test_rescue import a_run
 
-from common.data import Data, batches, load_data
+from common.data import Data, batches
 from common.data.splits import DatasetSplit
 from common.errors import UserError
-from common.options import Options
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
 
@@ -106,17 +105,3 @@ def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(how, code):
     while any(is_alive(pid) for pid in done.stdout.split()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize(("flags", "locked"), [({}, True), ({"device": "cpu"}, False),
-                                               ({"script": "mp", "devices": ("cpu", "cpu")}, False)])
-def test_memory_is_locked_for_a_gpu_alone_as_that_takes_room_on_it(monkeypatch, flags, locked):
-    seen = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: seen.append(self) or self)
-    opts = Options(dataset="digits", workers=0, **flags)
-    train = load_data(opts).train
-    order = ElasticSampler(train, 64)
-    order.set_epoch(0)
-    next(iter(batches(train, order, opts)))
-    assert bool(seen) is locked
