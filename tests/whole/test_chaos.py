@@ -53,9 +53,12 @@ def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
             jobs.kill(pid)
 
 
-@pytest.mark.parametrize("point, rescued", [("close.0", 1), ("closed.0", 0), ("leave.1", 0)])
-def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(jobs, tmp_path, point, rescued):
-    """close.0: the process that saves dies with the last save hardly begun; one of the others saves."""
+@pytest.mark.parametrize("point, rescued, begun", [("close.0", 1, [0, STEPS]), ("closed.0", 0, [0, STEPS]),
+                                                   ("leave.1", 0, [0])])
+def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(jobs, tmp_path, point, rescued, begun):
+    """close.0: the process that saves dies with the last save hardly begun; one of the others saves.
+    leave.1: the run is done, so that the next start has nothing to do.
+    """
     run, armed = tmp_path / "run", tmp_path / "armed"
     armed.mkdir()
     (armed / point).write_text("KILL")
@@ -63,6 +66,7 @@ def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(jobs, tmp_
                         CHAOS_ARMED=str(armed),
                         CHAOS_JOURNAL=str(tmp_path / "journal"))
     assert job.wait() == 0, job.output
-    assert len(lives(run)) == 2 and lives(run)[1]["step"] == STEPS
+    assert [life["step"] for life in lives(run)] == begun
+    assert (run / f"checkpoints/step-{STEPS:08d}/manifest.json").exists()
     assert [event["step"] for event in events(run, "rescue")] == [STEPS] * rescued
     assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
