@@ -43,7 +43,7 @@ OURS = Path(__file__).parents[1]
 LIBRARIES = (Path(os.__file__).parent, Path(sys.prefix, "lib"), OURS / "common", OURS / "launch")
 SCRIPTS = [OURS / f"train_{name}.py" for name in ("ddp", "dp", "mp")]
 RANK_0_SECONDS = 0.5       # before it leaves: its store ends with it
-OTHER_RANKS_SECONDS = 1.0  # before they print: the agent ends them first if all have the error
+OTHER_RANKS_SECONDS = 3.0  # before they print: the agent ends them first if all have the error
 MEND = "mend it, then start again; --debug shows the whole stack"
 NO_FIXED_BITS = "does not have a deterministic implementation"  # torch, of an operation under --virtual-ranks
 REPLACE = "replace the layer that needs it (--debug shows where), or leave out --virtual-ranks"
@@ -183,7 +183,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
     """Prints an error in at most three lines, and ends this process with its code.
 
     With `shared` all ranks have it for sure, and only one of a machine prints it. Else a rank that is not the
-    first gives the agent a second to end it, if all have the error.
+    first gives the agent some seconds to end it, if all have the error.
     """
     is_rank = "RANK" in os.environ
     first = speaks_for_node()
@@ -191,6 +191,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
         time.sleep(OTHER_RANKS_SECONDS)
     if first or not shared:
         say("error: " + "\n       ".join(str(error).splitlines()[:3]), sys.stderr)
+        note_reason(str(error))
         if error.code != 1:  # 1: a restart may cure it
             dismiss_agent()
     Outlet(sys.stdout).write()
@@ -199,6 +200,14 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
     if first:  # other ranks may still have to read what they waited for in rank 0's store
         time.sleep(RANK_0_SECONDS)
     os._exit(error.code)  # no destructors: they may wait for a dead peer
+
+
+def note_reason(text: str) -> None:
+    """Where the launcher asks for it, as launch/slurm.sbatch does for the job's comment."""
+    path = os.environ.get("TERMINATION_LOG")
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).write_text(f"{text}\n")
 
 
 def speaks_for_node() -> bool:

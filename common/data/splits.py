@@ -57,7 +57,7 @@ class TensorSplit:
 
     def __init__(self, x, y, source, seed, augment=None):
         self.x = x.contiguous()
-        self.y = y
+        self.y = y.contiguous()
         self.shape = x.shape[1:]
         self.classes = source.known_classes
         self.seed = seed
@@ -81,7 +81,7 @@ class TensorSplit:
         return x, y
 
     def contents(self):
-        return [self.x.flatten().numpy(), self.y.flatten().numpy()]
+        return [part.flatten().view(torch.uint8).numpy() for part in (self.x, self.y)]
 
 
 class DatasetSplit:

@@ -20,7 +20,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from common.errors import UserError, dismiss_agent, one_line, say
+from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.ledger import Ledger
 from common.place import here
 from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, State, Watch
@@ -196,6 +196,7 @@ class Rescue:
                 self.ledger.event("death", life=self.world.life, rank=death.rank, why=death.how)
             line = line.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
+            note_reason(line)
 
         if code is not None:
             for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):

@@ -76,6 +76,7 @@ class TrainState:
         self.phase = Phase.WHOLE
         self.verdict: UserError | None = None  # why it is distrusted
         self.progress = 0  # of any kind: a rank whose number stands still hangs
+        self.rate(0)  # a schedule of one's own that fails does so before the first step
         make_state(optimizer)
         warn_of_unsaved(net, optimizer)
         gpu = next((p.device for p in self.names if p.is_cuda), None)
@@ -154,10 +155,14 @@ class TrainState:
     def condemn(self, fact: str) -> NoReturn:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
         last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
-        kept = f"nothing after {last.name}" if last else "nothing"
+        kept = "nothing"
+        resume = ""
+        if last:
+            kept = f"nothing after {last.name}"
+            resume = f" --resume {last}"
         verdict = UserError(
             f"{fact}, {kept} is kept\n"
-            f"lower --lr in another run: --run-dir NEW --resume {last or self.opts.run_dir} --lr X\n"
+            f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
         self.distrust(verdict)
         raise verdict

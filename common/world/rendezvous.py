@@ -1,15 +1,20 @@
 """The key-value store over which the ranks of one life find each other; empty at the start of a life."""
+import contextlib
+import fcntl
 import socket
+import struct
 import time
 import uuid
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from common.errors import UserError
 from common.place import here
 
 ANSWER = timedelta(seconds=5)     # a process that is alive answers within
 MEETING = timedelta(seconds=120)  # for all ranks to come; then this life fails, and the agents meet again
+SIOCGIFADDR = 0x8915              # asks Linux for an interface's address
 
 
 def fresh_store(rank: int, size: int) -> dist.TCPStore:
@@ -64,8 +69,13 @@ def _find_store(host, port):
 
 
 def _open_store(host, port):
+    place = here()
     listener = _listen(host, port)
-    return dist.TCPStore(host, listener.getsockname()[1], is_master=True, wait_for_workers=False,
+    address, port, *_ = listener.getsockname()
+    if address.startswith("127.") and host not in (address, "localhost") and place.size > place.local_size:
+        raise UserError(f"MASTER_ADDR={host} is {address} on this machine: others cannot reach it\n"
+                        "give each torchrun --local_addr=ADDRESS, its address in the network")
+    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
                          timeout=MEETING, master_listen_fd=listener.detach())
 
 
@@ -85,3 +95,15 @@ def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]
         store.set("lifelines", str(listener.getsockname()[1]))
         listener.settimeout(6 * ANSWER.total_seconds())
         return [listener.accept()[0] for _ in range(size - 1)]
+
+
+def interface_towards(host: str) -> str | None:
+    """The name of the interface from which packets to `host` leave; None if it has no IPv4 address."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+        udp.connect((host, 9))  # sends nothing
+        address = socket.inet_aton(udp.getsockname()[0])
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no address
+                if fcntl.ioctl(udp, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
+                    return name
+    return None

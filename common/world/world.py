@@ -21,7 +21,7 @@ from common.options import Options
 from common.place import here
 from common.sampler import hash_seed
 from common.world.determinism import pin
-from common.world.rendezvous import ANSWER, fresh_store
+from common.world.rendezvous import ANSWER, fresh_store, interface_towards
 
 BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
 WORKING = timedelta(hours=1)      # ranks that have met wait for one that reads a large checkpoint
@@ -290,6 +290,11 @@ def _init_process_group(store, place, device, timeout):
     if place.size == place.local_size:  # no network for the gradients of one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        # by itself gloo listens where the machine's own name points: a loopback on Debian
+        interface = interface_towards(place.address)
+        if interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"  # control traffic never touches the device stream

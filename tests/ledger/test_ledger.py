@@ -110,6 +110,7 @@ def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: now[0] + 1e6)
     clock = Clock("import")
+    clock.born = now[0]  # whenever pytest has begun
     clock.ledger = Ledger(tmp_path)
     for step, _ in enumerate(clock.timed(range(40)), 1):
         now[0] += 0.5

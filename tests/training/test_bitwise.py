@@ -173,19 +173,19 @@ def doctored(folder, **changes):
 
 
 def test_another_thread_count_or_kind_of_device_is_refused_and_another_build_is_said(tmp_path, capfd):
-    short = CNN | {"epochs": 1, "max_steps": 2}
-    run(tmp_path / "run", 1, short)
+    more = CNN | {"epochs": 1, "max_steps": 3}
+    run(tmp_path / "run", 1, more | {"max_steps": 2})
     recorded = json.loads((tmp_path / "run" / "options.json").read_text())["pinned"]
     assert recorded["threads"] == 1 and recorded["device"] == "cpu" and recorded["optimizer"] == "fused"
     assert recorded["build"].startswith(torch.__version__)
-    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short | {"threads": 2}),
+    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", more | {"threads": 2}),
                       may_die=[0]) == [2]
     assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
     doctored(tmp_path / "run", device="cuda")
-    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", short), may_die=[0]) == [2]
+    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", more), may_die=[0]) == [2]
     assert "kind of device was cuda, now cpu" in capfd.readouterr().err
     doctored(tmp_path / "run", device="cpu", build="2.0.1", processor="AVX2 of another")
-    run(tmp_path / "run", 1, short | {"max_steps": 3})
+    run(tmp_path / "run", 1, more)
     said = "".join(capfd.readouterr())
     assert "build of torch was 2.0.1" in said and "was AVX2 of another" in said
 

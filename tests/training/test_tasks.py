@@ -328,3 +328,19 @@ def test_a_forward_of_which_nothing_counts_may_return_plain_zeros(tmp_path, slic
             assert losses == pytest.approx(wanted, rel=1e-12) and losses[0]
             for name, tensor in weights.items():
                 torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_another_loss_put_into_criterion_trains_and_evaluates(monkeypatch):
+    def hinge(out, targets, smoothing):
+        return torch.nn.functional.multi_margin_loss(out, targets, reduction="sum")
+
+    monkeypatch.setattr(sys.modules["common.training.tasks"], "criterion", hinge)
+    for kind in ({}, {"task": "tokens", "dataset": "text:8", "model": "gpt:1x1x8", "data_dir": __file__}):
+        given = {"dataset": "random:64x4", "model": "mlp", "global_batch_size": 16, "log_every": 1}
+        life = Life(Options(**given | {"device": "cpu", "workers": 0} | kind))
+        state = life.state
+        loss = life.epoch(1)[0]["loss"]
+        metrics = life.evaluation()
+        x, y = life.data.test.fetch(range(len(life.data.test)))
+        wanted = torch.nn.functional.multi_margin_loss(state.net(x).flatten(0, -2), y.flatten())
+        assert 0 < loss < 1.5 and metrics["val_loss"] == pytest.approx(wanted.item(), rel=1e-5)

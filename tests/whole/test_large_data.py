@@ -85,7 +85,7 @@ def tar(folder):
 def test_a_kill_and_another_world_leave_no_trace(tmp_path, make):
     given = make(tmp_path) | {"virtual_ranks": 4, "global_batch_size": 20, "audit": True}
     unbroken = run(tmp_path / "unbroken", 1, given)
-    killed = through_kills(tmp_path / "killed", given, [(2, 1, 6, "within"), (4, 0, 11, "before")], 3)
+    killed = through_kills(tmp_path / "killed", given, [(2, 1, 4, "within"), (4, 0, 8, "before")], 3)
     assert killed == unbroken
     for name, worlds in (("unbroken", [1]), ("killed", [2, 4, 3])):
         assert audit(tmp_path / name) == CLEAN

@@ -107,7 +107,8 @@ def test_the_shell_scripts_are_clean():
         assert path.name == "setup.sh" or os.access(path, os.X_OK), path
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed: syntax alone was checked")
-    done = subprocess.run(["shellcheck", "-x", *scripts], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)
     assert done.returncode == 0, done.stdout
 
 

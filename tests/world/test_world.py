@@ -160,6 +160,18 @@ def test_rank_0s_store_is_bound_to_the_master_address_alone():
     assert found == {"0100007F"}
 
 
+def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_gloo(monkeypatch):
+    """Debian's installer writes `127.0.1.1 node01` into /etc/hosts: others would knock there in vain."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
+                        "MASTER_ADDR": "node01", "MASTER_PORT": 29400}.items():
+        monkeypatch.setenv(name, str(value))
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    with pytest.raises(UserError, match="MASTER_ADDR=node01 is 127.0.1.1 .*\n.*--local_addr=ADDRESS"):
+        meeting._open_store("node01", 0)
+    assert meeting.interface_towards("127.0.0.1") == "lo"
+
+
 def rank_1_never_comes(world):
     if world.rank == 1:
         return 0.0
