@@ -28,6 +28,7 @@ not know each other (tests/whole/test_house.py checks this).
 
     place        which rank, under which agent, on which machine: the one reader of the launcher's environment
 """
+
 import pkgutil
 
 __path__ = pkgutil.extend_path(__path__, __name__)  # beside a `common/` of a user's own; see elastic.py

@@ -13,6 +13,7 @@ From another folder: `PYTHONPATH=CLONE torchrun ... mine.py`; where that has a `
 `PYTHONSAFEPATH=1 PYTHONPATH=CLONE:. torchrun ... mine.py`. A rank without samples gets a batch that counts
 nothing: a script needs no special case.
 """
+
 import contextlib
 import copy
 import json
@@ -37,16 +38,27 @@ from common.world import gather_texts
 TAKEN = (  # fields of Options that take effect here
     "accept_data_change amp audit augment bad_samples best channels_last check_every clip_grad_norm debug "
     "device digest_every ema_decay hang_timeout keep keep_every log_every max_steps patience progress resume "
-    "save_every save_seconds tensorboard tf32 threads workers").split()
+    "save_every save_seconds tensorboard tf32 threads workers"
+).split()
 
 
 class Elastic(Run):
     """A run while it trains: `with Elastic(...) as run`. Call `run.model`; `run.world` has the ranks."""
 
-    def __init__(self, *, net: nn.Module, optimizer: torch.optim.Optimizer, dataset: Dataset,
-                 run_dir: str | Path, test_set: Dataset | None = None, batch_size: int = 64, epochs: int = 1,
-                 seed: int = 0, schedule: Callable[[int, int], float] | None = None,
-                 **options: object) -> None:
+    def __init__(
+        self,
+        *,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dataset: Dataset,
+        run_dir: str | Path,
+        test_set: Dataset | None = None,
+        batch_size: int = 64,
+        epochs: int = 1,
+        seed: int = 0,
+        schedule: Callable[[int, int], float] | None = None,
+        **options: object,
+    ) -> None:
         """`dataset` is map-style; `batch_size` counts the samples of a step over all processes.
 
         `schedule(step, total)` returns a factor of the rate, from these two alone. `options` are fields of
@@ -56,11 +68,16 @@ class Elastic(Run):
         self.optimizer = optimizer
         self.sets = Data(dataset, dataset if test_set is None else test_set, known_classes=None)
         self.schedule = schedule
-        self.called = False   # run.model, with this batch
+        self.called = False  # run.model, with this batch
         self.trained = False  # run.step, with this batch
         self.options = options
-        self.given = {"run_dir": run_dir, "global_batch_size": batch_size, "epochs": epochs, "seed": seed,
-                      "workers": 0} | options
+        self.given = {
+            "run_dir": run_dir,
+            "global_batch_size": batch_size,
+            "epochs": epochs,
+            "seed": seed,
+            "workers": 0,
+        } | options
 
     def __enter__(self) -> "Elastic":
         with self._errors(), blamed("Elastic"):
@@ -69,10 +86,16 @@ class Elastic(Run):
             rate = float(max(self._rates()))
             for group in self.optimizer.param_groups:
                 group["scale"] = float(group["lr"]) / (rate or 1.0)
-            self.opts = Options.of_script(self.given, {
-                "task": "the script", "lr": rate, "model": type(self.net).__name__,
-                "dataset": type(self.sets.train).__name__,
-                "optimizer": type(self.optimizer).__name__.lower()})
+            self.opts = Options.of_script(
+                self.given,
+                {
+                    "task": "the script",
+                    "lr": rate,
+                    "model": type(self.net).__name__,
+                    "dataset": type(self.sets.train).__name__,
+                    "optimizer": type(self.optimizer).__name__.lower(),
+                },
+            )
             super().__init__(self.opts, self.sets)
             check_net(self.net, self.opts.model)
             self.net.to(self.world.device).train()  # here a net may freeze parts of itself
@@ -87,15 +110,19 @@ class Elastic(Run):
     def _check_arguments(self):
         for name in self.options:
             if name not in TAKEN:
-                raise UserError(f"Elastic: {name} cannot take effect in a loop of your own"
-                                f"{did_you_mean(name, TAKEN)}\n"
-                                "the script has the net, the optimizer and the loss")
+                raise UserError(
+                    f"Elastic: {name} cannot take effect in a loop of your own"
+                    f"{did_you_mean(name, TAKEN)}\n"
+                    "the script has the net, the optimizer and the loss"
+                )
         held = {p for group in self.optimizer.param_groups for p in group["params"]}
         for name, p in self.net.named_parameters():
             if p.requires_grad and p not in held:
-                raise UserError(f"Elastic: {name} trains, but is in no group of the optimizer\n"
-                                "what another one does differs between ranks, and is in no checkpoint\n"
-                                "add it to a group, or set its requires_grad to False")
+                raise UserError(
+                    f"Elastic: {name} trains, but is in no group of the optimizer\n"
+                    "what another one does differs between ranks, and is in no checkpoint\n"
+                    "add it to a group, or set its requires_grad to False"
+                )
 
     def _begin_alike(self):
         """All begin with the weights of rank 0: a script may not seed."""
@@ -115,8 +142,7 @@ class Elastic(Run):
             text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
             end(UserError(text, error.code))
 
-    def __exit__(self, kind: type | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         left = isinstance(error, SystemExit) and not error.code
         with self._errors():
             if left or error is None:  # sys.exit(), a break
@@ -193,11 +219,15 @@ class Elastic(Run):
         if self.trained:
             raise UserError("run.step was called twice for one batch\nadd the losses, and call it once")
         if not self.called:
-            raise UserError("run.step without run.model: other ranks would lack this gradient\n"
-                            "call run.model(x) in place of the net")
+            raise UserError(
+                "run.step without run.model: other ranks would lack this gradient\n"
+                "call run.model(x) in place of the net"
+            )
         if self.rates != self._rates():
-            raise UserError("the script changes the optimizer's rate, and a restart would not know that\n"
-                            "give Elastic(schedule=f), where f(step, steps in all) returns a factor")
+            raise UserError(
+                "the script changes the optimizer's rate, and a restart would not know that\n"
+                "give Elastic(schedule=f), where f(step, steps in all) returns a factor"
+            )
 
     def _rates(self):
         return [group["lr"] for group in self.optimizer.param_groups]

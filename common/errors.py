@@ -7,6 +7,7 @@ Training is a function of (seed, step): what fails in a user's file, in data, ne
 fails again after a restart. So it ends the job with exit code 2, at any step. What `may_pass` (a disk, a
 network, memory, a peer) is raised as it is: a crash, exit code 1, and a restart.
 """
+
 import contextlib
 import difflib
 import errno
@@ -33,16 +34,34 @@ class UserError(Exception):
 
 
 PASSING_TYPES = (MemoryError, ConnectionError, TimeoutError, BrokenPipeError, ChildProcessError)
-PASSING_NAMES = {"OutOfMemoryError", "AcceleratorError", "DistError", "DistBackendError", "DistNetworkError",
-                 "DistStoreError"}  # torch's
-PASSING_WORDS = re.compile(r"gloo|nccl|CUDA error|CUDA driver|CUDNN_|CUBLAS_|can't allocate memory|"
-                           r"can't start new thread|DataLoader worker \(pid", re.IGNORECASE)
-LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
-           errno.ELOOP, errno.EINVAL, None}  # of an OSError; None: a library's own, as of a damaged picture
+PASSING_NAMES = {
+    "OutOfMemoryError",
+    "AcceleratorError",
+    "DistError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+}  # torch's
+PASSING_WORDS = re.compile(
+    r"gloo|nccl|CUDA error|CUDA driver|CUDNN_|CUBLAS_|can't allocate memory|"
+    r"can't start new thread|DataLoader worker \(pid",
+    re.IGNORECASE,
+)
+LASTING = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.ELOOP,
+    errno.EINVAL,
+    None,
+}  # of an OSError; None: a library's own, as of a damaged picture
 OURS = Path(__file__).parents[1]
 LIBRARIES = (Path(os.__file__).parent, Path(sys.prefix, "lib"), OURS / "common", OURS / "launch")
 SCRIPTS = [OURS / f"train_{name}.py" for name in ("ddp", "dp", "mp")]
-RANK_0_SECONDS = 0.5       # before it leaves: its store ends with it
+RANK_0_SECONDS = 0.5  # before it leaves: its store ends with it
 OTHER_RANKS_SECONDS = 3.0  # before they print: the agent ends them first if all have the error
 MEND = "mend it, then start again; --debug shows the whole stack"
 NO_FIXED_BITS = "does not have a deterministic implementation"  # torch, of an operation under --virtual-ranks
@@ -148,6 +167,7 @@ def guarded(main: Callable[..., Any], what: str = "") -> Callable[..., Any]:
 
     Errors of `what`, and of a user's files, end the process with their exit code; others are crashes.
     """
+
     @functools.wraps(main)
     def run(*args):
         fill_closed_streams()
@@ -162,6 +182,7 @@ def guarded(main: Callable[..., Any], what: str = "") -> Callable[..., Any]:
             if not isinstance(told, UserError) or args and getattr(args[0], "debug", False):
                 raise
             end(told)
+
     return run
 
 

@@ -3,6 +3,7 @@
 Only this file reads what torchrun, launch/torchrun.py, Slurm or a person set in the environment. No torch
 here, and nothing of common/.
 """
+
 import contextlib
 import ctypes
 import hashlib
@@ -23,20 +24,20 @@ class Place:
 
     rank: int
     size: int
-    local_rank: int           # on this machine; if it is not set, all ranks are on one
+    local_rank: int  # on this machine; if it is not set, all ranks are on one
     local_size: int
-    node: int                 # number of this machine
-    address: str              # where rank 0 listens
+    node: int  # number of this machine
+    address: str  # where rank 0 listens
     port: int
-    agent: str                # run id of torchrun's agent above this process; empty without one
-    agent_pid: int            # of the agent, if there is one
-    agent_store: bool         # the agent keeps a store at `address`, for all its lives
-    restart: int              # lives before this one
+    agent: str  # run id of torchrun's agent above this process; empty without one
+    agent_pid: int  # of the agent, if there is one
+    agent_store: bool  # the agent keeps a store at `address`, for all its lives
+    restart: int  # lives before this one
     restarts_left: int
-    notes: Path | None        # the agent's folder, which ends with it
+    notes: Path | None  # the agent's folder, which ends with it
     slurm_job: str
-    launched: bool            # by launch/torchrun.py
-    gpus: tuple[str, ...]     # CUDA_VISIBLE_DEVICES; empty if it is not set, or hides all
+    launched: bool  # by launch/torchrun.py
+    gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES; empty if it is not set, or hides all
 
     @property
     def speaks(self) -> bool:
@@ -53,11 +54,15 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
     restart = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if size > 1 and missing or rank and "WORLD_SIZE" in missing:
-        raise ValueError(f"RANK={rank} and WORLD_SIZE={size}, but {missing[0]} is not set\n"
-                         "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT")
+        raise ValueError(
+            f"RANK={rank} and WORLD_SIZE={size}, but {missing[0]} is not set\n"
+            "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     if not (rank < size and local_rank < local_size <= size):
-        raise ValueError(f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE="
-                         f"{local_size}\nranks go from 0 to WORLD_SIZE - 1, local ranks likewise")
+        raise ValueError(
+            f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE="
+            f"{local_size}\nranks go from 0 to WORLD_SIZE - 1, local ranks likewise"
+        )
     error_file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     in_folder = error_file.match(f"attempt_{restart}/*/*")
     gpus = environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -77,15 +82,17 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
         notes=error_file.parents[2] if in_folder else None,
         slurm_job=environ.get("SLURM_JOB_ID", ""),
         launched="LAUNCHER_PID" in environ,
-        gpus=tuple(name.strip() for name in gpus.split(",") if name.strip()))
+        gpus=tuple(name.strip() for name in gpus.split(",") if name.strip()),
+    )
 
 
 def _number(environ, name, default):
     text = environ.get(name, str(default))
     if text.isascii() and text.isdecimal():
         return int(text)
-    raise ValueError(f"{name}={text!r} is not a whole number\n"
-                     "unset it, or start with torchrun, which sets it")
+    raise ValueError(
+        f"{name}={text!r} is not a whole number\nunset it, or start with torchrun, which sets it"
+    )
 
 
 # ---- this life, as its agent sees it --------------------------------------------------------------
@@ -139,8 +146,15 @@ def this_process() -> dict[str, Any]:
         job = place.agent
     else:
         job = f"{host}/{agent}"
-    return {"host": host, "machine": _this_boot(), "pid": os.getpid(), "job": job,
-            "started": int(process.partition("/")[2]), "process": process, "agent": agent}
+    return {
+        "host": host,
+        "machine": _this_boot(),
+        "pid": os.getpid(),
+        "job": job,
+        "started": int(process.partition("/")[2]),
+        "process": process,
+        "agent": agent,
+    }
 
 
 def _named(pid):

@@ -8,6 +8,7 @@ A segment from step A to step B is a fork of the run (--fork RUN --at A --max-st
 Start it where the training was started: relative paths count from there. Exit code 0: the same; 1: something
 differs; 2: it cannot be done.
 """
+
 import argparse
 import random
 import subprocess
@@ -69,8 +70,10 @@ def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> Non
     ]
     code = subprocess.run(command, stdout=subprocess.DEVNULL).returncode
     if code:
-        raise UserError(f"steps {begin + 1} to {end} of {run} cannot be made again (see above)\n"
-                        f"{script} ended with exit code {code}")
+        raise UserError(
+            f"steps {begin + 1} to {end} of {run} cannot be made again (see above)\n"
+            f"{script} ended with exit code {code}"
+        )
 
 
 def digest(run: Path, step: int) -> str:
@@ -83,6 +86,7 @@ def digest(run: Path, step: int) -> str:
 
 def first_difference(run: Path, again: Path) -> int | None:
     """The first step of both that --digest-every has noted with another digest."""
+
     def digests(folder):
         events = [event for life in lives_of(folder) for event in life if event["event"] == "digest"]
         return {event["step"]: (event["model"], event["optimizer"]) for event in events}
@@ -98,8 +102,12 @@ def kept_by(run: Path) -> dict[int, Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("python -m common.replay", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m common.replay",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("verify", choices=["verify"], help="make segments again and compare")
     parser.add_argument("run", type=Path, help="the folder of a run that keeps checkpoints (--keep-every)")
     parser.add_argument("--segments", type=int, default=1, help="so many, drawn at random (default: 1)")
@@ -119,8 +127,10 @@ def act(args: argparse.Namespace) -> int:
         steps.insert(0, 0)  # which follows from the seed
     segments = [(a, b) for a, b in pairwise(steps) if args.first <= a and b <= args.last]
     if not segments:
-        raise UserError(f"{args.run} has no such segment: it keeps steps {', '.join(map(str, steps))}\n"
-                        "train with --keep-every N, which keeps checkpoints for good")
+        raise UserError(
+            f"{args.run} has no such segment: it keeps steps {', '.join(map(str, steps))}\n"
+            "train with --keep-every N, which keeps checkpoints for good"
+        )
     if not (args.all or args.first or args.last < sys.maxsize):
         segments = sorted(random.sample(segments, min(args.segments, len(segments))))
     return int(verify(args.run, segments, args.nproc) > 0)

@@ -1,16 +1,17 @@
 """A run while it trains: what the three scripts and `Elastic` do around each step. The verbs stay with them.
 
-    run = Run(opts)                             # who am I, with which data, in which order
-    state = run.restore(net, optimizer)         # the newest checkpoint that verifies; none is fine
-    with run.life(evaluate):                    # saves and leaves when asked, or when a peer dies
-        while not state.finished:
-            run.order.set_epoch(state.epoch, state.position)
-            for batch in run.batches():
-                ...                             # backward
-                state.update(batch.size)
-                run.stepped(totals)             # logs, compares, saves, obeys
-            run.end_epoch()                     # evaluates, counts the epoch, saves if it is worth it
+run = Run(opts)                             # who am I, with which data, in which order
+state = run.restore(net, optimizer)         # the newest checkpoint that verifies; none is fine
+with run.life(evaluate):                    # saves and leaves when asked, or when a peer dies
+    while not state.finished:
+        run.order.set_epoch(state.epoch, state.position)
+        for batch in run.batches():
+            ...                             # backward
+            state.update(batch.size)
+            run.stepped(totals)             # logs, compares, saves, obeys
+        run.end_epoch()                     # evaluates, counts the epoch, saves if it is worth it
 """
+
 import contextlib
 import json
 import sys
@@ -42,8 +43,14 @@ class Run:
         if own_data is None:  # a script of one's own may have more to do
             self._leave_if_complete()
         self.data = load_data(opts, own_data)
-        self.order = ElasticSampler(self.data.train, opts.global_batch_size, self.world.replica,
-                                    self.world.replicas, opts.seed, slices=opts.virtual_ranks)
+        self.order = ElasticSampler(
+            self.data.train,
+            opts.global_batch_size,
+            self.world.replica,
+            self.world.replicas,
+            opts.seed,
+            slices=opts.virtual_ranks,
+        )
 
     def _leave_if_complete(self):
         """Before data, net and optimizer are made, which takes seconds."""
@@ -54,8 +61,9 @@ class Run:
             leave(self.world)
             sys.exit(0)
 
-    def restore(self, net: nn.Module, optimizer: optim.Optimizer, parameters: int = 0,
-                **more: Any) -> TrainState:
+    def restore(
+        self, net: nn.Module, optimizer: optim.Optimizer, parameters: int = 0, **more: Any
+    ) -> TrainState:
         """The state to train on, of the newest checkpoint that verifies; `parameters` of all stages."""
         opts = self.opts
         world = self.world
@@ -74,13 +82,25 @@ class Run:
         """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
         state = self.state
         self.judge = evaluate
-        self.log = Log(self.opts, self.world.rank, state.step, state.total_steps,
-                       (state.record, state.evaluated))
-        self.rescue = Rescue(self.store, state, self.world, self.ledger,
-                             closing=[self.log.close, self.clock.enter])
+        self.log = Log(
+            self.opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated)
+        )
+        self.rescue = Rescue(
+            self.store, state, self.world, self.ledger, closing=[self.log.close, self.clock.enter]
+        )
         with self.log, self.rescue, blamed():
-            open_life(self.log, self.ledger, self.clock, self.opts, self.world, self.data, state,
-                      self.source, self.parameters, self.rescue.watch.processes)
+            open_life(
+                self.log,
+                self.ledger,
+                self.clock,
+                self.opts,
+                self.world,
+                self.data,
+                state,
+                self.source,
+                self.parameters,
+                self.rescue.watch.processes,
+            )
             yield
             if evaluate and state.evaluation_missing:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
@@ -141,8 +161,10 @@ class Run:
         state = self.state
         self.log.evaluation(state.step, state.record_evaluation(numbers))
         if state.impatient:
-            self.log.note(f"stopped: no better evaluation since step {state.best['step']} "
-                          f"(--patience {self.opts.patience})")
+            self.log.note(
+                f"stopped: no better evaluation since step {state.best['step']} "
+                f"(--patience {self.opts.patience})"
+            )
 
 
 def complete(opts: Options) -> str:

@@ -4,6 +4,7 @@ A shuffled list of a billion indices takes minutes and gigabytes. Here `permute(
 computes the sample at any position, so one integer is the whole data state of a training: the number of
 samples of this epoch it has trained on. A restart at another world size continues at that integer.
 """
+
 import contextlib
 import hashlib
 import math
@@ -18,8 +19,8 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 MASK32 = 0xFFFFFFFF
-ROUNDS = 6               # fewer are visibly not random (a test shows it); 6 look like torch.randperm
-WINDOW = 8192            # positions per call of permute: hides torch's cost per call, fits the L2 cache
+ROUNDS = 6  # fewer are visibly not random (a test shows it); 6 look like torch.randperm
+WINDOW = 8192  # positions per call of permute: hides torch's cost per call, fits the L2 cache
 
 
 def hash_seed(*key: SupportsIndex | str) -> int:

@@ -5,6 +5,7 @@ _exit_barrier, _remaining_restarts, _rdzv_handler, _logs_specs and _pcontext; st
 knows it; dynamic_rendezvous' _delay, _BackendRendezvousStateHolder, _RendezvousExitOp, _op_executor,
 _stop_heartbeats, _state_holder, _store, _close; c10's FLAGS_caffe2_log_level.
 """
+
 import argparse
 import contextlib
 import ctypes
@@ -44,7 +45,7 @@ from common.errors import may_pass, say
 from common.ledger import Ledger
 from launch.worker import work
 
-FINAL = {2, 3, 4, 5, 6, 7}      # bad input, no whole checkpoint, ...: another try cannot mend it
+FINAL = {2, 3, 4, 5, 6, 7}  # bad input, no whole checkpoint, ...: another try cannot mend it
 STOPPED = 143
 # A dead node is noticed after 6 seconds instead of 15, and a missing one waited for 1 instead of 30: one that
 # comes later is taken in within seconds. The nodes' clocks must differ by less than 6 seconds, or a live node
@@ -89,8 +90,10 @@ class Forks(PContext):
             self.note_death(rank)  # before the survivors are asked to end: one of them prints it
         self.close()
         later = [rank for rank, code in enumerate(self.codes) if code and rank not in first]
-        failures = {rank: ProcessFailure(rank, self.processes[rank].pid, self.codes[rank], error_file="")
-                    for rank in first + later}
+        failures = {
+            rank: ProcessFailure(rank, self.processes[rank].pid, self.codes[rank], error_file="")
+            for rank in first + later
+        }
         return RunProcsResult(dict.fromkeys(range(self.nprocs)), failures, self.stdouts, self.stderrs)
 
     def note_death(self, local_rank: int) -> None:
@@ -274,7 +277,8 @@ def look_often() -> None:
     """
     holder = dynamic_rendezvous._BackendRendezvousStateHolder
     dynamic_rendezvous._BackendRendezvousStateHolder = lambda backend, settings: holder(
-        backend, settings, cache_duration=min(1.0, settings.max_nodes / 50))
+        backend, settings, cache_duration=min(1.0, settings.max_nodes / 50)
+    )
     dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.05, 0.15))  # then asks that cache
 
 
@@ -345,19 +349,23 @@ def serve(arguments: list[str], folder: str, run_dir: Path | None) -> int:
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
             Forks.run_dir = run_dir
-            words = words[words.index(args.training_script):]
+            words = words[words.index(args.training_script) :]
         return serve_config(config, command, words, agents)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if agents and agents[-1].codes:
             raise
         reason = " ".join(str(error).split())[:200] or "a number is out of range"
-        say(f"error: torchrun cannot start so: {reason}\n"
-            f"       its flags were {' '.join(arguments)}; see torchrun --help", sys.stderr)
+        say(
+            f"error: torchrun cannot start so: {reason}\n"
+            f"       its flags were {' '.join(arguments)}; see torchrun --help",
+            sys.stderr,
+        )
         return 1 if may_pass(error) else 2
 
 
-def serve_config(config: launcher_api.LaunchConfig, command: str, words: list[str],
-                 agents: list[Agent]) -> int:
+def serve_config(
+    config: launcher_api.LaunchConfig, command: str, words: list[str], agents: list[Agent]
+) -> int:
     """Runs the agent, again if the store ends; returns the exit code."""
     while True:
         began = time.monotonic()
@@ -384,13 +392,19 @@ def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float)
     """Why the machines did not find each other, in three lines."""
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
-        return (f"{job} is over: it is complete, or a machine gave it up\n"
-                "       to train on, start all machines again with a new --rdzv_id")
+        return (
+            f"{job} is over: it is complete, or a machine gave it up\n"
+            "       to train on, start all machines again with a new --rdzv_id"
+        )
     if isinstance(error, RendezvousTimeoutError):
-        return (f"{job}: too few machines came in {seconds:.0f} s\n"
-                "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?")
+        return (
+            f"{job}: too few machines came in {seconds:.0f} s\n"
+            "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
+        )
     words = " ".join(str(error).split())[:100]
-    return (f"{job}: no rendezvous in {seconds:.0f} s ({words})\n"
-            "       does `python launch/store.py` run there? "
-            "is the address one of that machine, not 127.0.1.1?\n"
-            "       does a firewall stand between? then start it again")
+    return (
+        f"{job}: no rendezvous in {seconds:.0f} s ({words})\n"
+        "       does `python launch/store.py` run there? "
+        "is the address one of that machine, not 127.0.1.1?\n"
+        "       does a firewall stand between? then start it again"
+    )

@@ -8,6 +8,7 @@ appears (--file) announces it too. The command takes the place of this process, 
 exit code stay its own; a child of it watches and ends with it. `--pid PID` watches for a launcher that runs
 already. In Kubernetes and Slurm nothing is needed: they send the signal themselves.
 """
+
 import argparse
 import http.client
 import json
@@ -65,13 +66,14 @@ CLOUDS = {"AWS": aws, "GCP": gcp, "Azure": azure}  # what each announces, or "":
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--pid", type=int, help="watch for this process instead of a command")
     parser.add_argument("--file", type=Path, help="this file announces it as soon as it exists")
     parser.add_argument("command", nargs=argparse.REMAINDER)
     words = parser.parse_args()
-    command = words.command[words.command[:1] == ["--"]:]
+    command = words.command[words.command[:1] == ["--"] :]
     if (words.pid is None) == (not command):
         parser.error("either a command or --pid PID")
     if command and not shutil.which(command[0]):

@@ -8,6 +8,7 @@ two minutes later. It listens on HOST alone (a TCPStore by itself listens on eve
 password, and agents unpickle its values: HOST must be an address that only the job's own machines reach. Port
 0 takes a free port, which the printed line names.
 """
+
 import signal
 import socket
 import sys
@@ -22,17 +23,24 @@ def main(arguments):
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
         if address[0].startswith("127.") and host not in (address[0], "localhost"):
-            print(f"error: {host} is {address[0]} on this machine, where no other one reaches it\n"
-                  "name the machine's address in the network (ip -brief address)", file=sys.stderr)
+            print(
+                f"error: {host} is {address[0]} on this machine, where no other one reaches it\n"
+                "name the machine's address in the network (ip -brief address)",
+                file=sys.stderr,
+            )
             return 2
         listener = socket.create_server(address[:2], family=family, backlog=1024)
     except OSError as error:
-        print(f"error: {host}:{port}: {error.strerror or error}\n"
-              "name an address of this machine, and a free port", file=sys.stderr)
+        print(
+            f"error: {host}:{port}: {error.strerror or error}\n"
+            "name an address of this machine, and a free port",
+            file=sys.stderr,
+        )
         return 2
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before torch starts threads: they inherit it
     from torch.distributed import TCPStore
+
     port = listener.getsockname()[1]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     print(f"store on {host}:{port}", flush=True)

@@ -8,6 +8,7 @@ It refuses a wrong flag of the training before it starts a process. multiprocess
 training once; each process is a fork of it (`--start_method=spawn`: each process imports afresh). It returns
 the training's exit code, where torchrun itself turns every code into 1.
 """
+
 import argparse
 import ast
 import json
@@ -83,6 +84,7 @@ def launch(arguments: list[str], folder: str) -> int:
         if asked.start_method in (None, "forkserver"):
             start_importing(Path(script[0]), options)
     from launch.agent import serve
+
     return serve(arguments, folder, options.run_dir if options else None)
 
 

@@ -1,4 +1,5 @@
 """What a process of a training does. multiprocessing's fork server imports this, and the training, once."""
+
 import atexit
 import importlib
 import json
@@ -27,6 +28,7 @@ def preload(module: str, options: dict) -> None:
     if options:
         from common.data import preload as open_data
         from common.options import Options
+
         opts = Options(**options)
         open_data(opts)
         if opts.tensorboard:

@@ -7,6 +7,7 @@
 
 RUN may also be the folder of one checkpoint. Without --best the newest one is exported.
 """
+
 import argparse
 import os
 import sys
@@ -22,15 +23,27 @@ from common.errors import UserError, run_command
 
 def main(arguments):
     """Exit code 0 if a checkpoint is whole, 3 if none is, 2 if there is no such run."""
-    parser = argparse.ArgumentParser("python -m common.checkpoint", description=__doc__, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        "python -m common.checkpoint",
+        description=__doc__,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run, or of one checkpoint")
-    parser.add_argument("--digest", action="store_true",
-                        help="print the newest whole checkpoint; the last word is its digest")
-    parser.add_argument("--export", type=Path, metavar="FILE",
-                        help="write the weights to FILE.safetensors, or with torch.save to FILE.pt")
-    parser.add_argument("--best", action="store_true",
-                        help="of the checkpoint with the best evaluation; alone: print its folder")
+    parser.add_argument(
+        "--digest", action="store_true", help="print the newest whole checkpoint; the last word is its digest"
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="write the weights to FILE.safetensors, or with torch.save to FILE.pt",
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="of the checkpoint with the best evaluation; alone: print its folder",
+    )
     asked = parser.parse_args(arguments)
     return run_command(lambda: show(asked))
 
@@ -55,8 +68,9 @@ def show(asked):
 def export(run, which, target):
     """Writes the weights of a checkpoint to `target`; returns what was written, in words."""
     if target.suffix not in (".safetensors", ".pt", ".pth"):
-        raise UserError(f"--export {target}: in which format?\n"
-                        "end the name in .safetensors, or in .pt for torch.save")
+        raise UserError(
+            f"--export {target}: in which format?\nend the name in .safetensors, or in .pt for torch.save"
+        )
     weights, facts = weights_of(run, which)
     aside = Path(f"{target}.new")
     try:

@@ -1,4 +1,5 @@
 """What lies under a name: folders that are synced, small files, JSON that is checked. No torch, no pickle."""
+
 import contextlib
 import errno
 import functools
@@ -25,6 +26,7 @@ class Damaged(Exception):
 # ---- reading ------------------------------------------------------------------------------------------
 def patient(read):
     """Repeats a read that ends with an OSError, which may be gone in seconds; those in WRONG are Damaged."""
+
     @functools.wraps(read)
     def again(*args, **kwargs):
         for pause in (*RETRY_SECONDS, None):
@@ -36,6 +38,7 @@ def patient(read):
                 if pause is None:
                     raise
             time.sleep(pause)
+
     return again
 
 

@@ -11,6 +11,7 @@ depends on another machine's clock.
 A claim takes the name, makes its staging, lists those of others, and looks at the name again before it
 sweeps them. So of two that claim at once, the later one sweeps the earlier one, or the earlier one sees it.
 """
+
 import atexit
 import contextlib
 import json
@@ -24,19 +25,19 @@ from common.checkpoint.disk import delete
 from common.errors import UserError
 from common.place import has_ended, this_process
 
-BEAT_SECONDS = 0.5         # between two moves of a counter
-NODE_BEAT_SECONDS = 10.0   # the same in a node's file: each is a synced write on a disk that many share
-LOOK_SECONDS = 1.0         # a look that came later counts as one second: the file server was away
-STALE_SECONDS = 8.0        # without a move: the owner is stopped, or another life of our own job
-LEASE_SECONDS = 90.0       # the same, of another job on another machine: networks show moves late
-MOVING_SECONDS = 6.0       # another job's counter has moved for so long: its run is refused
-SAME_JOB_SECONDS = 60.0    # an earlier life of our own job may still save; then the newest takes the run
-HUNG_SECONDS = 600.0       # a rescue or a save that writes no byte for so long is given up
+BEAT_SECONDS = 0.5  # between two moves of a counter
+NODE_BEAT_SECONDS = 10.0  # the same in a node's file: each is a synced write on a disk that many share
+LOOK_SECONDS = 1.0  # a look that came later counts as one second: the file server was away
+STALE_SECONDS = 8.0  # without a move: the owner is stopped, or another life of our own job
+LEASE_SECONDS = 90.0  # the same, of another job on another machine: networks show moves late
+MOVING_SECONDS = 6.0  # another job's counter has moved for so long: its run is refused
+SAME_JOB_SECONDS = 60.0  # an earlier life of our own job may still save; then the newest takes the run
+HUNG_SECONDS = 600.0  # a rescue or a save that writes no byte for so long is given up
 NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
-NODES_SECONDS = 30.0       # survivors may take to the end of their step, until they announce their rescue
-RESCUE = "rescue.lock"     # end of a file's name in a staging folder: a survivor is saving
-NODE = "node."             # file in a staging folder: a rank of another node lives
-RECORD_BYTES = 1 << 16     # at most, of a file
+NODES_SECONDS = 30.0  # survivors may take to the end of their step, until they announce their rescue
+RESCUE = "rescue.lock"  # end of a file's name in a staging folder: a survivor is saving
+NODE = "node."  # file in a staging folder: a rank of another node lives
+RECORD_BYTES = 1 << 16  # at most, of a file
 
 
 class Fenced(UserError):
@@ -161,8 +162,10 @@ class Fence:
         self.elect()
         names = os.listdir(self.root)
         if not self.held.is_ours():
-            raise Fenced(f"{self.path.parent}: another job has begun in it at the same time\n"
-                         "this one has stopped; it had saved nothing yet")
+            raise Fenced(
+                f"{self.path.parent}: another job has begun in it at the same time\n"
+                "this one has stopped; it had saved nothing yet"
+            )
         self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
         return self.held
 
@@ -195,8 +198,11 @@ class Fence:
             if earlier and waited > SAME_JOB_SECONDS:
                 return
             if not earlier and counter.moves and waited > MOVING_SECONDS:
-                raise UserError(f"{self.path.parent} is in use by another job: {name}\n"
-                                "stop that job first, or give this one its own --run-dir", code=6)
+                raise UserError(
+                    f"{self.path.parent} is in use by another job: {name}\n"
+                    "stop that job first, or give this one its own --run-dir",
+                    code=6,
+                )
             if not reported and waited > MOVING_SECONDS / 2:
                 report(f"{self.path.parent}: waiting for {name}, which has the folder")
                 reported = True

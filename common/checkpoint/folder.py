@@ -22,6 +22,7 @@ taken. If a part never comes, the checkpoint before stays the newest.
 Nothing is parsed before it is verified, and no file decides how much memory is allocated: the manifest is
 bounded and sealed, its tables are compared with what this run needs, hashes with what was read.
 """
+
 import contextlib
 import errno
 import itertools
@@ -104,9 +105,11 @@ def read_manifest(step, folder):
     with disk.opened(folder, stat.S_ISDIR):  # not a link to one
         manifest = unseal(disk.read_small(folder / MANIFEST, MOST_BYTES), MANIFEST)
     if manifest.get("format") != FORMAT:
-        raise UserError(f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
-                        "resume it with the version that wrote it, which --export brings over here\n"
-                        "(--init-from FILE), or give another --run-dir")
+        raise UserError(
+            f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
+            "resume it with the version that wrote it, which --export brings over here\n"
+            "(--init-from FILE), or give another --run-dir"
+        )
     try:
         _check(manifest, step)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -132,8 +135,11 @@ def _check(manifest, step):
 
 def digest_of(files):
     """One SHA-256 over all tensors, however many files they lie in."""
-    hashes = sorted((path.rpartition("/")[2], name, first, digest) for path, table in files.items()
-                    for name, (_, _, first, digest) in table.items())
+    hashes = sorted(
+        (path.rpartition("/")[2], name, first, digest)
+        for path, table in files.items()
+        for name, (_, _, first, digest) in table.items()
+    )
     return sha("".join(f"{file} {name} {digest}\n" for file, name, _, digest in hashes).encode())
 
 
@@ -177,8 +183,10 @@ def choose(path: Path, which: str | int) -> tuple[int, Path, str]:
     """(step, folder, line about it) of the "newest" whole checkpoint at `path`, the "best", or a step's."""
     root, choices = choices_at(path)
     if not root.is_dir():
-        raise UserError(f"{path} is no run folder: it has no checkpoints/\n"
-                        "python -m common.checkpoint RUN lists those of a run")
+        raise UserError(
+            f"{path} is no run folder: it has no checkpoints/\n"
+            "python -m common.checkpoint RUN lists those of a run"
+        )
     for step, folder in choices:
         if which in (step, "newest", "best"):
             whole, line = describe(step, folder)
@@ -186,8 +194,9 @@ def choose(path: Path, which: str | int) -> tuple[int, Path, str]:
                 return choose(path, read_facts(step, folder)[1]["best"]["step"] or "evaluated")
             if whole:
                 return step, folder, line
-    raise UserError(f"{path}: no whole checkpoint ({which})\n"
-                    f"python -m common.checkpoint {path} lists them", code=3)
+    raise UserError(
+        f"{path}: no whole checkpoint ({which})\npython -m common.checkpoint {path} lists them", code=3
+    )
 
 
 def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
@@ -205,8 +214,11 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
                 weights.setdefault(name, []).append(rows)
             elif name.endswith(EMA):
                 averages.setdefault(name.removesuffix(EMA), []).append(rows)
-    chosen = {name: torch.cat(rows) if len(rows) > 1 else rows[0]
-              for name, rows in (weights | averages).items() if name not in facts["tied"]}
+    chosen = {
+        name: torch.cat(rows) if len(rows) > 1 else rows[0]
+        for name, rows in (weights | averages).items()
+        if name not in facts["tied"]
+    }
     return chosen, facts
 
 
@@ -226,10 +238,12 @@ def _how_far(facts):
 # ---- writing ------------------------------------------------------------------------------------------
 def facts_to_json(facts):
     """state.json's bytes; NaN and infinity, which JSON does not have, become null."""
+
     def plain(value):
         if isinstance(value, dict):
             return {key: plain(item) for key, item in value.items()}
         return None if isinstance(value, float) and value - value != 0 else value
+
     return to_json(plain(facts))
 
 
@@ -271,24 +285,34 @@ class Writer:
     def check_staging(self, step):
         """Fenced if the staging folder is gone."""
         if not exists(self.staging):
-            raise Fenced(f"{self.root.parent} was taken over by another life, or removed: "
-                         f"step {step} of this one is not saved")
+            raise Fenced(
+                f"{self.root.parent} was taken over by another life, or removed: "
+                f"step {step} of this one is not saved"
+            )
 
     def _aside(self, step):
         """A new folder name. A pid is not enough: ranks in two containers may have the same."""
         return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
     def _write_tensors(self, aside, sources):
-        return {name: tensors.write_file(aside / name, sources[part], self.layout.rows, self._move)
-                for part, name in TENSORS.items()}
+        return {
+            name: tensors.write_file(aside / name, sources[part], self.layout.rows, self._move)
+            for part, name in TENSORS.items()
+        }
 
     def _move(self):
         self.moved += 1
 
     def _write_manifest(self, folder, facts, files):
         state = facts_to_json(facts)
-        manifest = {"format": FORMAT, "run": self.run, "step": facts["step"], "digest": digest_of(files),
-                    "state": sha(state), "files": files}
+        manifest = {
+            "format": FORMAT,
+            "run": self.run,
+            "step": facts["step"],
+            "digest": digest_of(files),
+            "state": sha(state),
+            "files": files,
+        }
         self.put(folder / STATE, state)
         self.put(folder / MANIFEST, sealed(manifest))
         disk.sync_folder(folder)

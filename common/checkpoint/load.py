@@ -7,6 +7,7 @@ that could not do so gets each tensor from one that could. If no rank has all by
 which overwrites the tensors. What cannot be read, though nothing shows that it is damaged, is not passed
 over: the life ends, and the next one tries again.
 """
+
 import contextlib
 import json
 from dataclasses import dataclass
@@ -42,13 +43,16 @@ class Layout:
         self.writes = shard or world.replica == 0  # while all live; in a rescue any rank that holds the part
         self.alone = not (shard and world.replica)  # of a sharded net one replica writes what is not sharded
         self.kinds = {part: kinds_of(tensors) for part, tensors in self.tensors.items()}
-        mine = {part: {name: self._whole(name, *kind) for name, kind in kinds.items()}
-                for part, kinds in self.kinds.items()}
+        mine = {
+            part: {name: self._whole(name, *kind) for name, kind in kinds.items()}
+            for part, kinds in self.kinds.items()
+        }
         stages = [mine]
         if world.stages > 1:  # the ranks of the first replica tell what they hold
             stages = [json.loads(send(world, to_json(mine), rank)) for rank in range(world.stages)]
-        self.whole = {part: {name: kind for stage in stages for name, kind in stage[part].items()}
-                      for part in mine}
+        self.whole = {
+            part: {name: kind for stage in stages for name, kind in stage[part].items()} for part in mine
+        }
         self.mark = sha(to_json([self.whole, mine == stages[world.stage]]))  # equal on all ranks
 
     def _whole(self, name, dtype, shape):
@@ -60,10 +64,14 @@ class Layout:
             kinds = kinds_of(own)
             if kinds != self.kinds[part]:
                 name, _ = min(_items(kinds) ^ _items(self.kinds[part]))
-                raise UserError(f"{part}: {name} came, went or changed after the first step\n"
-                                "no checkpoint would hold it: make it in the first step, as a tensor")
-        return {part: {name: tensor for name, tensor in own.items() if self.alone or name in self.rows}
-                for part, own in tensors.items()}
+                raise UserError(
+                    f"{part}: {name} came, went or changed after the first step\n"
+                    "no checkpoint would hold it: make it in the first step, as a tensor"
+                )
+        return {
+            part: {name: tensor for name, tensor in own.items() if self.alone or name in self.rows}
+            for part, own in tensors.items()
+        }
 
     def check(self, files):
         """Damaged unless the files' rows follow each other and make up this run's tensors."""
@@ -73,8 +81,9 @@ class Layout:
                 for name, (dtype, shape, first, _) in files[path].items() if path.endswith(file) else ():
                     ours, our_shape = self.whole[part].get(name, ("nothing", []))
                     if dtype != ours or shape[1:] != our_shape[1:] or len(shape) != len(our_shape):
-                        raise Damaged(f"{file}: {name[:80]} is {dtype}{shape}, "
-                                      f"this run has {ours}{our_shape}")
+                        raise Damaged(
+                            f"{file}: {name[:80]} is {dtype}{shape}, this run has {ours}{our_shape}"
+                        )
                     if first != ends[name]:
                         raise Damaged(f"{file}: {name} has no row {ends[name]}")
                     ends[name] += prod(shape[:1])
@@ -115,7 +124,7 @@ def _room(tensor, at, size):
     if not direct:
         low = max(at, 0)
         high = min(at + size, len(flat))
-        flat[low:high].copy_(room[low - at:high - at])
+        flat[low:high].copy_(room[low - at : high - at])
         if not tensor.is_contiguous():
             tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
@@ -123,12 +132,12 @@ def _room(tensor, at, size):
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
 @dataclass(frozen=True)
 class Found:
-    step: int      # the newest that verifies anywhere, or -1
-    name: str      # checkpoints/step-N
-    own: bool      # whether the disk that this rank sees has it
+    step: int  # the newest that verifies anywhere, or -1
+    name: str  # checkpoints/step-N
+    own: bool  # whether the disk that this rank sees has it
     facts: dict
     skipped: list  # the damaged ones of this rank
-    offered: int   # how many names there were on all ranks
+    offered: int  # how many names there were on all ranks
 
 
 def load_newest(world, layout, root, own, report):
@@ -193,7 +202,9 @@ def _trying(world, folder):
             raise UserError(
                 f"{folder}: cannot be read: {error.strerror or error}; nothing shows that it is damaged, so "
                 "it is not skipped\nstart again once it can be read, or move that folder away to resume from "
-                "the one before", code=1) from error
+                "the one before",
+                code=1,
+            ) from error
 
 
 def _offer(layout, step, folder):

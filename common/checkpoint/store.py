@@ -2,6 +2,7 @@
 
 folder.py explains the crash points of a save, fence.py who may write, load.py how all ranks load.
 """
+
 import contextlib
 import os
 import platform
@@ -78,7 +79,7 @@ class State(Protocol):
     def distrust(self, verdict: UserError | None = None) -> None: ...
 
 
-MOST_FAILURES = 3    # saves that fail in a row: then the run stops with exit code 4
+MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
 STEP_SECONDS = 10.0  # the main thread may take to the end of its step before a rescue
 
 
@@ -89,8 +90,14 @@ class CheckpointStore:
     layout: Layout
     writer: Writer
 
-    def __init__(self, opts: Options, world: World, fingerprint: str = "", ledger: Ledger | None = None,
-                 report: Callable[[str], None] = say):
+    def __init__(
+        self,
+        opts: Options,
+        world: World,
+        fingerprint: str = "",
+        ledger: Ledger | None = None,
+        report: Callable[[str], None] = say,
+    ):
         self.opts = opts
         self.world = world
         self.fingerprint = fingerprint
@@ -119,11 +126,18 @@ class CheckpointStore:
         self.state = state
         self.layout = Layout(state, world, self.opts.shard)
         run = run_of(self.opts)
-        same_everywhere(world, {
-            "python": ".".join(platform.python_version_tuple()[:2]), "torch": torch.__version__,
-            "data": self.fingerprint[:12], "options": run[:12],
-            "net (names, shapes or types)": self.layout.mark[:12], "samples": str(state.samples),
-            **bit_facts(self.opts, world.device)})
+        same_everywhere(
+            world,
+            {
+                "python": ".".join(platform.python_version_tuple()[:2]),
+                "torch": torch.__version__,
+                "data": self.fingerprint[:12],
+                "options": run[:12],
+                "net (names, shapes or types)": self.layout.mark[:12],
+                "samples": str(state.samples),
+                **bit_facts(self.opts, world.device),
+            },
+        )
         self.writer = Writer(self.root, world.life, run, self.layout)
         for of_rank_0 in (True, False):  # then the first ranks of other nodes: is it the same folder?
             with world.all_or_none():
@@ -149,16 +163,19 @@ class CheckpointStore:
                 self.held = fence.attend(rank)
                 return
             if rank and self.layout.parts > 1:
-                raise UserError(f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
-                                "a net in stages over machines needs one run folder that all of them share")
+                raise UserError(
+                    f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
+                    "a net in stages over machines needs one run folder that all of them share"
+                )
             identity = self._identity()
             self.held = fence.claim(self.report)
             self.writer.put(run_dir / "options.json", sealed(identity))
             sync_folder(run_dir)
         except OSError as error:
             fence.release()
-            raise UserError(f"--run-dir {run_dir}: {error}\n"
-                            "choose a folder that can be written to") from error
+            raise UserError(
+                f"--run-dir {run_dir}: {error}\nchoose a folder that can be written to"
+            ) from error
         except UserError:
             fence.release()
             raise
@@ -177,19 +194,26 @@ class CheckpointStore:
         for step, folder in choices:
             with contextlib.suppress(Damaged, OSError):
                 runs[folder] = read_manifest(step, folder)["run"]
-        ours = {"options": opts.to_json(), "identity": opts.identity(), "data": self.fingerprint,
-                "pinned": bit_facts(opts, self.world.device)}
+        ours = {
+            "options": opts.to_json(),
+            "identity": opts.identity(),
+            "data": self.fingerprint,
+            "pinned": bit_facts(opts, self.world.device),
+        }
         first = ours
         begun = any(name.startswith(("step-", "damaged-")) for name in os.listdir(self.root))
         if begun or os.path.lexists(path):
             try:
                 first = unseal(patient(read_small)(path), path.name)
             except Damaged as reason:
-                raise UserError(f"{path}: {reason}; without it this could be another run\n"
-                                f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
-                                ) from reason
-        wrong = [f"--{name.replace('_', '-')} was {was!r}, now {now!r}"
-                 for name, was, now in opts.compare(first["identity"])]
+                raise UserError(
+                    f"{path}: {reason}; without it this could be another run\n"
+                    f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
+                ) from reason
+        wrong = [
+            f"--{name.replace('_', '-')} was {was!r}, now {now!r}"
+            for name, was, now in opts.compare(first["identity"])
+        ]
         firm, soft = bit_differences(first["pinned"], ours["pinned"])
         wrong += firm
         way = "give the same options"
@@ -202,13 +226,16 @@ class CheckpointStore:
         if not begun:
             return ours
         if wrong:
-            raise UserError(f"{opts.run_dir} is another run: {'; '.join(wrong)}\n"
-                            f"{way} to go on with it, or another --run-dir\n"
-                            f"--run-dir NEW --resume {opts.run_dir} begins another at its newest checkpoint")
+            raise UserError(
+                f"{opts.run_dir} is another run: {'; '.join(wrong)}\n"
+                f"{way} to go on with it, or another --run-dir\n"
+                f"--run-dir NEW --resume {opts.run_dir} begins another at its newest checkpoint"
+            )
         for folder, run in runs.items():
             if run != self.writer.run:
-                raise UserError(f"{folder} is of another run than {path}\n"
-                                "move it away, or use another --run-dir")
+                raise UserError(
+                    f"{folder} is of another run than {path}\nmove it away, or use another --run-dir"
+                )
         for text in soft:
             self.report(f"--virtual-ranks: the {text}: from here on the bits may be others")
         if data:
@@ -235,14 +262,20 @@ class CheckpointStore:
             raise UserError(
                 f"{self.root}: {found.offered} checkpoints found, none verifies "
                 f"(python -m common.checkpoint {opts.run_dir} says why)\n"
-                f"to start afresh, move {opts.run_dir} away or give --run-dir NEW", code=3)
+                f"to start afresh, move {opts.run_dir} away or give --run-dir NEW",
+                code=3,
+            )
         if opts.at or opts.resume != "auto":
             source = opts.fork or opts.resume
             root, choices = choices_at(Path(source))
             given = self._take(root, [choice for choice in choices if opts.at in (0, choice[0])])
             if given.step < 0:
-                raise UserError(f"{source}: no whole checkpoint" + f" of step {opts.at}" * bool(opts.at) +
-                                f"\npython -m common.checkpoint {source} says why", code=2 if opts.at else 3)
+                raise UserError(
+                    f"{source}: no whole checkpoint"
+                    + f" of step {opts.at}" * bool(opts.at)
+                    + f"\npython -m common.checkpoint {source} says why",
+                    code=2 if opts.at else 3,
+                )
             return source, False
         if opts.init_from:  # the net was built with these weights
             afresh = [name for name in self.state.tensors()["model"] if name.startswith(opts.init_skip)]
@@ -259,8 +292,10 @@ class CheckpointStore:
         if found.step >= 0:
             state.load(found.facts)
             if state.position < found.facts["position"] and self.fence:
-                self.report(f"step {state.step} was saved at position {found.facts['position']:,} of other "
-                            f"data or another order; the epoch begins again with {state.samples:,} samples")
+                self.report(
+                    f"step {state.step} was saved at position {found.facts['position']:,} of other "
+                    f"data or another order; the epoch begins again with {state.samples:,} samples"
+                )
         return found
 
     # ---- whether the replicas are still equal ------------------------------------------------------
@@ -272,13 +307,16 @@ class CheckpointStore:
         if odd is not None:
             self._withdraw(state)
             if self.agreed is None and not state.step:
-                raise UserError(f"model {self.opts.model}: the ranks have made different weights\n"
-                                "make them from --seed alone, not from the rank, the process or the time")
+                raise UserError(
+                    f"model {self.opts.model}: the ranks have made different weights\n"
+                    "make them from --seed alone, not from the rank, the process or the time"
+                )
             raise RuntimeError(
                 f"step {state.step}: the weights of the replicas differ (odd ranks: {odd or 'no majority'}); "
                 f"going back to step {self.agreed}, where all agreed. Something else than the optimizer's "
                 "step on the summed gradient has changed them: a second optimizer, a line that writes to "
-                "them, other library versions on a machine, or a device that computes wrongly")
+                "them, other library versions on a machine, or a device that computes wrongly"
+            )
         if self.agreed is None or not self.opts.cross_check:  # which finds more than equal weights show
             self.agreed = state.step
 
@@ -290,7 +328,9 @@ class CheckpointStore:
         self._withdraw(state)
         verdict = UserError(
             f"{fact}; going back to step {self.agreed} or before, on which ranks agreed\n"
-            "keep the run off that device, then start the same command again", code=7)
+            "keep the run off that device, then start the same command again",
+            code=7,
+        )
         state.distrust(verdict)
         raise verdict
 
@@ -302,8 +342,10 @@ class CheckpointStore:
             return
         for step, folder in checkpoints(self.root):
             if step > self.agreed:
-                self.report(f"checkpoints/{folder.name}: saved after the ranks last agreed "
-                            f"(step {self.agreed}); put aside")
+                self.report(
+                    f"checkpoints/{folder.name}: saved after the ranks last agreed "
+                    f"(step {self.agreed}); put aside"
+                )
                 self.writer.put_aside(folder)
         if self.ledger:
             self.ledger.event("withdrawn", step=self.agreed)  # what this life did after it is no progress
@@ -355,8 +397,11 @@ class CheckpointStore:
                 raise error
             self.report(f"save failed ({self.failures} in a row), training goes on: {error}")
             if self.failures >= MOST_FAILURES:
-                raise UserError(f"{self.failures} saves in a row have failed, the last one: {error}\n"
-                                f"newest checkpoint: {self.committed}; make room, then start again", code=4)
+                raise UserError(
+                    f"{self.failures} saves in a row have failed, the last one: {error}\n"
+                    f"newest checkpoint: {self.committed}; make room, then start again",
+                    code=4,
+                )
 
     def _note_digest(self):
         """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
@@ -462,8 +507,10 @@ class CheckpointStore:
         tensors, facts = state.snapshot()
         step = facts["step"]
         if self._write(facts, self.layout.written(tensors)) is None:
-            return (f"step {step}: this rank's part is written; it counts once every stage's is, "
-                    "until then the newest checkpoint stands")
+            return (
+                f"step {step}: this rank's part is written; it counts once every stage's is, "
+                "until then the newest checkpoint stands"
+            )
         if self.ledger:
             seconds = round(time.monotonic() - began, 3)
             self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
@@ -493,4 +540,5 @@ def _refuse_an_idle_resume(choices, resume):
     if named and named[0] < choices[0][0]:
         raise UserError(
             f"--resume {resume}: this run resumes from its newest checkpoint, step {choices[0][0]}\n"
-            "leave it out to resume there; to go back to that step, give a --run-dir of its own as well")
+            "leave it out to resume there; to go back to that step, give a --run-dir of its own as well"
+        )

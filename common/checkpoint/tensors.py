@@ -4,6 +4,7 @@ What a file holds is one table, {name: [type, shape, first row, SHA-256]}: the m
 follows from it. A file with another header is refused, so no header is ever parsed. The first row is not 0
 where a tensor lies in several files (train_mp.py --shard).
 """
+
 import contextlib
 import hashlib
 import json
@@ -17,16 +18,30 @@ import torch
 from common.checkpoint.disk import Damaged, new_file, opened, write_at
 from common.errors import UserError
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-          "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool,
-          "C64": torch.complex64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "U16": torch.uint16,
+    "U32": torch.uint32,
+    "U64": torch.uint64,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-CHUNK_BYTES = 1 << 22        # read or written at once
-SYNC_BYTES = 1 << 26         # between two syncs of a long file: no stall of minutes at its end
+CHUNK_BYTES = 1 << 22  # read or written at once
+SYNC_BYTES = 1 << 26  # between two syncs of a long file: no stall of minutes at its end
 MOST_THREADS = 8
-CHECKED_ELEMENTS = 1 << 22   # elements checked at once: bounds the memory of the check
-WIPE_ON_FORK = 18            # madvise: pages shared with a forked process are copied one by one in a save
+CHECKED_ELEMENTS = 1 << 22  # elements checked at once: bounds the memory of the check
+WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one by one in a save
 
 
 # ---- the format ---------------------------------------------------------------------------------------
@@ -34,8 +49,10 @@ def kinds_of(tensors):
     """{name: [type, shape]} of tensors; UserError for one that cannot be saved."""
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES or tensor.layout != torch.strided or tensor.is_meta:
-            raise UserError(f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: cannot be saved\n"
-                            "keep such tensors out of the net's parameters and buffers (persistent=False)")
+            raise UserError(
+                f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: cannot be saved\n"
+                "keep such tensors out of the net's parameters and buffers (persistent=False)"
+            )
     return {name: [NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
 
 
@@ -89,7 +106,7 @@ def write_file(path, tensors, rows=None, moved=lambda: None):
         data = memoryview(flat_bytes(tensors[name]).cpu().numpy())
         digest = hashlib.sha256()
         for at in range(start, end, CHUNK_BYTES):
-            chunk = data[at - start:at - start + CHUNK_BYTES]
+            chunk = data[at - start : at - start + CHUNK_BYTES]
             digest.update(chunk)
             write_at(fd, chunk, at)
             if at // SYNC_BYTES != (at + CHUNK_BYTES) // SYNC_BYTES:  # a slow disk's cache would fill memory
@@ -126,13 +143,15 @@ def read_file(path, table, rooms=None, count=1):
             with rooms[name]() if rooms else contextlib.nullcontext() as room:
                 for at in range(start, end, CHUNK_BYTES):
                     stop = min(at + CHUNK_BYTES, end)
-                    chunk = room[at - start:stop - start] if rooms else memoryview(bytearray(stop - at))
+                    chunk = room[at - start : stop - start] if rooms else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
                     digest.update(chunk)
                 stated = table[name][3]
                 if digest.hexdigest() != stated:
-                    raise Damaged(f"{path.name} has sha256 {digest.hexdigest()[:12]}... in {name}, "
-                                  f"manifest says {stated[:12]}...")
+                    raise Damaged(
+                        f"{path.name} has sha256 {digest.hexdigest()[:12]}... in {name}, "
+                        f"manifest says {stated[:12]}..."
+                    )
 
         spread(read, count, list(places if rooms is None else rooms))  # raises what a thread has raised
 

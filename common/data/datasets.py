@@ -4,6 +4,7 @@ To add one: write a function of the options that returns a Data, add a line to D
 DATASETS in common/options/rules.py. Code that lives elsewhere needs no edit here: use `--dataset
 path/to/file.py:function`. Nothing in a file is ever executed.
 """
+
 import hashlib
 import operator
 from dataclasses import replace
@@ -36,19 +37,16 @@ DATASETS = {
     "sentiment": sentiment,
     "random": random_numbers,
     "text": text,
-    "tokens": tokens}
+    "tokens": tokens,
+}
 FILES = "--data-dir names a dataset's files; --download fetches mnist, fashion-mnist, cifar10"
-WANTED = ("wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
-          "an iterable has no place at which a restart can resume")
+WANTED = (
+    "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
+    "an iterable has no place at which a restart can resume"
+)
 FACTS = operator.attrgetter(  # the options from which a dataset of this project follows
-    "dataset",
-    "data_dir",
-    "image_size",
-    "augment",
-    "vocab_size",
-    "seed",
-    "task",
-    "bad_samples")
+    "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
+)
 PRELOADED = {}  # by these
 
 
@@ -89,7 +87,8 @@ def opened(opts, source=None):
         test=test,
         name=opts.dataset,
         sample_shape=tuple(train.shape),
-        fingerprint=source.fingerprint or digest.hexdigest())
+        fingerprint=source.fingerprint or digest.hexdigest(),
+    )
 
 
 def split_of(samples, source, opts, augment=None):
@@ -104,8 +103,10 @@ def split_of(samples, source, opts, augment=None):
     elif not isinstance(samples, Windows):
         split = DatasetSplit(samples, source, opts)
     if not len(split):
-        raise UserError(f"dataset {opts.dataset} has an empty set\n"
-                        "at least one sample to train on is needed, and one to test on")
+        raise UserError(
+            f"dataset {opts.dataset} has an empty set\n"
+            "at least one sample to train on is needed, and one to test on"
+        )
     return split
 
 

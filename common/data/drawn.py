@@ -3,6 +3,7 @@
 All random numbers are integers from one seeded generator, and pictures are computed in integers, so that
 neither the CPU nor the version of torch can change the data, and with it the fingerprint of a run.
 """
+
 import torch
 import torch.nn.functional as F
 
@@ -18,7 +19,7 @@ GLYPHS = """
 #   #   #    #    #   #    #  #   # #   #  #    #   #    #
  ###   ###  #####  ###     #   ###   ###   #     ###   ##
 """
-SIDE = 112       # cells of a glyph's square, four for a pixel
+SIDE = 112  # cells of a glyph's square, four for a pixel
 SEED = 20240711  # of the data, not of a run: every run trains on the same pictures
 
 
@@ -29,19 +30,12 @@ def digits(opts):
     thousands = [draw_digits(1000, bank, rng) for _ in range(14)]
     x = torch.cat(thousands)
     y = torch.arange(14000) % 10
-    return Data(
-        (x[:12000], y[:12000]),
-        (x[12000:], y[12000:]),
-        known_classes=10,
-        mean=0.22,
-        std=0.27)
+    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), known_classes=10, mean=0.22, std=0.27)
 
 
 def glyph_bank():
     """uint8 [10 digits * 4 weights, SIDE, SIDE]: each digit in four line widths; empty at the edges."""
-    rows = [
-        [ink == "#" for ink in line.ljust(60)]
-        for line in GLYPHS.strip("\n").split("\n")]
+    rows = [[ink == "#" for ink in line.ljust(60)] for line in GLYPHS.strip("\n").split("\n")]
     cells = torch.tensor(rows).float()
     cells = cells.view(7, 10, 6)[:, :, :5]
     cells = cells.transpose(0, 1)
@@ -59,13 +53,9 @@ def glyph_bank():
 
 def draw_digits(n, bank, rng):
     """uint8 [n, 1, 28, 28]: pictures number 0..n-1 show the digits 0, 1, ... 9, 0, 1, ..."""
+
     def draw(low, high):
-        return torch.randint(
-            low,
-            high + 1,
-            (n, 1, 1),
-            generator=rng,
-            dtype=torch.int32)
+        return torch.randint(low, high + 1, (n, 1, 1), generator=rng, dtype=torch.int32)
 
     digit = torch.arange(n).view(n, 1, 1) % 10
     glyph = digit * 4 + draw(0, 3)
@@ -87,12 +77,7 @@ def draw_digits(n, bank, rng):
     row = row.clamp(0, SIDE - 1)
     column = column.clamp(0, SIDE - 1)
     ink = bank[glyph, row, column]
-    noise = torch.randint(
-        0,
-        256,
-        (n, 28, 28),
-        generator=rng,
-        dtype=torch.uint8)
+    noise = torch.randint(0, 256, (n, 28, 28), generator=rng, dtype=torch.uint8)
     ink = ink * draw(145, 255) >> 8
     noise = noise * draw(10, 110) >> 8
     picture = ink + noise
@@ -103,7 +88,7 @@ def draw_digits(n, bank, rng):
 def sentiment(opts):
     """The two sentences of the tutorial, both for training and for the test."""
     good = [2, 3, 4, 5]  # I love this movie
-    bad = [1, 5, 6, 7]   # This movie is terrible; "This" is not "this", but an unknown word
+    bad = [1, 5, 6, 7]  # This movie is terrible; "This" is not "this", but an unknown word
     both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
     return Data(both, both, known_classes=2, vocab=8)
 
@@ -118,8 +103,4 @@ def random_numbers(opts):
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
     y = torch.randint(0, 2, (samples,), generator=rng)
     # labels from a coin cannot be predicted: so the test set is the training set
-    return Data(
-        (x, y),
-        (x, y),
-        known_classes=2,
-        fingerprint=opts.dataset)
+    return Data((x, y), (x, y), known_classes=2, fingerprint=opts.dataset)

@@ -1,9 +1,10 @@
 """Datasets that are read from files below --data-dir: pictures, text, tokens as nanoGPT writes them.
 
-    --dataset imagefolder --data-dir DIR                       # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
-    --dataset text:128 --data-dir FILE                         # each byte is a token; the last tenth tests
-    --dataset tokens:1024 --data-dir DIR --vocab-size 50304    # DIR/train.bin and DIR/val.bin, on disk
+--dataset imagefolder --data-dir DIR                       # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
+--dataset text:128 --data-dir FILE                         # each byte is a token; the last tenth tests
+--dataset tokens:1024 --data-dir DIR --vocab-size 50304    # DIR/train.bin and DIR/val.bin, on disk
 """
+
 import contextlib
 import hashlib
 import os
@@ -39,23 +40,20 @@ def crop_flip(x, u):
 
 # ---- small pictures, by torchvision ----
 PUBLISHED = {
-    "mnist": ("MNIST", {
-        "mean": 0.1307,
-        "std": 0.3081}),
-    "fashion-mnist": ("FashionMNIST", {
-        "mean": 0.2860,
-        "std": 0.3530,
-        "augment": flip}),
-    "cifar10": ("CIFAR10", {
-        "mean": (0.4914, 0.4822, 0.4465),
-        "std": (0.2470, 0.2435, 0.2616),
-        "augment": crop_flip})}
+    "mnist": ("MNIST", {"mean": 0.1307, "std": 0.3081}),
+    "fashion-mnist": ("FashionMNIST", {"mean": 0.2860, "std": 0.3530, "augment": flip}),
+    "cifar10": (
+        "CIFAR10",
+        {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "augment": crop_flip},
+    ),
+}
 
 
 def published(opts):
     """MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
     from filelock import FileLock
     from torchvision import datasets
+
     name, facts = PUBLISHED[opts.dataset]
     one_rank = contextlib.nullcontext()
     if opts.download:
@@ -74,12 +72,11 @@ def published(opts):
 def imagefolder(opts):
     """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout."""
     from torchvision import datasets, transforms
+
     size = opts.image_size
     plain = [transforms.Resize(size * 256 // 224), transforms.CenterCrop(size)]
     changed = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
-    numbers = [
-        transforms.ToTensor(),
-        transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
+    numbers = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
 
     def pictures(name, steps):
         transform = transforms.Compose(steps + numbers)
@@ -88,14 +85,17 @@ def imagefolder(opts):
     train = pictures("train", plain if opts.augment == "none" else changed)
     val = pictures("val", plain)
     if train.classes != val.classes:
-        raise UserError(f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
-                        f"only in one: {', '.join(sorted({*train.classes} ^ {*val.classes})[:5])}")
+        raise UserError(
+            f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
+            f"only in one: {', '.join(sorted({*train.classes} ^ {*val.classes})[:5])}"
+        )
     return Data(train, val, known_classes=len(train.classes), fingerprint=hash_files(opts, train, val))
 
 
 def decode(path):
     """The image in a file, in RGB."""
     from PIL import Image
+
     way_out = "replace or remove it, then resume with --accept-data-change; or use --bad-samples skip"
     with blamed(f"{path} is not an image that can be read", way_out), Image.open(path) as image:
         if image.mode[0] in "IF":
@@ -135,4 +135,5 @@ def windows(train, test, opts, vocab, seed=None):
         Windows(train, opts, vocab, ring=True, seed=seed),
         Windows(test, opts, vocab, ring=False),
         known_classes=vocab,
-        vocab=vocab)
+        vocab=vocab,
+    )

@@ -1,4 +1,5 @@
 """A Batch a step, loaded by the rank or by processes that read ahead."""
+
 import atexit
 import ctypes
 import itertools
@@ -75,6 +76,7 @@ def loaded(
     augment: bool = False,
 ) -> Iterator:
     """Yield ([(samples, what `fetch` made of them) for each forward], ids) of each share of `cuts`."""
+
     def load(cut):
         parts = []
         for ids in cut:
@@ -106,6 +108,7 @@ def from_workers(load, cuts, count, pin):
 
     Call it in the main thread: the workers are killed when the thread that started them ends.
     """
+
     def sent(cut):
         # DataLoader sends what this returns from a thread, which drops errors: with a full /dev/shm the rank
         # would wait for ever.
@@ -115,15 +118,18 @@ def from_workers(load, cuts, count, pin):
             return error  # raised, it would come in a traceback
 
     on_death = signal.getsignal(signal.SIGCHLD)
-    loaded = iter(DataLoader(
-        Same(),
-        batch_sampler=cuts,
-        num_workers=count,
-        collate_fn=sent,
-        pin_memory=pin,
-        generator=torch.Generator(),  # the default one belongs to training
-        worker_init_fn=shelter,
-        multiprocessing_context="fork"))
+    loaded = iter(
+        DataLoader(
+            Same(),
+            batch_sampler=cuts,
+            num_workers=count,
+            collate_fn=sent,
+            pin_memory=pin,
+            generator=torch.Generator(),  # the default one belongs to training
+            worker_init_fn=shelter,
+            multiprocessing_context="fork",
+        )
+    )
     # DataLoader's handler for dead workers would raise at any line of training, even within an update.
     # Without it a dead worker is noticed when its share is needed, within five seconds.
     signal.signal(signal.SIGCHLD, on_death)
@@ -140,8 +146,10 @@ def from_workers(load, cuts, count, pin):
                 raise share
             yield share
     except RuntimeError as error:
-        raise UserError(f"its loading process: {one_line(error)}\n"
-                        "there may be too little memory for so many --workers", code=1) from None
+        raise UserError(
+            f"its loading process: {one_line(error)}\nthere may be too little memory for so many --workers",
+            code=1,
+        ) from None
     finally:
         del loaded  # ends the workers, unless it is part of a traceback
         kill()

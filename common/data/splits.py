@@ -3,6 +3,7 @@
 The same ids give the same batch in any process: augmentation and other random choices are a function of
 (seed, epoch, id of the sample), so no worker and no rank has a generator of its own to save.
 """
+
 import copy
 import math
 import sys
@@ -19,8 +20,8 @@ from common.errors import UserError, blamed, one_line, say, speaks_for_node
 from common.sampler import hash_seed, seeded, uniforms
 
 DEFAULT_LENGTH = 128  # tokens per sample; text:LENGTH and tokens:LENGTH change it
-BLOCK = 2**15         # tokens that are hashed together when a run starts,
-BLOCKS = 256          # at so many places of a file
+BLOCK = 2**15  # tokens that are hashed together when a run starts,
+BLOCKS = 256  # at so many places of a file
 WORDS = (torch.int16, torch.int32, torch.int64)
 Tree = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
 
@@ -44,9 +45,11 @@ class Data:
     def classes(self) -> int:
         """Only some models ask for it: a regression has no classes."""
         if self.known_classes is None:
-            raise UserError(f"dataset {self.name} does not tell its number of classes\n"
-                            "give its training set an attribute `classes` (a number, or the names), "
-                            "or use a --model of your own that does not need it")
+            raise UserError(
+                f"dataset {self.name} does not tell its number of classes\n"
+                "give its training set an attribute `classes` (a number, or the names), "
+                "or use a --model of your own that does not need it"
+            )
         return self.known_classes
 
 
@@ -105,8 +108,10 @@ class DatasetSplit:
         self.first = next((id for id in range(len(self)) if self._samples([id], 0)), 0)
         tensors = leaves(self.fetch([self.first]))
         if not tensors:
-            raise UserError(f"{self.name}: none of its {len(self):,} samples can be read, or has a tensor\n"
-                            "at least one is needed to train on, and one to test on")
+            raise UserError(
+                f"{self.name}: none of its {len(self):,} samples can be read, or has a tensor\n"
+                "at least one is needed to train on, and one to test on"
+            )
         x = tensors[0]
         self.shape = x.shape[1:]
         self.tokens = x.numel() if x.dtype == torch.int64 else 1
@@ -119,8 +124,10 @@ class DatasetSplit:
         if not samples:
             return None
         which = f"{self.name}: samples {list(ids[:3])}"
-        with blamed(f"{which} are no batch",
-                    "samples of one shape, or a method collate(samples) of the dataset, may pad them"):
+        with blamed(
+            f"{which} are no batch",
+            "samples of one shape, or a method collate(samples) of the dataset, may pad them",
+        ):
             with seeded(self.seed, epoch, "collate", ids[0]):  # it may mask words at random
                 batch = self.collate(samples)
             if batch is None and not self.skip:  # it would count as nothing to train on
@@ -134,8 +141,10 @@ class DatasetSplit:
         samples = []
         for id in ids:
             try:
-                with (blamed(f"{self.name}: sample {id}", "mend it, or use --bad-samples skip"),
-                      seeded(self.seed, epoch, id)):
+                with (
+                    blamed(f"{self.name}: sample {id}", "mend it, or use --bad-samples skip"),
+                    seeded(self.seed, epoch, id),
+                ):
                     samples.append(self.dataset[id])
             except UserError as error:
                 if not self.skip:
@@ -163,9 +172,11 @@ class DatasetSplit:
             if facts == self._sizes_of(id):
                 yield facts
             elif speaks_for_node():
-                say(f"warning: {self.name}: sample {id} is another one each time it is read, so no restart "
+                say(
+                    f"warning: {self.name}: sample {id} is another one each time it is read, so no restart "
                     "is exact\n         let it draw from torch, random or numpy.random, which are seeded",
-                    sys.stderr)
+                    sys.stderr,
+                )
 
     def _sizes_of(self, id):
         """In few digits: the CPU may decide the last bits."""
@@ -205,14 +216,16 @@ class Windows:
         words = np.asarray(self.numbers)[places % len(self.numbers)]
         words = torch.from_numpy(words.astype(np.int64))
         if words.max() >= self.classes:
-            raise UserError(f"the data holds token {words.max():,}, but the vocabulary has {self.classes:,}\n"
-                            "give the --vocab-size it was written with")
+            raise UserError(
+                f"the data holds token {words.max():,}, but the vocabulary has {self.classes:,}\n"
+                "give the --vocab-size it was written with"
+            )
         return words[:, :-1].clone(), words[:, 1:].clone()  # a task may change one of them in place
 
     def contents(self):
         last = max(0, len(self.numbers) - BLOCK)
         for start in np.linspace(0, last, BLOCKS, dtype=np.int64):
-            yield self.numbers[start:start + BLOCK].tobytes()
+            yield self.numbers[start : start + BLOCK].tobytes()
 
 
 Split = TensorSplit | DatasetSplit | Windows
@@ -223,9 +236,11 @@ def whole_targets(y, count, classes, which):
     whole = y.long()
     end = classes or math.inf
     if count and len(y) != count or not torch.equal(whole, y) or y.min() < 0 or y.max() >= end:
-        raise UserError(f"{which}: {len(y)} targets for {count} samples, {y.dtype} from {y.min():g} to "
-                        f"{y.max():g}\nwanted: for each sample a whole number from 0 on, below {end}\n"
-                        "for others, also -100, there is --task tokens, or path/to/file.py:function")
+        raise UserError(
+            f"{which}: {len(y)} targets for {count} samples, {y.dtype} from {y.min():g} to "
+            f"{y.max():g}\nwanted: for each sample a whole number from 0 on, below {end}\n"
+            "for others, also -100, there is --task tokens, or path/to/file.py:function"
+        )
     return whole
 
 

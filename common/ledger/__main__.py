@@ -1,10 +1,11 @@
 """Reports how a run is, and where its time and its samples went.
 
-    python -m common.ledger RUN              how it is now; lives, deaths, saves, rescues, goodput
-    python -m common.ledger RUN --json       the same as one object, for programs
-    python -m common.ledger RUN --html FILE  curves and lives as a page that needs no server
-    python -m common.ledger RUN --audit      missed 0 repeated 0 lost 0 redone 0 (samples, then steps)
+python -m common.ledger RUN              how it is now; lives, deaths, saves, rescues, goodput
+python -m common.ledger RUN --json       the same as one object, for programs
+python -m common.ledger RUN --html FILE  curves and lives as a page that needs no server
+python -m common.ledger RUN --audit      missed 0 repeated 0 lost 0 redone 0 (samples, then steps)
 """
+
 import argparse
 import json
 import sys
@@ -19,15 +20,23 @@ MOST_ROWS = 4000  # in a page
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m common.ledger", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN",
-                        help="the folder of a run, and those of its other nodes")
+    parser = argparse.ArgumentParser(
+        prog="python -m common.ledger",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run, and those of its other nodes"
+    )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one object for programs")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves, deaths and lives")
-    form.add_argument("--audit", action="store_true", help="compare the samples trained on with those that "
-                      "an undisturbed run would have used; exit code 1 if one is missed or repeated")
+    form.add_argument(
+        "--audit",
+        action="store_true",
+        help="compare the samples trained on with those that "
+        "an undisturbed run would have used; exit code 1 if one is missed or repeated",
+    )
     args = parser.parse_args(argv)
     return run_command(lambda: show(args), f"{args.runs[0]} cannot be read")
 
@@ -50,16 +59,22 @@ def show(args):
 def report(facts):
     """Yield lines, first how the run is now."""
     state = facts["now"]
-    yield (f"{state['state']} at step {state['step']}, {span(state['last_step_s'])} ago; "
-           f"step {state['saved']} saved {span(state['last_save_s'])} ago; "
-           f"{state['steps_per_s']:.3g} steps/s; "
-           f"{state['alive']} of {len(state['pids'])} processes alive here")
+    yield (
+        f"{state['state']} at step {state['step']}, {span(state['last_step_s'])} ago; "
+        f"step {state['saved']} saved {span(state['last_save_s'])} ago; "
+        f"{state['steps_per_s']:.3g} steps/s; "
+        f"{state['alive']} of {len(state['pids'])} processes alive here"
+    )
     yield f"pids {' '.join(map(str, state['pids']))}"
-    yield (f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {len(facts['saves'])}, "
-           f"rescues {len(facts['rescues'])}")
+    yield (
+        f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {len(facts['saves'])}, "
+        f"rescues {len(facts['rescues'])}"
+    )
     for life in facts["lives"]:
-        yield (f"  life {life['life']}  world {life['world']}  steps {life['step']} to {life['reached']}  "
-               f"{spans(life['buckets'])}")
+        yield (
+            f"  life {life['life']}  world {life['world']}  steps {life['step']} to {life['reached']}  "
+            f"{spans(life['buckets'])}"
+        )
         for death in facts["deaths"]:
             if death["life"] == life["life"]:
                 yield "    rank {rank} (pid {pid} on {host}) {cause}".format(**death)
@@ -68,8 +83,9 @@ def report(facts):
 
 
 def spans(buckets):
-    return ", ".join(f"{name.replace('_', ' ')} {span(seconds)}" for name, seconds in buckets.items()
-                     if seconds >= 0.005)
+    return ", ".join(
+        f"{name.replace('_', ' ')} {span(seconds)}" for name, seconds in buckets.items() if seconds >= 0.005
+    )
 
 
 def span(seconds):
@@ -79,7 +95,7 @@ def span(seconds):
 def page(run, facts):
     """The report as a page of HTML, with curves."""
     rows = list(read(run / "metrics.jsonl", "step"))
-    rows = rows[::len(rows) // MOST_ROWS + 1]
+    rows = rows[:: len(rows) // MOST_ROWS + 1]
     data = facts | {"run": str(run), "rows": rows, "report": list(report(facts))}
     template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     return template.replace("DATA", json.dumps(data).replace("<", "\\u003c"))
@@ -93,8 +109,10 @@ def print_audit(runs):
     if wrong:
         print(f"wrong samples in {len(wrong)} steps, from {wrong[0]} to {wrong[-1]}")
     if unproven:
-        print(f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: "
-              "a rank has no notes there (lost, or in the folder of another node: name it too)")
+        print(
+            f"unproven {len(unproven)} steps, from {unproven[0]} to {unproven[-1]}: "
+            "a rank has no notes there (lost, or in the folder of another node: name it too)"
+        )
     return int(bool(wrong or unproven))
 
 

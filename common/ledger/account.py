@@ -1,6 +1,7 @@
 """Accounts for a run from what its lives have left: how it is now, who died of what, where each second went,
 and whether each sample was used once. No torch here, but for the audit.
 """
+
 import math
 import socket
 import time
@@ -64,13 +65,16 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
         for rank in range(life["world"]):
             if rank not in left:
                 causes.setdefault(rank, "ended without a word (killed, or its machine is gone)")
-    return [{
-        "life": life["life"],
-        "rank": rank,
-        "host": life["hosts"][rank],
-        "pid": life["pids"][rank],
-        "cause": cause,
-    } for rank, cause in causes.items()]
+    return [
+        {
+            "life": life["life"],
+            "rank": rank,
+            "host": life["hosts"][rank],
+            "pid": life["pids"][rank],
+            "cause": cause,
+        }
+        for rank, cause in causes.items()
+    ]
 
 
 def life_before(run_dir: Path | str, job: str) -> tuple[Life, str, int]:
@@ -112,7 +116,7 @@ def account(lives: list[Life]) -> Iterator[dict[str, float]]:
         opened = max(began, own(events, "life", "first_step")[-1]["t"])
         end = max(event["t"] for event in events if event.get("life", life["life"]) == life["life"])
         end = max(end, opened)
-        kept = min((other[0]["step"] for other in lives[number + 1:]), default=math.inf)
+        kept = min((other[0]["step"] for other in lives[number + 1 :]), default=math.inf)
         claims = dict.fromkeys(BUCKETS, 0.0) | {"down": began - accounted, "start": opened - began}
         for entry in own(events, "steps"):
             for bucket in STEPPING:
@@ -221,7 +225,7 @@ def _follow(lives, folders):
     ids: dict[int, array] = {}
     whole = set()
     made: Counter[int] = Counter()  # how often each step was made
-    begun = set()                   # steps of the newest life that no rank noted as done
+    begun = set()  # steps of the newest life that no rank noted as done
     reached = 0
     lost = 0
     for events in lives:
@@ -237,8 +241,11 @@ def _follow(lives, folders):
             whole.discard(step)
         ranks: Counter[int] = Counter()  # that noted each step
         done = set()
-        paths = [folder / f"life-{life['life']}-rank{rank}.jsonl" for rank in range(life["world"])
-                 for folder in folders]
+        paths = [
+            folder / f"life-{life['life']}-rank{rank}.jsonl"
+            for rank in range(life["world"])
+            for folder in folders
+        ]
         for note in (note for path in paths if path.is_file() for note in read(path)):
             step = note["step"]
             if note["event"] == "done":

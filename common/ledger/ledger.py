@@ -1,4 +1,5 @@
 """What is written of a run, as lines of JSON. A full disk costs lines, never a step. No torch here."""
+
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ from common.errors import say
 from common.place import this_process
 
 ENTRY_SECONDS = 10.0  # at most between two entries of a clock, or
-ENTRY_SHARE = 0.01    # of the age of the life: a kill loses no more
+ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
 
 
 Record = dict[str, Any]  # a line of JSON
@@ -59,8 +60,10 @@ class Lines:
     def give_up(self, error: OSError) -> None:
         self.close()
         if not self.warned:
-            warn(f"{self.path} cannot be written ({error.strerror or error}); "
-                 "training continues without these lines")
+            warn(
+                f"{self.path} cannot be written ({error.strerror or error}); "
+                "training continues without these lines"
+            )
         self.warned = True
 
     def close(self) -> None:
@@ -105,13 +108,15 @@ class Audit:
     def begin(self, step: int, epoch: int, position: int, ids: list[int]) -> None:
         if self.on:
             self.made = self.made or step - 1
-            self.lines.append({
-                "event": "begin",
-                "step": step,
-                "epoch": epoch,
-                "position": position,
-                "ids": ids,
-            })
+            self.lines.append(
+                {
+                    "event": "begin",
+                    "step": step,
+                    "epoch": epoch,
+                    "position": position,
+                    "ids": ids,
+                }
+            )
 
     def done(self, step: int) -> None:
         """`step` is the newest whole one: a GPU may end it after the next one has begun."""

@@ -2,6 +2,7 @@
 
 A closed pipe or a full disk costs lines, never a step.
 """
+
 import json
 import math
 import shutil
@@ -30,8 +31,9 @@ class Log:
     Epochs count from 1, as people do.
     """
 
-    def __init__(self, opts: Options, rank: int, first: int = 0, total: int = 0,
-                 records: Iterable[Record] = ()) -> None:
+    def __init__(
+        self, opts: Options, rank: int, first: int = 0, total: int = 0, records: Iterable[Record] = ()
+    ) -> None:
         self.opts = opts
         self.first = first
         self.total = total
@@ -91,8 +93,11 @@ class Log:
 
     def done(self, step: int, best: Record) -> None:
         """The last line: that the run is done, its best evaluation, and where it is."""
-        words = [f"{name} {value:.4f} (best, step {best['step']})"
-                 for name, value in best.items() if name not in ("step", "loss") and value is not None]
+        words = [
+            f"{name} {value:.4f} (best, step {best['step']})"
+            for name, value in best.items()
+            if name not in ("step", "loss") and value is not None
+        ]
         self.note(f"done at step {step}: {', '.join([*words, str(self.opts.run_dir)])}")
 
     def note(self, text: str) -> None:
@@ -148,8 +153,12 @@ class Metrics:
         new = self._is_new(row)
         if new and self.on:
             # JSON has no nan and no infinity: null stands for both.
-            self.lines.append({name: None if isinstance(value, float) and not math.isfinite(value) else value
-                               for name, value in row.items()})
+            self.lines.append(
+                {
+                    name: None if isinstance(value, float) and not math.isfinite(value) else value
+                    for name, value in row.items()
+                }
+            )
         return new
 
     def _is_new(self, row):
@@ -172,8 +181,11 @@ class Curves:
     def put(self, record: Record) -> None:
         if not self.on:
             return
-        tags = {name.replace("_", "/", 1) if name.startswith("val_") else f"train/{name}": value
-                for name, value in record.items() if name not in ("step", "epoch")}
+        tags = {
+            name.replace("_", "/", 1) if name.startswith("val_") else f"train/{name}": value
+            for name, value in record.items()
+            if name not in ("step", "epoch")
+        }
         try:
             self.writer = self.writer or self._open()
             for tag, value in tags.items():
@@ -185,6 +197,7 @@ class Curves:
     def _open(self):
         """Not earlier: the import takes time, and a finished run has nothing to add."""
         from torch.utils.tensorboard import SummaryWriter
+
         self.folder.mkdir(mode=0o700, exist_ok=True)
         # With purge_step TensorBoard drops the later points of earlier lives.
         writer = SummaryWriter(str(self.folder), purge_step=self.step + 1, flush_secs=CURVES_SECONDS)
@@ -211,7 +224,7 @@ class Console:
         """Show a step as a line, or in the bar, which is full when all of the run is done."""
         if self.erase:
             bar = f"{share:4.0%}|{'█' * int(share * BAR_CHARACTERS):{BAR_CHARACTERS}}| {text}"
-            self.bar = bar[:shutil.get_terminal_size().columns - 1]
+            self.bar = bar[: shutil.get_terminal_size().columns - 1]
             self.show("")
         else:
             self.show(text + "\n")

@@ -1,4 +1,5 @@
 """A small GPT over bytes: an nn.Sequential of embedding, blocks and head, to be cut between any two."""
+
 from collections import OrderedDict
 
 import torch
@@ -19,7 +20,7 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(length, width)
 
     def forward(self, tokens):
-        return self.token(tokens) + self.position.weight[:tokens.shape[1]]
+        return self.token(tokens) + self.position.weight[: tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -49,17 +50,21 @@ def build_gpt(data, size="tiny"):
     Head and embedding do not share a weight, because they may be on different devices.
     """
     if not data.vocab or data.classes != data.vocab:
-        raise UserError(f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape "
-                        f"{data.sample_shape} and {data.classes} classes\n"
-                        "choose --dataset text --data-dir FILE, or another --model")
+        raise UserError(
+            f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape "
+            f"{data.sample_shape} and {data.classes} classes\n"
+            "choose --dataset text --data-dir FILE, or another --model"
+        )
     layers, heads, width = (int(number) for number in SIZES.get(size, size).split("x"))
-    net = nn.Sequential(OrderedDict(
-        embedding=Embedding(data.vocab, data.sample_shape[0], width),
-        **{f"block{i}": Block(heads, width) for i in range(layers)},
-        head=nn.Sequential(OrderedDict(
-            norm=nn.LayerNorm(width),
-            linear=nn.Linear(width, data.classes, bias=False))),
-    ))
+    net = nn.Sequential(
+        OrderedDict(
+            embedding=Embedding(data.vocab, data.sample_shape[0], width),
+            **{f"block{i}": Block(heads, width) for i in range(layers)},
+            head=nn.Sequential(
+                OrderedDict(norm=nn.LayerNorm(width), linear=nn.Linear(width, data.classes, bias=False))
+            ),
+        )
+    )
     with torch.no_grad():
         for name, p in net.named_parameters():
             if p.dim() == 2:  # weights that feed the residual stream are smaller, the deeper the net

@@ -4,6 +4,7 @@ To add one, write a function that takes the facts of the data (classes, sample_s
 nn.Module, and add it to MODELS, and its name to NAMES in options/rules.py. One in a file of your own needs no
 edit here: `--model FILE.py:function`.
 """
+
 import math
 from collections import OrderedDict
 from collections.abc import Callable
@@ -35,31 +36,35 @@ def build_net(data):
     channels, height, width = shape_of(data, "images")
     rows = ((height - 4) // 2 - 4) // 2
     columns = ((width - 4) // 2 - 4) // 2
-    return nn.Sequential(OrderedDict(
-        # Pooling before ReLU gives the same numbers as after it, from a quarter of the work.
-        block1=nn.Sequential(nn.Conv2d(channels, 10, 5), nn.MaxPool2d(2), nn.ReLU()),
-        block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU()),
-        fc1=nn.Sequential(nn.Flatten(), nn.Linear(20 * rows * columns, 50), nn.ReLU(), nn.Dropout()),
-        fc2=nn.Sequential(nn.Linear(50, data.classes), nn.LogSoftmax(1)),
-    ))
+    return nn.Sequential(
+        OrderedDict(
+            # Pooling before ReLU gives the same numbers as after it, from a quarter of the work.
+            block1=nn.Sequential(nn.Conv2d(channels, 10, 5), nn.MaxPool2d(2), nn.ReLU()),
+            block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU()),
+            fc1=nn.Sequential(nn.Flatten(), nn.Linear(20 * rows * columns, 50), nn.ReLU(), nn.Dropout()),
+            fc2=nn.Sequential(nn.Linear(50, data.classes), nn.LogSoftmax(1)),
+        )
+    )
 
 
 def build_mlp(data):
     """Two linear layers with five units between them, as in the DDP tutorials."""
     features = math.prod(shape_of(data, "images", "numbers"))
-    return nn.Sequential(OrderedDict(
-        flatten=nn.Flatten(),
-        fc1=nn.Linear(features, 5),
-        fc2=nn.Linear(5, data.classes)))
+    return nn.Sequential(
+        OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes))
+    )
 
 
 def build_lstm(data):
     """A text classifier: embedding, one LSTM, a linear layer on its last hidden state."""
     shape_of(data, "words", "tokens")
-    return nn.Sequential(OrderedDict(
-        embedding=nn.Embedding(data.vocab, 50),
-        lstm=LastHidden(50, 50, batch_first=True),
-        fc=nn.Linear(50, data.classes)))
+    return nn.Sequential(
+        OrderedDict(
+            embedding=nn.Embedding(data.vocab, 50),
+            lstm=LastHidden(50, 50, batch_first=True),
+            fc=nn.Linear(50, data.classes),
+        )
+    )
 
 
 def build_torchvision(name, data):
@@ -68,20 +73,35 @@ def build_torchvision(name, data):
         from torchvision import models
     known = models.list_models(module=models)
     if name not in known:
-        raise UserError(f"unknown model {name!r}{did_you_mean(name, [*MODELS, *known], 3)}\n"
-                        f"there are {', '.join(MODELS)}, torchvision's names, and path/to/file.py:function")
+        raise UserError(
+            f"unknown model {name!r}{did_you_mean(name, [*MODELS, *known], 3)}\n"
+            f"there are {', '.join(MODELS)}, torchvision's names, and path/to/file.py:function"
+        )
     channels = shape_of(data, "images")[0]
     net = models.get_model(name, weights=None, num_classes=data.classes)
     path, conv = next((path, part) for path, part in net.named_modules() if isinstance(part, nn.Conv2d))
     if conv.in_channels != channels:
-        net.set_submodule(path, nn.Conv2d(
-            channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
-            bias=conv.bias is not None))
+        net.set_submodule(
+            path,
+            nn.Conv2d(
+                channels,
+                conv.out_channels,
+                conv.kernel_size,
+                conv.stride,
+                conv.padding,
+                conv.dilation,
+                bias=conv.bias is not None,
+            ),
+        )
     return net
 
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}
+    "net": build_net,
+    "mlp": build_mlp,
+    "lstm": build_lstm,
+    "gpt": build_gpt,
+}
 SUITED = {"images": "net", "numbers": "mlp", "words": "lstm", "tokens": "gpt"}
 
 
@@ -91,8 +111,10 @@ def shape_of(data, *kinds):
     if data.vocab:
         kind = "tokens" if data.classes == data.vocab else "words"
     if kind not in kinds:
-        raise UserError(f"this model takes {' or '.join(kinds)}, dataset {data.name} has {kind} of shape "
-                        f"{data.sample_shape}\nchoose --model {SUITED[kind]}, or another --dataset")
+        raise UserError(
+            f"this model takes {' or '.join(kinds)}, dataset {data.name} has {kind} of shape "
+            f"{data.sample_shape}\nchoose --model {SUITED[kind]}, or another --dataset"
+        )
     return data.sample_shape
 
 
@@ -116,8 +138,10 @@ def build_model(opts: Options, data: Data) -> nn.Module:
     if opts.freeze:
         freeze(net, opts.freeze)
     if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
-        raise UserError(f"model {opts.model}: no weight of it trains\n"
-                        "give it weights with requires_grad, or --freeze fewer")
+        raise UserError(
+            f"model {opts.model}: no weight of it trains\n"
+            "give it weights with requires_grad, or --freeze fewer"
+        )
     return net
 
 
@@ -128,8 +152,10 @@ def load(run: str | Path, which: str | int = "best") -> nn.Module:
     """
     weights, facts = weights_of(Path(run), which)
     if not facts["data"]:
-        raise UserError(f"{run} was trained by a script of its own, which builds the net\n"
-                        f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt")
+        raise UserError(
+            f"{run} was trained by a script of its own, which builds the net\n"
+            f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt"
+        )
     flags = read_options(run)["options"] | {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
     opts = Options(**flags)
     data = Data(None, None, **facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
@@ -159,5 +185,7 @@ def check_net(net: nn.Module, name: str) -> None:
     again = net.state_dict()
     for path, value in net.state_dict().items():
         if not torch.is_tensor(value) or value.data_ptr() != again[path].data_ptr():
-            raise UserError(f"model {name}: its state_dict makes {path} anew each time\n"
-                            "a checkpoint holds the net's own tensors: keep it in a buffer (register_buffer)")
+            raise UserError(
+                f"model {name}: its state_dict makes {path} anew each time\n"
+                "a checkpoint holds the net's own tensors: keep it in a buffer (register_buffer)"
+            )

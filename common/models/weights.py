@@ -1,4 +1,5 @@
 """Weights from elsewhere (--init-from), and layers that stand still (--freeze)."""
+
 import zipfile
 
 import torch
@@ -20,20 +21,26 @@ def load_weights(net: nn.Module, opts: Options) -> None:
     file = read_weights(path)
     weights = {unwrapped(name, tensors): tensor for name, tensor in file.items()}
     if len(weights) < len(file):
-        raise UserError(f"--init-from {path}: holds a weight twice, wrapped and bare\n"
-                        "save only net.state_dict()")
+        raise UserError(
+            f"--init-from {path}: holds a weight twice, wrapped and bare\nsave only net.state_dict()"
+        )
     check_prefixes("--init-skip", opts.init_skip, [*tensors, *weights])
     tied = tied_names(net)  # one of its names is enough
     weights = {tied.get(name, name): tensor for name, tensor in weights.items()}
-    names = sorted(name for name in (tensors.keys() | weights.keys()) - tied.keys()
-                   if not name.startswith(opts.init_skip))
+    names = sorted(
+        name
+        for name in (tensors.keys() | weights.keys()) - tied.keys()
+        if not name.startswith(opts.init_skip)
+    )
     wrong = [name for name in names if kind_of(weights.get(name)) != kind_of(tensors.get(name))]
     if wrong:
         layers = ",".join(dict.fromkeys(f"{name.rpartition('.')[0]}." for name in wrong[:12]))
-        raise UserError(f"--init-from {path}: {len(wrong)} tensors do not fit this model, "
-                        f"the first: {wrong[0]} (in the file {kind_of(weights.get(wrong[0]))}, "
-                        f"in the model {kind_of(tensors.get(wrong[0]))})\n"
-                        f"choose the --model these weights belong to, or begin afresh: --init-skip {layers}")
+        raise UserError(
+            f"--init-from {path}: {len(wrong)} tensors do not fit this model, "
+            f"the first: {wrong[0]} (in the file {kind_of(weights.get(wrong[0]))}, "
+            f"in the model {kind_of(tensors.get(wrong[0]))})\n"
+            f"choose the --model these weights belong to, or begin afresh: --init-skip {layers}"
+        )
     with blamed(f"--init-from {path}"):
         for name in names:
             tensors[name].copy_(weights[name])

@@ -2,6 +2,7 @@
 
 No torch here: --help and a typo answer at once.
 """
+
 from common.options.options import Options, begin_life, parse_options, read_options
 from common.options.user_code import call_user, find_user
 

@@ -3,6 +3,7 @@
 A flag is one field of Options: a restart may not change a `fixed` one, because it changes the result; it may
 change a `free` one. Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
+
 import argparse
 import dataclasses
 import gc
@@ -33,8 +34,16 @@ from common.place import die_with_the_parent, here, note_that_it_waits
 
 Values = dict[str, Any]  # of fields, by name
 RATES = {  # torch's own where they are not 1e-3; tests/training compares them with torch
-    "sgd": 0.05, "adadelta": 1.0, "adafactor": 0.01, "adagrad": 0.01, "adamax": 0.002, "asgd": 0.01,
-    "nadam": 0.002, "rmsprop": 0.01, "rprop": 0.01}
+    "sgd": 0.05,
+    "adadelta": 1.0,
+    "adafactor": 0.01,
+    "adagrad": 0.01,
+    "adamax": 0.002,
+    "asgd": 0.01,
+    "nadam": 0.002,
+    "rmsprop": 0.01,
+    "rprop": 0.01,
+}
 RATE = 1e-3
 NUMBERS = {int: "a whole number", float: "a number"}
 SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
@@ -43,9 +52,18 @@ NOT_INHERITED = {"run_dir", "resume", "max_steps", "eval_only"}  # by a --fork
 
 def free(default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, fixed=False):
     """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
-    return dataclasses.field(default=default, metadata={
-        "help": text, "group": group, "scripts": scripts.split(), "low": low, "below": below,
-        "choices": choices, "fixed": fixed})
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "help": text,
+            "group": group,
+            "scripts": scripts.split(),
+            "low": low,
+            "below": below,
+            "choices": choices,
+            "fixed": fixed,
+        },
+    )
 
 
 def fixed(*args, **kwargs):
@@ -72,36 +90,55 @@ class Options:
     patience: int = free(0, "stop after so many evaluations without a better one; 0: never")
     eval_only: bool = free(False, "evaluate the checkpoint and leave")
 
-    model: str = fixed("net", "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, "
-                       "or path/to/file.py:function", "model, data")
-    dataset: str = fixed("digits", f"{', '.join(DATASETS)}, random:100x5, text:128, tokens:128, "
-                         "or path/to/file.py:function")
-    task: str = fixed(None, "what is minimised and shown: classify, tokens, or path/to/file.py:function "
-                      "(default: tokens for gpt, text and tokens, else classify)")
+    model: str = fixed(
+        "net",
+        "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, or path/to/file.py:function",
+        "model, data",
+    )
+    dataset: str = fixed(
+        "digits", f"{', '.join(DATASETS)}, random:100x5, text:128, tokens:128, or path/to/file.py:function"
+    )
+    task: str = fixed(
+        None,
+        "what is minimised and shown: classify, tokens, or path/to/file.py:function "
+        "(default: tokens for gpt, text and tokens, else classify)",
+    )
     data_dir: str = free("data", "where the dataset's files are: of imagefolder train/ and val/")
     image_size: int = fixed(224, "images become squares of so many pixels a side", low=8)
     vocab_size: int = free(0, "different tokens of train.bin and val.bin")
     download: bool = free(False, "fetch missing files (one process per machine does)")
     workers: int = free(None, "loading processes per rank for files (default: up to 4)")
-    bad_samples: str = fixed("stop", "an unreadable sample ends the run, or counts 0", scripts="ddp dp",
-                             choices=("stop", "skip"))
-    accept_data_change: bool = free(False, "resume although the data has changed; with another number of "
-                                    "samples the epoch begins again")
+    bad_samples: str = fixed(
+        "stop", "an unreadable sample ends the run, or counts 0", scripts="ddp dp", choices=("stop", "skip")
+    )
+    accept_data_change: bool = free(
+        False, "resume although the data has changed; with another number of samples the epoch begins again"
+    )
     augment: str = fixed("auto", "random crops and flips that suit the dataset", choices=("auto", "none"))
 
     global_batch_size: int = fixed(64, "samples per step, over all processes", "optimization", low=1)
-    virtual_ranks: int = fixed(0, "cut each global batch into so many fixed slices: the same model to the "
-                               "last bit at any number of processes up to that; 0: off", scripts="ddp mp")
+    virtual_ranks: int = fixed(
+        0,
+        "cut each global batch into so many fixed slices: the same model to the "
+        "last bit at any number of processes up to that; 0: off",
+        scripts="ddp mp",
+    )
     micro_batch_size: int = fixed(0, "at most so many samples per forward; 0: a rank's whole share")
-    optimizer: str = fixed("adam", "a name of torch.optim, or path/to/file.py:function of (net, opts) that "
-                           "returns an optimizer; a group's `scale` multiplies its rate")
+    optimizer: str = fixed(
+        "adam",
+        "a name of torch.optim, or path/to/file.py:function of (net, opts) that "
+        "returns an optimizer; a group's `scale` multiplies its rate",
+    )
     optimizer_args: str = fixed("", "more of its arguments, as betas=(0.9,0.95),amsgrad=True")
     lr: float = fixed(None, "learning rate (default: torch.optim's; 0.05 for sgd, 0.001 for a function)")
     momentum: float = fixed(None, "(default for sgd: 0.9)", below=1)
     weight_decay: float = fixed(0.0, "pull of the weights towards zero")
     no_decay_1d: bool = fixed(False, "no pull on weights of one dimension: biases and norms")
-    lr_schedule: str = fixed("constant", "how lr falls: constant, step, cosine, or path/to/file.py:function "
-                             "of (step, steps in all, opts) that returns a factor")
+    lr_schedule: str = fixed(
+        "constant",
+        "how lr falls: constant, step, cosine, or path/to/file.py:function "
+        "of (step, steps in all, opts) that returns a factor",
+    )
     min_lr: float = fixed(0.0, "lr falls no lower than this")
     warmup_epochs: float = fixed(0.0, "epochs in which lr first rises linearly")
     label_smoothing: float = fixed(0.0, "share of the target spread over all classes", below=1)
@@ -109,8 +146,9 @@ class Options:
     ema_decay: float = fixed(0.0, "averaged weights, as 0.999; 0: off", below=1)
 
     device: str = free("auto", "auto: a GPU, if any", "devices and speed", choices=("auto", "cpu", "cuda"))
-    devices: tuple = free((), "the devices this process drives (default: all GPUs), as cuda:0,cuda:1",
-                          scripts="dp mp")
+    devices: tuple = free(
+        (), "the devices this process drives (default: all GPUs), as cuda:0,cuda:1", scripts="dp mp"
+    )
     stages: int = free(0, "cut the net over so many processes each; 0: all, or --devices", scripts="mp")
     balance: str = free("parameters", "where to cut: by parameters, or counts of pieces as 3,1", scripts="mp")
     shard: bool = free(False, "spread each stage's weights over its replicas (FSDP)", scripts="mp")
@@ -126,18 +164,21 @@ class Options:
     save_seconds: int = free(300, "seconds between checkpoints; 0: off")
     keep: int = free(3, "checkpoints to keep", low=2)
     keep_every: int = free(0, "steps between checkpoints that are kept for good; 0: off")
-    digest_every: int = free(0, "steps between fingerprints of the state in the ledger; 0: off",
-                             scripts="ddp dp")
+    digest_every: int = free(
+        0, "steps between fingerprints of the state in the ledger; 0: off", scripts="ddp dp"
+    )
     eval_every: int = free(1, "epochs between evaluations; 0: only at the end")
-    best: str = free("", "which evaluation is kept: acc, -loss, ...; - if a lower one is better "
-                     "(default: acc, or the lowest loss)")
+    best: str = free(
+        "",
+        "which evaluation is kept: acc, -loss, ...; - if a lower one is better "
+        "(default: acc, or the lowest loss)",
+    )
     log_every: int = free(10, "steps between log lines", low=1)
     progress: str = free("auto", "a bar instead of lines; auto: on a terminal", choices=("auto", "on", "off"))
     tensorboard: bool = free(True, "no curves for TensorBoard in RUN/tb")
     hang_timeout: int = free(0, "seconds without progress; 0: 600", scripts="ddp mp")
     check_every: int = free(500, "steps between checks of replicas; 0: never", scripts="ddp mp")
-    cross_check: int = free(0, "steps between slices that all ranks compute; 0: never",
-                            scripts="ddp")
+    cross_check: int = free(0, "steps between slices that all ranks compute; 0: never", scripts="ddp")
     audit: bool = free(False, "note each rank's samples, for python -m common.ledger RUN --audit")
     debug: bool = free(False, "tracebacks and torch's own debug checks")
     show_scatter: bool = free(False, "print batch sizes inside and outside the model", scripts="dp")
@@ -157,7 +198,8 @@ class Options:
             "task": "tokens" if words else "classify",
             "lr": RATES.get(self.optimizer, RATE),
             "momentum": 0.9 if self.optimizer == "sgd" and "momentum" not in self.optimizer_args else None,
-            "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0}
+            "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0,
+        }
 
     @property
     def torch_optimizer(self) -> tuple[str, Values]:
@@ -165,12 +207,15 @@ class Options:
         if ".py:" in self.optimizer:
             return "", {}
         from torch import optim  # not at the top: flags are read without torch
+
         kinds = {name.lower(): name for name, kind in vars(optim).items() if isinstance(kind, type)}
         name = kinds.get(self.optimizer, "")
         if not name:
-            raise UserError(f"--optimizer: {self.optimizer!r} is not in torch.optim"
-                            f"{did_you_mean(self.optimizer, kinds)}\n"
-                            "or write a function: path/to/file.py:function")
+            raise UserError(
+                f"--optimizer: {self.optimizer!r} is not in torch.optim"
+                f"{did_you_mean(self.optimizer, kinds)}\n"
+                "or write a function: path/to/file.py:function"
+            )
         arguments: Values = {"lr": self.lr}
         if self.weight_decay or "weight_decay" in inspect.signature(getattr(optim, name)).parameters:
             arguments["weight_decay"] = self.weight_decay
@@ -190,11 +235,15 @@ class Options:
 
     def compare(self, old: Values) -> list[tuple]:
         """[(field, old, new)] where these options contradict `old`; of a file only the name counts."""
+
         def plain(value):
             return value.rpartition("/")[2] if isinstance(value, str) else value
 
-        return [(name, old.get(name), new) for name, new in self.identity().items()
-                if plain(old.get(name)) != plain(new)]
+        return [
+            (name, old.get(name), new)
+            for name, new in self.identity().items()
+            if plain(old.get(name)) != plain(new)
+        ]
 
     def to_json(self) -> Values:
         """Every field, as json.dumps can write it."""
@@ -226,9 +275,16 @@ class Parser(argparse.ArgumentParser):
     """--help begins with the script's own commands; every mistake is a UserError."""
 
     def __init__(self, doc: str | None, script: str) -> None:
-        super().__init__(prog=f"train_{script}.py", description=doc, usage=argparse.SUPPRESS,
-                         allow_abbrev=False, argument_default=argparse.SUPPRESS, formatter_class=lambda prog:
-                         argparse.RawDescriptionHelpFormatter(prog, max_help_position=34, width=120))
+        super().__init__(
+            prog=f"train_{script}.py",
+            description=doc,
+            usage=argparse.SUPPRESS,
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+                prog, max_help_position=34, width=120
+            ),
+        )
         self.scripts = {flag_of(field.name): field.metadata["scripts"] for field in FLAGS}
         for field in FLAGS:
             flag = flag_of(field.name)
@@ -243,8 +299,14 @@ class Parser(argparse.ArgumentParser):
                 continue
             if field.default not in (None, "", ()):
                 text += f" (default: {field.default})"
-            group.add_argument(flag, dest=field.name, type=reader(field),
-                               choices=field.metadata["choices"], metavar=SHAPES.get(field.type), help=text)
+            group.add_argument(
+                flag,
+                dest=field.name,
+                type=reader(field),
+                choices=field.metadata["choices"],
+                metavar=SHAPES.get(field.type),
+                help=text,
+            )
 
     def read(self, argv: list[str]) -> Values:
         """{field: value} of the flags in argv; --a_b counts as --a-b."""
@@ -312,8 +374,9 @@ def begin_life() -> None:
     note_that_it_waits(True)
 
 
-def parse_options(doc: str | None, argv: list[str] | None = None, script: str | None = None,
-                  processes: int | None = None) -> Options:
+def parse_options(
+    doc: str | None, argv: list[str] | None = None, script: str | None = None, processes: int | None = None
+) -> Options:
     """The checked options of this process; a mistake ends it with exit code 2, printed once per machine.
 
     A launcher checks them for its workers: then `processes` is their number, or 0 if it is not known yet.
@@ -345,8 +408,9 @@ def _inherited(given, script):
     if not {"fork", "at"} & given.keys():
         return given
     if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
-        raise UserError("--fork needs --at and --run-dir, and no --resume\n"
-                        "write --fork RUN --at N --run-dir NEW")
+        raise UserError(
+            "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
+        )
     source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
     with blamed(f"--fork: {source}", "name the folder of a run"):
         flags = read_options(source)["options"]

@@ -1,4 +1,5 @@
 """Which flags contradict each other, this world or this machine's files; each such pair is an error."""
+
 import ast
 import os
 import re
@@ -11,13 +12,24 @@ from common.options.user_code import check_user
 
 FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")
 DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, or with a few others, looks at
-    "digits": (), "mnist": ("data_dir", "download"), "fashion-mnist": ("data_dir", "download"),
-    "cifar10": ("data_dir", "download"), "imagefolder": FOLDERS, "sentiment": (), "random": (),
-    "text": ("data_dir",), "tokens": ("data_dir", "vocab_size")}
+    "digits": (),
+    "mnist": ("data_dir", "download"),
+    "fashion-mnist": ("data_dir", "download"),
+    "cifar10": ("data_dir", "download"),
+    "imagefolder": FOLDERS,
+    "sentiment": (),
+    "random": (),
+    "text": ("data_dir",),
+    "tokens": ("data_dir", "vocab_size"),
+}
 OWN_DATASET = FOLDERS  # of path/to/file.py:function
 NAMES: dict[str, tuple[str, ...]] = {  # flags that also take path/to/file.py:function
-    "model": ("net", "mlp", "lstm", "gpt"), "dataset": tuple(DATASETS), "task": ("classify", "tokens"),
-    "lr_schedule": ("constant", "step", "cosine"), "optimizer": ()}  # torch.optim has the names of the last
+    "model": ("net", "mlp", "lstm", "gpt"),
+    "dataset": tuple(DATASETS),
+    "task": ("classify", "tokens"),
+    "lr_schedule": ("constant", "step", "cosine"),
+    "optimizer": (),
+}  # torch.optim has the names of the last
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 OURS = ("sgd", "adam", "adamw")  # fused, and each weight's update is its own, as --shard needs
 
@@ -44,7 +56,8 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--no-decay-1d", "--weight-decay=0.0", "there is no decay"),
     ("--label-smoothing", "--task=*.py:*", "let the function do it"),
     ("--init-skip", "--init-from=", "nothing is taken over"),
-    ("--init-from", "--resume", "both say where the weights come from"))
+    ("--init-from", "--resume", "both say where the weights come from"),
+)
 
 
 def flag_of(name: str) -> str:
@@ -82,9 +95,11 @@ def check_names(opts):
         elif known and kind_of(name) not in known:
             more = torchvision_models() if flag == "model" else []
             if name not in more and (more or flag != "model"):
-                raise UserError(f"{flag_of(flag)}: {name!r} is unknown{did_you_mean(name, [*known, *more])}\n"
-                                f"there are {', '.join(known)}{', those of torchvision' * bool(more)}, "
-                                "and path/to/file.py:function")
+                raise UserError(
+                    f"{flag_of(flag)}: {name!r} is unknown{did_you_mean(name, [*known, *more])}\n"
+                    f"there are {', '.join(known)}{', those of torchvision' * bool(more)}, "
+                    "and path/to/file.py:function"
+                )
 
 
 def torchvision_models() -> list[str]:
@@ -117,8 +132,9 @@ def check_together(opts):
     if idle:
         raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
     if opts.shard and opts.optimizer not in OURS:
-        raise UserError(f"--shard works with {', '.join(OURS)}\n"
-                        f"{opts.optimizer} may need a whole weight at once")
+        raise UserError(
+            f"--shard works with {', '.join(OURS)}\n{opts.optimizer} may need a whole weight at once"
+        )
     if opts.min_lr >= opts.lr:
         raise UserError(f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it")
 
@@ -128,28 +144,42 @@ def check_world(opts, world):
     stages = opts.stages or world
     replicas = world // stages if opts.script == "mp" else world
     if opts.script == "dp" and world > 1:
-        raise UserError(f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
-                        "use train_ddp.py with torchrun, or start train_dp.py with python")
+        raise UserError(
+            f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
+            "use train_ddp.py with torchrun, or start train_dp.py with python"
+        )
     if world % stages:
-        raise UserError(f"--stages {stages}: WORLD_SIZE={world} cannot be divided into groups of {stages}\n"
-                        f"start a multiple of it (torchrun --nproc_per_node={stages}), or leave out --stages")
+        raise UserError(
+            f"--stages {stages}: WORLD_SIZE={world} cannot be divided into groups of {stages}\n"
+            f"start a multiple of it (torchrun --nproc_per_node={stages}), or leave out --stages"
+        )
     if opts.devices and (world > 1 or opts.stages):
-        raise UserError("--devices is for a single process; here each process has one device\n"
-                        "leave it out, or start with python")
+        raise UserError(
+            "--devices is for a single process; here each process has one device\n"
+            "leave it out, or start with python"
+        )
     if opts.virtual_ranks and replicas > opts.virtual_ranks:
         most = opts.virtual_ranks * (world // replicas)
-        raise UserError(f"WORLD_SIZE={world} makes {replicas} replicas, more than --virtual-ranks "
-                        f"{opts.virtual_ranks}\nstart at most {most} processes")
+        raise UserError(
+            f"WORLD_SIZE={world} makes {replicas} replicas, more than --virtual-ranks "
+            f"{opts.virtual_ranks}\nstart at most {most} processes"
+        )
 
 
 def check_files(opts):
     """UserError for files and folders that are not there; answered before torch is imported."""
-    for flag, path, is_there in (("--resume", opts.resume, os.path.isdir),
-                                 ("--init-from", opts.init_from, os.path.isfile)):
+    for flag, path, is_there in (
+        ("--resume", opts.resume, os.path.isdir),
+        ("--init-from", opts.init_from, os.path.isfile),
+    ):
         if path not in ("", "auto") and not is_there(path):
-            raise UserError(f"{flag}: {path!r} is not there\n"
-                            "give the folder of a checkpoint to --resume, a file of weights to --init-from")
+            raise UserError(
+                f"{flag}: {path!r} is not there\n"
+                "give the folder of a checkpoint to --resume, a file of weights to --init-from"
+            )
     place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))
     if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
-        raise UserError(f"--run-dir: {str(place)!r} is not a folder that can be written to\n"
-                        "give the run a folder of its own")
+        raise UserError(
+            f"--run-dir: {str(place)!r} is not a folder that can be written to\n"
+            "give the run a folder of its own"
+        )

@@ -1,4 +1,5 @@
 """A user's own code: the function in `path/to/file.py:function`; its errors name file and line."""
+
 import inspect
 import sys
 import zlib
@@ -31,10 +32,13 @@ def call_user(spec: str, *facts: object, first: bool = False) -> Any:
     """
     function = find_user(spec)
     with blamed(spec):
-        required = [p for p in inspect.signature(function).parameters.values()
-                    if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        required = [
+            p
+            for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
         count = min(len(required), len(facts))
-        return function(*(facts[:count] if first else facts[len(facts) - count:]))
+        return function(*(facts[:count] if first else facts[len(facts) - count :]))
 
 
 def load_file(path: str) -> ModuleType:

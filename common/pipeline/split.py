@@ -4,6 +4,7 @@ W ranks are W / stages pipelines side by side; in one process the net is one mod
 nn.Sequential can be cut between any two of its parts. It keeps its names: on a rank, the parts of other
 stages are nn.Identity. A piece is a tuple of names: parts that stay together; ("",) is all of a net.
 """
+
 import functools
 import itertools
 from collections import Counter
@@ -34,16 +35,20 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
     if world.stages > 1:
         devices = devices * world.stages
     elif len(devices) == 1 and opts.stages == 0:
-        raise UserError(f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
-                        "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
-                        "on one device use train_ddp.py")
+        raise UserError(
+            f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
+            "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
+            "on one device use train_ddp.py"
+        )
     net = prepare(net, opts, world, data, task, HOST)
     groups = cut(net, len(devices), opts.balance, world.stages == 1)
     example = data.train.fetch(2 * [getattr(data.train, "first", 0)])
     shapes = []
     if world.stages > 1:
-        with blamed("this net cannot be cut into stages",
-                    "a net is cut where one tensor goes from one part to the next: use train_ddp.py"):
+        with blamed(
+            "this net cannot be cut into stages",
+            "a net is cut where one tensor goes from one part to the next: use train_ddp.py",
+        ):
             x = task.input_of(example, None)
             shapes = edges(net, groups, x, world.device, autocast(opts, world.device))
     model = Pipeline(net, groups, shapes, opts, world, devices * len(groups), example)
@@ -91,9 +96,11 @@ def cut(net, stages, by, rounds=False):
         counts = balance([weight(net, piece) + 1 for piece in parts], stages)
     spare = len(counts) % stages if rounds else len(counts) - stages
     if spare or sum(counts) != len(parts):
-        raise UserError(f"--balance {by} for {stages} stages, but this net has {len(parts)} pieces: {names}\n"
-                        f"ask for at most {len(parts)} stages, by counts that add up to {len(parts)}, "
-                        "or choose a --model with more pieces (a longer nn.Sequential)")
+        raise UserError(
+            f"--balance {by} for {stages} stages, but this net has {len(parts)} pieces: {names}\n"
+            f"ask for at most {len(parts)} stages, by counts that add up to {len(parts)}, "
+            "or choose a --model with more pieces (a longer nn.Sequential)"
+        )
     rest = iter(parts)
     groups = [list(itertools.islice(rest, count)) for count in counts]
     refuse_ties(net, groups)
@@ -102,6 +109,7 @@ def cut(net, stages, by, rounds=False):
 
 def balance(weights, stages):
     """The number of pieces of each stage: none empty, the heaviest as light as possible (exactly)."""
+
     @functools.cache
     def best(start, stages):
         """(the heaviest stage, counts) of the pieces from `start`."""
@@ -120,14 +128,18 @@ def refuse_ties(net, groups):
     """UserError if a tensor would be in two stages: each would train a copy of its own."""
     stage_of = {name: stage for stage, group in enumerate(groups) for name in sum(group, ())}
     places = {}
-    for name, tensor in [*net.named_parameters(remove_duplicate=False),
-                         *net.named_buffers(remove_duplicate=False)]:
+    for name, tensor in [
+        *net.named_parameters(remove_duplicate=False),
+        *net.named_buffers(remove_duplicate=False),
+    ]:
         stage = stage_of.get(name.partition(".")[0], 0)
         other, place = places.setdefault(tensor, (name, stage))
         if place != stage:
-            raise UserError(f"{other} and {name} are one tensor, but the cut has them in stages {place} and "
-                            f"{stage}\nuntie them, or cut elsewhere: --balance with counts of pieces, as in "
-                            "--balance 3,1")
+            raise UserError(
+                f"{other} and {name} are one tensor, but the cut has them in stages {place} and "
+                f"{stage}\nuntie them, or cut elsewhere: --balance with counts of pieces, as in "
+                "--balance 3,1"
+            )
 
 
 @torch.no_grad()

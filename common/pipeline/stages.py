@@ -1,4 +1,5 @@
 """Stage and Pipeline: a net in stages, over ranks with micro batches in flight, or over local devices."""
+
 import contextlib
 from functools import partial
 
@@ -157,8 +158,9 @@ class Pipeline(nn.Module):
         in_flight = {}
         trained = [p for p in self.net.parameters() if p.requires_grad]
         # Slices without samples do not travel; with --shard a replica without samples runs an example.
-        flights = [(k, n, part if n else self.example) for k, (n, part) in enumerate(batch.parts)
-                   if n or self.even]
+        flights = [
+            (k, n, part if n else self.example) for k, (n, part) in enumerate(batch.parts) if n or self.even
+        ]
         if tree:
             tree.begin(state)
 

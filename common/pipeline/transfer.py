@@ -3,6 +3,7 @@
 It travels with its strides: kernels are chosen by them, with others the same numbers could lead to other
 bits. The state of the random generator travels too: a cut net draws what the whole one would.
 """
+
 import functools
 from math import prod
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from common.errors import UserError
 
 NOTE_TAG = 1
-KEPT_TICKS = 4               # times the stages: what was given earlier has arrived long ago
+KEPT_TICKS = 4  # times the stages: what was given earlier has arrived long ago
 
 
 @functools.cache
@@ -79,23 +80,25 @@ class Ranks:
             noted = dist.irecv(note, group=group, group_src=source, tag=NOTE_TAG)
             arriving.append((key, flat.view(samples, *shape), note, noted))
         works = dist.batch_isend_irecv(operations) if operations else []
-        self.sent += [(work, gives) for work in works[:len(gives)]]
+        self.sent += [(work, gives) for work in works[: len(gives)]]
         self.drain(KEPT_TICKS * self.world.stages)
-        came = works[len(gives):] or works  # NCCL has one work for all
+        came = works[len(gives) :] or works  # NCCL has one work for all
         return {key: functools.partial(self._receive, came, *rest) for key, *rest in arriving}
 
     def _receive(self, works, tensor, note, noted):
         for work in [*works, noted]:
             work.wait()
-        strides = note[:8 * tensor.dim()].view(torch.int64).tolist()
-        self.generator.set_state(note[8 * tensor.dim():].clone())
+        strides = note[: 8 * tensor.dim()].view(torch.int64).tolist()
+        self.generator.set_state(note[8 * tensor.dim() :].clone())
         return tensor.as_strided(tensor.shape, strides)
 
     def _check(self, tensor, expected):
         if (tuple(tensor.shape[1:]), tensor.dtype) != expected:
-            raise UserError(f"stage {self.world.stage} passes on {tuple(tensor.shape[1:])}, {tensor.dtype} a "
-                            f"sample; at the start: {expected}\n"
-                            "in stages all batches have one shape: pad them alike, or use train_ddp.py")
+            raise UserError(
+                f"stage {self.world.stage} passes on {tuple(tensor.shape[1:])}, {tensor.dtype} a "
+                f"sample; at the start: {expected}\n"
+                "in stages all batches have one shape: pad them alike, or use train_ddp.py"
+            )
 
     def drain(self, newest=0):
         """Waits until all that was given has been sent, but for the newest."""

@@ -1,4 +1,5 @@
 """How a life begins and how it ends: signals, survivors' save, hangs, crash loops."""
+
 from common.rescue.life import open_life, refuse_a_crash_loop
 from common.rescue.rescue import Rescue
 

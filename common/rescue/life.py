@@ -1,4 +1,5 @@
 """How a life begins: what a person reads first, and the end of a job that makes no progress."""
+
 import time
 import zlib
 
@@ -13,16 +14,26 @@ from common.rescue.watch import State
 from common.sampler import ElasticSampler
 from common.world import World
 
-LIVES_IN_VAIN = 3     # in a row: they could not train, or began on one step and ended with an error
-LIVES_KILLED = 10     # in a row on one step: all made steps, and were killed before they saved
-SAMPLES_NAMED = 512   # in an error
-OPENED = "opened"     # in the agent's folder: the newest of its lives that could train
+LIVES_IN_VAIN = 3  # in a row: they could not train, or began on one step and ended with an error
+LIVES_KILLED = 10  # in a row on one step: all made steps, and were killed before they saved
+SAMPLES_NAMED = 512  # in an error
+OPENED = "opened"  # in the agent's folder: the newest of its lives that could train
 ENDED_WELL = {"stop", "refused", "done"}  # events
-FAILED = {"error", "hang"}                # events
+FAILED = {"error", "hang"}  # events
 
 
-def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: World, data: Data,
-              state: State, source: str | None, parameters: int, processes: list[list[str]]) -> None:
+def open_life(
+    log: Log,
+    ledger: Ledger,
+    clock: Clock,
+    opts: Options,
+    world: World,
+    data: Data,
+    state: State,
+    source: str | None,
+    parameters: int,
+    processes: list[list[str]],
+) -> None:
     """Prints what this life is, and enters it in the ledger; call on every rank.
 
     A life that is like the one before it in the same job says one line.
@@ -47,8 +58,9 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
             lines = [first, *header, line]
         log.start(lines, clock)
         if saved and not state.step:  # a disk is not mounted, say
-            log.note(f"{opts.run_dir}: step {saved} was saved, but no checkpoint is left; "
-                     "training begins again")
+            log.note(
+                f"{opts.run_dir}: step {saved} was saved, but no checkpoint is left; training begins again"
+            )
         if death and not stepped:  # else a survivor has told
             log.note(death)
         clock.ledger = ledger
@@ -71,7 +83,8 @@ def open_life(log: Log, ledger: Ledger, clock: Clock, opts: Options, world: Worl
             options=opts.given(),
             header=mark,
             began=clock.began,
-            **clock.laps)
+            **clock.laps,
+        )
     place = here()
     if place.speaks and place.notes:
         (place.notes / OPENED).write_text(str(place.restart))
@@ -89,7 +102,8 @@ def header_of(opts: Options, world: World, data: Data, state: State, parameters:
         f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
         f"global batch {opts.global_batch_size} = {count} {shares} of "
         f"{-(-opts.global_batch_size // count)} or less   "
-        f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all"]
+        f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
+    ]
 
 
 def resumption(opts: Options, state: State, source: str | None) -> str:
@@ -118,8 +132,11 @@ def refuse_a_crash_loop() -> None:
     opened = place.notes / OPENED
     failed = place.restart - 1 - (int(opened.read_text()) if opened.exists() else -1)
     if failed >= LIVES_IN_VAIN:
-        raise UserError(f"{failed} lives in a row ended before they could train; their errors are above\n"
-                        "mend the cause, then start again", code=5)
+        raise UserError(
+            f"{failed} lives in a row ended before they could train; their errors are above\n"
+            "mend the cause, then start again",
+            code=5,
+        )
 
 
 def refuse_without_progress(opts: Options, data: Data, state: State) -> None:
@@ -142,9 +159,12 @@ def refuse_without_progress(opts: Options, data: Data, state: State) -> None:
     order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed)
     order.set_epoch(state.epoch, state.position)
     samples = ", ".join(map(str, next(iter(order))[:SAMPLES_NAMED]))
-    raise UserError(f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"
-                    f"its samples: {samples} (of epoch {state.epoch + 1})\n"
-                    "mend the cause (a bad sample? too little memory?), then start again", code=5)
+    raise UserError(
+        f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"
+        f"its samples: {samples} (of epoch {state.epoch + 1})\n"
+        "mend the cause (a bad sample? too little memory?), then start again",
+        code=5,
+    )
 
 
 def _lives(opts):

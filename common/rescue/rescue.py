@@ -8,6 +8,7 @@ saves (`rescue` of checkpoint/store.py), prints one line, and exits. A rank that
 for the others, as after a death: a collective raises (gloo), or hangs (NCCL), and then the thread of
 `Watch` calls `end`. The Python signal handler does nothing: an exception there could cut an optimizer step.
 """
+
 import contextlib
 import enum
 import os
@@ -26,22 +27,22 @@ from common.place import here
 from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, State, Watch
 from common.world import World
 
-AGENT_SECONDS = 2.0          # after a peer's end, for the agent's signal: it tells a planned change
-SAVER_SECONDS = 0.05         # the rank that has saved speaks first
+AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
+SAVER_SECONDS = 0.05  # the rank that has saved speaks first
 CONTROLS = ("save", "stop")  # files in RUN/control/
-STOPPED = 143                # exit codes
+STOPPED = 143  # exit codes
 FENCED = 6
-LAST_TO_SAVE = 3             # higher: saves fail, no progress, another job's run, a wrong state
+LAST_TO_SAVE = 3  # higher: saves fail, no progress, another job's run, a wrong state
 
 
 class Reason(enum.Enum):
     """Why a life ends before its training does; the value is the event in the ledger."""
 
-    STOPPED = "stop"       # a person or a launcher asks for it
-    PEER_DIED = "peer"     # another rank has ended
-    HANG = "hang"          # no rank makes progress
-    ERROR = "error"        # this rank has failed, or a person must mend something
-    REFUSED = "refused"    # there is nothing to save, or another job has taken the run
+    STOPPED = "stop"  # a person or a launcher asks for it
+    PEER_DIED = "peer"  # another rank has ended
+    HANG = "hang"  # no rank makes progress
+    ERROR = "error"  # this rank has failed, or a person must mend something
+    REFUSED = "refused"  # there is nothing to save, or another job has taken the run
 
 
 # {reason: (exit code, the line of the first rank that comes to it)}
@@ -68,21 +69,27 @@ class Saved(NamedTuple):
 
     words: str
     here: bool = False  # this rank has saved it
-    failure: int = 0    # exit code
+    failure: int = 0  # exit code
 
 
 class Rescue:
     """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.asked` each step."""
 
-    def __init__(self, store: Store, state: State, world: World, ledger: Ledger,
-                 closing: Iterable[Callable[[], None]] = ()) -> None:
+    def __init__(
+        self,
+        store: Store,
+        state: State,
+        world: World,
+        ledger: Ledger,
+        closing: Iterable[Callable[[], None]] = (),
+    ) -> None:
         self.store = store
         self.state = state
         self.world = world
         self.ledger = ledger
         self.closing = closing  # called before this process ends early
-        self.save_asked = False         # a person has asked for a save
-        self.stop_asked = ""            # a person has asked for the end: a file in RUN/control/
+        self.save_asked = False  # a person has asked for a save
+        self.stop_asked = ""  # a person has asked for the end: a file in RUN/control/
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
         self.watch = Watch(state, world, self._end_for_the_main_thread)
 
@@ -133,8 +140,8 @@ class Rescue:
         """
         asks = [self.world.rank == 0 and self._control(name).exists() for name in CONTROLS]
         sums = self.world.all_sum(torch.cat([totals.flatten(), torch.tensor(asks).to(totals)]))
-        totals.copy_(sums[:-len(CONTROLS)].view_as(totals))
-        save, stop = sums[-len(CONTROLS):].tolist()
+        totals.copy_(sums[: -len(CONTROLS)].view_as(totals))
+        save, stop = sums[-len(CONTROLS) :].tolist()
         if save:
             self.save_asked = True
             self._forget("save")
@@ -189,8 +196,9 @@ class Rescue:
             cause = death.words
             code = STOPPED if self.asked else code
 
-        self.ledger.event(reason.value, life=self.world.life, step=self.state.whole, rank=self.world.rank,
-                          why=cause)
+        self.ledger.event(
+            reason.value, life=self.world.life, step=self.state.whole, rank=self.world.rank, why=cause
+        )
         if line and self._is_first(saved):
             if reason is Reason.PEER_DIED and death.killed:
                 self.ledger.event("death", life=self.world.life, rank=death.rank, why=death.how)
@@ -202,8 +210,9 @@ class Rescue:
             for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
                 with contextlib.suppress(Exception):
                     close()
-        self.ledger.event("left", life=self.world.life, rank=self.world.rank,
-                          stepped=round(self.state.stepped, 3))
+        self.ledger.event(
+            "left", life=self.world.life, rank=self.world.rank, stepped=round(self.state.stepped, 3)
+        )
         if code is not None:
             os._exit(code)  # without destructors, which may wait for a dead peer
 

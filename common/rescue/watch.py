@@ -4,6 +4,7 @@ Rank 0 has a connection to each rank, a lifeline: the kernel ends it with either
 tell that they move, so a rank that waits for another's evaluation, or for a slow disk, does not hang. If none
 moves for the limit, each prints where it stands and tells rank 0, which names those that are silent.
 """
+
 import contextlib
 import faulthandler
 import functools
@@ -29,16 +30,16 @@ from common.world import World, gather_texts, lifelines
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-STEP_SECONDS = 10.0         # for a signalled main thread to end its step; the agent kills after 30
-PEER_SECONDS = 1.0          # for the main thread to end its step after a peer's end
-DEATH_SECONDS = 0.5         # until a launcher knows how its process has ended
-HANG_SECONDS = 600.0        # without progress, if --hang-timeout does not say
+STEP_SECONDS = 10.0  # for a signalled main thread to end its step; the agent kills after 30
+PEER_SECONDS = 1.0  # for the main thread to end its step after a peer's end
+DEATH_SECONDS = 0.5  # until a launcher knows how its process has ended
+HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
 LOOK_SECONDS = 1.0
-LATE_SECONDS = 1.5          # a look that comes so late: this process was stopped, or its machine slept
-PLACES_SECONDS = 5.0        # for all ranks to tell where they are
-LOCKED_SECONDS = 600.0      # at least so long without any Python thread: then faulthandler ends this process
+LATE_SECONDS = 1.5  # a look that comes so late: this process was stopped, or its machine slept
+PLACES_SECONDS = 5.0  # for all ranks to tell where they are
+LOCKED_SECONDS = 600.0  # at least so long without any Python thread: then faulthandler ends this process
 SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
-MOVED = "moved"             # messages over a lifeline; any other one is a rank and its place
+MOVED = "moved"  # messages over a lifeline; any other one is a rank and its place
 LOST = "lost"
 
 
@@ -50,7 +51,7 @@ class State(Protocol):
     step: int
     epoch: int
     position: int
-    progress: int   # grows with each step, with each part of an evaluation, and while a save moves
+    progress: int  # grows with each step, with each part of an evaluation, and while a save moves
 
     @property
     def stepped(self) -> float: ...  # when the last step ended
@@ -84,14 +85,14 @@ class Watch:
         self.state = state
         self.world = world
         self.end = end
-        self.asked = ""                # the name of the signal by which this rank shall stop
+        self.asked = ""  # the name of the signal by which this rank shall stop
         self.lost = threading.Event()  # another rank has ended
         self.death = Death()
-        self.parting = False           # no step is left: this rank waits for the others, or has met them
-        self.leaving = False           # the main thread ends this life
+        self.parting = False  # no step is left: this rank waits for the others, or has met them
+        self.leaving = False  # the main thread ends this life
         self.stopped = threading.Event()
-        self.deadline = math.inf       # then this thread ends the life
-        self.told = 0.0                # when this rank last told that it moves
+        self.deadline = math.inf  # then this thread ends the life
+        self.told = 0.0  # when this rank last told that it moves
         self.places: dict[int, str] = {}  # of ranks that stand still, once the run hangs
         self.main = threading.get_ident()
         self.selector = selectors.DefaultSelector()

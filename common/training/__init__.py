@@ -1,4 +1,5 @@
 """One step: state, task, forward, backward, update; and evaluation."""
+
 from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer, factor
 from common.training.replicas import distribute, prepare
@@ -7,6 +8,16 @@ from common.training.step import backward, cross_check, placed, seed
 from common.training.tasks import autocast, find_task
 
 __all__ = [
-    "TrainState", "autocast", "backward", "build_optimizer", "cross_check", "distribute", "evaluate",
-    "factor", "find_task", "placed", "prepare", "seed",
+    "TrainState",
+    "autocast",
+    "backward",
+    "build_optimizer",
+    "cross_check",
+    "distribute",
+    "evaluate",
+    "factor",
+    "find_task",
+    "placed",
+    "prepare",
+    "seed",
 ]

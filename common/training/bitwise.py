@@ -22,15 +22,16 @@ additions follow the tree. The last slice sends a bucket as soon as backward has
 A missing term is -0.0, the one number whose addition never changes a bit (+0.0 would turn -0.0 into +0.0):
 for a parameter that a slice does not use, and for a slice of a short last batch without samples.
 """
+
 import torch
 import torch.distributed as dist
 
 from common.sampler import hash_seed, share
 from common.world import fingerprint_of
 
-ALIGN_BYTES = 64                 # every gradient starts where an allocation of its own could start
-FIRST_BUCKET_BYTES = 1 << 20     # small, to leave early; as in DDP
-BUCKET_BYTES = 25 << 20          # of the other buckets
+ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
+FIRST_BUCKET_BYTES = 1 << 20  # small, to leave early; as in DDP
+BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
 class Tree:
@@ -112,7 +113,7 @@ class Tree:
     @torch.no_grad()
     def _collect(self):
         """In one order on every rank."""
-        for bucket in self.buckets[self.done:]:
+        for bucket in self.buckets[self.done :]:
             if bucket.waiting:
                 return
             self.done += 1
@@ -131,8 +132,8 @@ class Tree:
             bucket.wait()
             for tensor, total in zip(bucket.members, bucket.views[0], strict=True):
                 tensor.grad = total
-        self.buffers.apply(self.tail.grad[:-self.totals])
-        totals = self.tail.grad[-self.totals:].double()
+        self.buffers.apply(self.tail.grad[: -self.totals])
+        totals = self.tail.grad[-self.totals :].double()
         state.count(totals[1], batch.size, self.world.sum_over_stages)
         # every replica has all totals; callers add those of the ranks
         return totals if self.world.replica == 0 else torch.zeros_like(totals)
@@ -145,8 +146,8 @@ class Bucket:
         self.members = members
         self.world = world
         self.waiting = 0  # members without the gradient of this slice
-        self.rows = []    # gradients of the subtrees that wait for their other halves
-        self.works = []   # collectives under way
+        self.rows = []  # gradients of the subtrees that wait for their other halves
+        self.works = []  # collectives under way
         subtrees = blocks_of_ranks(slices, world.replicas)
         self.rows_of = [len(blocks) for blocks in subtrees]
         self.order = merges(sum(subtrees, []))
@@ -177,8 +178,11 @@ class Bucket:
         self.rows.clear()
         if self.world.replicas > 1:
             parts = self.flat.transpose(0, 1).flatten(0, 1)  # a copy only if there are several rows
-            self.works = [dist.all_to_all_single(self.received, parts, self.rows_of, counts,
-                                                 group=self.world.peers, async_op=True)]
+            self.works = [
+                dist.all_to_all_single(
+                    self.received, parts, self.rows_of, counts, group=self.world.peers, async_op=True
+                )
+            ]
 
     def add(self):
         """Ends the tree for this rank's part, and begins to send it to all."""

@@ -1,4 +1,5 @@
 """Exact metrics: each sample counts once, and no bit of the result depends on the number of ranks."""
+
 from functools import partial
 from typing import Any
 

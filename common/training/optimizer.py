@@ -1,4 +1,5 @@
 """The optimizer: how it is made, the state it begins with, the gradient it gets, the learning rate."""
+
 import inspect
 import math
 from collections import UserDict, defaultdict
@@ -20,10 +21,14 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
         arguments.pop("fused", None)  # torch has none for complex weights, and no SGD for sharded ones
     groups: list[dict] = [{"params": weights}]  # a frozen stage has none
     if opts.no_decay_1d:
-        groups = [{"params": [p for p in weights if p.dim() > 1]},
-                  {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0}]
-    with blamed(f"--optimizer {opts.optimizer}",
-                "change --optimizer-args, or write a function: path/to/file.py:function"):
+        groups = [
+            {"params": [p for p in weights if p.dim() > 1]},
+            {"params": [p for p in weights if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+    with blamed(
+        f"--optimizer {opts.optimizer}",
+        "change --optimizer-args, or write a function: path/to/file.py:function",
+    ):
         return getattr(torch.optim, name)(groups, **arguments)
 
 
@@ -34,13 +39,17 @@ def checked(optimizer, net, opts):
         held = {p for group in optimizer.param_groups for p in group["params"]}
     for name, p in net.named_parameters():
         if p.requires_grad != (p in held):
-            raise UserError(f"{flag}: {name} trains, but is in no group, or the reverse\n"
-                            "put all that trains into groups, and freeze the rest with --freeze")
+            raise UserError(
+                f"{flag}: {name} trains, but is in no group, or the reverse\n"
+                "put all that trains into groups, and freeze the rest with --freeze"
+            )
     usual = inspect.signature(type(optimizer)).parameters.get("lr")
     for group in optimizer.param_groups:
         if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
-            raise UserError(f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
-                            "give --lr, and a group with another rate a `scale`")
+            raise UserError(
+                f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
+                "give --lr, and a group with another rate a `scale`"
+            )
     return optimizer
 
 
@@ -76,8 +85,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
             state = FirstValues(states[weight])
             optimizer.param_groups = [group | undecayed | {"params": [twin]}]
             optimizer.state = defaultdict(dict, {twin: state})
-            with blamed(f"a step of {type(optimizer).__name__}",
-                        "wanted: other --optimizer-args, or a step() without a closure"):
+            with blamed(
+                f"a step of {type(optimizer).__name__}",
+                "wanted: other --optimizer-args, or a step() without a closure",
+            ):
                 optimizer.step()
             states[weight] = state.first
     optimizer.param_groups = groups
@@ -149,6 +160,8 @@ def learning_rate(step: int, opts: Options, steps_per_epoch: int) -> float:
 def factor(value: float, whose: str, step: int) -> float:
     """What a user's schedule returned for a step, checked; `whose` names the schedule."""
     if not isinstance(value, (int, float)) or not 0 <= value < 1e300:
-        raise UserError(f"{whose} returned {value!r} for step {step}\n"
-                        "wanted: a factor of the learning rate, a number from 0")
+        raise UserError(
+            f"{whose} returned {value!r} for step {step}\n"
+            "wanted: a factor of the learning rate, a number from 0"
+        )
     return float(value)

@@ -1,4 +1,5 @@
 """A net made ready: on its device, with the layers of the options, and a replica on each rank or device."""
+
 import contextlib
 import inspect
 from functools import partial
@@ -15,23 +16,33 @@ from common.training.tasks import Task, autocast
 from common.world import World
 
 
-def prepare(net: nn.Module, opts: Options, world: World, data: Data, task: Task,
-            device: torch.device | None = None) -> nn.Module:
+def prepare(
+    net: nn.Module, opts: Options, world: World, data: Data, task: Task, device: torch.device | None = None
+) -> nn.Module:
     """The net with the layers and the memory layout of the options, on `device`; names do not change."""
     device = device or world.device
     gpu = world.device.type == "cuda"
     for flag, on in {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}.items():
         if on and not gpu:
-            raise UserError(f"--{flag} works on GPUs only, this process has {world.device}\n"
-                            "leave it out, or make a GPU visible")
+            raise UserError(
+                f"--{flag} works on GPUs only, this process has {world.device}\n"
+                "leave it out, or make a GPU visible"
+            )
     if opts.script == "dp" and opts.compile and len(world.devices) > 1:
-        raise UserError("--compile: train_dp.py copies the net to its devices in each forward, which breaks "
-                        "compiled code\nleave it out, or use train_ddp.py, or one device")
-    if gpu and (opts.virtual_ranks or opts.recompute) and any(
-            isinstance(m, nn.RNNBase) and m.dropout for m in net.modules()):
-        raise UserError("cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
-                        "--virtual-ranks and --recompute would have other bits each time\n"
-                        "put nn.Dropout between RNNs of one layer")
+        raise UserError(
+            "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
+            "compiled code\nleave it out, or use train_ddp.py, or one device"
+        )
+    if (
+        gpu
+        and (opts.virtual_ranks or opts.recompute)
+        and any(isinstance(m, nn.RNNBase) and m.dropout for m in net.modules())
+    ):
+        raise UserError(
+            "cuDNN's dropout inside an RNN draws from a state of its own, which no seed sets\n"
+            "--virtual-ranks and --recompute would have other bits each time\n"
+            "put nn.Dropout between RNNs of one layer"
+        )
     torch.autograd.set_detect_anomaly(opts.debug)
     if opts.sync_bn and world.size > 1:
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
@@ -125,9 +136,11 @@ class CpuReplicas(nn.Module):
 
 def show_scatter(model, net):
     """Prints the sizes inside each replica, and outside of the whole batch, as PyTorch's tutorial does."""
+
     def hook(where):
-        return lambda _, inputs, output: print(where, f"input size {tuple(inputs[0].shape)} "
-                                                      f"output size {tuple(output.shape)}")
+        return lambda _, inputs, output: print(
+            where, f"input size {tuple(inputs[0].shape)} output size {tuple(output.shape)}"
+        )
 
     net.register_forward_hook(hook("In Model: "))
     model.register_forward_hook(hook("Outside:  "))

@@ -2,6 +2,7 @@
 
 Not stored is what follows from (options, step): order, learning rate, draws of dropout and augmentation.
 """
+
 import contextlib
 import math
 import threading
@@ -49,10 +50,16 @@ class Averages(dict[str, Tensor]):
 class TrainState:
     """Net, optimizer, averages and counters; `lock` is held while a step changes them."""
 
-    def __init__(self, net: nn.Module, optimizer: torch.optim.Optimizer, opts: Options, samples: int,
-                 task: Task | None = None,
-                 rate: Callable[[int], float] | None = None,
-                 stages: Stages | None = None):
+    def __init__(
+        self,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        opts: Options,
+        samples: int,
+        task: Task | None = None,
+        rate: Callable[[int], float] | None = None,
+        stages: Stages | None = None,
+    ):
         self.net = net
         self.optimizer = optimizer
         self.opts = opts
@@ -145,8 +152,12 @@ class TrainState:
 
     def note(self, totals: Tensor) -> Facts:
         """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
-        self.record = {"step": self.step, "epoch": self.epoch, **self.task.metrics(totals),
-                       "lr": self.rate(self.planned - 1)}
+        self.record = {
+            "step": self.step,
+            "epoch": self.epoch,
+            **self.task.metrics(totals),
+            "lr": self.rate(self.planned - 1),
+        }
         loss, count = totals[:2].tolist()
         if not math.isfinite(loss + count):
             self.condemn(f"step {self.step}: the loss is {loss + count} (every rank saw the same)")
@@ -163,7 +174,9 @@ class TrainState:
         verdict = UserError(
             f"{fact}, {kept} is kept\n"
             f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
-            "or clip there with --clip-grad-norm, or look at the samples with --audit", code=5)
+            "or clip there with --clip-grad-norm, or look at the samples with --audit",
+            code=5,
+        )
         self.distrust(verdict)
         raise verdict
 
@@ -247,8 +260,13 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        return (self.opts.eval_only or self.epoch >= self.opts.epochs or self.impatient
-                or self.step >= self.total_steps and not self.epoch_over)
+        return (
+            self.opts.eval_only
+            or self.epoch >= self.opts.epochs
+            or self.impatient
+            or self.step >= self.total_steps
+            and not self.epoch_over
+        )
 
     @property
     def impatient(self) -> bool:

@@ -3,6 +3,7 @@
 The gradient is the exact mean over the samples at any number of ranks and micro batches: sums are divided by
 the size of the global batch before the backward; `state.update` corrects for what else a task counts.
 """
+
 import contextlib
 import random
 import socket
@@ -144,6 +145,7 @@ def placed(part: Any, device: torch.device, opts: Options, own: bool = False) ->
 
     With `own` each tensor has memory of its own: the order of vector code may depend on the alignment.
     """
+
     def move(x):
         if own:
             x = torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
@@ -160,6 +162,7 @@ def forward(model: nn.Module, part: Any, state: TrainState, totals: Tensor) -> T
 
     A task may call the net as it likes, so DDP wraps all of it: it must know when a forward begins and ends.
     """
+
     def run(net):
         def nothing():
             return sum(p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad)

@@ -6,6 +6,7 @@ A task of your own is a function of (net, batch) in a file (--task path/to/file.
 a tensor of whole numbers, such as a confusion matrix: these are added up, and `finish` of the same file, a
 function of {name: number or tensor}, makes numbers of them.
 """
+
 import contextlib
 import math
 from collections.abc import Mapping
@@ -59,8 +60,10 @@ def pair(batch):
             return inputs, targets
         case (inputs, targets):  # no tensor with two rows
             return inputs, targets
-    raise UserError(f"a batch is a {type(batch).__name__}\nwanted: (inputs, targets), or a dict with labels\n"
-                    "for any other sample write your own: --task path/to/file.py:function")
+    raise UserError(
+        f"a batch is a {type(batch).__name__}\nwanted: (inputs, targets), or a dict with labels\n"
+        "for any other sample write your own: --task path/to/file.py:function"
+    )
 
 
 def judged(net, x, y, state):
@@ -117,8 +120,10 @@ class Task:
         if isinstance(loss, Tensor) and loss.requires_grad:
             return loss
         if count:
-            raise UserError(f"--task {self.spec}: the loss has no gradient, but counts {float(count):g}\n"
-                            "return the sum as torch computed it: without .item(), .detach() or no_grad")
+            raise UserError(
+                f"--task {self.spec}: the loss has no gradient, but counts {float(count):g}\n"
+                "return the sum as torch computed it: without .item(), .detach() or no_grad"
+            )
         return nothing()
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
@@ -166,8 +171,10 @@ class Task:
         """The tensor that goes into the first stage."""
         x = batch if isinstance(batch, Tensor) else pair(batch)[0]
         if not isinstance(x, Tensor):
-            raise UserError(f"the input of the net is a {type(x).__name__}, and stages hand on one tensor\n"
-                            "use train_ddp.py, or --stages 1 with --shard")
+            raise UserError(
+                f"the input of the net is a {type(x).__name__}, and stages hand on one tensor\n"
+                "use train_ddp.py, or --stages 1 with --shard"
+            )
         return x
 
     def answered(self, out, batch, state):
@@ -209,8 +216,10 @@ class Answer(nn.Module):
 
     def forward(self, x):
         if id(x) not in self.answers:
-            raise UserError("in stages a task calls the net once, with the inputs as the batch has them\n"
-                            "use train_ddp.py, or --stages 1 with --shard")
+            raise UserError(
+                "in stages a task calls the net once, with the inputs as the batch has them\n"
+                "use train_ddp.py, or --stages 1 with --shard"
+            )
         return self.answers.pop(id(x))
 
 
@@ -239,6 +248,8 @@ def best_of(opts: Options, task: Task) -> tuple[str, int]:
     minimised = task.names[0]
     name = opts.best.removeprefix("-") or ("acc" if "acc" in task.shown else minimised)
     if name not in task.shown and opts.task != OWN:
-        raise UserError(f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, task.shown)}\n"
-                        f"it has {', '.join(task.shown)}; -NAME if lower is better")
+        raise UserError(
+            f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, task.shown)}\n"
+            f"it has {', '.join(task.shown)}; -NAME if lower is better"
+        )
     return f"val_{name}", -1 if opts.best.startswith("-") or name == minimised else 1

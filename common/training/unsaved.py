@@ -1,4 +1,5 @@
 """What a net remembers outside of its weights and buffers: no checkpoint holds it, a resumed run lacks it."""
+
 import hashlib
 import pickle
 import sys
@@ -25,9 +26,11 @@ def warn_of_unsaved(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         hook.remove()
         changed = [name for name in now if first.get(name) != now[name]]
         if changed and speaks_for_node():
-            say(f"warning: training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
+            say(
+                f"warning: training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
                 "         if the net reads it in a later step, make it a persistent buffer (register_buffer)",
-                sys.stderr)
+                sys.stderr,
+            )
 
     hook = optimizer.register_step_post_hook(look)
 

@@ -1,4 +1,5 @@
 """The processes of one life: they meet, agree, compute alike, leave."""
+
 from common.world.determinism import bit_differences, bit_facts
 from common.world.rendezvous import lifelines
 from common.world.world import (

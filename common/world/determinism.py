@@ -1,4 +1,5 @@
 """What decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start."""
+
 import os
 
 import torch
@@ -7,8 +8,12 @@ from common.options import Options
 from common.sampler import hash_seed
 
 FACTS = {  # {name in options.json: what it is}
-    "threads": "CPU threads per process", "device": "kind of device",
-    "optimizer": "implementation of the optimizer", "build": "build of torch", "processor": "CPU or GPU"}
+    "threads": "CPU threads per process",
+    "device": "kind of device",
+    "optimizer": "implementation of the optimizer",
+    "build": "build of torch",
+    "processor": "CPU or GPU",
+}
 MUST_MATCH = ("threads", "device", "optimizer")  # where another of the rest may give other bits: a warning
 
 
@@ -38,7 +43,8 @@ def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
         "device": device.type,
         "optimizer": "fused" if opts.torch_optimizer[1].get("fused") else "torch's choice",
         "build": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
-        "processor": processor}
+        "processor": processor,
+    }
 
 
 def bit_differences(was: dict[str, str | int], now: dict[str, str | int]) -> tuple[list[str], list[str]]:

@@ -1,4 +1,5 @@
 """The key-value store over which the ranks of one life find each other; empty at the start of a life."""
+
 import contextlib
 import fcntl
 import socket
@@ -12,9 +13,9 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.place import here
 
-ANSWER = timedelta(seconds=5)     # a process that is alive answers within
+ANSWER = timedelta(seconds=5)  # a process that is alive answers within
 MEETING = timedelta(seconds=120)  # for all ranks to come; then this life fails, and the agents meet again
-SIOCGIFADDR = 0x8915              # asks Linux for an interface's address
+SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
 def fresh_store(rank: int, size: int) -> dist.TCPStore:
@@ -73,10 +74,18 @@ def _open_store(host, port):
     listener = _listen(host, port)
     address, port, *_ = listener.getsockname()
     if address.startswith("127.") and host not in (address, "localhost") and place.size > place.local_size:
-        raise UserError(f"MASTER_ADDR={host} is {address} on this machine: others cannot reach it\n"
-                        "give each torchrun --local_addr=ADDRESS, its address in the network")
-    return dist.TCPStore(host, port, is_master=True, wait_for_workers=False,
-                         timeout=MEETING, master_listen_fd=listener.detach())
+        raise UserError(
+            f"MASTER_ADDR={host} is {address} on this machine: others cannot reach it\n"
+            "give each torchrun --local_addr=ADDRESS, its address in the network"
+        )
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=MEETING,
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _listen(host, port):

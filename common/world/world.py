@@ -1,4 +1,5 @@
 """The processes of one life: who is who, the device of each, and what they say to each other."""
+
 import atexit
 import contextlib
 import ctypes
@@ -23,10 +24,10 @@ from common.sampler import hash_seed
 from common.world.determinism import pin
 from common.world.rendezvous import ANSWER, fresh_store, interface_towards
 
-BROADCAST_BYTES = 1 << 28         # of one broadcast: bounds what the transport allocates
-WORKING = timedelta(hours=1)      # ranks that have met wait for one that reads a large checkpoint
-WATCHED = timedelta(days=1)       # a collective's time-out while the rescue ends hangs
-M_TRIM_THRESHOLD = -1             # of mallopt: which freed memory goes back to the kernel
+BROADCAST_BYTES = 1 << 28  # of one broadcast: bounds what the transport allocates
+WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
+WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
+M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
 M_MMAP_THRESHOLD = -3
 
 
@@ -70,13 +71,18 @@ class World:
         return "nccl" if self.device.type == "cuda" else "gloo"
 
     def device_names(self) -> list[str]:
-        return [f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-                for device in self.devices]
+        return [
+            f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
+            for device in self.devices
+        ]
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
-        return {f"MiB_{device.index}": torch.cuda.memory_allocated(device) >> 20
-                for device in self.devices if device.type == "cuda"}
+        return {
+            f"MiB_{device.index}": torch.cuda.memory_allocated(device) >> 20
+            for device in self.devices
+            if device.type == "cuda"
+        }
 
     # ---- collectives ------------------------------------------------------------------------------
     def all_sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None, ranks: int = 0) -> Tensor:
@@ -113,10 +119,11 @@ class World:
         if stages == 1:
             return self
         ranks = range(self.size)
-        replicas = [dist.new_group(ranks[first:first + stages], timeout) for first in ranks[::stages]]
+        replicas = [dist.new_group(ranks[first : first + stages], timeout) for first in ranks[::stages]]
         peers = [dist.new_group(ranks[stage::stages], timeout) for stage in range(stages)]
-        return replace(self, stages=stages, stage_group=replicas[self.rank // stages],
-                       peers=peers[self.rank % stages])
+        return replace(
+            self, stages=stages, stage_group=replicas[self.rank // stages], peers=peers[self.rank % stages]
+        )
 
     def watched(self) -> None:
         """From now on the rescue ends hangs: collectives wait, however long a step or a save takes."""
@@ -168,11 +175,13 @@ def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
         for name, value in other.items():
             first = every[0].get(name)
             if value != first:
-                raise UserError(f"the ranks run different things: rank 0 has {name} {first}, "
-                                f"rank {rank} has {name} {value}\n"
-                                "give every node the same code, environment, data and options\n"
-                                "seed what is drawn at random: torch.manual_seed(0), "
-                                "numpy.random.default_rng(0)")
+                raise UserError(
+                    f"the ranks run different things: rank 0 has {name} {first}, "
+                    f"rank {rank} has {name} {value}\n"
+                    "give every node the same code, environment, data and options\n"
+                    "seed what is drawn at random: torch.manual_seed(0), "
+                    "numpy.random.default_rng(0)"
+                )
 
 
 def send(world: World, data: bytes | None, source: int) -> bytes:
@@ -188,11 +197,12 @@ def send(world: World, data: bytes | None, source: int) -> bytes:
 def odd_ranks(world: World, numbers: list[int]) -> list[int] | None:
     """None if the ranks of each stage have equal integers; else those in the minority, [] without one."""
     rows = [tuple(row.tolist()) for row in world.all_gather(torch.tensor(numbers))]
-    stages = [rows[stage::world.stages] for stage in range(world.stages)]
+    stages = [rows[stage :: world.stages] for stage in range(world.stages)]
     if all(stage.count(stage[0]) == len(stage) for stage in stages):
         return None
-    odd = [rank for rank, row in enumerate(rows)
-           if 2 * stages[rank % world.stages].count(row) <= world.replicas]
+    odd = [
+        rank for rank, row in enumerate(rows) if 2 * stages[rank % world.stages].count(row) <= world.replicas
+    ]
     return odd if len(odd) < world.size else []
 
 
@@ -226,8 +236,17 @@ def join(opts: Options) -> World:
         if place.rank == 0:
             store.set("life", life)
         life = store.get("life").decode()
-    world = World(place.rank, place.size, place.local_rank, place.local_size, place.node, devices, life,
-                  place.restart, store)
+    world = World(
+        place.rank,
+        place.size,
+        place.local_rank,
+        place.local_size,
+        place.node,
+        devices,
+        life,
+        place.restart,
+        store,
+    )
     return world.in_stages(opts.stages or place.size if opts.script == "mp" else 1, timeout)
 
 
@@ -270,8 +289,10 @@ def choose_devices(opts: Options, local_rank: int, local_size: int) -> tuple[tor
     count = torch.cuda.device_count() if opts.device != "cpu" else 0
     if opts.device == "cuda" and not count:
         visible = ",".join(here().gpus) or "none"
-        raise UserError(f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {visible})\n"
-                        "use --device cpu, or make a GPU visible")
+        raise UserError(
+            f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {visible})\n"
+            "use --device cpu, or make a GPU visible"
+        )
     if opts.devices:
         return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
     if not count:
@@ -281,8 +302,10 @@ def choose_devices(opts: Options, local_rank: int, local_size: int) -> tuple[tor
     if count == 1 and here().gpus:  # each process sees its own: --gpus-per-task
         return (torch.device("cuda", 0),)
     if local_size > count:
-        raise UserError(f"{local_size} processes on this machine but {count} GPUs are visible\n"
-                        f"start at most {count} (--nproc_per_node={count}), or use --device cpu")
+        raise UserError(
+            f"{local_size} processes on this machine but {count} GPUs are visible\n"
+            f"start at most {count} (--nproc_per_node={count}), or use --device cpu"
+        )
     return (torch.device("cuda", local_rank),)
 
 
@@ -301,6 +324,11 @@ def _init_process_group(store, place, device, timeout):
         # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer step
         # uses garbage
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=place.rank,
-                            world_size=place.size, timeout=timeout,
-                            device_id=device if device.type == "cuda" else None)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore("group", store),
+        rank=place.rank,
+        world_size=place.size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )

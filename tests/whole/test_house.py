@@ -198,9 +198,9 @@ def test_no_file_names_a_place_of_one_machine():
             assert not named, f"{path.relative_to(ROOT)}: {named[0]}"
 
 
-def test_ruff_finds_nothing():
+@pytest.mark.parametrize("words", ["check --output-format concise", "format --diff"])
+def test_ruff_finds_nothing(words):
     pytest.importorskip("ruff")
-    done = subprocess.run([sys.executable, "-m", "ruff", "check", "--no-cache", "--output-format", "concise"],
-                          cwd=ROOT,
+    done = subprocess.run([sys.executable, "-m", "ruff", *words.split(), "--no-cache"], cwd=ROOT,
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
