@@ -142,7 +142,7 @@ class Run:
             self.rescue.save_asked = False
             self.store.save(state)  # copies; a thread writes
         self.store.check()
-        if self.rescue.asked:
+        if self.rescue.leaves:
             state.updates.settle()  # what a GPU has still to do
             self.rescue.leave()
 

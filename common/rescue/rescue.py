@@ -73,7 +73,7 @@ class Saved(NamedTuple):
 
 
 class Rescue:
-    """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.asked` each step."""
+    """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.leaves` each step."""
 
     def __init__(
         self,
@@ -90,6 +90,7 @@ class Rescue:
         self.closing = closing  # called before this process ends early
         self.save_asked = False  # a person has asked for a save
         self.stop_asked = ""  # a person has asked for the end: a file in RUN/control/
+        self.all_know = False  # of a signal to any rank
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
         self.watch = Watch(state, world, self._end_for_the_main_thread)
 
@@ -129,19 +130,31 @@ class Rescue:
         """Why this rank shall stop: the name of a signal, or of a file in RUN/control/; or empty."""
         return self.stop_asked or self.watch.asked
 
+    @property
+    def leaves(self) -> bool:
+        """Whether this rank leaves after this step.
+
+        Stages save parts of one step: all leave after that in which `all_sum` told all of the signal.
+        """
+        together = self.state.opts.script == "mp"
+        return bool(self.stop_asked or (self.all_know if together else self.watch.asked))
+
     def leave(self) -> None:
         """Saves the whole step and exits."""
+        self.watch.asked = self.watch.asked or "a signal to another rank"
         self.end(self._reason_of(None))
 
     def all_sum(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place; the same collective tells all ranks what a person asks for.
+        """Sum over ranks, in place; it also tells all ranks of a signal, and what a person asks for.
 
         Call it at each logged step, on every rank: rank 0 looks into RUN/control/.
         """
         asks = [self.world.rank == 0 and self._control(name).exists() for name in CONTROLS]
+        asks.append(bool(self.watch.asked))
         sums = self.world.all_sum(torch.cat([totals.flatten(), torch.tensor(asks).to(totals)]))
-        totals.copy_(sums[: -len(CONTROLS)].view_as(totals))
-        save, stop = sums[-len(CONTROLS) :].tolist()
+        totals.copy_(sums[: -len(asks)].view_as(totals))
+        save, stop, signalled = sums[-len(asks) :].tolist()
+        self.all_know = self.all_know or bool(signalled)
         if save:
             self.save_asked = True
             self._forget("save")
