@@ -366,6 +366,8 @@ class Writer:
             files |= {f"{name}/{file}": table for file, table in part["files"].items()}
         record = max(records, key=lambda record: record.get("step", -1))
         self._write_manifest(gathered, facts | {"record": record}, files)
+        for name in map(part_name, range(self.layout.parts)):
+            os.stat(gathered / name)  # gone if another rank has named it, and a third made it anew
         folder = self._name(gathered, facts["step"])
         for old in self.staging.glob("gathered-*"):  # its missing part will not come any more
             if int(old.name.split("-")[1]) < facts["step"]:
