@@ -17,7 +17,8 @@ and the last rank to finish names it:
     .life-L/gathered-N-STATE/part-00002/    another's
     step-N/                                 the same folder, once it holds all parts and a manifest
 No rank waits for another, there is no lock and no collective. Of two ranks with the same part the first is
-taken. If a part never comes, the checkpoint before stays the newest.
+taken; of those that see all parts, the one that renames the folder to a name of its own completes it. If a
+part never comes, the checkpoint before stays the newest.
 
 Nothing is parsed before it is verified, and no file decides how much memory is allocated: the manifest is
 bounded and sealed, its tables are compared with what this run needs, hashes with what was read.
@@ -352,23 +353,29 @@ class Writer:
                 raise
             delete(aside)
         disk.sync_folder(gathered)
+        mine = self.staging / f"whole-{uuid.uuid4().hex[:12]}"
         try:
-            return self._complete(gathered, facts)
-        except FileNotFoundError:  # a part is missing, or another rank has named the checkpoint
-            self.check_staging(facts["step"])
+            for number in range(self.layout.parts):
+                os.stat(gathered / part_name(number))
+            os.rename(gathered, mine)  # of those that see all parts one has them; later ones begin anew
+            return self._complete(mine, facts)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.rename(mine, gathered)
+            if not isinstance(error, FileNotFoundError):
+                raise
+            self.check_staging(facts["step"])  # a part is missing, or another rank names the checkpoint
 
-    def _complete(self, gathered, facts):
+    def _complete(self, mine, facts):
         records = []
         files = {}
         for name in map(part_name, range(self.layout.parts)):
-            part = unseal(disk.read_small(gathered / name / PART, MOST_BYTES), PART)
+            part = unseal(disk.read_small(mine / name / PART, MOST_BYTES), PART)
             records.append(part["record"])
             files |= {f"{name}/{file}": table for file, table in part["files"].items()}
         record = max(records, key=lambda record: record.get("step", -1))
-        self._write_manifest(gathered, facts | {"record": record}, files)
-        for name in map(part_name, range(self.layout.parts)):
-            os.stat(gathered / name)  # gone if another rank has named it, and a third made it anew
-        folder = self._name(gathered, facts["step"])
+        self._write_manifest(mine, facts | {"record": record}, files)
+        folder = self._name(mine, facts["step"])
         for old in self.staging.glob("gathered-*"):  # its missing part will not come any more
             if int(old.name.split("-")[1]) < facts["step"]:
                 delete(old)

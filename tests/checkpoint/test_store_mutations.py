@@ -93,6 +93,9 @@ MUTANTS = {
                                          "contradicting_options_and_changed_data_are_refused_with_both_values"),
     "a checkpoint of another run is let in": ("checkpoint.store", "            if run != self.writer.run:", "            if False:",
                                               "identity", "a_checkpoint_of_another_run_is_no_damage_and_is_refused"),
+    "two ranks complete one folder": (
+        "checkpoint.folder", "            os.rename(gathered, mine)", "            mine = gathered",
+        "parts", "a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_named"),
     "damage that one rank found is overlooked": (
         "checkpoint.load", "    return not any(outcomes)", "    return True",
         "parts", "damage_that_one_rank_alone_reads_makes_all_take_the_one_before", "part-00002/", "model"),

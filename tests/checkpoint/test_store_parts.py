@@ -1,6 +1,7 @@
 """A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever it is."""
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from common.checkpoint import CheckpointStore, load
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import checkpoints, describe
+from common.checkpoint.folder import Writer, checkpoints, describe
 from common.checkpoint.tensors import read_file, write_file
 from common.errors import UserError
 from common.training import TrainState, build_optimizer
@@ -34,6 +35,31 @@ def store_of(world, folder, said, odd=None):
         net.append(nn.Linear(2, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
     return CheckpointStore(opts, world, "f" * 64, report=said.append), state
+
+
+def test_a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_named(tmp_path, monkeypatch):
+    """Two ranks see all parts at once; what a third adds later must not become the newest checkpoint."""
+    def commit(number):
+        layout = SimpleNamespace(parts=2, number=number, rows={})
+        writer = Writer(tmp_path / "checkpoints", "life", "run", layout)
+        return writer.commit({"model": {f"w{number}": torch.ones(2)}, "optimizer": {}}, facts)
+
+    def others_are_faster(source, target):
+        if Path(source).name.startswith("gathered-") and Path(source).is_dir():
+            monkeypatch.setattr(os, "rename", rename)
+            assert commit(1).name == "step-00000005"
+            assert commit(0) is None
+        rename(source, target)
+
+    (tmp_path / "checkpoints/.life-life").mkdir(parents=True)
+    facts = {"step": 5, "epoch": 0, "record": {}, "judged": {}}
+    rename = os.rename
+    assert commit(0) is None
+    monkeypatch.setattr(os, "rename", others_are_faster)
+    assert commit(1) is None
+    assert [describe(*found)[0] for found in checkpoints(tmp_path / "checkpoints")] == [True]
+    assert commit(1).name == "step-00000005.1", "the third one's part is still there"
+    assert [describe(*found)[0] for found in checkpoints(tmp_path / "checkpoints")] == [True, True]
 
 
 def flip(path, at=-1):
