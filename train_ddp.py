@@ -22,7 +22,6 @@ from common.run import Run
 from common.training import backward, build_optimizer, cross_check, distribute, evaluate, find_task, prepare
 
 
-@guarded
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
     task = find_task(opts)  # what is minimised and shown
@@ -45,4 +44,5 @@ def main(opts):
 
 
 if __name__ == "__main__":
-    main(OPTIONS)
+    with guarded(debug=OPTIONS.debug):  # mistakes are told in three lines
+        main(OPTIONS)

@@ -22,7 +22,6 @@ from common.run import Run
 from common.training import build_optimizer, evaluate, find_task
 
 
-@guarded
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
     world, task = run.world, find_task(opts)  # what is minimised and shown
@@ -47,4 +46,5 @@ def main(opts):
 
 
 if __name__ == "__main__":
-    main(OPTIONS)
+    with guarded(debug=OPTIONS.debug):  # mistakes are told in three lines
+        main(OPTIONS)

@@ -11,7 +11,6 @@ network, memory, a peer) is raised as it is: a crash, exit code 1, and a restart
 import contextlib
 import difflib
 import errno
-import functools
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from common.place import here
 
@@ -33,18 +32,10 @@ class UserError(Exception):
         self.code = code
 
 
-PASSING_TYPES = (MemoryError, ConnectionError, TimeoutError, BrokenPipeError, ChildProcessError)
-PASSING_NAMES = {
-    "OutOfMemoryError",
-    "AcceleratorError",
-    "DistError",
-    "DistBackendError",
-    "DistNetworkError",
-    "DistStoreError",
-}  # torch's
-PASSING_WORDS = re.compile(
-    r"gloo|nccl|CUDA error|CUDA driver|CUDNN_|CUBLAS_|can't allocate memory|"
-    r"can't start new thread|DataLoader worker \(pid",
+PASSING_TYPES = (MemoryError, ConnectionError, TimeoutError)
+PASSING = re.compile(  # `TYPE: MESSAGE` of a RuntimeError; the types are torch's
+    r"^(OutOfMemory|Accelerator|Dist\w*)Error:|gloo|nccl|CUDA error|CUDA driver|CUDNN_|CUBLAS_|"
+    r"can't allocate memory|can't start new thread|DataLoader worker \(pid",
     re.IGNORECASE,
 )
 LASTING = {
@@ -59,8 +50,11 @@ LASTING = {
     None,
 }  # of an OSError; None: a library's own, as of a damaged picture
 OURS = Path(__file__).parents[1]
-LIBRARIES = (Path(os.__file__).parent, Path(sys.prefix, "lib"), OURS / "common", OURS / "launch")
-SCRIPTS = [OURS / f"train_{name}.py" for name in ("ddp", "dp", "mp")]
+FOREIGN = (  # files and folders that are no user's
+    Path(os.__file__).parent,
+    Path(sys.prefix, "lib"),
+    *(OURS / name for name in ("common", "launch", "train_ddp.py", "train_dp.py", "train_mp.py")),
+)
 RANK_0_SECONDS = 0.5  # before it leaves: its store ends with it
 OTHER_RANKS_SECONDS = 3.0  # before they print: the agent ends them first if all have the error
 MEND = "mend it, then start again; --debug shows the whole stack"
@@ -71,11 +65,11 @@ REPLACE = "replace the layer that needs it (--debug shows where), or leave out -
 def may_pass(error: BaseException | None) -> bool:
     """Whether another try may succeed: a disk, a network, memory or a peer has failed."""
     while error is not None:
-        if isinstance(error, PASSING_TYPES) or type(error).__name__ in PASSING_NAMES:
+        if isinstance(error, PASSING_TYPES):
             return True
         if isinstance(error, OSError) and error.errno not in LASTING:
             return True
-        if isinstance(error, RuntimeError) and PASSING_WORDS.search(str(error)):
+        if isinstance(error, RuntimeError) and PASSING.search(f"{type(error).__name__}: {error}"):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -83,30 +77,25 @@ def may_pass(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def blamed(what: str = "", way_out: str = MEND) -> Iterator[None]:
-    """Any error of the block becomes a UserError, unless it is one or `may_pass`."""
+    """Any error of the block becomes a UserError if it is one of `what` or of a user's file.
+
+    One that `may_pass` is raised as it is.
+    """
     try:
         yield
+    except UserError:
+        raise
     except Exception as error:
-        told = explained(error, what, way_out)
-        if told is error:
+        if NO_FIXED_BITS in str(error):
+            what = what or "--virtual-ranks"
+            way_out = REPLACE
+        place = users_line(error)
+        if may_pass(error) or not (what or place):
             raise
-        raise told from error
-
-
-def explained(error: Exception, what: str = "", way_out: str = MEND) -> Exception:
-    """The UserError for an error of `what` or of a user's file; else, or if it may pass, the same error."""
-    if isinstance(error, UserError) or may_pass(error):
-        return error
-    if NO_FIXED_BITS in str(error):
-        what = what or "--virtual-ranks"
-        way_out = REPLACE
-    place = users_line(error)
-    if not (what or place):
-        return error
-    fact = f"{type(error).__name__}: {one_line(error)}"
-    if what:
-        fact = f"{what}: {fact}"
-    return UserError("\n".join(line for line in (fact, place, way_out) if line))
+        fact = f"{type(error).__name__}: {one_line(error)}"
+        if what:
+            fact = f"{what}: {fact}"
+        raise UserError("\n".join(line for line in (fact, place, way_out) if line)) from error
 
 
 def users_line(error: BaseException) -> str:
@@ -115,8 +104,7 @@ def users_line(error: BaseException) -> str:
         return f"{error.filename}, line {error.lineno}: {(error.text or '').strip()[:80]}"
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
-        foreign = path in SCRIPTS or any(path.is_relative_to(folder) for folder in LIBRARIES)
-        if path.is_file() and not foreign:
+        if path.is_file() and not any(path.is_relative_to(place) for place in FOREIGN):
             return f"{path}, line {frame.lineno}: {(frame.line or '')[:80]}"
     return ""
 
@@ -162,28 +150,23 @@ def fill_closed_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w")
 
 
-def guarded(main: Callable[..., Any], what: str = "") -> Callable[..., Any]:
-    """`main` of a training (of its Options) or of a command, whose errors are told in three lines.
+@contextlib.contextmanager
+def guarded(what: str = "", debug: bool = False) -> Iterator[None]:
+    """Round a whole training or command: its errors are told in three lines, with their exit code.
 
-    Errors of `what`, and of a user's files, end the process with their exit code; others are crashes.
+    Errors of `what`, and of a user's files, end the process so; others are crashes. `debug` shows all stacks.
     """
-
-    @functools.wraps(main)
-    def run(*args):
-        fill_closed_streams()
-        try:
-            code = main(*args)
-            Outlet(sys.stdout).write()  # at exit, what cannot be written would be an error once more
-            return code
-        except KeyboardInterrupt:
-            sys.exit(130)
-        except Exception as error:
-            told = explained(error, what, "")
-            if not isinstance(told, UserError) or args and getattr(args[0], "debug", False):
-                raise
-            end(told)
-
-    return run
+    fill_closed_streams()
+    try:
+        with blamed(what, ""):
+            yield
+        Outlet(sys.stdout).write()  # at exit, what cannot be written would be an error once more
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except UserError as error:
+        if debug:
+            raise
+        end(error)
 
 
 def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
@@ -192,7 +175,8 @@ def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's stream has none
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        return guarded(act, what)()
+        with guarded(what):
+            return act()
     except BrokenPipeError:  # `| head` has seen enough
         Outlet(sys.stdout).write()
         return 141
@@ -207,7 +191,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
     first gives the agent some seconds to end it, if all have the error.
     """
     is_rank = "RANK" in os.environ
-    first = speaks_for_node()
+    first = here().speaks
     if not first and not shared:
         time.sleep(OTHER_RANKS_SECONDS)
     if first or not shared:
@@ -231,23 +215,12 @@ def note_reason(text: str) -> None:
             Path(path).write_text(f"{text}\n")
 
 
-def speaks_for_node() -> bool:
-    """Whether this process prints errors for its machine.
-
-    That is local rank 0, a process without ranks, or one whose rank variables contradict each other.
-    """
-    try:
-        return here().speaks
-    except ValueError:
-        return True
-
-
 def dismiss_agent() -> None:
     """Stops torchrun where restarts cannot help: --max_restarts=100 would print the same error 100 times."""
+    place = here()
     try:
-        place = here()
         command = Path(f"/proc/{place.agent_pid}/cmdline").read_bytes()
-    except (ValueError, OSError):
+    except OSError:
         return
     is_agent = b"torchrun" in command or b"torch.distributed" in command
     if place.agent and place.restarts_left > 0 and is_agent:

@@ -6,7 +6,6 @@ here, and nothing of common/.
 
 import contextlib
 import ctypes
-import hashlib
 import os
 import signal
 import socket
@@ -15,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+NO_NUMBER = -1  # in place of a number that the environment does not give rightly
 DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead
 
 
@@ -26,7 +27,6 @@ class Place:
     size: int
     local_rank: int  # on this machine; if it is not set, all ranks are on one
     local_size: int
-    node: int  # number of this machine
     address: str  # where rank 0 listens
     port: int
     agent: str  # run id of torchrun's agent above this process; empty without one
@@ -40,45 +40,39 @@ class Place:
     gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES; empty if it is not set, or hides all
 
     @property
+    def can_meet(self) -> bool:
+        """Whether the variables that ranks need to meet are there, and fit each other."""
+        in_range = 0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size
+        return in_range and (self.size == 1 or self.address != "" and self.port != NO_NUMBER)
+
+    @property
     def speaks(self) -> bool:
         """Whether this process prints what concerns its machine."""
-        return self.local_rank == 0
+        return self.local_rank == 0 or not self.can_meet
 
 
-def here(environ: Mapping[str, str] = os.environ) -> Place:
-    """This process's place; ValueError for variables that contradict each other."""
-    rank = _number(environ, "RANK", 0)
-    size = _number(environ, "WORLD_SIZE", 1)
-    local_rank = _number(environ, "LOCAL_RANK", rank)
-    local_size = _number(environ, "LOCAL_WORLD_SIZE", size)
-    restart = _number(environ, "TORCHELASTIC_RESTART_COUNT", 0)
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
-    if size > 1 and missing or rank and "WORLD_SIZE" in missing:
-        raise ValueError(
-            f"RANK={rank} and WORLD_SIZE={size}, but {missing[0]} is not set\n"
-            "start with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
-    if not (rank < size and local_rank < local_size <= size):
-        raise ValueError(
-            f"RANK={rank} with WORLD_SIZE={size}, LOCAL_RANK={local_rank} with LOCAL_WORLD_SIZE="
-            f"{local_size}\nranks go from 0 to WORLD_SIZE - 1, local ranks likewise"
-        )
+def here() -> Place:
+    """This process's place, as the environment has it."""
+    environ = os.environ
+    size = _number("WORLD_SIZE", 1)
+    rank = _number("RANK", 0 if size == 1 else NO_NUMBER)
+    local_size = _number("LOCAL_WORLD_SIZE", size)
+    restart = _number("TORCHELASTIC_RESTART_COUNT", 0)
     error_file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     in_folder = error_file.match(f"attempt_{restart}/*/*")
     gpus = environ.get("CUDA_VISIBLE_DEVICES", "")
     return Place(
         rank=rank,
         size=size,
-        local_rank=local_rank,
+        local_rank=_number("LOCAL_RANK", rank),
         local_size=local_size,
-        node=_number(environ, "GROUP_RANK", rank // local_size),
         address=environ.get("MASTER_ADDR", ""),
-        port=_number(environ, "MASTER_PORT", 0) if size > 1 else 0,  # Kubernetes may set it to tcp://...
+        port=_number("MASTER_PORT", NO_NUMBER),
         agent=environ.get("TORCHELASTIC_RUN_ID", ""),
-        agent_pid=_number(environ, "LAUNCHER_PID", os.getppid()),  # above its fork server
+        agent_pid=_number("LAUNCHER_PID", os.getppid()),  # above its fork server
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=restart,
-        restarts_left=_number(environ, "TORCHELASTIC_MAX_RESTARTS", restart) - restart,
+        restarts_left=_number("TORCHELASTIC_MAX_RESTARTS", restart) - restart,
         notes=error_file.parents[2] if in_folder else None,
         slurm_job=environ.get("SLURM_JOB_ID", ""),
         launched="LAUNCHER_PID" in environ,
@@ -86,12 +80,15 @@ def here(environ: Mapping[str, str] = os.environ) -> Place:
     )
 
 
-def _number(environ, name, default):
-    text = environ.get(name, str(default))
-    if text.isascii() and text.isdecimal():
-        return int(text)
-    raise ValueError(
-        f"{name}={text!r} is not a whole number\nunset it, or start with torchrun, which sets it"
+def _number(name, default):
+    text = os.environ.get(name, str(default))
+    return int(text) if text.isascii() and text.isdecimal() else NO_NUMBER
+
+
+def meeting_variables() -> str:
+    """What the environment has of them, for an error."""
+    return ", ".join(
+        f"{name}={os.environ[name]!r}" if name in os.environ else f"{name} is not set" for name in MEETING
     )
 
 
@@ -119,12 +116,6 @@ def die_with_the_parent() -> None:
 
 
 # ---- machines and processes -----------------------------------------------------------------------
-def machine_id() -> int:
-    """This machine, or this container on it, in this boot, as a number that ranks can gather."""
-    name = f"{socket.gethostname()} {_this_boot()}"
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-
-
 def _this_boot():
     """Names the boot and the container in which a pid is unique."""
     try:
@@ -158,9 +149,10 @@ def this_process() -> dict[str, Any]:
 
 
 def _named(pid):
-    """A pid alone may be reused."""
+    """A pid and its start, for a pid alone may be reused; one that has ended has no start."""
     found = _state(pid)
-    return f"{pid}/{found[1] if found else None}"
+    lives = found and found[0] not in DEAD
+    return f"{pid}/{found[1] if lives else None}"
 
 
 def _state(pid):
@@ -176,9 +168,7 @@ def has_ended(holder: Mapping[str, str], name: str) -> bool:
     """Whether the holder's "process", or its "agent", is known to have ended: only on the same machine."""
     if not holder.get("machine") or holder["machine"] != _this_boot():
         return False
-    pid, _, started = str(holder.get(name)).partition("/")
-    found = _state(pid)
-    return found is None or str(found[1]) != started or found[0] in DEAD
+    return _named(holder[name].partition("/")[0]) != holder[name]
 
 
 class Ending(NamedTuple):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
-from common.errors import UserError, blamed, one_line, say, speaks_for_node
+from common.errors import UserError, blamed, one_line, say
+from common.place import here
 from common.sampler import hash_seed, seeded, uniforms
 
 DEFAULT_LENGTH = 128  # tokens per sample; text:LENGTH and tokens:LENGTH change it
@@ -171,7 +172,7 @@ class DatasetSplit:
             facts = self._sizes_of(id)
             if facts == self._sizes_of(id):
                 yield facts
-            elif speaks_for_node():
+            elif here().speaks:
                 say(
                     f"warning: {self.name}: sample {id} is another one each time it is read, so no restart "
                     "is exact\n         let it draw from torch, random or numpy.random, which are seeded",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import UserError, blamed, did_you_mean, end, fill_closed_streams, say, speaks_for_node
+from common.errors import UserError, blamed, did_you_mean, end, fill_closed_streams, say
 from common.options.rules import (
     DATASETS,
     OURS,
@@ -30,7 +30,7 @@ from common.options.rules import (
     keywords,
     uses,
 )
-from common.place import die_with_the_parent, here, note_that_it_waits
+from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
 
 Values = dict[str, Any]  # of fields, by name
 RATES = {  # torch's own where they are not 1e-3; tests/training compares them with torch
@@ -332,7 +332,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
 
     def print_help(self, file=None):
-        if speaks_for_node():
+        if here().speaks:
             say(self.format_help())
 
 
@@ -365,10 +365,12 @@ def reader(field):
 def begin_life() -> None:
     """Call first in every process; UserError if it cannot meet others."""
     fill_closed_streams()
-    try:
-        place = here()
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    place = here()
+    if not place.can_meet:
+        raise UserError(
+            f"ranks cannot meet with {meeting_variables()}\n"
+            "start with torchrun, or set RANK (0 to WORLD_SIZE - 1), WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
     if place.agent:
         die_with_the_parent()
     note_that_it_waits(True)

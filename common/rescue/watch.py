@@ -25,7 +25,7 @@ from torch import nn
 
 from common.errors import say
 from common.options import Options
-from common.place import end_of, here, machine_id
+from common.place import end_of, here, this_process
 from common.world import World, gather_texts, lifelines
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
@@ -103,7 +103,7 @@ class Watch:
     def start(self) -> None:
         """Call it on every rank, in the main thread."""
         world = self.world
-        texts = gather_texts(world, f"{os.getpid()} {socket.gethostname()} {machine_id()}")
+        texts = gather_texts(world, f"{os.getpid()} {socket.gethostname()} {this_process()['machine']}")
         self.processes = [text.split() for text in texts]
         self.lines = lifelines(world.store, world.rank, world.size) if world.store else []
         for line in self.lines:
@@ -222,8 +222,8 @@ class Watch:
         """How a rank of this machine has ended, one that was killed if any; its launcher knows it late."""
         deadline = time.monotonic() + seconds
         while True:
-            for rank, (pid, _, machine) in enumerate(self.processes):
-                ending = end_of(int(pid)) if machine == self.processes[self.world.rank][2] else None
+            for rank, (pid, *machine) in enumerate(self.processes):
+                ending = end_of(int(pid)) if machine == self.processes[self.world.rank][1:] else None
                 if ending and (ending.killed or not self.death.how):
                     self.death = Death(f"rank {rank} (pid {pid}) {ending.words}", rank, *ending)
             if self.death.killed or time.monotonic() >= deadline:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from common.errors import say, speaks_for_node
+from common.errors import say
+from common.place import here
 from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(nn.Module()))  # what each module has for itself
@@ -25,7 +26,7 @@ def warn_of_unsaved(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             return
         hook.remove()
         changed = [name for name in now if first.get(name) != now[name]]
-        if changed and speaks_for_node():
+        if changed and here().speaks:
             say(
                 f"warning: training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
                 "         if the net reads it in a later step, make it a persistent buffer (register_buffer)",

@@ -39,7 +39,6 @@ class World:
     size: int
     local_rank: int
     local_size: int
-    node: int
     devices: tuple[torch.device, ...]
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     restart: int
@@ -241,7 +240,6 @@ def join(opts: Options) -> World:
         place.size,
         place.local_rank,
         place.local_size,
-        place.node,
         devices,
         life,
         place.restart,

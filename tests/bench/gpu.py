@@ -99,7 +99,7 @@ def step_times(args, device):
     for name in args.nets.split(","):
         model, batch, shape, more = (TINY if args.tiny else NETS)[name]
         for compiled in (False, True) if args.compile else (False,):
-            world = World(0, 1, 0, 1, 0, (device,), "bench", 0)
+            world = World(0, 1, 0, 1, (device,), "bench", 0)
             opts = Options(model=model, global_batch_size=batch, optimizer="adam", compile=compiled,
                            device=device.type, tensorboard=False, **more)
             data, draw = data_of(shape)
@@ -118,7 +118,7 @@ def save_stall(args, device):
     width, layers = (64, 2) if args.tiny else (4096, 16)  # 1 GiB of weights, three times that with Adam's
     with tempfile.TemporaryDirectory() as folder:
         opts = parse_options("", [f"--run-dir={folder}/run", f"--device={device.type}"], script="ddp")
-        world = World(0, 1, 0, 1, 0, (device,), "bench", 0)
+        world = World(0, 1, 0, 1, (device,), "bench", 0)
         net = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
         state = TrainState(net, build_optimizer(net, opts), opts, 64)
         store = CheckpointStore(opts, world)

@@ -135,7 +135,7 @@ def test_a_stage_that_its_replicas_hold_differently_is_refused_by_all(tmp_path, 
 
 def test_stages_whose_machines_have_run_folders_of_their_own_are_refused_and_leave_nothing_there(tmp_path):
     def live(world):
-        store, state = store_of(world, tmp_path / f"node{world.node}", [])
+        store, state = store_of(world, tmp_path / f"node{world.rank // world.local_size}", [])
         with pytest.raises(UserError, match="rank 1 does not see the folder of rank 0") as error:
             store.restore(state)
         end(store)
@@ -289,7 +289,7 @@ def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the
         save(life, 1), save(life, 2)
 
     def live(world):
-        opts, real, count = options(tmp_path / f"node{world.node}"), load.sha, []
+        opts, real, count = options(tmp_path / f"node{world.rank // world.local_size}"), load.sha, []
 
         def sha(data):
             count.append(data)

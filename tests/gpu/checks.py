@@ -50,7 +50,7 @@ def late_copy(device="cuda:0"):
     width = 4096 if device != "cpu" else 64
     with tempfile.TemporaryDirectory() as run:
         opts = parse_options("", [f"--run-dir={run}/run", "--ema-decay=0.5"], script="ddp")
-        world = World(0, 1, 0, 1, 0, (torch.device(device),), "life", 0)
+        world = World(0, 1, 0, 1, (torch.device(device),), "life", 0)
         net = nn.Sequential(*(nn.Linear(width, width) for _ in range(16))).to(device)
         state = TrainState(net, build_optimizer(net, opts), opts, 64)
         store = CheckpointStore(opts, world)

@@ -161,12 +161,12 @@ def test_a_restart_may_change_exactly_the_free_flags(name):
 # ---- the environment ------------------------------------------------------------------------------
 @pytest.mark.parametrize(("change", "word"), [
     ({"RANK": "abc"}, "RANK='abc'"),
-    ({"RANK": "2"}, "RANK=2 with WORLD_SIZE=2"),
+    ({"RANK": "2"}, "RANK='2', WORLD_SIZE='2'"),
     ({"RANK": None}, "RANK is not set"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
     ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None, "RANK": "1"}, "WORLD_SIZE is not set"),
-    ({"LOCAL_RANK": "2"}, "LOCAL_RANK=2"),
-    ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3"),
+    ({"LOCAL_RANK": "2"}, "LOCAL_RANK='2'"),
+    ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE='3'"),
     ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
     ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
 ])

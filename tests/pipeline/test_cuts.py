@@ -64,7 +64,7 @@ def over(devices, net, shape=(4,), **flags):
     """The net in stages over these devices of one process."""
     opts = Options(script="mp", **flags)
     data = SimpleNamespace(train=Samples(torch.rand(2, *shape), torch.zeros(2, dtype=torch.int64)))
-    world = World(0, 1, 0, 1, 0, tuple(map(torch.device, devices.split())), "life", 0)
+    world = World(0, 1, 0, 1, tuple(map(torch.device, devices.split())), "life", 0)
     return split(net, opts, world, data, find_task(opts))
 
 

@@ -112,7 +112,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
             dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank,
                                     world_size=size,
                                     timeout=patience)
-        world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size, node=node,
+        world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size,
                       devices=(torch.device("cpu"),), life=life, restart=0, store=store)
         answer, code = (True, function(world, *args)), 0
     except SystemExit as error:
