@@ -1,7 +1,6 @@
 """Datasets as batches: the same numbers at any world size."""
 
-from common.data.datasets import load_data, preload
-from common.data.loading import Batch, batches, forward_sizes, loaded
+from common.data.loading import Batch, batches, forward_sizes, load_data, loaded, preload
 from common.data.splits import Data, leaves, map_tensors
 
 __all__ = [

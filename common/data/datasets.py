@@ -1,113 +1,231 @@
-"""The datasets: this project's by name, and a user's own from a file; opened before the first step.
+"""The datasets by name, each a function of the options that returns a Data.
 
-To add one: write a function of the options that returns a Data, add a line to DATASETS below, and a line to
-DATASETS in common/options/rules.py. Code that lives elsewhere needs no edit here: use `--dataset
+To add one: write such a function, add a line to DATASETS below, and a line to DATASETS in
+common/options/rules.py. Code that lives elsewhere needs no edit here: use `--dataset
 path/to/file.py:function`. Nothing in a file is ever executed.
+
+--dataset imagefolder --data-dir DIR                       # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
+--dataset text:128 --data-dir FILE                         # each byte is a token; the last tenth tests
+--dataset tokens:1024 --data-dir DIR --vocab-size 50304    # DIR/train.bin and DIR/val.bin, on disk
 """
 
+import contextlib
 import hashlib
 import operator
-from dataclasses import replace
+import os
+from pathlib import Path
 
+import numpy as np
 import torch
-from torch.utils.data import TensorDataset
+import torch.nn.functional as F
 
-from common.data.drawn import digits, random_numbers, sentiment
-from common.data.files import imagefolder, published, text, tokens
-from common.data.splits import (
-    WORDS,
-    Data,
-    DatasetSplit,
-    TensorSplit,
-    Windows,
-    as_input,
-    inherited,
-    whole_targets,
-)
+from common.data.splits import WORDS, Data, Windows, inherited
 from common.errors import UserError, blamed
-from common.options import Options, call_user
+from common.options import call_user
 from common.sampler import seeded
 
-DATASETS = {
-    "digits": digits,
-    "mnist": published,
-    "fashion-mnist": published,
-    "cifar10": published,
-    "imagefolder": imagefolder,
-    "sentiment": sentiment,
-    "random": random_numbers,
-    "text": text,
-    "tokens": tokens,
+# ---- digits: drawn in whole numbers, from one seed: no CPU and no version of torch can change them ----
+GLYPHS = """
+.###.  ..#..  .###.  #####  ...#.  #####  ..##.  #####  .###.  .###.
+#...#  .##..  #...#  ...#.  ..##.  #....  .#...  ....#  #...#  #...#
+#..##  ..#..  ....#  ..#..  .#.#.  ####.  #....  ...#.  #...#  #...#
+#.#.#  ..#..  ...#.  ...#.  #..#.  ....#  ####.  ..#..  .###.  .####
+##..#  ..#..  ..#..  ....#  #####  ....#  #...#  .#...  #...#  ....#
+#...#  ..#..  .#...  #...#  ...#.  #...#  #...#  .#...  #...#  ...#.
+.###.  .###.  #####  .###.  ...#.  .###.  .###.  .#...  .###.  .##..
+"""
+SIDE = 112  # cells of a glyph's square, four for a pixel
+SEED = 20240711  # of the data, not of a run: every run trains on the same pictures
+
+
+def digits(opts):
+    """Noisy 28x28 pictures of digits, moved, turned, slanted: 12,000 to train, 2,000 to test."""
+    rng = torch.Generator().manual_seed(SEED)
+    bank = glyph_bank()
+    x = torch.cat([draw_digits(1000, bank, rng) for _ in range(14)])
+    y = torch.arange(14000) % 10
+    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), known_classes=10, mean=0.22, std=0.27)
+
+
+def glyph_bank():
+    """uint8 [10 digits * 4 weights, SIDE, SIDE]: each digit in four line widths; empty at the edges."""
+    cells = torch.tensor([[cell == "#" for cell in row] for row in GLYPHS.split()])
+    cells = cells.view(7, 10, 5).transpose(0, 1).float()
+    ink = F.interpolate(cells.unsqueeze(1), scale_factor=10)  # 70 x 50 of 112 x 112
+    ink = F.pad(ink, (31, 31, 21, 21))
+    for _ in range(2):  # sums of ones stay whole numbers: no rounding on any machine
+        ink = F.avg_pool2d(ink, 9, 1, 4, divisor_override=1)
+    levels = torch.tensor([3200, 2400, 1600, 900]).view(4, 1, 1)
+    weights = (ink - levels) * 255 / 1024
+    return weights.round().clamp(0, 255).to(torch.uint8).flatten(0, 1)
+
+
+def draw_digits(n, bank, rng):
+    """uint8 [n, 1, 28, 28]: pictures number 0..n-1 show the digits 0, 1, ... 9, 0, 1, ..."""
+
+    def draw(low, high):
+        return torch.randint(low, high + 1, (n, 1, 1), generator=rng, dtype=torch.int32)
+
+    digit = torch.arange(n).view(n, 1, 1) % 10
+    glyph = digit * 4 + draw(0, 3)
+    turn = draw(-60, 60)  # in 1/256
+    slant = draw(-55, 75)
+    # steps in the bank per pixel, in 1/64: a large number makes a small digit
+    wide = draw(208, 310)
+    high = draw(208, 310)
+    right = draw(-10, 10)  # in cells of the bank
+    down = draw(-10, 10)
+    across = 2 * torch.arange(28, dtype=torch.int32) - 27  # twice the distance from the centre
+    along = across.unsqueeze(1)
+    # the place in the bank of each pixel: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift
+    column = wide * (256 * across + (slant + turn) * along) >> 15
+    row = high * (256 * along - turn * across) >> 15
+    column = (column + right + SIDE // 2).clamp(0, SIDE - 1)
+    row = (row + down + SIDE // 2).clamp(0, SIDE - 1)
+    noise = torch.randint(0, 256, (n, 28, 28), generator=rng, dtype=torch.uint8)
+    picture = (bank[glyph, row, column] * draw(145, 255) >> 8) + (noise * draw(10, 110) >> 8)
+    return picture.clamp(0, 255).to(torch.uint8).unsqueeze(1)
+
+
+# ---- sentiment ----
+def sentiment(opts):
+    """The two sentences of the tutorial, both for training and for the test."""
+    good = [2, 3, 4, 5]  # I love this movie
+    bad = [1, 5, 6, 7]  # This movie is terrible; "This" is not "this", but an unknown word
+    both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
+    return Data(both, both, known_classes=2, vocab=8)
+
+
+# ---- random ----
+def random_numbers(opts):
+    """`random:NxF`: N samples of F normal numbers, labels from a coin; 100x5 by default, as in tutorials."""
+    size = opts.dataset.partition(":")[2] or "100x5"
+    samples, features = map(int, size.split("x"))
+    rng = torch.Generator().manual_seed(SEED)
+    x = torch.randn(samples, features, generator=rng)
+    x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
+    y = torch.randint(0, 2, (samples,), generator=rng)
+    # labels from a coin cannot be predicted: so the test set is the training set
+    return Data((x, y), (x, y), known_classes=2, fingerprint=opts.dataset)
+
+
+# ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
+def flip(x, u):
+    """Mirror half of the images."""
+    mirrored = u < 0.5
+    x[mirrored] = x[mirrored].flip(3)
+    return x
+
+
+def crop_flip(x, u):
+    """Move each image by up to 4 pixels in both directions (zeros come in), and mirror half of them."""
+    height, width = x.shape[2:]
+    choice = (u * (9 * 9 * 2)).long()
+    places = F.pad(x, (4, 4, 4, 4))
+    places = places.unfold(2, height, 1).unfold(3, width, 1)
+    down = choice // 2 % 9
+    right = choice // 18
+    moved = places[torch.arange(len(x)), :, down, right]
+    return flip(moved, 1 - choice % 2)
+
+
+# ---- small pictures, by torchvision ----
+PUBLISHED = {
+    "mnist": ("MNIST", {"mean": 0.1307, "std": 0.3081}),
+    "fashion-mnist": ("FashionMNIST", {"mean": 0.2860, "std": 0.3530, "augment": flip}),
+    "cifar10": (
+        "CIFAR10",
+        {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "augment": crop_flip},
+    ),
 }
-FILES = "--data-dir names a dataset's files; --download fetches mnist, fashion-mnist, cifar10"
-WANTED = (
-    "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
-    "an iterable has no place at which a restart can resume"
-)
-FACTS = operator.attrgetter(  # the options from which a dataset of this project follows
-    "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
-)
-PRELOADED = {}  # by these
 
 
-def load_data(opts: Options, source: Data | None = None) -> Data:
-    """The dataset that `opts.dataset` names, or `source`, as splits."""
-    return PRELOADED.get(FACTS(opts)) or opened(opts, source)
+def published(opts):
+    """MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
+    from filelock import FileLock
+    from torchvision import datasets
+
+    name, facts = PUBLISHED[opts.dataset]
+    one_rank = contextlib.nullcontext()
+    if opts.download:
+        one_rank = FileLock(Path(opts.data_dir, ".download"))
+    pairs = []
+    for train in (True, False):
+        with one_rank:
+            pictures = getattr(datasets, name)(opts.data_dir, train=train, download=opts.download)
+        x = torch.as_tensor(pictures.data)
+        x = x.unsqueeze(1) if x.dim() == 3 else x.permute(0, 3, 1, 2)
+        pairs.append((x, torch.as_tensor(pictures.targets)))
+    return Data(*pairs, known_classes=10, **facts)
 
 
-def preload(opts: Options) -> None:
-    """Opens a dataset of this project, and hashes it, for all processes that will be forked from this one.
+# ---- a folder of images ----
+def imagefolder(opts):
+    """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout."""
+    from torchvision import datasets, transforms
 
-    A life then begins with it: drawing `digits` takes half a second. Threads do not survive a fork, so none
-    is started.
-    """
-    if ".py" in opts.dataset:
-        return
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    PRELOADED[FACTS(opts)] = load_data(opts)
-    torch.set_num_threads(threads)
+    size = opts.image_size
+    plain = [transforms.Resize(size * 256 // 224), transforms.CenterCrop(size)]
+    changed = [transforms.RandomResizedCrop(size), transforms.RandomHorizontalFlip()]
+    numbers = [transforms.ToTensor(), transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))]
 
+    def pictures(name, steps):
+        transform = transforms.Compose(steps + numbers)
+        return datasets.ImageFolder(Path(opts.data_dir, name), transform, loader=decode)
 
-def opened(opts, source=None):
-    make = DATASETS.get(opts.dataset.partition(":")[0], user_dataset)
-    way_out = WANTED if source or make is user_dataset else FILES
-    with blamed(f"dataset {opts.dataset}", way_out):
-        source = source or make(opts)
-        train = split_of(source.train, source, opts, source.augment)
-        test = split_of(source.test, source, opts)
-        facts = (source.known_classes, train.shape, len(train), len(test))
-        digest = hashlib.sha256(repr(facts).encode())
-        if not source.fingerprint:
-            for content in (*train.contents(), *test.contents()):
-                digest.update(content)
-    return replace(
-        source,
-        train=train,
-        test=test,
-        name=opts.dataset,
-        sample_shape=tuple(train.shape),
-        fingerprint=source.fingerprint or digest.hexdigest(),
-    )
-
-
-def split_of(samples, source, opts, augment=None):
-    split = samples
-    if isinstance(samples, tuple):
-        x, y = TensorDataset(*samples).tensors  # of one length
-        if x.dtype != torch.uint8:
-            x = as_input(x)
-        if opts.task == "classify":
-            y = whole_targets(y, len(x), source.known_classes, f"dataset {opts.dataset}")
-        split = TensorSplit(x, y, source, opts.seed, augment)
-    elif not isinstance(samples, Windows):
-        split = DatasetSplit(samples, source, opts)
-    if not len(split):
+    train = pictures("train", plain if opts.augment == "none" else changed)
+    val = pictures("val", plain)
+    if train.classes != val.classes:
         raise UserError(
-            f"dataset {opts.dataset} has an empty set\n"
-            "at least one sample to train on is needed, and one to test on"
+            f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
+            f"only in one: {', '.join(sorted({*train.classes} ^ {*val.classes})[:5])}"
         )
-    return split
+    return Data(train, val, known_classes=len(train.classes), fingerprint=hash_files(opts, train, val))
+
+
+def decode(path):
+    """The image in a file, in RGB."""
+    from PIL import Image
+
+    way_out = "replace or remove it, then resume with --accept-data-change; or use --bad-samples skip"
+    with blamed(f"{path} is not an image that can be read", way_out), Image.open(path) as image:
+        if image.mode[0] in "IF":
+            raise ValueError(f"mode {image.mode}: in RGB, of 8 bits, it would be white")
+        return image.convert("RGB")
+
+
+def hash_files(opts, train, val):
+    """A hash of names and sizes: reading all of ImageNet would take longer than the rest of a restart."""
+    digest = hashlib.sha256()
+    for path, label in train.samples + val.samples:
+        name = os.path.relpath(path, opts.data_dir)
+        digest.update(repr((name, label, os.path.getsize(path))).encode())
+    return digest.hexdigest()
+
+
+# ---- samples for a language model ----
+def text(opts):
+    """The file that --data-dir names: each byte is a token; the last tenth is the test set."""
+    numbers = np.frombuffer(Path(opts.data_dir).read_bytes(), np.uint8)
+    cut = len(numbers) - len(numbers) // 10
+    return windows(numbers[:cut], numbers[cut:], opts, 256)
+
+
+def tokens(opts):
+    """DATA_DIR/train.bin and DATA_DIR/val.bin: numbers of 16 bits, or of 32 if the vocabulary needs them."""
+    vocab = opts.vocab_size
+    if not vocab:
+        raise UserError("dataset tokens: the size of the vocabulary is not known\ngive --vocab-size N")
+    dtype = "<u2" if vocab <= 2**16 else "<u4"
+    train, test = [np.memmap(Path(opts.data_dir, name), dtype, "r") for name in ("train.bin", "val.bin")]
+    return windows(train, test, opts, vocab, opts.seed)
+
+
+def windows(train, test, opts, vocab, seed=None):
+    """text:LENGTH and tokens:LENGTH: samples of so many tokens."""
+    length = int(opts.dataset.partition(":")[2] or 128)
+    samples = Windows(train, length, -(-len(train) // length), vocab, seed)
+    return Data(samples, Windows(test, length, max(0, len(test) - 1) // length, vocab), vocab, vocab)
 
 
 # ---- a user's own ----
@@ -133,3 +251,16 @@ def largest(*tensors):
 def count_of(names):
     """How many names these are; a number counts itself."""
     return len(names) if hasattr(names, "__len__") else names and operator.index(names)
+
+
+DATASETS = {
+    "digits": digits,
+    "mnist": published,
+    "fashion-mnist": published,
+    "cifar10": published,
+    "imagefolder": imagefolder,
+    "sentiment": sentiment,
+    "random": random_numbers,
+    "text": text,
+    "tokens": tokens,
+}

@@ -1,20 +1,98 @@
-"""A Batch a step, loaded by the rank or by processes that read ahead."""
+"""Data is opened before the first step; then a Batch a step, by the rank or by processes that read ahead."""
 
 import atexit
 import ctypes
+import hashlib
 import itertools
+import operator
 import signal
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
-from common.data.splits import DatasetSplit, Split, map_tensors
-from common.errors import UserError, one_line
+from common.data.datasets import DATASETS, user_dataset
+from common.data.splits import (
+    Data,
+    DatasetSplit,
+    Split,
+    TensorSplit,
+    Windows,
+    as_input,
+    map_tensors,
+    whole_targets,
+)
+from common.errors import UserError, blamed, one_line
 from common.options import Options
 from common.sampler import ElasticSampler, share
+
+FILES = "--data-dir names a dataset's files; --download fetches mnist, fashion-mnist, cifar10"
+WANTED = (
+    "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
+    "an iterable has no place at which a restart can resume"
+)
+FACTS = operator.attrgetter(  # the options from which a dataset of this project follows
+    "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
+)
+PRELOADED = {}  # by these
+
+
+def load_data(opts: Options, source: Data | None = None) -> Data:
+    """The dataset that `opts.dataset` names, or `source`, as splits."""
+    if FACTS(opts) in PRELOADED:
+        return PRELOADED[FACTS(opts)]
+    make = DATASETS.get(opts.dataset.partition(":")[0], user_dataset)
+    way_out = WANTED if source or make is user_dataset else FILES
+    with blamed(f"dataset {opts.dataset}", way_out):
+        source = source or make(opts)
+        train = split_of(source.train, source, opts)
+        test = split_of(source.test, source, opts)
+        facts = (source.known_classes, train.shape, len(train), len(test))
+        digest = hashlib.sha256(repr(facts).encode())
+        if not source.fingerprint:
+            for content in (*train.contents(), *test.contents()):
+                digest.update(content)
+    return replace(
+        source,
+        train=train,
+        test=test,
+        name=opts.dataset,
+        sample_shape=tuple(train.shape),
+        fingerprint=source.fingerprint or digest.hexdigest(),
+    )
+
+
+def split_of(samples, source, opts):
+    """Tensors in memory, windows of a file, or a Dataset."""
+    split = samples
+    if isinstance(samples, tuple):
+        x, y = TensorDataset(*samples).tensors  # of one length
+        if x.dtype != torch.uint8:
+            x = as_input(x)
+        if opts.task == "classify":
+            y = whole_targets(y, len(x), source.known_classes, f"dataset {opts.dataset}")
+        split = TensorSplit(x, y, source, opts.seed)
+    elif not isinstance(samples, Windows):
+        split = DatasetSplit(samples, source, opts)
+    split.look(f"dataset {opts.dataset}")
+    return split
+
+
+def preload(opts: Options) -> None:
+    """Opens a dataset of this project, and hashes it, for all processes that will be forked from this one.
+
+    A life then begins with it: drawing `digits` takes half a second. Threads do not survive a fork, so none
+    is started.
+    """
+    if ".py" in opts.dataset:
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    PRELOADED[FACTS(opts)] = load_data(opts)
+    torch.set_num_threads(threads)
 
 
 class Batch(NamedTuple):
@@ -83,7 +161,7 @@ def loaded(
             batch = None
             if ids:
                 batch = split.fetch(ids, epoch, augment)
-            elif opts.sync_bn or opts.shard:  # ranks wait for each other in a forward, so it has an input
+            elif opts.sync_bn:  # ranks wait for each other in a forward, so it has an input
                 batch = map_tensors(lambda x: x[:0], split.fetch([0]))
             parts.append((len(ids), batch))
         return parts, [id for ids in cut for id in ids]

@@ -20,7 +20,6 @@ from common.errors import UserError, blamed, one_line, say
 from common.place import here
 from common.sampler import hash_seed, seeded, uniforms
 
-DEFAULT_LENGTH = 128  # tokens per sample; text:LENGTH and tokens:LENGTH change it
 BLOCK = 2**15  # tokens that are hashed together when a run starts,
 BLOCKS = 256  # at so many places of a file
 WORDS = (torch.int16, torch.int32, torch.int64)
@@ -54,18 +53,38 @@ class Data:
         return self.known_classes
 
 
-class TensorSplit:
+class Split:
+    """A set: `fetch` makes a batch of it, `contents` are bytes that change when the data does."""
+
+    first = 0  # a sample that can be read
+    tokens = 1  # of a sample
+    note = None  # note("bad_sample", ...) writes to the ledger
+
+    def look(self, name):
+        """Takes the shape of samples from the first one that can be read."""
+        for id in range(len(self)):
+            tensors = leaves(self.fetch([id]))
+            if tensors:
+                x = tensors[0]
+                self.first = id
+                self.shape = x.shape[1:]
+                self.tokens = x.numel() if x.dtype == torch.int64 else 1
+                return
+        raise UserError(
+            f"{name} has an empty set: none of its {len(self):,} samples can be read, or has a tensor\n"
+            "at least one is needed to train on, and one to test on"
+        )
+
+
+class TensorSplit(Split):
     """Samples in memory: a batch costs one index operation, not one call per sample."""
 
-    tokens = 1  # of a sample
-
-    def __init__(self, x, y, source, seed, augment=None):
+    def __init__(self, x, y, source, seed):
         self.x = x.contiguous()
         self.y = y.contiguous()
-        self.shape = x.shape[1:]
         self.classes = source.known_classes
         self.seed = seed
-        self.augment = augment
+        self.augment = source.augment
         mean = torch.tensor(source.mean)[..., None, None]
         std = torch.tensor(source.std)[..., None, None]
         self.scale = 1 / (255 * std)
@@ -88,14 +107,12 @@ class TensorSplit:
         return [part.flatten().view(torch.uint8).numpy() for part in (self.x, self.y)]
 
 
-class DatasetSplit:
+class DatasetSplit(Split):
     """A Dataset; (seed, epoch, id) seeds torch, Python and numpy before each sample.
 
     Samples become a batch in its own `collate(samples)`, or in torch's default_collate. A Dataset augments
     by itself. With --bad-samples skip a batch lacks the samples that cannot be read; without any it is None.
     """
-
-    note = None  # note("bad_sample", ...) writes to the ledger
 
     def __init__(self, dataset, source, opts):
         self.dataset = dataset
@@ -106,16 +123,6 @@ class DatasetSplit:
         self.skip = opts.bad_samples == "skip"
         self.collate = inherited(dataset, "collate") or default_collate
         self.warned_of = set()
-        self.first = next((id for id in range(len(self)) if self._samples([id], 0)), 0)
-        tensors = leaves(self.fetch([self.first]))
-        if not tensors:
-            raise UserError(
-                f"{self.name}: none of its {len(self):,} samples can be read, or has a tensor\n"
-                "at least one is needed to train on, and one to test on"
-            )
-        x = tensors[0]
-        self.shape = x.shape[1:]
-        self.tokens = x.numel() if x.dtype == torch.int64 else 1
 
     def __len__(self):
         return len(self.dataset)
@@ -125,16 +132,17 @@ class DatasetSplit:
         if not samples:
             return None
         which = f"{self.name}: samples {list(ids[:3])}"
-        with blamed(
-            f"{which} are no batch",
-            "samples of one shape, or a method collate(samples) of the dataset, may pad them",
-        ):
-            with seeded(self.seed, epoch, "collate", ids[0]):  # it may mask words at random
-                batch = self.collate(samples)
+        count = 0 if self.skip else len(ids)
+        way_out = "samples of one shape, or a method collate(samples) of the dataset, may pad them"
+        with blamed(f"{which} are no batch", way_out), seeded(self.seed, epoch, "collate", ids[0]):
+            batch = self.collate(samples)  # it may mask words at random
             if batch is None and not self.skip:  # it would count as nothing to train on
                 raise ValueError("collate returned None")
-            if self.classify:
-                batch = self._classified(batch, 0 if self.skip else len(ids), which)
+            match batch:
+                case [x, Tensor() as y] if self.classify:
+                    batch = map_tensors(as_input, x), whole_targets(y, count, self.classes, which)
+                case {"labels": Tensor() as y} if self.classify:
+                    whole_targets(y, count, self.classes, which)
         return batch
 
     def _samples(self, ids, epoch):
@@ -157,21 +165,12 @@ class DatasetSplit:
                     self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
         return samples
 
-    def _classified(self, batch, count, which):
-        """The batch with inputs as nets, and targets as losses accept them."""
-        match batch:
-            case [x, Tensor() as y]:
-                return map_tensors(as_input, x), whole_targets(y, count, self.classes, which)
-            case {"labels": Tensor() as y}:
-                whole_targets(y, count, self.classes, which)
-        return batch
-
     def contents(self):
         """The mean sizes of the numbers of three samples; nothing of one that is another when read again."""
         for id in (0, len(self) // 2, len(self) - 1):
-            facts = self._sizes_of(id)
-            if facts == self._sizes_of(id):
-                yield facts
+            first, again = (leaves(self.fetch([id])) for _ in range(2))
+            if sizes_of(first) == sizes_of(again):
+                yield sizes_of(first)
             elif here().speaks:
                 say(
                     f"warning: {self.name}: sample {id} is another one each time it is read, so no restart "
@@ -179,14 +178,8 @@ class DatasetSplit:
                     sys.stderr,
                 )
 
-    def _sizes_of(self, id):
-        """In few digits: the CPU may decide the last bits."""
-        batch = self.fetch([id])
-        sizes = [f"{leaf.double().abs().mean():.3e}" for leaf in leaves(batch)]
-        return " ".join(sizes).encode()
 
-
-class Windows:
+class Windows(Split):
     """Sample i is tokens i*L to i*L+L of a file; its target is the L tokens that begin one later.
 
     To train on, the file is a ring: one window leads from its end to its beginning. An epoch reads every
@@ -195,25 +188,22 @@ class Windows:
     nanoGPT's windows at random places. A test does not join end and beginning: fewer than L tokens are left.
     """
 
-    def __init__(self, numbers, opts, vocab, ring, seed=None):
+    def __init__(self, numbers, length, count, vocab, seed=None):
         self.numbers = numbers
+        self.length = length
+        self.count = count
         self.classes = vocab
-        self.ring = ring
         self.seed = seed
-        self.tokens = int(opts.dataset.partition(":")[2] or DEFAULT_LENGTH)
-        self.shape = (self.tokens,)
 
     def __len__(self):
-        if self.ring:
-            return -(-len(self.numbers) // self.tokens)
-        return max(0, len(self.numbers) - 1) // self.tokens
+        return self.count
 
     def fetch(self, ids, epoch=0, augment=False):
         """(x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
-        starts = np.asarray(ids, dtype=np.int64) * self.tokens
+        starts = np.asarray(ids, dtype=np.int64) * self.length
         if augment and self.seed is not None:
             starts += hash_seed("windows", self.seed, epoch)
-        places = starts[:, None] + np.arange(self.tokens + 1)
+        places = starts[:, None] + np.arange(self.length + 1)
         words = np.asarray(self.numbers)[places % len(self.numbers)]
         words = torch.from_numpy(words.astype(np.int64))
         if words.max() >= self.classes:
@@ -227,9 +217,6 @@ class Windows:
         last = max(0, len(self.numbers) - BLOCK)
         for start in np.linspace(0, last, BLOCKS, dtype=np.int64):
             yield self.numbers[start : start + BLOCK].tobytes()
-
-
-Split = TensorSplit | DatasetSplit | Windows
 
 
 def whole_targets(y, count, classes, which):
@@ -252,6 +239,11 @@ def as_input(x):
     if x.is_floating_point():
         return x.float()
     return x.long() if x.dtype in WORDS else x
+
+
+def sizes_of(tensors):
+    """In few digits: the CPU may decide the last bits."""
+    return " ".join(f"{tensor.double().abs().mean():.3e}" for tensor in tensors).encode()
 
 
 def inherited(dataset, name):

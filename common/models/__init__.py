@@ -1,6 +1,5 @@
 """The registry of nets; `load` gives that of a run with its weights."""
 
-from common.models.nets import build_model, check_net, facts_of_data, load
-from common.models.weights import tied_names
+from common.models.nets import build_model, check_net, facts_of, load
 
-__all__ = ["build_model", "check_net", "facts_of_data", "load", "tied_names"]
+__all__ = ["build_model", "check_net", "facts_of", "load"]

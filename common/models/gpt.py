@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from common.errors import UserError
-
 SIZES = {"tiny": "4x4x128", "small": "6x6x384", "medium": "12x12x768"}  # layers, heads, width
 
 
@@ -49,12 +47,6 @@ def build_gpt(data, size="tiny"):
 
     Head and embedding do not share a weight, because they may be on different devices.
     """
-    if not data.vocab or data.classes != data.vocab:
-        raise UserError(
-            f"model gpt reads and predicts tokens, dataset {data.name} has samples of shape "
-            f"{data.sample_shape} and {data.classes} classes\n"
-            "choose --dataset text --data-dir FILE, or another --model"
-        )
     layers, heads, width = (int(number) for number in SIZES.get(size, size).split("x"))
     net = nn.Sequential(
         OrderedDict(

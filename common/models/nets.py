@@ -8,6 +8,7 @@ edit here: `--model FILE.py:function`.
 import math
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 from common.checkpoint import weights_of
 from common.data import Data
-from common.errors import UserError, blamed, did_you_mean
+from common.errors import UserError, blamed
 from common.models.gpt import build_gpt
 from common.models.weights import freeze, load_weights, tied_names
 from common.options import Options, call_user, read_options
@@ -33,7 +34,7 @@ class LastHidden(nn.LSTM):
 
 def build_net(data):
     """The MNIST network of the tutorials: two convolutions, two linear layers, log-probabilities out."""
-    channels, height, width = shape_of(data, "images")
+    channels, height, width = data.sample_shape
     rows = ((height - 4) // 2 - 4) // 2
     columns = ((width - 4) // 2 - 4) // 2
     return nn.Sequential(
@@ -49,7 +50,7 @@ def build_net(data):
 
 def build_mlp(data):
     """Two linear layers with five units between them, as in the DDP tutorials."""
-    features = math.prod(shape_of(data, "images", "numbers"))
+    features = math.prod(data.sample_shape)
     return nn.Sequential(
         OrderedDict(flatten=nn.Flatten(), fc1=nn.Linear(features, 5), fc2=nn.Linear(5, data.classes))
     )
@@ -57,7 +58,6 @@ def build_mlp(data):
 
 def build_lstm(data):
     """A text classifier: embedding, one LSTM, a linear layer on its last hidden state."""
-    shape_of(data, "words", "tokens")
     return nn.Sequential(
         OrderedDict(
             embedding=nn.Embedding(data.vocab, 50),
@@ -71,28 +71,13 @@ def build_torchvision(name, data):
     """Any classifier of torchvision.models, untrained, with the data's number of channels and classes."""
     with blamed(f"model {name} is none of {', '.join(MODELS)}; torchvision", "pip install torchvision"):
         from torchvision import models
-    known = models.list_models(module=models)
-    if name not in known:
-        raise UserError(
-            f"unknown model {name!r}{did_you_mean(name, [*MODELS, *known], 3)}\n"
-            f"there are {', '.join(MODELS)}, torchvision's names, and path/to/file.py:function"
-        )
-    channels = shape_of(data, "images")[0]
     net = models.get_model(name, weights=None, num_classes=data.classes)
-    path, conv = next((path, part) for path, part in net.named_modules() if isinstance(part, nn.Conv2d))
+    channels = data.sample_shape[0]
+    conv = next(module for module in net.modules() if isinstance(module, nn.Conv2d))
     if conv.in_channels != channels:
-        net.set_submodule(
-            path,
-            nn.Conv2d(
-                channels,
-                conv.out_channels,
-                conv.kernel_size,
-                conv.stride,
-                conv.padding,
-                conv.dilation,
-                bias=conv.bias is not None,
-            ),
-        )
+        conv.in_channels = channels
+        conv.weight = nn.Parameter(torch.empty(conv.out_channels, channels, *conv.kernel_size))
+        conv.reset_parameters()
     return net
 
 
@@ -102,20 +87,21 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "lstm": build_lstm,
     "gpt": build_gpt,
 }
-SUITED = {"images": "net", "numbers": "mlp", "words": "lstm", "tokens": "gpt"}
+TAKES = {"net": ("images",), "mlp": ("numbers", "images"), "lstm": ("words", "tokens"), "gpt": ("tokens",)}
 
 
-def shape_of(data, *kinds):
-    """The shape of a sample; UserError unless the samples are of one of these kinds."""
+def check_kind(name, data):
+    """UserError for data of another kind than the net takes; a net of torchvision takes images."""
     kind = "images" if len(data.sample_shape) == 3 else "numbers"
     if data.vocab:
         kind = "tokens" if data.classes == data.vocab else "words"
+    kinds = TAKES.get(name, ("images",))
     if kind not in kinds:
+        suited = [model for model, kinds in TAKES.items() if kind in kinds]
         raise UserError(
-            f"this model takes {' or '.join(kinds)}, dataset {data.name} has {kind} of shape "
-            f"{data.sample_shape}\nchoose --model {SUITED[kind]}, or another --dataset"
+            f"model {name} takes {' or '.join(kinds)}, dataset {data.name} has {kind} of shape "
+            f"{tuple(data.sample_shape)}\nchoose --model {' or '.join(suited)}, or another --dataset"
         )
-    return data.sample_shape
 
 
 def build_model(opts: Options, data: Data) -> nn.Module:
@@ -124,15 +110,14 @@ def build_model(opts: Options, data: Data) -> nn.Module:
     with seeded(opts.seed, "init"), blamed(f"model {opts.model}"):
         if name.endswith(".py"):
             net = call_user(opts.model, opts, data)
-        elif name in MODELS:
-            net = MODELS[name](data, size) if size else MODELS[name](data)
         else:
-            net = build_torchvision(name, data)
+            check_kind(name, data)
+            build = MODELS.get(name, partial(build_torchvision, name))
+            net = build(data, size) if size else build(data)
         net = net.cpu()
         check_net(net, opts.model)
     net.train()  # here a net may freeze parts of itself
-    tied_names(net)  # noted of the whole net, before a part of it is taken
-    vars(net)["_facts_of_data"] = {fact: getattr(data, fact, None) for fact in FACTS}
+    vars(net)["_facts"] = facts_of(net) | {"data": {fact: getattr(data, fact, None) for fact in FACTS}}
     if opts.init_from:
         load_weights(net, opts)
     if opts.freeze:
@@ -156,8 +141,8 @@ def load(run: str | Path, which: str | int = "best") -> nn.Module:
             f"{run} was trained by a script of its own, which builds the net\n"
             f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt"
         )
-    flags = read_options(run)["options"] | {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
-    opts = Options(**flags)
+    own = {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
+    opts = Options(**read_options(run)["options"] | own)
     data = Data(None, None, **facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
     net = build_model(opts, data)
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
@@ -167,18 +152,17 @@ def load(run: str | Path, which: str | int = "best") -> nn.Module:
 FACTS = "name", "known_classes", "sample_shape", "vocab"  # of the data, from which a net is built
 
 
-def facts_of_data(net: nn.Module) -> dict[str, Any]:
-    """The facts that `build_model` was given; a checkpoint holds them, so that `load` needs no data."""
-    return vars(net).get("_facts_of_data", {})
+def facts_of(net: nn.Module) -> dict[str, Any]:
+    """What a checkpoint holds of a net beside its tensors, so that `load` needs neither script nor data.
 
-
-def named_tensors(net: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*net.named_parameters(), *net.named_buffers()]
+    `build_model` notes it of the whole net: in train_mp.py only a part of the net may be left.
+    """
+    return vars(net).get("_facts") or {"tied": tied_names(net), "data": {}}
 
 
 def check_net(net: nn.Module, name: str) -> None:
     """UserError for a net whose checkpoints would lack something."""
-    for path, tensor in named_tensors(net):
+    for path, tensor in [*net.named_parameters(), *net.named_buffers()]:
         with blamed(f"model {name}: {path}", "return the net with all weights made, and dense"):
             if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
                 tensor.data = tensor.data.clone()  # expanded: nothing can be loaded into it

@@ -17,31 +17,29 @@ def load_weights(net: nn.Module, opts: Options) -> None:
     Weights whose names begin with one of --init-skip keep their own first values.
     """
     path = opts.init_from
-    tensors = net.state_dict()
-    file = read_weights(path)
-    weights = {unwrapped(name, tensors): tensor for name, tensor in file.items()}
-    if len(weights) < len(file):
-        raise UserError(
-            f"--init-from {path}: holds a weight twice, wrapped and bare\nsave only net.state_dict()"
+    with blamed(f"--init-from {path}: not a file of weights", "save one: torch.save(net.state_dict(), path)"):
+        tensors = net.state_dict()
+        file = read_weights(path)
+        weights = {unwrapped(name, tensors): tensor for name, tensor in file.items()}
+        if len(weights) < len(file):
+            raise ValueError("it holds a weight twice, wrapped and bare")
+        check_prefixes("--init-skip", opts.init_skip, [*tensors, *weights])
+        tied = tied_names(net)  # one of its names is enough
+        weights = {tied.get(name, name): tensor for name, tensor in weights.items()}
+        names = sorted(
+            name
+            for name in (tensors.keys() | weights.keys()) - tied.keys()
+            if not name.startswith(opts.init_skip)
         )
-    check_prefixes("--init-skip", opts.init_skip, [*tensors, *weights])
-    tied = tied_names(net)  # one of its names is enough
-    weights = {tied.get(name, name): tensor for name, tensor in weights.items()}
-    names = sorted(
-        name
-        for name in (tensors.keys() | weights.keys()) - tied.keys()
-        if not name.startswith(opts.init_skip)
-    )
-    wrong = [name for name in names if kind_of(weights.get(name)) != kind_of(tensors.get(name))]
-    if wrong:
-        layers = ",".join(dict.fromkeys(f"{name.rpartition('.')[0]}." for name in wrong[:12]))
-        raise UserError(
-            f"--init-from {path}: {len(wrong)} tensors do not fit this model, "
-            f"the first: {wrong[0]} (in the file {kind_of(weights.get(wrong[0]))}, "
-            f"in the model {kind_of(tensors.get(wrong[0]))})\n"
-            f"choose the --model these weights belong to, or begin afresh: --init-skip {layers}"
-        )
-    with blamed(f"--init-from {path}"):
+        wrong = [name for name in names if kind_of(weights.get(name)) != kind_of(tensors.get(name))]
+        if wrong:
+            layers = ",".join(dict.fromkeys(f"{name.rpartition('.')[0]}." for name in wrong[:12]))
+            raise UserError(
+                f"--init-from {path}: {len(wrong)} tensors do not fit this model, "
+                f"the first: {wrong[0]} (in the file {kind_of(weights.get(wrong[0]))}, "
+                f"in the model {kind_of(tensors.get(wrong[0]))})\n"
+                f"choose the --model these weights belong to, or begin afresh: --init-skip {layers}"
+            )
         for name in names:
             tensors[name].copy_(weights[name])
 
@@ -64,19 +62,15 @@ def kind_of(tensor):
     return f"{tuple(tensor.shape)} of {'real' if tensor.is_floating_point() else 'whole'} numbers"
 
 
-def read_weights(path: str) -> dict[str, Tensor]:
+def read_weights(path):
     """{name: tensor} of a .safetensors file, or of a pickle, from which nothing but tensors is read."""
-    with blamed(f"--init-from {path}: not a file of weights", "save one: torch.save(net.state_dict(), path)"):
-        if path.endswith(".safetensors"):
-            return load_file(path)
-        weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-        for key in ("state_dict", "model", "model_state_dict"):
-            if isinstance(weights.get(key), dict):
-                weights = weights[key]
-        for name, tensor in weights.items():
-            if not torch.is_tensor(tensor):
-                raise TypeError(f"{name} is a {type(tensor).__name__}, no tensor")
-        return weights
+    if path.endswith(".safetensors"):
+        return load_file(path)
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    for key in ("state_dict", "model", "model_state_dict"):
+        if isinstance(weights.get(key), dict):
+            weights = weights[key]
+    return weights
 
 
 def freeze(net: nn.Module, prefixes: tuple[str, ...]) -> None:
@@ -95,14 +89,12 @@ def freeze(net: nn.Module, prefixes: tuple[str, ...]) -> None:
 
 
 def tied_names(net: nn.Module) -> dict[str, str]:
-    """{name: first name} of weights with several names, in the whole net, even if only a part is left."""
-    if "_tied_names" not in vars(net):
-        first: dict[Tensor, str] = {}
-        named = list(net.named_parameters(remove_duplicate=False))
-        for name, weight in named:
-            first.setdefault(weight, name)
-        vars(net)["_tied_names"] = {name: first[weight] for name, weight in named if first[weight] != name}
-    return vars(net)["_tied_names"]
+    """{name: first name} of weights with several names."""
+    first: dict[Tensor, str] = {}
+    named = list(net.named_parameters(remove_duplicate=False))
+    for name, weight in named:
+        first.setdefault(weight, name)
+    return {name: first[weight] for name, weight in named if first[weight] != name}
 
 
 def check_prefixes(flag, prefixes, names):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.models import facts_of_data, tied_names
+from common.models import facts_of
 from common.options import Options
 from common.training.optimizer import finish_gradient, learning_rate, make_state
 from common.training.tasks import Task, best_of, find_task
@@ -342,11 +342,8 @@ class TrainState:
     def facts(self) -> Facts:
         """The counters and records of the newest whole step, ready for JSON."""
         counters = self.updates.waiting() or self._counters()
-        return counters | {
-            "scaler": self.scaler.state_dict() if self.scaler else None,
-            "tied": tied_names(self.net),
-            "data": facts_of_data(self.net),
-        }
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return counters | {"scaler": scaler} | facts_of(self.net)
 
     def _counters(self):
         return {

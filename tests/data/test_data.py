@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import Dataset
 
 from common.data import Data, batches, loaded
-from common.data.files import crop_flip
+from common.data.datasets import crop_flip
 from common.data.splits import DatasetSplit, TensorSplit
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -38,8 +38,8 @@ def noisy(n):
 
 def pictures(n, augment=crop_flip):
     x = torch.randint(0, 256, (n, 3, 12, 10), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
-    source = Data(None, None, 3, mean=(0.5, 0.4, 0.3), std=0.2)
-    return TensorSplit(x, torch.arange(n) % 3, source, 0, augment)
+    source = Data(None, None, 3, mean=(0.5, 0.4, 0.3), std=0.2, augment=augment)
+    return TensorSplit(x, torch.arange(n) % 3, source, 0)
 
 
 def epoch_of(split, world, opts, position=0):

@@ -12,7 +12,7 @@ import torch
 from ranks import fork_ranks
 
 from common.data import batches, load_data, preload
-from common.data.datasets import PRELOADED
+from common.data.loading import PRELOADED
 from common.errors import UserError
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -296,7 +296,7 @@ def test_what_is_opened_before_a_fork_is_the_same_data_and_is_not_opened_again(t
     fresh = load_data(opts)
     preload(opts)
     try:
-        monkeypatch.setattr("common.data.datasets.DATASETS", {})
+        monkeypatch.setattr("common.data.loading.DATASETS", {})
         data = load_data(opts)
     finally:
         PRELOADED.clear()

