@@ -161,6 +161,27 @@ def test_a_documented_command_is_understood_by_what_it_starts(where, words, monk
     check(words, monkeypatch)
 
 
+def test_the_commands_of_the_first_pages_can_be_typed_one_after_the_other(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_own.py").touch()
+    for name in ("train", "val"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        (tmp_path / "data" / f"{name}.bin").touch()
+    begun = {}
+
+    def resume(words, monkeypatch):
+        if words[0] != "my_loop.py":
+            monkeypatch.setattr(sys, "argv", words)
+            options = parse_options("", words[1:])
+            assert not options.compare(begun.setdefault(options.run_dir, options.identity())), words
+    monkeypatch.setattr(sys.modules[__name__], "check_training", resume)
+    for where, words in documented():
+        if where in ("README.md", "common/README.md"):
+            with monkeypatch.context() as shell:
+                check(words, shell)
+    assert len(begun) > 2
+
+
 def test_a_documented_torchrun_over_a_range_of_machines_survives_a_late_join():
     ranges = [words for _, words in documented()
               if "torchrun" in words and re.search(r"nnodes=\d+:\d", " ".join(words))]
