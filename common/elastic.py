@@ -20,7 +20,6 @@ import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -37,8 +36,8 @@ from common.world import gather_texts
 
 TAKEN = (  # fields of Options that take effect here
     "accept_data_change amp audit augment bad_samples best channels_last check_every clip_grad_norm debug "
-    "device digest_every ema_decay hang_timeout keep keep_every log_every max_steps patience progress resume "
-    "save_every save_seconds tensorboard tf32 threads workers"
+    "device digest_every ema_decay epochs global_batch_size hang_timeout keep keep_every log_every max_steps "
+    "patience progress resume run_dir save_every save_seconds seed tensorboard tf32 threads workers"
 ).split()
 
 
@@ -70,7 +69,6 @@ class Elastic(Run):
         self.schedule = schedule
         self.called = False  # run.model, with this batch
         self.trained = False  # run.step, with this batch
-        self.options = options
         self.given = {
             "run_dir": run_dir,
             "global_batch_size": batch_size,
@@ -80,35 +78,56 @@ class Elastic(Run):
         } | options
 
     def __enter__(self) -> "Elastic":
-        with self._errors(), blamed("Elastic"):
-            begin_life()
-            self._check_arguments()
-            rate = float(max(self._rates()))
-            for group in self.optimizer.param_groups:
-                group["scale"] = float(group["lr"]) / (rate or 1.0)
-            self.opts = Options.of_script(
-                self.given,
-                {
-                    "task": "the script",
-                    "lr": rate,
-                    "model": type(self.net).__name__,
-                    "dataset": type(self.sets.train).__name__,
-                    "optimizer": type(self.optimizer).__name__.lower(),
-                },
-            )
-            super().__init__(self.opts, self.sets)
-            check_net(self.net, self.opts.model)
-            self.net.to(self.world.device).train()  # here a net may freeze parts of itself
-            self._begin_alike()
-            self.restore(self.net, self.optimizer, rate=self._rate)
-            self.wrapped = distribute(self.net, self.opts, self.world)
-            self.living = self.life()
-            self.living.__enter__()
-            self.rates = self._rates()
+        self.living = self._live()
+        self.living.__enter__()
         return self
 
+    def __exit__(self, *error: Any) -> None:
+        self.living.__exit__(*error)
+
+    @contextlib.contextmanager
+    def _live(self):
+        """From the arguments to the clean end; mistakes are told as a script does, by names of arguments."""
+        try:
+            with blamed("Elastic"):
+                self._begin()
+            with self.life():
+                try:
+                    yield
+                except SystemExit as exit:
+                    if exit.code:
+                        raise  # else it is a good end, as a break is
+        except UserError as error:
+            if self.given.get("debug"):
+                raise
+            text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
+            end(UserError(text, error.code))
+
+    def _begin(self):
+        begin_life()
+        self._check_arguments()
+        rate = float(max(self._rates()))
+        for group in self.optimizer.param_groups:
+            group["scale"] = float(group["lr"]) / (rate or 1.0)
+        self.opts = Options.of_script(
+            self.given,
+            {
+                "task": "the script",
+                "lr": rate,
+                "model": type(self.net).__name__,
+                "dataset": type(self.sets.train).__name__,
+                "optimizer": type(self.optimizer).__name__.lower(),
+            },
+        )
+        super().__init__(self.opts, self.sets)
+        check_net(self.net, self.opts.model)
+        self.net.to(self.world.device).train()  # here a net may freeze parts of itself
+        self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
+        self.restore(self.net, self.optimizer, rate=self._rate)
+        self.rates = self._rates()
+
     def _check_arguments(self):
-        for name in self.options:
+        for name in self.given:
             if name not in TAKEN:
                 raise UserError(
                     f"Elastic: {name} cannot take effect in a loop of your own"
@@ -123,34 +142,6 @@ class Elastic(Run):
                     "what another one does differs between ranks, and is in no checkpoint\n"
                     "add it to a group, or set its requires_grad to False"
                 )
-
-    def _begin_alike(self):
-        """All begin with the weights of rank 0: a script may not seed."""
-        if self.world.size > 1:
-            for tensor in self.net.state_dict().values():
-                bits = tensor.detach().contiguous().view(-1).view(torch.uint8)
-                tensor.copy_(self.world.broadcast(bits, 0).view(tensor.dtype).view(tensor.shape))
-
-    @contextlib.contextmanager
-    def _errors(self):
-        """Tells mistakes as a script does, by the names of arguments."""
-        try:
-            yield
-        except UserError as error:
-            if self.given.get("debug"):
-                raise
-            text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
-            end(UserError(text, error.code))
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        left = isinstance(error, SystemExit) and not error.code
-        with self._errors():
-            if left or error is None:  # sys.exit(), a break
-                self.living.__exit__(None, None, None)
-            else:
-                self.living.__exit__(kind, error, trace)
-            if isinstance(error, UserError):
-                raise error
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
@@ -171,10 +162,10 @@ class Elastic(Run):
     def _prepared(self, batch):
         self.called = False
         self.trained = False
-        self.hollow = not batch.parts or batch.parts[0][1] is None  # all skipped (bad_samples)
-        if self.hollow:  # two, for BatchNorm cannot train on one
+        if not batch.parts or batch.parts[0][1] is None:  # none, or all skipped (bad_samples)
             split = self.data.train
-            batch = batch._replace(parts=[(0, split.fetch(2 * [getattr(split, "first", 0)]))])
+            two = split.fetch(2 * [getattr(split, "first", 0)])  # BatchNorm cannot train on one
+            batch = batch._replace(parts=[(0, two)], ids=[])
         parts = [(n, placed(part, self.world.device, self.opts)) for n, part in batch.parts]
         self.batch = batch._replace(parts=parts)
         seed(self.world, self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
@@ -199,7 +190,7 @@ class Elastic(Run):
         if not size:
             return state.buffers.restore()
         self._check_step()
-        samples = 0 if self.hollow else len(self.batch.ids)
+        samples = len(self.batch.ids)
         real = float(samples > 0)
         mean = loss * (self.world.size / size * real)
         if state.scaler:
@@ -253,11 +244,9 @@ class Elastic(Run):
         script = state.task
         state.task = copy.copy(script)
         state.task.function = lambda net, part, state: judge(Batch([(1, part)], [], 0))
-        self.net.eval()
+        state.task.spec = "judge"
         try:
-            with torch.no_grad():
-                first = placed(self.data.test.fetch([0]), self.world.device, self.opts)
-                state.task.learn(state.task(self.net, first, state))
+            state.task.try_out(self.net, self.data, self.opts, self.world.device)
             return evaluate(self.net, self.data.test, state, self.world)
         finally:
             state.task = script

@@ -20,7 +20,7 @@ from pathlib import Path
 from common.checkpoint import checkpoints, describe
 from common.errors import UserError, run_command, say
 from common.ledger import lives_of
-from common.options import Options, read_options
+from common.options import read_options
 
 HOUSE = Path(__file__).resolve().parents[1]
 QUIET = [
@@ -33,29 +33,11 @@ QUIET = [
 ]
 
 
-def verify(run: Path, segments: list[tuple[int, int]], nproc: int) -> int:
-    """Prints a line a segment; returns how many end differently."""
-    wrong = 0
-    for begin, end in segments:
-        before = digest(run, end)
-        with tempfile.TemporaryDirectory() as scratch:
-            again = Path(scratch, "run")
-            make_again(run, begin, end, again, nproc)
-            same = digest(again, end) == before
-            first = first_difference(run, again)
-        wrong += not same
-        hint = f", from step {first} at the latest" if first and not same else ""
-        say(f"steps {begin} to {end}: {'same' if same else 'differs'}{hint}")
-    say(f"{len(segments) - wrong} of {len(segments)} segments are the same")
-    return wrong
-
-
 def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> None:
     """Trains steps `begin` + 1 to `end` once more, in another run folder."""
     is_dp = read_options(run)["options"]["script"] == "dp"
     script = "train_dp.py" if is_dp else "train_ddp.py"  # for train_mp.py too
     life = [life for life, *_ in lives_of(run) if life["step"] <= begin][-1]
-    epochs = life["options"].get("epochs", Options().epochs)  # a later life may have more
     command = [sys.executable]
     if nproc > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
@@ -63,7 +45,7 @@ def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> Non
         str(HOUSE / script),
         f"--fork={run}",
         f"--at={begin}",
-        f"--epochs={epochs}",
+        f"--epochs={life['epochs']}",  # a later life may have more
         f"--max-steps={end}",
         f"--run-dir={folder}",
         *QUIET,
@@ -88,12 +70,14 @@ def first_difference(run: Path, again: Path) -> int | None:
     """The first step of both that --digest-every has noted with another digest."""
 
     def digests(folder):
-        events = [event for life in lives_of(folder) for event in life if event["event"] == "digest"]
-        return {event["step"]: (event["model"], event["optimizer"]) for event in events}
+        return {
+            (event["step"], event["model"], event["optimizer"])
+            for life in lives_of(folder)
+            for event in life
+            if event["event"] == "digest"
+        }
 
-    before = digests(run)
-    now = digests(again)
-    return min((step for step in now if now[step] != before.get(step)), default=None)
+    return min((step for step, *_ in digests(again) - digests(run)), default=None)
 
 
 def kept_by(run: Path) -> dict[int, Path]:
@@ -116,12 +100,32 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", help="every one up to this step")
     parser.add_argument("--nproc", type=int, default=1, help="processes (default: 1)")
     args = parser.parse_args(argv)
-    return run_command(lambda: act(args), f"{args.run} cannot be verified")
+    return run_command(lambda: verify(args), f"{args.run} cannot be verified")
 
 
-def act(args: argparse.Namespace) -> int:
-    if not read_options(args.run)["options"]["virtual_ranks"]:
+def verify(args: argparse.Namespace) -> int:
+    """Prints a line a segment; the exit code is 1 if one ends differently."""
+    run = args.run
+    if not read_options(run)["options"]["virtual_ranks"]:
         say("without --virtual-ranks only the same number of processes makes the same bits")
+    segments = chosen(args)
+    wrong = 0
+    for begin, end in segments:
+        before = digest(run, end)
+        with tempfile.TemporaryDirectory() as scratch:
+            again = Path(scratch, "run")
+            make_again(run, begin, end, again, args.nproc)
+            same = digest(again, end) == before
+            first = first_difference(run, again)
+        wrong += not same
+        hint = f", from step {first} at the latest" if first and not same else ""
+        say(f"steps {begin} to {end}: {'same' if same else 'differs'}{hint}")
+    say(f"{len(segments) - wrong} of {len(segments)} segments are the same")
+    return int(wrong > 0)
+
+
+def chosen(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """The segments that were asked for, as (begin, end)."""
     steps = sorted(kept_by(args.run))
     if lives_of(args.run)[0][0]["step"] == 0:  # else it is a fork
         steps.insert(0, 0)  # which follows from the seed
@@ -131,9 +135,9 @@ def act(args: argparse.Namespace) -> int:
             f"{args.run} has no such segment: it keeps steps {', '.join(map(str, steps))}\n"
             "train with --keep-every N, which keeps checkpoints for good"
         )
-    if not (args.all or args.first or args.last < sys.maxsize):
-        segments = sorted(random.sample(segments, min(args.segments, len(segments))))
-    return int(verify(args.run, segments, args.nproc) > 0)
+    if args.all or args.first or args.last < sys.maxsize:
+        return segments
+    return sorted(random.sample(segments, min(args.segments, len(segments))))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
-"""Flags as one frozen dataclass, and the run's identity.
+"""Flags as one frozen dataclass, the run's identity, and functions of a user's own.
 
 A flag is one field of Options: a restart may not change a `fixed` one, because it changes the result; it may
 change a `free` one. Nothing here imports torch, so `--help` and a wrong flag answer at once.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import inspect
@@ -14,8 +16,10 @@ import math
 import os
 import re
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from common.errors import UserError, blamed, did_you_mean, end, fill_closed_streams, say
@@ -52,18 +56,7 @@ NOT_INHERITED = {"run_dir", "resume", "max_steps", "eval_only"}  # by a --fork
 
 def free(default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, fixed=False):
     """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
-    return dataclasses.field(
-        default=default,
-        metadata={
-            "help": text,
-            "group": group,
-            "scripts": scripts.split(),
-            "low": low,
-            "below": below,
-            "choices": choices,
-            "fixed": fixed,
-        },
-    )
+    return dataclasses.field(default=default, metadata=locals())
 
 
 def fixed(*args, **kwargs):
@@ -184,22 +177,20 @@ class Options:
     show_scatter: bool = free(False, "print batch sizes inside and outside the model", scripts="dp")
 
     def __post_init__(self):
-        for name, value in self._left_open().items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-
-    def _left_open(self):
         """Defaults that follow from other flags."""
         folder = f"{Path(self.model).name}-{Path(self.dataset).name}"
         words = self.model.partition(":")[0] == "gpt" or self.dataset.partition(":")[0] in ("text", "tokens")
         cores = (os.cpu_count() or 1) // here().local_size
-        return {
+        left_open = {
             "run_dir": Path("runs", re.sub(r"[^\w.-]+", "-", folder)),
             "task": "tokens" if words else "classify",
             "lr": RATES.get(self.optimizer, RATE),
             "momentum": 0.9 if self.optimizer == "sgd" and "momentum" not in self.optimizer_args else None,
             "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0,
         }
+        for name, value in left_open.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     @property
     def torch_optimizer(self) -> tuple[str, Values]:
@@ -209,29 +200,28 @@ class Options:
         from torch import optim  # not at the top: flags are read without torch
 
         kinds = {name.lower(): name for name, kind in vars(optim).items() if isinstance(kind, type)}
-        name = kinds.get(self.optimizer, "")
-        if not name:
+        if self.optimizer not in kinds:
             raise UserError(
                 f"--optimizer: {self.optimizer!r} is not in torch.optim"
                 f"{did_you_mean(self.optimizer, kinds)}\n"
                 "or write a function: path/to/file.py:function"
             )
+        name = kinds[self.optimizer]
         arguments: Values = {"lr": self.lr}
         if self.weight_decay or "weight_decay" in inspect.signature(getattr(optim, name)).parameters:
             arguments["weight_decay"] = self.weight_decay
         if self.momentum is not None:
             arguments["momentum"] = self.momentum
         more = keywords(self.optimizer_args)
-        for twice in arguments.keys() & more.keys():
-            raise UserError(f"--optimizer-args: {twice} has a flag of its own\nuse {flag_of(twice)}")
         if self.optimizer in OURS and "foreach" not in more:
-            arguments["fused"] = True
-        return name, arguments | more
+            more = {"fused": True} | more
+        with blamed("--optimizer-args", "use the flag: --lr, --momentum or --weight-decay"):
+            return name, dict(**arguments, **more)  # not twice the same
 
     def identity(self) -> Values:
         """All fixed flags, as JSON gives them back; the same on every restart of a run."""
         values = self.to_json()
-        return {flag.name: values[flag.name] for flag in FLAGS if flag.metadata["fixed"]}
+        return {flag.name: values[flag.name] for flag in FLAGS.values() if flag.metadata["fixed"]}
 
     def compare(self, old: Values) -> list[tuple]:
         """[(field, old, new)] where these options contradict `old`; of a file only the name counts."""
@@ -249,11 +239,6 @@ class Options:
         """Every field, as json.dumps can write it."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
-    def given(self) -> Values:
-        """The fields that differ from their defaults, as json.dumps can write them."""
-        values = self.to_json()
-        return {flag.name: values[flag.name] for flag in FLAGS if getattr(self, flag.name) != flag.default}
-
     @classmethod
     def of_script(cls, given: Values, own: Values) -> "Options":
         """The options of a script of one's own: those `given` are read as flags are."""
@@ -268,7 +253,7 @@ class Options:
         return opts
 
 
-FLAGS = dataclasses.fields(Options)[1:]
+FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]}
 
 
 class Parser(argparse.ArgumentParser):
@@ -285,28 +270,12 @@ class Parser(argparse.ArgumentParser):
                 prog, max_help_position=34, width=120
             ),
         )
-        self.scripts = {flag_of(field.name): field.metadata["scripts"] for field in FLAGS}
-        for field in FLAGS:
-            flag = flag_of(field.name)
-            text = field.metadata["help"]
-            if field.metadata["group"]:
-                group = self.add_argument_group(field.metadata["group"])
-            if script not in self.scripts[flag]:
-                continue
-            if field.type is bool:
-                action = "store_false" if field.default else "store_true"
-                group.add_argument(flag, dest=field.name, action=action, help=text)
-                continue
-            if field.default not in (None, "", ()):
-                text += f" (default: {field.default})"
-            group.add_argument(
-                flag,
-                dest=field.name,
-                type=reader(field),
-                choices=field.metadata["choices"],
-                metavar=SHAPES.get(field.type),
-                help=text,
-            )
+        for flag, field in FLAGS.items():
+            facts = field.metadata
+            if facts["group"]:
+                group = self.add_argument_group(facts["group"])
+            if script in facts["scripts"].split():
+                group.add_argument(flag, dest=field.name, **how_to_read(field))
 
     def read(self, argv: list[str]) -> Values:
         """{field: value} of the flags in argv; --a_b counts as --a-b."""
@@ -319,14 +288,15 @@ class Parser(argparse.ArgumentParser):
                 words[-1] += f"={text}"  # argparse would take the value of `--best -loss` for a flag
             else:
                 words.append(text)
-        given, unknown = self.parse_known_args(words)
+        values, unknown = self.parse_known_args(words)
         if not unknown:
-            return vars(given)
+            return vars(values)
         flag = unknown[0].partition("=")[0]
-        if flag in self.scripts:
-            owners = " and ".join(f"train_{script}.py" for script in self.scripts[flag])
+        if flag in FLAGS:
+            scripts = FLAGS[flag].metadata["scripts"].split()
+            owners = " and ".join(f"train_{script}.py" for script in scripts)
             raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
-        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, self.scripts)}")
+        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, FLAGS)}")
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
@@ -336,29 +306,38 @@ class Parser(argparse.ArgumentParser):
             say(self.format_help())
 
 
-def reader(field):
-    """What argparse calls with the text of a value."""
-    low = field.metadata["low"]
-    below = field.metadata["below"]
-    bound = f" and below {below:g}" if below < math.inf else ""
+def how_to_read(field):
+    """What argparse is told of a flag."""
+    text = field.metadata["text"]
+    if field.type is bool:
+        return {"action": "store_false" if field.default else "store_true", "help": text}
+    if field.default not in (None, "", ()):
+        text += f" (default: {field.default})"
+    return {
+        "type": functools.partial(read_value, field),
+        "choices": field.metadata["choices"],
+        "metavar": SHAPES.get(field.type),
+        "help": text,
+    }
 
-    def number(text):
-        try:
+
+def read_value(field, text):
+    """The value that a person wrote."""
+    if field.type in NUMBERS:
+        low = field.metadata["low"]
+        below = field.metadata["below"]
+        with contextlib.suppress(ValueError):
             value = field.type(text)
-        except ValueError:
-            value = math.nan
-        if low <= value < below:
-            return value
-        raise argparse.ArgumentTypeError(f"{text!r} is not {NUMBERS[field.type]} from {low}{bound}")
-
-    def words(text):
-        if not text:
-            raise argparse.ArgumentTypeError("is empty")
-        if field.type is tuple:
-            return tuple(text.split(","))
-        return text.lower() if field.name == "optimizer" and ".py" not in text else field.type(text)
-
-    return number if field.type in NUMBERS else words
+            if low <= value < below:
+                return value
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {NUMBERS[field.type]} from {low} and below {below:g}"
+        )
+    if not text:
+        raise argparse.ArgumentTypeError("is empty")
+    if field.name == "optimizer" and ".py" not in text:
+        return text.lower()
+    return tuple(text.split(",")) if field.type is tuple else field.type(text)
 
 
 # ---- at the start of a process --------------------------------------------------------------------
@@ -416,9 +395,9 @@ def _inherited(given, script):
     source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
     with blamed(f"--fork: {source}", "name the folder of a run"):
         flags = read_options(source)["options"]
-    taken = {field.name for field in FLAGS if script in field.metadata["scripts"]} - NOT_INHERITED
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
-    return {name: values[name] for name in taken & values.keys()} | given
+    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"].split()}
+    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
+    return {name: flags[name] for name in (taken & flags.keys()) - NOT_INHERITED} | given
 
 
 def read_options(run_dir: Path | str) -> dict[str, Values]:
@@ -429,3 +408,47 @@ def read_options(run_dir: Path | str) -> dict[str, Values]:
     if hashlib.sha256(text.encode()).hexdigest() != seal:
         raise ValueError("options.json is damaged")
     return facts
+
+
+# ---- a function of a user's own, as `path/to/file.py:function` ----------------------------------------
+def find_user(spec: str, *default: None) -> Any:
+    """The function that `path/to/file.py:function` names; `default`, if one is given and there is none."""
+    path, _, name = spec.rpartition(":")
+    with blamed(spec):
+        return getattr(load_file(path), name, *default)
+
+
+def call_user(spec: str, *facts: object, first: bool = False) -> Any:
+    """Calls the function in `path/to/file.py:function` with the last of `facts`, as many as it requires.
+
+    Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
+    With `first` it gets the first of them.
+    """
+    function = find_user(spec)
+    with blamed(spec):
+        required = [
+            p
+            for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        count = min(len(required), len(facts))
+        return function(*(facts[:count] if first else facts[len(facts) - count :]))
+
+
+def load_file(path: str) -> ModuleType:
+    """The module in a file, loaded once in this process; it can import files of its own folder."""
+    path = str(Path(path).resolve())
+    name = f"user_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if str(Path(path).parent) not in sys.path:
+        sys.path.append(str(Path(path).parent))  # last: it must not hide common or the standard library
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = path
+    try:
+        # its source: a cached .pyc may be that of a text of the same second and size
+        exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import UserError, did_you_mean
-from common.options.user_code import check_user
 
 FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")
 DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, or with a few others, looks at
@@ -90,15 +89,17 @@ def check_names(opts):
     """UserError for a name that does not exist, before torch is imported."""
     for flag, known in NAMES.items():
         name = getattr(opts, flag)
+        path = name.rpartition(":")[0]
         if ".py" in name:
-            check_user(name)
+            if not Path(path).is_file():
+                raise UserError(f"{flag_of(flag)}: there is no file {path!r}\nwrite path/to/file.py:function")
         elif known and kind_of(name) not in known:
             more = torchvision_models() if flag == "model" else []
-            if name not in more and (more or flag != "model"):
+            if name not in more:
+                others = ", those of torchvision where it is installed" * (flag == "model")
                 raise UserError(
                     f"{flag_of(flag)}: {name!r} is unknown{did_you_mean(name, [*known, *more])}\n"
-                    f"there are {', '.join(known)}{', those of torchvision' * bool(more)}, "
-                    "and path/to/file.py:function"
+                    f"there are {', '.join(known)}{others}, and path/to/file.py:function"
                 )
 
 

@@ -80,7 +80,7 @@ def open_life(
             seed=opts.seed,
             global_batch_size=opts.global_batch_size,
             stages=world.stages,
-            options=opts.given(),
+            epochs=opts.epochs,
             header=mark,
             began=clock.began,
             **clock.laps,

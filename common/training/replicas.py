@@ -12,7 +12,7 @@ from common.data import Data, leaves, map_tensors
 from common.errors import UserError
 from common.options import Options
 from common.training.bitwise import Tree
-from common.training.tasks import Task, autocast
+from common.training.tasks import OWN, Task, autocast
 from common.world import World
 
 
@@ -65,8 +65,8 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
     # `backward` averages buffers once a step; DDP would copy those of rank 0, which sees only its own share.
     known = inspect.signature(DistributedDataParallel).parameters
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # torch < 2.15
-    # without init_sync, as the store has compared all weights: rank 0 need not send its own
-    flags = {off: False, "init_sync": False, "gradient_as_bucket_view": True}
+    # In a script rank 0 need not send its weights: the store has compared them. One's own may not seed.
+    flags = {off: False, "init_sync": opts.task == OWN, "gradient_as_bucket_view": True}
     return DistributedDataParallel(Replica(net), **flags)
 
 
