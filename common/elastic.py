@@ -31,7 +31,7 @@ from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
-from common.training import autocast, distribute, evaluate, factor, placed, seed
+from common.training import autocast, distribute, evaluate, placed, seed
 from common.world import gather_texts
 
 TAKEN = (  # fields of Options that take effect here
@@ -123,7 +123,7 @@ class Elastic(Run):
         check_net(self.net, self.opts.model)
         self.net.to(self.world.device).train()  # here a net may freeze parts of itself
         self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
-        self.restore(self.net, self.optimizer, rate=self._rate)
+        self.restore(self.net, self.optimizer, schedule=self.schedule)
         self.rates = self._rates()
 
     def _check_arguments(self):
@@ -222,13 +222,6 @@ class Elastic(Run):
 
     def _rates(self):
         return [group["lr"] for group in self.optimizer.param_groups]
-
-    def _rate(self, planned):
-        """The optimizer's own rate, times the factor that `schedule` returns for a step."""
-        if self.schedule is None:
-            return self.opts.lr
-        total = self.opts.epochs * -(-len(self.data.train) // self.opts.global_batch_size)
-        return self.opts.lr * factor(self.schedule(planned, max(1, total)), "schedule", planned)
 
     @property
     def epoch_ended(self) -> bool:

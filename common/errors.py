@@ -129,9 +129,7 @@ class Outlet:
         except (OSError, ValueError):
             # Text left in the buffer would raise again in every later print, and at exit (exit code 120).
             with contextlib.suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, self.stream.fileno())
-                os.close(nowhere)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             self.stream = None
 
 

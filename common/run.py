@@ -56,7 +56,7 @@ class Run:
         """Before data, net and optimizer are made, which takes seconds."""
         line = complete(self.opts) if self.world.rank == 0 else ""
         if gather_texts(self.world, line)[0]:
-            if self.world.rank == 0:
+            if line:
                 say(line)
             leave(self.world)
             sys.exit(0)
@@ -169,11 +169,10 @@ class Run:
 
 def complete(opts: Options) -> str:
     """One line, if the last life of this run ended well with a whole checkpoint of its last step; else ""."""
-    newest = checkpoints(opts.run_dir / "checkpoints")[:1]
-    if opts.eval_only or opts.resume != "auto" or not newest:
+    if opts.eval_only or opts.resume != "auto":
         return ""
-    step, folder = newest[0]
-    with contextlib.suppress(OSError, ValueError, KeyError, UserError):  # the store says what is wrong
+    with contextlib.suppress(OSError, ValueError, LookupError, UserError):  # the store says what is wrong
+        step, folder = checkpoints(opts.run_dir / "checkpoints")[0]
         facts = json.loads((folder / "state.json").read_bytes())
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
         last = lives_of(opts.run_dir)[-1]  # else an evaluation may be saved, and not written down

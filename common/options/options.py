@@ -51,7 +51,8 @@ RATES = {  # torch's own where they are not 1e-3; tests/training compares them w
 RATE = 1e-3
 NUMBERS = {int: "a whole number", float: "a number"}
 SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
-NOT_INHERITED = {"run_dir", "resume", "max_steps", "eval_only"}  # by a --fork
+NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a --fork
+SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 
 
 def free(default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, fixed=False):
@@ -366,9 +367,7 @@ def parse_options(
         gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
     try:
         begin_life()
-        if not script:
-            script = Path(sys.argv[0]).stem.removeprefix("train_")
-            script = script if script in ("ddp", "dp", "mp") else "ddp"
+        script = script or SCRIPTS.get(Path(sys.argv[0]).name, "ddp")
         given = Parser(doc, script).read(sys.argv[1:] if argv is None else argv)
         opts = Options(script=script, **_inherited(given, script))
         check_names(opts)
@@ -415,7 +414,7 @@ def find_user(spec: str, *default: None) -> Any:
     """The function that `path/to/file.py:function` names; `default`, if one is given and there is none."""
     path, _, name = spec.rpartition(":")
     with blamed(spec):
-        return getattr(load_file(path), name, *default)
+        return getattr(load_file(Path(path).resolve()), name, *default)
 
 
 def call_user(spec: str, *facts: object, first: bool = False) -> Any:
@@ -435,20 +434,14 @@ def call_user(spec: str, *facts: object, first: bool = False) -> Any:
         return function(*(facts[:count] if first else facts[len(facts) - count :]))
 
 
-def load_file(path: str) -> ModuleType:
+@functools.cache
+def load_file(path: Path) -> ModuleType:
     """The module in a file, loaded once in this process; it can import files of its own folder."""
-    path = str(Path(path).resolve())
-    name = f"user_{Path(path).stem}_{zlib.crc32(path.encode()):08x}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if str(Path(path).parent) not in sys.path:
-        sys.path.append(str(Path(path).parent))  # last: it must not hide common or the standard library
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: it must not hide common or the standard library
+    name = f"user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     module = sys.modules[name] = ModuleType(name)
-    module.__file__ = path
-    try:
-        # its source: a cached .pyc may be that of a text of the same second and size
-        exec(compile(Path(path).read_bytes(), path, "exec"), vars(module))
-    except BaseException:
-        del sys.modules[name]
-        raise
+    module.__file__ = str(path)
+    # its source: a cached .pyc may be that of a text of the same second and size
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))
     return module

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
-from common.errors import UserError, did_you_mean
+from common.errors import UserError, blamed, did_you_mean
 
 FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")
 DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, or with a few others, looks at
@@ -76,13 +76,11 @@ def kind_of(name: str) -> str:
 
 def keywords(text: str) -> dict[str, object]:
     """{name: value} of the text `name=value,name=value`."""
-    try:
+    with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
         call = ast.parse(f"f({text})", mode="eval").body
-        if isinstance(call, ast.Call) and not call.args:
-            return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-    except (SyntaxError, RecursionError, ValueError):
-        pass
-    raise UserError(f"--optimizer-args: {text!r} is not a list of arguments\nwrite eps=1e-6,amsgrad=True")
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("an argument has no name")
+        return {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
 def check_names(opts):
@@ -118,11 +116,9 @@ def check_together(opts):
     defaults = type(opts)(script=opts.script, dataset=opts.dataset, task=opts.task)
 
     def given(flag):
-        name, has_value, pattern = flag[2:].partition("=")
-        value = getattr(opts, name.replace("-", "_"))
-        if has_value:
-            return fnmatchcase(str(value), pattern)
-        return value != getattr(defaults, name.replace("-", "_"))
+        name, has_value, pattern = flag[2:].replace("-", "_").partition("=")
+        value = getattr(opts, name)
+        return fnmatchcase(str(value), pattern) if has_value else value != getattr(defaults, name)
 
     for flag, other, why in CLASHES:
         if given(flag) and given(other):
@@ -169,17 +165,14 @@ def check_world(opts, world):
 
 def check_files(opts):
     """UserError for files and folders that are not there; answered before torch is imported."""
-    for flag, path, is_there in (
-        ("--resume", opts.resume, os.path.isdir),
-        ("--init-from", opts.init_from, os.path.isfile),
-    ):
-        if path not in ("", "auto") and not is_there(path):
+    for flag, path in (("--resume", opts.resume), ("--init-from", opts.init_from)):
+        if path not in ("", "auto") and not os.path.exists(path):
             raise UserError(
                 f"{flag}: {path!r} is not there\n"
                 "give the folder of a checkpoint to --resume, a file of weights to --init-from"
             )
     place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))
-    if not os.access(place, os.W_OK | os.X_OK) or not place.is_dir():
+    if not os.access(os.path.join(place, ""), os.W_OK | os.X_OK):
         raise UserError(
             f"--run-dir: {str(place)!r} is not a folder that can be written to\n"
             "give the run a folder of its own"

@@ -1,7 +1,7 @@
 """One step: state, task, forward, backward, update; and evaluation."""
 
 from common.training.evaluate import evaluate
-from common.training.optimizer import build_optimizer, factor
+from common.training.optimizer import build_optimizer
 from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
 from common.training.step import backward, cross_check, placed, seed
@@ -15,7 +15,6 @@ __all__ = [
     "cross_check",
     "distribute",
     "evaluate",
-    "factor",
     "find_task",
     "placed",
     "prepare",

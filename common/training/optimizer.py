@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections import UserDict, defaultdict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -140,13 +141,26 @@ def divide(gradients, divisor, clip, norm):
 
 
 # ---- the learning rate ----
-def learning_rate(step: int, opts: Options, steps_per_epoch: int) -> float:
-    """A pure function of the step, so nothing is stored and nothing is lost with a node."""
+def learning_rate(
+    step: int, opts: Options, steps_per_epoch: int, schedule: Callable[[int, int], float] | None = None
+) -> float:
+    """A pure function of the step, so nothing is stored and nothing is lost with a node.
+
+    `schedule` is that of a loop of one's own: a function of (step, steps in all), as --lr-schedule names one.
+    """
     warmup = opts.warmup_epochs * steps_per_epoch
     total = max(1, opts.epochs * steps_per_epoch)
-    if ".py" in opts.lr_schedule:
-        value = call_user(opts.lr_schedule, step, total, opts, first=True)
-        return opts.lr * factor(value, f"--lr-schedule {opts.lr_schedule}", step)
+    if schedule or ".py" in opts.lr_schedule:
+        if schedule:
+            value = schedule(step, total)
+        else:
+            value = call_user(opts.lr_schedule, step, total, opts, first=True)
+        if not isinstance(value, (int, float)) or not 0 <= value < 1e300:
+            raise UserError(
+                f"the schedule returned {value!r} for step {step}\n"
+                "wanted: a factor of the learning rate, a number from 0"
+            )
+        return opts.lr * value
     if step < warmup:
         return opts.lr * (step + 1) / (warmup + 1)
     if opts.lr_schedule == "cosine":
@@ -155,13 +169,3 @@ def learning_rate(step: int, opts: Options, steps_per_epoch: int) -> float:
     if opts.lr_schedule == "step":  # a tenth after each third of the run
         return max(opts.min_lr, opts.lr * 0.1 ** min(2, 3 * step // total))
     return opts.lr
-
-
-def factor(value: float, whose: str, step: int) -> float:
-    """What a user's schedule returned for a step, checked; `whose` names the schedule."""
-    if not isinstance(value, (int, float)) or not 0 <= value < 1e300:
-        raise UserError(
-            f"{whose} returned {value!r} for step {step}\n"
-            "wanted: a factor of the learning rate, a number from 0"
-        )
-    return float(value)

@@ -57,7 +57,7 @@ class TrainState:
         opts: Options,
         samples: int,
         task: Task | None = None,
-        rate: Callable[[int], float] | None = None,
+        schedule: Callable[[int, int], float] | None = None,
         stages: Stages | None = None,
     ):
         self.net = net
@@ -65,7 +65,7 @@ class TrainState:
         self.opts = opts
         self.task = task or find_task(opts)
         self.stages = stages
-        self.rate = rate or (lambda planned: learning_rate(planned, opts, self.steps_per_epoch))
+        self.rate = lambda planned: learning_rate(planned, opts, self.steps_per_epoch, schedule)
         self.step = 0
         self.epoch = 0
         self.position = 0  # samples of this epoch trained on so far, in this order:

@@ -21,7 +21,7 @@ import common.run as house
 import train_ddp
 import train_mp
 from common.checkpoint.disk import sealed
-from common.errors import UserError
+from common.errors import UserError, guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
@@ -52,7 +52,8 @@ def life(world, script, opts, kill=None):
     if kill and kill[0] == world.rank:
         die_at(script, *kill[1:])
     try:
-        script.main(opts)
+        with guarded(debug=opts.debug):
+            script.main(opts)
     except SystemExit as end:
         return end.code
 
