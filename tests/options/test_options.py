@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.errors import UserError, blamed
+from common.errors import blamed
 from common.options import Options, call_user, parse_options
 from common.options.options import begin_life, load_file
 from common.options.rules import DATASETS, NAMES, flag_of, torchvision_models, uses
