@@ -73,7 +73,6 @@ def jobs(warm):
     from jobs import until
     yield warm
     try:
-        until(lambda: not warm.alive(), "the last process to end", 60)
+        until(lambda: not warm.alive(), "the last process to end")
     finally:
-        for pid in warm.alive():
-            warm.kill(pid)
+        until(lambda: not [warm.kill(pid) for pid in warm.alive()], "the end of what was killed")

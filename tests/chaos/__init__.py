@@ -5,12 +5,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]  # for common, and for the tests' own helpers
 
-EPOCH = 11                                                          # steps of the campaign's trainings
-HANG = 15  # seconds until a silent process counts as dead
-MISSED = 20  # without a step, until a rank that misses a loading process has
-                                                                    # left: it looks after 5 s, after 10 s as
-                                                                    # its workers begin
-RECOVERY = 150  # seconds within which training must go on after anything
+EPOCH = 11                                  # steps of the campaign's trainings
+HANG = 15                                   # seconds until a silent process counts as dead
+MISSED = 60  # without a step, until a rank that misses a loading process has left: it looks after 5 s or 10 s
+RECOVERY = 150                              # seconds within which training must go on after anything
 
 
 def points_names():

@@ -10,7 +10,7 @@ from jobs import PACED, ROOT, audit, lives, reached, until
 
 MOST = 4                                    # machines
 PAUSES_SECONDS = (0.0, 0.5, 3.0, 9.0)       # at most; the others notice, meet, start, train
-PATIENCE_SECONDS = 60
+PATIENCE_SECONDS = 200                      # torch itself would wait for 300
 
 
 def bunches(jobs, run, rng, count, say=print):

@@ -45,7 +45,7 @@ class Campaign(Strikes):
         self.flavours = STAGES if script == "mp" else FLAVOURS
         if only and {*only} <= LOADING:  # one flavour has such processes
             self.flavours = {"plain": FLAVOURS["plain"]}
-        self.patience = 60 if disk else 5  # seconds: the workers of a dead agent save and leave
+        self.patience = 60  # seconds: the workers of a dead agent save and leave
         self.todo = events.schedule(rng, count, points_names(), short, only)
         self.size = None
         self.kinds = ["plain", "store"] if short else []  # of the first clusters; then as the dice fall

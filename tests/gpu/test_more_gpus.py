@@ -6,7 +6,7 @@ import time
 
 import pytest
 from gpus import ROOT, begin, devices, digest, fake, needs, seen, train
-from jobs import audit, children, events, lives, until
+from jobs import audit, events, lives, until
 
 SMALL = ("--epochs=1", "--max-steps=40")
 GPT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
@@ -19,15 +19,14 @@ def pids(run, life=0):
 
 
 def stopped(job):
-    """In seconds, all of it."""
-    job.terminate()
-    job.communicate(timeout=60)
-    assert not children(job.pid)
+    """In seconds, all of it: see the fixture."""
+    job.kill(signal.SIGTERM)
+    job.wait()
 
 
 @needs(2)
-def test_a_kill_of_a_rank_loses_no_step_and_one_that_stands_still_ends_at_the_limit(tmp_path):
-    job = begin("train_ddp.py", f"--run-dir={tmp_path}", *LONG, "--hang-timeout=5", world=2)
+def test_a_kill_of_a_rank_loses_no_step_and_one_that_stands_still_ends_at_the_limit(jobs, tmp_path):
+    job = begin(jobs, "train_ddp.py", f"--run-dir={tmp_path}", *LONG, "--hang-timeout=5", world=2)
     for life, number in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)):
         victim = pids(tmp_path, life)[life % 2]
         time.sleep(random.random())  # the moment is what is tried
@@ -41,22 +40,22 @@ def test_a_kill_of_a_rank_loses_no_step_and_one_that_stands_still_ends_at_the_li
 @needs(2)
 @pytest.mark.parametrize("flags", [("--virtual-ranks=7",), ("--virtual-ranks=8", "--model=resnet18"),
                                    ("--virtual-ranks=8", *GPT)])
-def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_stages(tmp_path, flags):
-    train(tmp_path / "1", "train_ddp.py", *SMALL, *flags)
+def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_stages(jobs, tmp_path, flags):
+    train(jobs, tmp_path / "1", "train_ddp.py", *SMALL, *flags)
     ways = {"ranks": ("train_ddp.py", 2, ()), "stages": ("train_mp.py", 2, ()),
             "devices": ("train_mp.py", 0, (devices(0, 1),))}
     for name, (script, world, more) in ways.items():
-        train(tmp_path / name, script, *SMALL, *flags, *more, world=world)
-    assert len({digest(tmp_path / name) for name in ("1", *ways)}) == 1
+        train(jobs, tmp_path / name, script, *SMALL, *flags, *more, world=world)
+    assert len({digest(jobs, tmp_path / name) for name in ("1", *ways)}) == 1
 
 
 @needs(1)
 @pytest.mark.skipif(not fake() and tuple(seen()[1]) < (2, 30), reason="several ranks on a GPU: NCCL 2.30")
-def test_two_ranks_on_one_gpu_lose_no_step_when_one_is_killed(tmp_path):
+def test_two_ranks_on_one_gpu_lose_no_step_when_one_is_killed(jobs, tmp_path):
     own = tmp_path / "own.sh"
     own.write_text("export GROUP_RANK=$LOCAL_RANK LOCAL_RANK=0 LOCAL_WORLD_SIZE=1\n"
-                   'exec python train_ddp.py "$@"\n')
-    job = begin("-m", "torch.distributed.run", "--nproc_per_node=2", "--max_restarts=5", "--no_python",
+                   f'exec python {ROOT}/train_ddp.py "$@"\n')
+    job = begin(jobs, "-m", "torch.distributed.run", "--nproc_per_node=2", "--max_restarts=5", "--no_python",
                 "bash", own, f"--run-dir={tmp_path / 'run'}", *LONG, gpus=1, NCCL_MULTI_RANK_GPU_ENABLE="1")
     os.kill(pids(tmp_path / "run")[1], signal.SIGKILL)
     pids(tmp_path / "run", 1)

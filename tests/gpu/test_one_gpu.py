@@ -31,47 +31,49 @@ def saved(run):
     return sorted({int(path.name[5:13]) for path in (run / "checkpoints").glob("step-*[0-9]")})
 
 
-def test_a_run_learns_ends_and_is_complete_and_audited(tmp_path):
-    out = train(tmp_path, "train_ddp.py", "--epochs=3", "--audit")
+def test_a_run_learns_ends_and_is_complete_and_audited(jobs, tmp_path):
+    out = train(jobs, tmp_path, "train_ddp.py", "--epochs=3", "--audit")
     assert fake() or "devices cuda:0 (" in out
-    assert "complete" in train(tmp_path, "train_ddp.py", "--epochs=3")
-    assert "missed 0 repeated 0 lost 0 redone 0" in end(begin("-m", "common.ledger", tmp_path, "--audit"))
+    assert "complete" in train(jobs, tmp_path, "train_ddp.py", "--epochs=3")
+    audit = end(begin(jobs, "-m", "common.ledger", tmp_path, "--audit"))
+    assert "missed 0 repeated 0 lost 0 redone 0" in audit
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert [row["val_acc"] for row in rows if "val_acc" in row][-1] > 0.95
-    end(begin("-m", "common.checkpoint", tmp_path))
+    end(begin(jobs, "-m", "common.checkpoint", tmp_path))
 
 
 @pytest.mark.skipif(fake(), reason="a CPU has no streams")
 @pytest.mark.parametrize("flags", [(), ("--amp=fp16",), ("--channels-last", "--model=resnet18")])
-def test_a_rescue_does_not_queue_behind_a_stream_that_hangs(tmp_path, flags):
-    train(tmp_path, CHECKS, "--save-every=0", "--save-seconds=0", "--epochs=20", *flags, code=143,
+def test_a_rescue_does_not_queue_behind_a_stream_that_hangs(jobs, tmp_path, flags):
+    train(jobs, tmp_path, CHECKS, "--save-every=0", "--save-seconds=0", "--epochs=20", *flags, code=143,
           check=["stuck_stream"])
     assert saved(tmp_path) == [20]
 
 
-def test_a_save_that_is_still_copied_holds_the_weights_and_not_their_averages():
-    assert "differ: 0" in end(begin(CHECKS, "late_copy", *(["cpu"] if fake() else [])))
+def test_a_save_that_is_still_copied_holds_the_weights_and_not_their_averages(jobs):
+    assert "differ: 0" in end(begin(jobs, CHECKS, "late_copy", *(["cpu"] if fake() else [])))
 
 
 @pytest.mark.parametrize("flags", [
     (), ("--model=resnet18",), TEXT, (*TEXT, "--amp=bf16"), ("--model=lstm", "--dataset=sentiment"),
     pytest.param(("--amp=fp16", "--clip-grad-norm=1"), marks=pytest.mark.skipif(fake(), reason="GPUs only"))])
-def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(tmp_path, flags):
+def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(jobs, tmp_path, flags):
     flags = (*SMALL, "--virtual-ranks=8", *flags)
     for name in ("a", "b"):
-        train(tmp_path / name, "train_ddp.py", *flags)
-    job = begin("train_ddp.py", *flags, f"--run-dir={tmp_path / 'c'}", "--no-tensorboard", "--save-every=5")
-    until(lambda: saved(tmp_path / "c") or job.poll() is not None, "a checkpoint", 120)
+        train(jobs, tmp_path / name, "train_ddp.py", *flags)
+    job = begin(jobs, "train_ddp.py", *flags, f"--run-dir={tmp_path / 'c'}", "--no-tensorboard",
+                "--save-every=5")
+    until(lambda: saved(tmp_path / "c") or job.poll() is not None, "a checkpoint")
     job.kill()
     job.wait()
-    train(tmp_path / "c", "train_ddp.py", *flags, "--save-every=5")
-    assert digest(tmp_path / "a") == digest(tmp_path / "b") == digest(tmp_path / "c")
+    train(jobs, tmp_path / "c", "train_ddp.py", *flags, "--save-every=5")
+    assert digest(jobs, tmp_path / "a") == digest(jobs, tmp_path / "b") == digest(jobs, tmp_path / "c")
 
 
-def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(tmp_path):
+def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(jobs, tmp_path):
     found = []
     for name, blocking in (("a", "0"), ("b", "1")):
-        train(tmp_path / name, "train_ddp.py", "--virtual-ranks=2", "--save-every=1", "--max-steps=30",
+        train(jobs, tmp_path / name, "train_ddp.py", "--virtual-ranks=2", "--save-every=1", "--max-steps=30",
               "--keep=40", CUDA_LAUNCH_BLOCKING=blocking)
         manifests = map(json.loads, (path.read_text() for path in
                                      (tmp_path / name / "checkpoints").glob("step-*/manifest.json")))
@@ -80,47 +82,46 @@ def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(tmp_path):
     assert len(both) > 5 and all(found[0][step] == found[1][step] for step in both)
 
 
-def test_a_stop_at_a_random_moment_is_saved_in_seconds(tmp_path):
+def test_a_stop_at_a_random_moment_is_saved_in_seconds(jobs, tmp_path):
     amp = "bf16" if fake() else "fp16"
     flags = (f"--run-dir={tmp_path}", f"--amp={amp}", "--ema-decay=0.9", "--epochs=500", "--no-tensorboard")
-    job = begin("train_ddp.py", *flags)
+    job = begin(jobs, "train_ddp.py", *flags)
     until(lambda: events(tmp_path, "first_step") or job.poll() is not None, "the first step", 300)
     time.sleep(random.random())  # the moment is what is tried
     asked = time.monotonic()
-    job.send_signal(signal.SIGTERM)
+    job.kill(signal.SIGTERM)
     end(job, 143)
-    assert time.monotonic() - asked < 10 and saved(tmp_path)
+    assert time.monotonic() - asked < 30 and saved(tmp_path)
 
 
 @pytest.mark.parametrize("flags", [(), ("--recompute",)])
-def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(tmp_path, flags):
+def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(jobs, tmp_path, flags):
     """The net draws dropout in several stages; without --virtual-ranks a GPU adds up in any order."""
-    train(tmp_path / "ddp", "train_ddp.py", *SMALL, "--virtual-ranks=8")
-    train(tmp_path / "mp", "train_mp.py", *SMALL, "--virtual-ranks=8", devices(0, 0), *flags)
-    assert digest(tmp_path / "ddp") == digest(tmp_path / "mp")
+    train(jobs, tmp_path / "ddp", "train_ddp.py", *SMALL, "--virtual-ranks=8")
+    train(jobs, tmp_path / "mp", "train_mp.py", *SMALL, "--virtual-ranks=8", devices(0, 0), *flags)
+    assert digest(jobs, tmp_path / "ddp") == digest(jobs, tmp_path / "mp")
     model = (*SMALL, "--micro-batch-size=8", *TEXT, "--log-every=1")
-    train(tmp_path / "whole", "train_ddp.py", *model)
-    train(tmp_path / "cut", "train_mp.py", devices(0, 0), *model, *flags)
+    train(jobs, tmp_path / "whole", "train_ddp.py", *model)
+    train(jobs, tmp_path / "cut", "train_mp.py", devices(0, 0), *model, *flags)
     assert losses(tmp_path / "cut") == pytest.approx(losses(tmp_path / "whole"), abs=1e-3)
 
 
 @pytest.mark.skipif(fake(), reason="CPUs have the operation with fixed bits")
-def test_a_layer_without_fixed_bits_is_named_and_refused(tmp_path):
-    out = train(tmp_path, "train_ddp.py", "--model=alexnet", "--virtual-ranks=2", "--max-steps=1",
+def test_a_layer_without_fixed_bits_is_named_and_refused(jobs, tmp_path):
+    out = train(jobs, tmp_path, "train_ddp.py", "--model=alexnet", "--virtual-ranks=2", "--max-steps=1",
                 f"--dataset={ROOT}/tests/tools/nets.py:large_pictures", code=2)
     assert "adaptive_avg_pool2d_backward_cuda" in out and "--virtual-ranks" in out and "Traceback" not in out
 
 
 @pytest.mark.skipif(fake(), reason="a CPU has more memory")
-def test_a_net_that_does_not_fit_is_told_in_torchs_own_words(tmp_path):
-    out = train(tmp_path, CHECKS, "--model=gpt:12x12x1536", *TEXT[1:], code=1, check=["little_memory"])
+def test_a_net_that_does_not_fit_is_told_in_torchs_own_words(jobs, tmp_path):
+    out = train(jobs, tmp_path, CHECKS, "--model=gpt:12x12x1536", *TEXT[1:], code=1, check=["little_memory"])
     assert "out of memory" in out
 
 
 @pytest.mark.skipif(fake(), reason="a CPU raises an error of its own")
-def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(tmp_path):
+def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(jobs, tmp_path):
     (tmp_path / "own.py").write_text(WRONG)
-    job = begin("train_ddp.py", "--model=mlp", f"--dataset={tmp_path}/own.py:wrong", "--no-tensorboard",
+    job = begin(jobs, "train_ddp.py", "--model=mlp", f"--dataset={tmp_path}/own.py:wrong", "--no-tensorboard",
                 f"--run-dir={tmp_path}/run")
-    out = job.communicate(timeout=120)[0]
-    assert job.returncode not in (0, -9), out
+    assert job.wait() not in (0, -9), job.output

@@ -7,15 +7,19 @@ from jobs import ROOT
 
 SCRIPT = ROOT / "launch/slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
+leave() { exit "$CODE"; }
+trap leave USR1
 echo $$ > agents
 echo srun "$@" >> said
 echo timeout "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >> said
-leave() { exit "$CODE"; }
-trap leave USR1
-while [ "$(grep -c ^squeue said)" -lt "$LASTS" ]; do sleep 0.02; done
+until awk '/^squeue/ { looks++ } END { exit (looks < ENVIRON["LASTS"]) }' said; do sleep 0.02; done
 leave
 """
-SCANCEL = "#!/bin/sh\necho scancel \"$@\" >> said\nkill -USR1 $(cat agents)\n"
+SCANCEL = """#!/bin/sh
+echo scancel "$@" >> said
+until [ -s agents ]; do sleep 0.02; done
+kill -USR1 $(cat agents)
+"""
 
 
 @pytest.fixture
@@ -34,6 +38,7 @@ def slurm(tmp_path):
         done = subprocess.run(["bash", SCRIPT, *words], env=given, cwd=tmp_path, timeout=60)
         said = (tmp_path / "said").read_text().splitlines()
         (tmp_path / "said").unlink()
+        said.sort(key=lambda line: not line.startswith("srun"))  # a look may come before it
         return done.returncode, said
 
     return run

@@ -1,7 +1,7 @@
 """GPUs for the children of a test: pytest's own process sees none, because its forks could not use them.
 
     pytestmark = needs(2)                           # skipped where fewer are visible
-    train(tmp_path / "run", "train_ddp.py", ...)    # a script to its end; its output
+    train(jobs, run, "train_ddp.py", ...)           # a script to its end; its output
     TESTS_GPUS=fake                                 # the same tests with CPUs for GPUs, where they can run
 """
 import functools
@@ -53,30 +53,26 @@ def devices(*numbers):
     return "--devices=" + ",".join("cpu" if fake() else f"cuda:{n}" for n in numbers)
 
 
-def begin(script, *flags, world=0, gpus=None, **env):
+def begin(jobs, script, *flags, world=0, gpus=None, **env):
     """A script, or `checks NAME`, as a process; under the launcher if `world` names a number of processes."""
-    launcher = ["launch/torchrun.py", f"--nproc_per_node={world}", "--max_restarts=5"] if world else []
-    env = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=visible(gpus)) | env
-    return subprocess.Popen([sys.executable, *launcher, *map(str, [script, *flags])], cwd=ROOT, text=True,
-                            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    launcher = [ROOT / "launch/torchrun.py", f"--nproc_per_node={world}", "--max_restarts=5"] if world else []
+    script = script if script == "-m" else ROOT / script
+    return jobs.start(*launcher, script, *flags, cold=not fake(), CUDA_VISIBLE_DEVICES=visible(gpus),
+                      PYTHONPATH=str(ROOT), **env)
 
 
-def end(process, code=0, deadline=600):
-    try:
-        out = process.communicate(timeout=deadline)[0]
-    finally:
-        process.kill()
-    assert process.returncode == code, out[-6000:]
-    return out
+def end(job, code=0):
+    assert job.wait(600) == code, job.output
+    return job.output
 
 
-def train(run, script, *flags, code=0, check=(), **how):
+def train(jobs, run, script, *flags, code=0, check=(), **how):
     """A script, or a function of gpu/checks.py that trains, to its end."""
-    return end(begin(script, *check, f"--run-dir={run}", "--no-tensorboard", *flags, **how), code)
+    return end(begin(jobs, script, *check, f"--run-dir={run}", "--no-tensorboard", *flags, **how), code)
 
 
-def digest(run):
-    return end(begin("-m", "common.checkpoint", run, "--digest")).split()[-1]
+def digest(jobs, run):
+    return end(begin(jobs, "-m", "common.checkpoint", run, "--digest")).split()[-1]
 
 
 def losses(run):

@@ -63,24 +63,24 @@ class Jobs:
         return env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token,
                       "PYTHONDONTWRITEBYTECODE": "1"} | extra
 
-    def start(self, *argv, cold=False, within=(), **env):
+    def start(self, *argv, cold=False, within=(), cwd=None, **env):
         """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell (or the command
         `within`) would.
         """
         self.count += 1
+        cwd = str(cwd or self.folder)
         out, argv = self.folder / f"output-{self.count}", [str(a) for a in argv]
         if cold:
             command = ["-m", "torch.distributed.run", *argv[1:]] if argv[0] == "torchrun" else argv
             with open(out, "ab") as file:
                 child = subprocess.Popen([*within, sys.executable, *command], env=self.environment(**env),
-                                         cwd=self.folder,
-                                         stdout=file, stderr=file, stdin=subprocess.DEVNULL,
+                                         cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
                                          start_new_session=True)
             return Job(self, child.pid, out, child)
         self._warm_up()
         with self.news:
             self.warm.stdin.write(json.dumps({"id": self.count, "argv": argv, "env": self.environment(**env),
-                                              "cwd": str(self.folder), "out": str(out)}).encode() + b"\n")
+                                              "cwd": cwd, "out": str(out)}).encode() + b"\n")
             self.warm.stdin.flush()
             self.news.wait_for(lambda: self.count in self.pids, 120)
             return Job(self, self.pids[self.count], out, number=self.count)

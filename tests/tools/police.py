@@ -14,7 +14,7 @@ TOKEN = f"tests-{uuid.uuid4().hex}"  # in the environment of all that a test sta
 KEPT = ("tests/tools/warm_torchrun.py", "resource_tracker")  # processes that live as long as pytest
 # torch's cache; what torchrun itself leaves; what multiprocessing cannot remove when its process is killed.
 NOT_OURS = ("torchinductor_", "torchelastic_", "pymp-", "__pycache__", ".pytest_cache", ".ruff_cache")
-PATIENCE = 5.0                                                       # seconds
+PATIENCE = 30.0                                                      # seconds
 
 
 def move_in():

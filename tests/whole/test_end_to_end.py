@@ -101,13 +101,12 @@ def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unb
     assert_same(run, unbroken, lost=lost, redone=lost)
 
 
-def test_plain_torchrun_without_a_variable_survives_kills_in_a_row(jobs, run, unbroken):
+def test_plain_torchrun_without_a_variable_survives_a_kill(jobs, run, unbroken):
     """The only one here that pays for real starts; the campaign is its long form."""
     job = ddp(jobs, 2, run, cold=True, PACE="0.02")
-    for kill in range(3):
-        jobs.kill(wait_for(run, 4 * kill + 2, kill, job)["pids"][kill % 2])
+    jobs.kill(wait_for(run, 2, 0, job)["pids"][1])
     assert job.wait() == 0, job.output
-    assert len(lives(run)) == 4
+    assert len(lives(run)) == 2
     assert_same(run, unbroken)
 
 
@@ -233,11 +232,11 @@ def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, unbroken, rank, n
 
 
 def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
-    job = plain(jobs, "ddp", run, "--hang-timeout=1", PACE="0.02")
+    job = plain(jobs, "ddp", run, "--hang-timeout=3", PACE="0.02")
     wait_for(run, 3, 0, job)
     job.kill(signal.SIGSTOP)  # what SIGTSTP comes to where a shell can continue the process
     until(lambda: state(job.pid) == "T", "the process to stop")
-    woken = time.monotonic() + 2.2  # at 2 s faulthandler would have ended it
+    woken = time.monotonic() + 6.2  # at 6 s faulthandler would have ended it
     until(lambda: time.monotonic() > woken, "a while")
     job.kill(signal.SIGCONT)
     assert job.wait() == 0, job.output

@@ -1,34 +1,26 @@
 """The checks for GPUs, as far as CPUs can run them: a check that nobody runs is wrong when it is needed."""
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def checks(gpus, *chosen):
-    return subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=ROOT, capture_output=True, text=True,
-                          timeout=300, env=dict(os.environ, TESTS_GPUS=gpus))
+import pytest
+import test_more_gpus as more
+import test_one_gpu as one
+from jobs import ROOT
 
 
-def test_without_a_gpu_all_checks_are_found_and_skipped():
-    done = checks("", "tests/gpu")
-    assert done.returncode in (0, 5) and not {"passed", "error"} & set(done.stdout.split()), done.stdout
-    assert int(done.stdout.split(" skipped")[0].split()[-1]) > 20
+@pytest.mark.parametrize("check, given", [
+    (one.test_a_save_that_is_still_copied_holds_the_weights_and_not_their_averages, ()),
+    (one.test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net, [("--recompute",)]),
+    (more.test_a_kill_of_a_rank_loses_no_step_and_one_that_stands_still_ends_at_the_limit, ())])
+def test_with_cpus_for_gpus_a_check_of_each_kind_passes(jobs, tmp_path, monkeypatch, check, given):
+    monkeypatch.setenv("TESTS_GPUS", "fake")
+    monkeypatch.setattr(one, "SMALL", ("--epochs=1", "--max-steps=4"))
+    check(jobs, *[tmp_path] * ("tmp_path" in check.__code__.co_varnames), *given)
 
 
-def test_with_cpus_for_gpus_a_check_of_each_kind_passes():
-    done = checks("fake", "tests/gpu/test_one_gpu.py", "tests/gpu/test_more_gpus.py", "-k",
-                  "averages or flags1 and of_the_whole_net or stands_still")
-    assert done.returncode == 0 and "passed" in done.stdout and "skipped" not in done.stdout, done.stdout
-
-
-def test_the_bench_of_a_gpu_measures_all_it_promises(tmp_path):
-    done = subprocess.run([sys.executable, "tests/bench/gpu.py", "--device", "cpu", "--tiny", "--json",
-                           tmp_path / "found.json"], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_the_bench_of_a_gpu_measures_all_it_promises(jobs, tmp_path):
+    job = jobs.start(ROOT / "tests/bench/gpu.py", "--device", "cpu", "--tiny", "--json",
+                     tmp_path / "found.json")
+    assert job.wait(300) == 0, job.output
     found = json.loads((tmp_path / "found.json").read_text())
     assert [row["net"] for row in found["steps"]] == ["resnet50", "gpt:medium", "net"]
     assert all(row["ours_ms"] > 0 < row["bare_ms"] for row in found["steps"])

@@ -27,10 +27,10 @@ def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing
 
     began, before = time.monotonic(), children(os.getpid())
     with pytest.raises(AssertionError) as error:
-        fork_ranks(2, fail_at_one)
+        fork_ranks(2, fail_at_one, deadline=600)
     assert str(error.value).startswith("rank 1, exit code 1: Traceback") and "fail_at_one" in str(error.value)
     assert "ValueError: the reason" in str(error.value).partition("rank 0")[0]
-    assert time.monotonic() - began < 60 and set(children(os.getpid())) <= set(before)
+    assert time.monotonic() - began < 300 and set(children(os.getpid())) <= set(before)
 
 
 def test_a_rank_that_may_die_answers_with_its_exit_code_and_its_peers_live_on():

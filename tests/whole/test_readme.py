@@ -3,7 +3,6 @@ import ast
 import json
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -232,11 +231,10 @@ def test_what_is_to_be_changed_is_in_the_file_that_is_named():
 
 
 # ---- a user's first hour --------------------------------------------------------------------------
-def train(folder, *words):
-    done = subprocess.run([sys.executable, ROOT / "train_ddp.py", *words], cwd=folder, capture_output=True,
-                          text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def train(jobs, folder, *words):
+    job = jobs.python("train_ddp.py", *words, cwd=folder)
+    assert job.wait() == 0, job.output
+    return job.output
 
 
 def own_code():
@@ -248,10 +246,10 @@ def own_code():
     return code, command[2:]
 
 
-def test_the_readmes_own_model_and_dataset_train_and_load_again(tmp_path):
+def test_the_readmes_own_model_and_dataset_train_and_load_again(jobs, tmp_path):
     code, flags = own_code()
     (tmp_path / "my_own.py").write_text(code)
-    train(tmp_path, *flags, "--max-steps", "30", "--no-tensorboard")
+    train(jobs, tmp_path, *flags, "--max-steps", "30", "--no-tensorboard")
     last = json.loads((tmp_path / "runs/wide/metrics.jsonl").read_text().splitlines()[-1])
     assert last["val_acc"] > 0.8
     accuracy, = fork_ranks(1, accuracy_in_a_notebook, tmp_path, code)
@@ -276,9 +274,9 @@ def shape(line):
     return re.sub(r"[\d,]*\d", "N", re.sub(r"run \S+|life \S+|runs/\S+|, after .*", "", line))
 
 
-def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(tmp_path):
+def test_a_run_leaves_the_files_and_prints_the_lines_that_the_readme_shows(jobs, tmp_path):
     flags = "--run-dir run --log-every 1 --audit --model mlp --dataset random".split()
-    printed = train(tmp_path, *flags, "--max-steps", "2") + train(tmp_path, *flags, "--max-steps", "3")
+    printed = "".join(train(jobs, tmp_path, *flags, "--max-steps", steps) for steps in "23")
     shown = next(text for text in fenced(README, "") if "resuming" in text).splitlines()
     shapes = {shape(line) for line in shown if line.startswith(("resuming", "epoch", "step"))}
     assert len(shapes) >= 3 and shapes <= {shape(line) for line in printed.splitlines()}

@@ -35,6 +35,7 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
     killed, deaths = [], []
     for life in range(3):
         pid = wait_for(run, 2 + 4 * life, life, job)["pids"][life % 2]
+        assert pid in children(fork_server(job))  # a process of its own would import torch for seconds
         assert jobs.kill(pid)
         killed.append(time.time())
         deaths.append(f"rank {life % 2} (pid {pid}) was killed by SIGKILL")
@@ -43,12 +44,12 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
     assert "torchrun:" not in job.output and "is gone" not in job.output  # a survivor knows how
     assert audit(run) == CLEAN
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
-    assert all(life["import_s"] < 1.0 for life in lives(run)[1:])  # a cold worker imports torch for seconds
     # And the ledger knows where the time went: the parts of a restart add up to what was seen from outside.
     buckets = [life["buckets"] for life in summarize(run)["lives"]]
     for before, after, moment, first in zip(buckets[:-1], buckets[1:], killed, events(run, "first_step")[1:],
                                             strict=True):
-        assert abs(before["rescue"] + after["down"] + after["start"] - (first["t"] - moment)) < 0.5
+        seconds = first["t"] - moment
+        assert abs(before["rescue"] + after["down"] + after["start"] - seconds) < max(0.5, 0.5 * seconds)
 
 
 def test_a_killed_fork_server_is_replaced_too(jobs, tmp_path):
@@ -64,7 +65,7 @@ def test_workers_die_with_a_killed_launcher(jobs, tmp_path):
     workers = wait_for(tmp_path / "run", 3, 0, job)["pids"]
     server = fork_server(job)
     job.kill()
-    until(lambda: not {server, *workers} & set(jobs.alive()), "the workers' end", 10)
+    until(lambda: not {server, *workers} & set(jobs.alive()), "the workers' end")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, pytest.param(
@@ -93,7 +94,7 @@ def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, tmp_pat
     job = warm(jobs, *PACED, "--run-dir", tmp_path / "run", PACE="0.02")
     assert jobs.kill(wait_for(tmp_path / "run", 3, 0, job)["pids"][rank], signal.SIGSTOP)
     job.kill(signal.SIGTERM)
-    assert job.wait(60) == 143, job.output
+    assert job.wait() == 143, job.output
     assert warm(jobs, *PACED, "--run-dir", tmp_path / "run").wait() == 0
     assert audit(tmp_path / "run") == CLEAN
 
