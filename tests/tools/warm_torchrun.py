@@ -110,6 +110,8 @@ def fork_python(_, args, fds):
 def main():
     import torch._dynamo  # noqa: F401  (DDP and optimizers import it: as many seconds as torch itself)
     import torch.distributed.run  # noqa: F401
+    from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+    dynamic_rendezvous.get_method_name = lambda: ""  # as launch/agent.py; with all modules here, a whole core
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
