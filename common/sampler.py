@@ -71,8 +71,6 @@ def permute(positions: range | list[int] | Tensor, n: int, seed: int, epoch: int
 
     n is at most 2**62: then both halves of a position are below 2**31, and their products fit in int64.
     """
-    if isinstance(positions, range):
-        positions = torch.arange(positions.start, positions.stop, positions.step)
     x = torch.as_tensor(positions, dtype=torch.int64)
     rounds = ROUNDS if n > 1000 else 4 * ROUNDS  # in a tiny grid each turn moves little
     keys = [hash_seed("order", seed, epoch, turn) for turn in range(rounds)]

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import operator
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -130,25 +131,12 @@ def crop_flip(x, u):
 
 
 # ---- small pictures, by torchvision ----
-PUBLISHED = {
-    "mnist": ("MNIST", {"mean": 0.1307, "std": 0.3081}),
-    "fashion-mnist": ("FashionMNIST", {"mean": 0.2860, "std": 0.3530, "augment": flip}),
-    "cifar10": (
-        "CIFAR10",
-        {"mean": (0.4914, 0.4822, 0.4465), "std": (0.2470, 0.2435, 0.2616), "augment": crop_flip},
-    ),
-}
-
-
-def published(opts):
+def published(name, opts, **facts):
     """MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
     from filelock import FileLock
     from torchvision import datasets
 
-    name, facts = PUBLISHED[opts.dataset]
-    one_rank = contextlib.nullcontext()
-    if opts.download:
-        one_rank = FileLock(Path(opts.data_dir, ".download"))
+    one_rank = FileLock(Path(opts.data_dir, ".download")) if opts.download else contextlib.nullcontext()
     pairs = []
     for train in (True, False):
         with one_rank:
@@ -180,7 +168,11 @@ def imagefolder(opts):
             f"dataset imagefolder: train and val of {opts.data_dir} have different classes\n"
             f"only in one: {', '.join(sorted({*train.classes} ^ {*val.classes})[:5])}"
         )
-    return Data(train, val, known_classes=len(train.classes), fingerprint=hash_files(opts, train, val))
+    digest = hashlib.sha256()  # of names and sizes: to read all of ImageNet would take minutes
+    for path, label in train.samples + val.samples:
+        name = os.path.relpath(path, opts.data_dir)
+        digest.update(repr((name, label, os.path.getsize(path))).encode())
+    return Data(train, val, known_classes=len(train.classes), fingerprint=digest.hexdigest())
 
 
 def decode(path):
@@ -192,15 +184,6 @@ def decode(path):
         if image.mode[0] in "IF":
             raise ValueError(f"mode {image.mode}: in RGB, of 8 bits, it would be white")
         return image.convert("RGB")
-
-
-def hash_files(opts, train, val):
-    """A hash of names and sizes: reading all of ImageNet would take longer than the rest of a restart."""
-    digest = hashlib.sha256()
-    for path, label in train.samples + val.samples:
-        name = os.path.relpath(path, opts.data_dir)
-        digest.update(repr((name, label, os.path.getsize(path))).encode())
-    return digest.hexdigest()
 
 
 # ---- samples for a language model ----
@@ -235,8 +218,8 @@ def user_dataset(opts):
         returned = call_user(opts.dataset, opts)
     if len(returned) == 4:
         x, y, x_test, y_test = returned
-        vocab = largest(x, x_test) + 1 if x.dtype in WORDS else None
-        classes = largest(y, y_test) + 1 if not y.is_floating_point() else None
+        vocab = end_of(x, x_test) if x.dtype in WORDS else None
+        classes = None if y.is_floating_point() else end_of(y, y_test)
         return Data((x, y), (x_test, y_test), classes, vocab)
     train, test = returned
     classes = count_of(inherited(train, "classes"))
@@ -244,8 +227,9 @@ def user_dataset(opts):
     return Data(train, test, classes, vocab, fingerprint=getattr(train, "fingerprint", ""))
 
 
-def largest(*tensors):
-    return int(torch.cat(tensors).max())
+def end_of(*numbers):
+    """What they are all below."""
+    return int(torch.cat(numbers).max()) + 1
 
 
 def count_of(names):
@@ -255,9 +239,15 @@ def count_of(names):
 
 DATASETS = {
     "digits": digits,
-    "mnist": published,
-    "fashion-mnist": published,
-    "cifar10": published,
+    "mnist": partial(published, "MNIST", mean=0.1307, std=0.3081),
+    "fashion-mnist": partial(published, "FashionMNIST", mean=0.2860, std=0.3530, augment=flip),
+    "cifar10": partial(
+        published,
+        "CIFAR10",
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+        augment=crop_flip,
+    ),
     "imagefolder": imagefolder,
     "sentiment": sentiment,
     "random": random_numbers,

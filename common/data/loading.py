@@ -158,13 +158,11 @@ def loaded(
     def load(cut):
         parts = []
         for ids in cut:
-            batch = None
-            if ids:
-                batch = split.fetch(ids, epoch, augment)
-            elif opts.sync_bn:  # ranks wait for each other in a forward, so it has an input
+            batch = split.fetch(ids, epoch, augment) if ids else None
+            if opts.sync_bn and not ids:  # ranks wait for each other in a forward, so it has an input
                 batch = map_tensors(lambda x: x[:0], split.fetch([0]))
             parts.append((len(ids), batch))
-        return parts, [id for ids in cut for id in ids]
+        return parts, sum(cut, [])
 
     pin = torch.cuda.is_available() and "cpu" not in (opts.device, *opts.devices)
     if opts.workers and isinstance(split, DatasetSplit):

@@ -122,7 +122,6 @@ class DatasetSplit(Split):
         self.classify = opts.task == "classify"
         self.skip = opts.bad_samples == "skip"
         self.collate = inherited(dataset, "collate") or default_collate
-        self.warned_of = set()
 
     def __len__(self):
         return len(self.dataset)
@@ -158,9 +157,7 @@ class DatasetSplit(Split):
             except UserError as error:
                 if not self.skip:
                     raise
-                if id not in self.warned_of:
-                    say(f"warning: left out: {one_line(error)}", sys.stderr)
-                self.warned_of.add(id)
+                say(f"warning: left out: {one_line(error)}", sys.stderr)
                 if self.note:
                     self.note("bad_sample", id=id, epoch=epoch, why=one_line(error))
         return samples

@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 
-import torch
 from torch import nn
 from torch.nn import functional as F
 
@@ -35,8 +34,8 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x):
-        parts = self.qkv(self.norm1(x)).chunk(3, dim=2)
-        q, k, v = (part.unflatten(2, (self.heads, -1)).transpose(1, 2) for part in parts)
+        heads = self.qkv(self.norm1(x)).unflatten(2, (3 * self.heads, -1)).transpose(1, 2)
+        q, k, v = heads.chunk(3, dim=1)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.mix(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -57,11 +56,11 @@ def build_gpt(data, size="tiny"):
             ),
         )
     )
-    with torch.no_grad():
-        for name, p in net.named_parameters():
-            if p.dim() == 2:  # weights that feed the residual stream are smaller, the deeper the net
-                residual = name.endswith(("mix.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5 if residual else 0.02)
-            elif name.endswith("bias"):
-                nn.init.zeros_(p)
+    for name, p in net.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(p)
+        elif name.endswith(("mix.weight", "down.weight")):  # the deeper the net, the less a block adds
+            nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5)
+        elif p.dim() == 2:
+            nn.init.normal_(p, std=0.02)
     return net

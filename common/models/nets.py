@@ -162,10 +162,9 @@ def facts_of(net: nn.Module) -> dict[str, Any]:
 
 def check_net(net: nn.Module, name: str) -> None:
     """UserError for a net whose checkpoints would lack something."""
-    for path, tensor in [*net.named_parameters(), *net.named_buffers()]:
-        with blamed(f"model {name}: {path}", "return the net with all weights made, and dense"):
-            if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-                tensor.data = tensor.data.clone()  # expanded: nothing can be loaded into it
+    for tensor in [*net.parameters(), *net.buffers()]:
+        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
+            tensor.data = tensor.data.clone()  # expanded: nothing can be loaded into it
     again = net.state_dict()
     for path, value in net.state_dict().items():
         if not torch.is_tensor(value) or value.data_ptr() != again[path].data_ptr():

@@ -18,19 +18,15 @@ def load_weights(net: nn.Module, opts: Options) -> None:
     """
     path = opts.init_from
     with blamed(f"--init-from {path}: not a file of weights", "save one: torch.save(net.state_dict(), path)"):
-        tensors = net.state_dict()
-        file = read_weights(path)
-        weights = {unwrapped(name, tensors): tensor for name, tensor in file.items()}
-        if len(weights) < len(file):
-            raise ValueError("it holds a weight twice, wrapped and bare")
-        check_prefixes("--init-skip", opts.init_skip, [*tensors, *weights])
         tied = tied_names(net)  # one of its names is enough
-        weights = {tied.get(name, name): tensor for name, tensor in weights.items()}
-        names = sorted(
-            name
-            for name in (tensors.keys() | weights.keys()) - tied.keys()
-            if not name.startswith(opts.init_skip)
-        )
+        tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in tied}
+        file = read_weights(path)
+        bare = {unwrapped(name, tensors): tensor for name, tensor in file.items()}
+        if len(bare) < len(file):
+            raise ValueError("it holds a weight twice, wrapped and bare")
+        weights = {tied.get(name, name): tensor for name, tensor in bare.items()}
+        check_prefixes("--init-skip", opts.init_skip, [*tensors, *weights])
+        names = [name for name in sorted({*tensors, *weights}) if not name.startswith(opts.init_skip)]
         wrong = [name for name in names if kind_of(weights.get(name)) != kind_of(tensors.get(name))]
         if wrong:
             layers = ",".join(dict.fromkeys(f"{name.rpartition('.')[0]}." for name in wrong[:12]))
