@@ -7,7 +7,6 @@ edit here: `--model FILE.py:function`.
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,27 +80,27 @@ def build_torchvision(name, data):
     return net
 
 
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "net": build_net,
-    "mlp": build_mlp,
-    "lstm": build_lstm,
-    "gpt": build_gpt,
+MODELS = {  # each with the kinds of samples that it takes
+    "net": (build_net, ("images",)),
+    "mlp": (build_mlp, ("numbers", "images")),
+    "lstm": (build_lstm, ("words", "tokens")),
+    "gpt": (build_gpt, ("tokens",)),
 }
-TAKES = {"net": ("images",), "mlp": ("numbers", "images"), "lstm": ("words", "tokens"), "gpt": ("tokens",)}
 
 
-def check_kind(name, data):
-    """UserError for data of another kind than the net takes; a net of torchvision takes images."""
+def build_named(name, size, data):
+    """A net of MODELS, or of torchvision; UserError for data of another kind than it takes."""
+    build, takes = MODELS.get(name, (partial(build_torchvision, name), ("images",)))
     kind = "images" if len(data.sample_shape) == 3 else "numbers"
     if data.vocab:
         kind = "tokens" if data.classes == data.vocab else "words"
-    kinds = TAKES.get(name, ("images",))
-    if kind not in kinds:
-        suited = [model for model, kinds in TAKES.items() if kind in kinds]
+    if kind not in takes:
+        suited = [model for model, (_, kinds) in MODELS.items() if kind in kinds]
         raise UserError(
-            f"model {name} takes {' or '.join(kinds)}, dataset {data.name} has {kind} of shape "
+            f"model {name} takes {' or '.join(takes)}, dataset {data.name} has {kind} of shape "
             f"{tuple(data.sample_shape)}\nchoose --model {' or '.join(suited)}, or another --dataset"
         )
+    return build(data, size) if size else build(data)
 
 
 def build_model(opts: Options, data: Data) -> nn.Module:
@@ -111,17 +110,14 @@ def build_model(opts: Options, data: Data) -> nn.Module:
         if name.endswith(".py"):
             net = call_user(opts.model, opts, data)
         else:
-            check_kind(name, data)
-            build = MODELS.get(name, partial(build_torchvision, name))
-            net = build(data, size) if size else build(data)
+            net = build_named(name, size, data)
         net = net.cpu()
         check_net(net, opts.model)
     net.train()  # here a net may freeze parts of itself
     vars(net)["_facts"] = facts_of(net) | {"data": {fact: getattr(data, fact, None) for fact in FACTS}}
     if opts.init_from:
         load_weights(net, opts)
-    if opts.freeze:
-        freeze(net, opts.freeze)
+    freeze(net, opts.freeze)
     if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
         raise UserError(
             f"model {opts.model}: no weight of it trains\n"

@@ -4,17 +4,13 @@ import random
 import numpy
 import pytest
 import torch
+from test_datasets import options
 from torch.utils.data import Dataset
 
 from common.data import Data, batches, loaded
 from common.data.datasets import crop_flip
 from common.data.splits import DatasetSplit, TensorSplit
-from common.options import Options
 from common.sampler import ElasticSampler
-
-
-def options(**changed):
-    return Options(**{"data_dir": "nowhere", "workers": 0, "device": "cpu"} | changed)
 
 
 class Noisy(Dataset):
@@ -33,7 +29,7 @@ class Noisy(Dataset):
 
 
 def noisy(n):
-    return DatasetSplit(Noisy(n), Data(None, None, 3), options(dataset="noisy"))
+    return DatasetSplit(Noisy(n), Data(None, None, 3), options("noisy"))
 
 
 def pictures(n, augment=crop_flip):
@@ -42,13 +38,13 @@ def pictures(n, augment=crop_flip):
     return TensorSplit(x, torch.arange(n) % 3, source, 0)
 
 
-def epoch_of(split, world, opts, position=0):
+def epoch_of(split, world, position=0, **flags):
     """The epoch's global batches of seven, put together from the shares of all ranks."""
     ranks = []
     for rank in range(world):
         order = ElasticSampler(len(split), 7, rank, world)
         order.set_epoch(1, position)
-        ranks.append(list(batches(split, order, opts)))
+        ranks.append(list(batches(split, order, options("noisy", **flags))))
     whole = []
     for shares in zip(*ranks, strict=True):
         ids = sum((share.ids for share in shares), [])
@@ -66,25 +62,25 @@ def same(a, b):
 @pytest.mark.parametrize("n", [1, 6, 7, 8, 20])
 @pytest.mark.parametrize("split", [pictures, noisy])
 def test_a_global_batch_is_the_same_at_any_world_size_and_from_any_place_of_the_epoch(split, n):
-    alone = epoch_of(split(n), 1, options())
+    alone = epoch_of(split(n), 1)
     assert sorted(i for _, _, ids in alone for i in ids) == list(range(n))
     for world in (2, 3, 9):
-        assert same(epoch_of(split(n), world, options()), alone)
-    assert same(epoch_of(split(n), 3, options(), position=min(n, 7)), alone[1:])
+        assert same(epoch_of(split(n), world), alone)
+    assert same(epoch_of(split(n), 3, position=min(n, 7)), alone[1:])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loading_processes_change_no_number_and_no_generator_of_the_training(workers):
     before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
-    found = epoch_of(noisy(15), 2, options(workers=workers))  # the last batch leaves a rank without a sample
+    found = epoch_of(noisy(15), 2, workers=workers)  # the last batch leaves a rank without a sample
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     assert numpy.random.get_state()[1].tolist() == before[2]
-    assert same(found, epoch_of(noisy(15), 1, options()))
+    assert same(found, epoch_of(noisy(15), 1))
 
 
 @pytest.mark.parametrize("split", [pictures(3), noisy(3)])
 def test_a_forward_without_samples_has_the_shape_and_type_of_a_full_one(split):
-    (((n, empty),), ids), = loaded(split, [[[]]], options(sync_bn=True))
+    (((n, empty),), ids), = loaded(split, [[[]]], options("noisy", sync_bn=True))
     assert (n, ids) == (0, [])
     for some, none in zip(split.fetch([0, 2], 0, True), empty, strict=True):
         assert len(none) == 0 and none.shape[1:] == some.shape[1:] and none.dtype == some.dtype
@@ -105,8 +101,8 @@ def test_pixels_are_normalised_per_channel_and_augmented_in_training_alone():
     plain = split.fetch([3, 1])[0]
     torch.testing.assert_close(plain, (split.x[[3, 1]].float() / 255 - mean) / 0.2)
     assert torch.equal(pictures(9, None).fetch([3, 1], 5, True)[0], plain)
-    assert same(epoch_of(split, 1, options(augment="none")), epoch_of(pictures(9, None), 1, options()))
-    assert not same(epoch_of(split, 1, options()), epoch_of(pictures(9, None), 1, options()))
+    assert same(epoch_of(split, 1, augment="none"), epoch_of(pictures(9, None), 1))
+    assert not same(epoch_of(split, 1), epoch_of(pictures(9, None), 1))
 
 
 def test_crops_move_by_up_to_four_pixels_each_way_and_half_are_mirrored():

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from jobs import audit, events
 from ranks import fork_ranks
+from test_audit import CLEAN
 from test_bitwise import run, through_kills
 from test_tasks import Life
 
@@ -14,7 +15,6 @@ from common.options import Options
 from common.sampler import ElasticSampler
 
 BAD = {3, 57, 70, 77, *range(90, 97)}  # ids
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 ROWS = """
 import torch
 from torch import nn
@@ -84,9 +84,9 @@ def test_an_evaluation_counts_what_can_be_read(tmp_path):
     assert found["val_acc"] == pytest.approx((out.argmax(1) == y).double().mean().item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("net", ["plain", "pairs"])
-def test_kills_and_other_worlds_leave_no_trace_though_samples_are_missing(tmp_path, net):
-    given = flags(tmp_path, net=net, virtual_ranks=4, audit=True, epochs=2)
+@pytest.mark.parametrize("net, workers", [("plain", 0), ("pairs", 2)])
+def test_kills_and_other_worlds_leave_no_trace_though_samples_are_missing(tmp_path, net, workers):
+    given = flags(tmp_path, net=net, workers=workers, virtual_ranks=4, audit=True, epochs=2)
     unbroken, kills = run(tmp_path / "unbroken", 1, given), [(2, 1, 3, "within"), (4, 0, 7, "before")]
     assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken
     for name in ("unbroken", "killed"):
@@ -101,21 +101,6 @@ def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path
     assert run(tmp_path / "a", 4, sliced) == run(tmp_path / "b", 1, sliced)
     run(tmp_path / "c", 3, given | {"virtual_ranks": 0, "audit": True})
     assert audit(tmp_path / "c") == CLEAN
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_picture_that_cannot_be_read_is_left_out_with_workers_too(tmp_path, workers):
-    from test_datasets import write_images
-    pytest.importorskip("torchvision")
-    (write_images(tmp_path / "p", n=5) / "train/cat/0.png").write_bytes(b"torn")
-    (tmp_path / "net.py").write_text("from torch import nn\ndef net(data): return nn.Sequential("
-                                     "nn.Flatten(), nn.Linear(192, data.classes))\n")
-    given = {"model": f"{tmp_path}/net.py:net", "dataset": "imagefolder", "data_dir": str(tmp_path / "p"),
-             "image_size": 8, "global_batch_size": 4, "bad_samples": "skip", "workers": workers,
-             "audit": True, "virtual_ranks": 0, "epochs": 1}
-    run(tmp_path / "run", 2, given)
-    assert audit(tmp_path / "run") == CLEAN
-    assert {event["id"] for event in events(tmp_path / "run", "bad_sample")} == {0}
 
 
 def test_without_the_flag_a_bad_sample_is_an_error_and_so_is_a_dataset_of_bad_ones_with_it(tmp_path):

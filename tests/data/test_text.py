@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from ranks import fork_ranks
 
 from common.data import batches, load_data
-from common.errors import UserError
 from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -66,16 +65,3 @@ def test_the_gradient_is_the_mean_over_samples_of_the_mean_over_tokens(path, siz
     out = net(x).detach()
     assert metrics["val_loss"] == pytest.approx(F.cross_entropy(out.transpose(1, 2), y).item(), abs=1e-6)
     assert metrics["val_acc"] == pytest.approx((out.argmax(-1) == y).double().mean().item(), abs=1e-12)
-
-
-@pytest.mark.parametrize("text, said", [
-    (b"short", "empty set"), (None, "No such file"), ("", "Is a directory")])
-def test_a_text_that_cannot_be_read_is_said_in_three_lines(tmp_path, text, said):
-    path = tmp_path / "text"
-    if text:
-        path.write_bytes(text)
-    elif text is not None:
-        path.mkdir()
-    with pytest.raises(UserError, match=said) as caught:
-        load_data(options(path))
-    assert len(str(caught.value).splitlines()) <= 3

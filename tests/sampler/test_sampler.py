@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from common.sampler import ElasticSampler, hash_seed, permute, share, uniforms
+from common.sampler import ElasticSampler, hash_seed, permute, uniforms
 
 HOUSE = Path(__file__).parents[2]
 POWERS = [2**k + d for k in range(5, 18) for d in (-1, 0, 1)]
@@ -135,13 +135,6 @@ def test_every_sample_comes_once_per_epoch_at_any_world_size(batch):
         assert all(len(step) == batch for step in alone[:-1]) and len(alone) == -(-n // batch)
         for world in {2, 3, batch - 1, batch, batch + 1} - {0, 1}:
             assert epoch_by_step(n, batch, world) == alone
-
-
-def test_shares_are_contiguous_and_complete():
-    for n, world in itertools.product((0, 1, 2, 3, 7, 8, 9, 64), (1, 2, 3, 7, 8, 9, 65)):
-        shares = [share(n, rank, world) for rank in range(world)]
-        assert list(itertools.chain(*shares)) == list(range(n))
-        assert {len(part) for part in shares} <= {n // world, -(-n // world)}
 
 
 @pytest.mark.parametrize("n, batch", [(5_003, 2_000), (403, 100)])

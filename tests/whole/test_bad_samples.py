@@ -6,9 +6,8 @@ import shlex
 
 import pytest
 from jobs import PACED, audit, lives
+from test_audit import CLEAN
 from test_datasets import write_images
-
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 from jobs import audit
 from ranks import fork_ranks
 from safetensors.torch import load_file, save_file
+from test_audit import CLEAN
 from test_bitwise import NETS, life, options, run, through_kills
 
 import train_ddp
@@ -26,7 +27,6 @@ def optimizer(net, opts):
 def schedule(step, total, opts):  # from step 10 on nothing moves, and no evaluation can be better
     return (step < 10) * (1 - step / total)
 """
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 class Facts:

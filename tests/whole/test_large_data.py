@@ -7,10 +7,10 @@ import tarfile
 
 import pytest
 from jobs import audit, lives
+from test_audit import CLEAN
 from test_bitwise import run, through_kills
 from test_datasets import write_images, write_tokens
 
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 OWN = """
 import tarfile
 import torch

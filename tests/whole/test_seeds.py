@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import socket
 from functools import partial
 from pathlib import Path
 
@@ -55,7 +56,8 @@ def test_002_the_same_net_trains_over_two_devices_of_one_process(jobs, tmp_path,
 def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_environment(jobs, tmp_path):
     flags = ("--model=mlp", "--dataset=random:200x10", "--epochs=2", "--log-every=1", f"--run-dir={tmp_path}",
              "--no-tensorboard", "--optimizer=sgd", "--momentum=0", "--lr=0.001")
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     ranks = [jobs.python("train_ddp.py", *flags, **env, RANK=str(rank)) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
     outs = [rank.output for rank in ranks]
@@ -74,10 +76,3 @@ def test_004_the_random_batches_are_scattered_as_in_the_tutorial(jobs, tmp_path,
     outside = [int(words[3].strip("(,")) for words in lines if words[:1] == ["Outside:"]]
     assert sizes[:len(inside)] == inside
     assert outside[:4] == [30, 30, 30, 10]
-
-
-def free_port():
-    import socket
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
