@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import operator
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -237,7 +238,7 @@ def count_of(names):
     return len(names) if hasattr(names, "__len__") else names and operator.index(names)
 
 
-DATASETS = {
+DATASETS: dict[str, Callable[..., Data]] = {
     "digits": digits,
     "mnist": partial(published, "MNIST", mean=0.1307, std=0.3081),
     "fashion-mnist": partial(published, "FashionMNIST", mean=0.2860, std=0.3530, augment=flip),

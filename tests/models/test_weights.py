@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch.nn import functional as F
 
 from common.errors import UserError
@@ -67,12 +66,6 @@ def test_foreign_weights_come_in_bare_or_wrapped(build, form):
     foreign = build(seed=7).state_dict()
     torch.save(form(foreign), "w.pt")
     assert not same(build(), foreign) and same(build(init_from="w.pt"), foreign)
-
-
-def test_safetensors_are_read_too(build):
-    foreign = build(seed=7).state_dict()
-    save_file(foreign, "w.safetensors")
-    assert same(build(init_from="w.safetensors"), foreign)
 
 
 def test_a_net_that_has_a_child_called_module_keeps_its_names(build):

@@ -159,20 +159,10 @@ def test_a_training_resized_at_random_places_sees_the_epoch_of_an_unbroken_one()
 
 
 def test_any_position_is_a_good_place_to_resume():
-    whole = permute(range(43), 43, 0, 2).tolist()
+    whole = permute(range(43), 43, 5, 2).tolist()
     for position in range(44):  # also in the middle of what used to be a batch, as after a change of plan
-        rest = epoch_by_step(43, 8, 3, epoch=2, position=position)
+        rest = epoch_by_step(43, 8, 3, seed=5, epoch=2, position=position)
         assert list(itertools.chain(*rest)) == whole[position:]
-
-
-def test_set_epoch_changes_the_order_and_brings_it_back():
-    order = ElasticSampler(1000, 10, seed=3)
-    first = list(order)
-    assert list(order) == first
-    order.set_epoch(1)
-    assert list(order) != first
-    order.set_epoch(0)
-    assert list(order) == first != list(ElasticSampler(1000, 10, seed=4))
 
 
 def test_fetching_ahead_does_not_move_the_position_and_one_beyond_the_epoch_is_refused():
@@ -197,7 +187,7 @@ class Ids(Dataset):
 def test_a_plain_dataloader_takes_it_as_batch_sampler(workers):
     orders = [ElasticSampler(Ids(), 8, rank, 2, seed=1) for rank in range(2)]
     loaders = [DataLoader(Ids(), batch_sampler=order, num_workers=workers) for order in orders]
-    for epoch, position in ((0, 0), (1, 16)):
+    for epoch, position in ((0, 0), (1, 16), (0, 0)):
         for order in orders:
             order.set_epoch(epoch, position)
         steps = [torch.cat(parts).tolist() for parts in zip(*loaders, strict=True)]
