@@ -8,5 +8,5 @@ root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 source "$root/launch/setup.sh"
 set_up "$root/requirements.txt" "$root/tests/requirements.txt"
 cd -- "$root"
-[ $# -gt 0 ] || set -- -n 3 --dist worksteal # three tests at a time: most of them wait more than they compute
+[ $# -gt 0 ] || set -- -n 4 --dist worksteal # four tests at a time: most of them wait more than they compute
 exec "$PYTHON" -m pytest "$@"

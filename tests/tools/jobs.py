@@ -16,6 +16,8 @@ import uuid
 from importlib.metadata import version
 from pathlib import Path
 
+from police import listeners
+
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests/tools"
 PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "--global-batch-size=32",
@@ -63,17 +65,15 @@ class Jobs:
         return env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token,
                       "PYTHONDONTWRITEBYTECODE": "1"} | extra
 
-    def start(self, *argv, cold=False, within=(), cwd=None, **env):
-        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell (or the command
-        `within`) would.
-        """
+    def start(self, *argv, cold=False, cwd=None, **env):
+        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell would."""
         self.count += 1
         cwd = str(cwd or self.folder)
         out, argv = self.folder / f"output-{self.count}", [str(a) for a in argv]
         if cold:
             command = ["-m", "torch.distributed.run", *argv[1:]] if argv[0] == "torchrun" else argv
             with open(out, "ab") as file:
-                child = subprocess.Popen([*within, sys.executable, *command], env=self.environment(**env),
+                child = subprocess.Popen([sys.executable, *command], env=self.environment(**env),
                                          cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
                                          start_new_session=True)
             return Job(self, child.pid, out, child)
@@ -182,12 +182,7 @@ def command(pid):
 
 def listening(pid):
     """The addresses this process listens on, as the kernel writes them."""
-    inodes = set()
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(file).removeprefix("socket:[").removesuffix("]"))
-    rows = [line.split() for kind in ("tcp", "tcp6") for line in open(f"/proc/net/{kind}")]
-    return {row[1].split(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+    return {place.split(":")[0] for place in listeners(pid).values()}
 
 
 def children(pid):

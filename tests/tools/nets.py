@@ -34,28 +34,6 @@ def large_pictures():
     return x[:8], torch.arange(8) % 2, x[8:], torch.arange(2)
 
 
-def series():
-    """Sequences of numbers; to be predicted: the sign of their sum."""
-    x = torch.randn(110, LENGTH, 4, generator=torch.Generator().manual_seed(5))
-    y = (x.sum((1, 2)) > 0).long()
-    return x[:91], y[:91], x[91:], y[91:]
-
-
-class Layers(nn.LSTM):
-    """Two layers with dropout between them; returns what the last one says at each place."""
-
-    def __init__(self, inputs, width):
-        super().__init__(inputs, width, num_layers=2, dropout=0.5, batch_first=True)
-
-    def forward(self, x):
-        return super().forward(x)[0]
-
-
-def rnn(data):
-    return nn.Sequential(Layers(4, 8), Layers(8, 8), nn.Dropout(), nn.Flatten(),
-                         nn.Linear(8 * LENGTH, data.classes))
-
-
 def words():
     """Sequences of words; to be predicted: the first of them."""
     x = torch.randint(WORDS, (110, LENGTH), generator=torch.Generator().manual_seed(3))

@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import PACED, ROOT, audit, children, lives, state, until, wait_for
-from police import listeners
+from jobs import PACED, ROOT, audit, children, listening, lives, state, until, wait_for
 
 from launch import agent, torchrun
 
@@ -238,7 +237,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     job = start("nohup", LOCAL, *words, **env)
     life = wait_for(run, 3, job=job)
     for pid in (job.pid, *life["pids"]):
-        assert all(LOOPBACK.match(place) for place in listeners(pid).values()), listeners(pid)
+        assert all(map(LOOPBACK.fullmatch, listening(pid))), listening(pid)
     job.send_signal(signal.SIGHUP)  # it outlives its terminal
     os.kill(life["pids"][1], signal.SIGKILL)
     wait_for(run, 6, life=1, job=job)
