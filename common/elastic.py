@@ -149,7 +149,7 @@ class Elastic(Run):
         while not state.finished:
             self.order.set_epoch(state.epoch, state.position)
             self.net.train()
-            if self.epoch_ended and state.evaluated.get("step") != state.step:
+            if self.epoch_ended and not state.evaluated_now:
                 yield self._prepared(Batch([], [], 0))  # a life died before it had reported
             for batch in self.batches():
                 yield self._prepared(batch)

@@ -152,7 +152,7 @@ class Run:
         if self.judge and state.evaluation_due:
             self.record(self.judge())
         state.end_epoch()
-        best = state.evaluated.get("step") == state.step == state.best["step"]
+        best = state.evaluated_now and state.best["step"] == state.step
         if best or state.finished or self.store.due(state, 0.0):
             self.store.save(state)
 

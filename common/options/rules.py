@@ -165,8 +165,11 @@ def check_world(opts, world):
 
 def check_files(opts):
     """UserError for files and folders that are not there; answered before torch is imported."""
-    for flag, path in (("--resume", opts.resume), ("--init-from", opts.init_from)):
-        if path not in ("", "auto") and not os.path.exists(path):
+    for flag, path, is_there in (
+        ("--resume", opts.resume, os.path.isdir),
+        ("--init-from", opts.init_from, os.path.isfile),
+    ):
+        if path not in ("", "auto") and not is_there(path):
             raise UserError(
                 f"{flag}: {path!r} is not there\n"
                 "give the folder of a checkpoint to --resume, a file of weights to --init-from"

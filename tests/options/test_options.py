@@ -65,6 +65,7 @@ def refused(capsys, *argv, script=None):
     ("ddp", "--init-skip fc.", "nothing is taken over"),
     ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
     ("ddp", "--resume nowhere", "'nowhere' is not there"),
+    ("ddp", "--resume file", "'file' is not there"),
     ("ddp", "--init-from nowhere.pt", "'nowhere.pt' is not there"),
     ("ddp", "--run-dir file/run", "is not a folder"),
     ("ddp", "--devices cpu,cpu", "train_dp.py and train_mp.py"),

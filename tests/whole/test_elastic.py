@@ -3,12 +3,11 @@ import json
 
 import pytest
 import torch
-from jobs import ROOT, until
+from jobs import ROOT, audit, lives, wait_for
 from safetensors.torch import load_file
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
-from common.ledger import audit
 
 EXAMPLE = fenced(section(COMMON, "A loop of your own"), "python")[0]
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
@@ -25,35 +24,27 @@ def script(tmp_path):
     return path
 
 
-def events(run, name):
-    try:
-        lines = (run / "ledger.jsonl").read_text().splitlines()
-    except FileNotFoundError:
-        return []
-    return [event for line in lines if (event := json.loads(line))["event"] == name]
+def rows_of(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def evaluations(run):
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return {row["step"]: row["val_acc"] for row in rows if "val_acc" in row}
+    return {row["step"]: row["val_acc"] for row in rows_of(run) if "val_acc" in row}
 
 
-def reached(run, step):
-    path = run / "metrics.jsonl"
-    return path.exists() and f'"step": {step}' in path.read_text()
+def killed_and_stopped(jobs, job, run, step):
+    """A process is killed at step 10, and one of the next life is stopped at `step`."""
+    jobs.kill(wait_for(run, 10, 0, job)["pids"][1])
+    jobs.kill(wait_for(run, step, 1, job)["pids"][0], 15)
+    job.wait()
 
 
 def test_a_loop_of_ones_own_loses_nothing_through_a_kill_and_another_world(jobs, script, tmp_path):
     run = tmp_path / "run"
     job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
-    until(lambda: reached(run, 10) or job.poll() is not None, "ten steps")
-    assert job.poll() is None, job.output
-    jobs.kill(events(run, "life")[-1]["pids"][1])
-    until(lambda: len(events(run, "life")) == 2 and reached(run, 20), "the next life")
-    jobs.kill(events(run, "life")[-1]["pids"][0], 15)
-    job.wait()
+    killed_and_stopped(jobs, job, run, 20)
     assert jobs.start(script).wait() == 0, job.output
-    assert audit(run) == CLEAN and events(run, "life")[-1]["world"] == 1
+    assert audit(run) == CLEAN and lives(run)[-1]["world"] == 1
     assert sorted(evaluations(run)) == [9, 18, 27, 36], "each epoch was reported once, 513 samples by 64"
     (tmp_path / "run").rename(tmp_path / "killed")
     assert jobs.start(script).wait() == 0
@@ -127,7 +118,7 @@ def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, tmp_pa
     change(script, (LOOP.replace("time.sleep(0.05)", "pass"), f"            {what}"))
     job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
     assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
-    assert len(events(tmp_path / "run", "life")) == 1, "a restart cannot help"
+    assert len(lives(tmp_path / "run")) == 1, "a restart cannot help"
 
 
 def test_ranks_that_would_wait_for_the_gradient_of_an_unused_weight_say_so(jobs, script):
@@ -236,17 +227,10 @@ def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_
     run = tmp_path / "broken"
     job = jobs.start("torchrun", "--nproc_per_node=3", "--max_restarts=3", script, "broken", "0.05",
                      cold=True, **where)
-    until(lambda: reached(run, 10) or job.poll() is not None, "ten steps")
-    assert job.poll() is None, job.output
-    jobs.kill(events(run, "life")[-1]["pids"][1])
-    until(lambda: len(events(run, "life")) == 2 and reached(run, 40), "the next life")
-    jobs.kill(events(run, "life")[-1]["pids"][0], 15)
-    job.wait()
+    killed_and_stopped(jobs, job, run, 40)
     assert jobs.start(script, "broken", "0", cold=True, **where).wait() == 0, job.output
     assert audit(run) == CLEAN
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    wanted = [json.loads(line) for line in (tmp_path / "whole/metrics.jsonl").read_text().splitlines()]
-    for ours, theirs in zip(rows, wanted, strict=True):
+    for ours, theirs in zip(rows_of(run), rows_of(tmp_path / "whole"), strict=True):
         for name in {"loss", "val_mse"} & theirs.keys():
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (ours, theirs)
 
@@ -258,7 +242,6 @@ def test_mixed_precision_trains_and_an_evaluation_counts_each_sample_once(jobs, 
     for start in ([script], ["torchrun", "--nproc_per_node=2", "--max_restarts=0", script]):
         job = jobs.start(*start)
         assert job.wait() == 0, job.output
-        rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-        last = [row for row in rows if "val_acc" in row][-1]
-        assert last["val_acc"] > 0.7 and last["val_acc"] * 513 == pytest.approx(round(last["val_acc"] * 513))
+        last = evaluations(tmp_path / "run")[36]
+        assert last > 0.7 and last * 513 == pytest.approx(round(last * 513))
         (tmp_path / "run").rename(tmp_path / f"run-{len(start)}")
