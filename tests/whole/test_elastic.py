@@ -102,7 +102,6 @@ def after(line, new, indent="            "):
     ("save_evry cannot take effect in a loop of your own; did you mean save_every?", (AUDIT, "save_evry=1")),
     ("freeze cannot take effect", (AUDIT, "freeze=('0.',)")),
     ("ValueError: could not convert", (REPORT, "run.report(val_acc='good')")),
-    ("AttributeError: 'list' object has no attribute", ("optimizer=optimizer", "optimizer=[optimizer]")),
     ("0.weight trains, but is in no group of the optimizer", ("NAdam(net.", "NAdam(net[2].")),
 ], ids=lambda value: value[:30] if isinstance(value, str) else "")
 def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit):
