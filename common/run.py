@@ -102,7 +102,7 @@ class Run:
                 self.rescue.watch.processes,
             )
             yield
-            if evaluate and state.evaluation_missing:  # --eval-only, or stopped before the last one
+            if evaluate and state.evaluation_due:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
             self.store.save(state)  # a loop of one's own may be left at any step
             self.store.close()

@@ -4,7 +4,7 @@ r"""The gradient of a global batch as one fixed sum over V slices: the same bits
               \ /     \ /     \ /   /          V = 7: a perfect tree of 8, without the missing slices
                +       +       +   /
                 \     /         \ /            A rank adds the subtrees it owns whole, as a binary counter
-                   +             +             carries; `merges` lists the other additions in their order.
+                   +             +             carries; `tree_of` lists the other additions in their order.
                     \           /
                           +
 
@@ -22,6 +22,9 @@ additions follow the tree. The last slice sends a bucket as soon as backward has
 A missing term is -0.0, the one number whose addition never changes a bit (+0.0 would turn -0.0 into +0.0):
 for a parameter that a slice does not use, and for a slice of a short last batch without samples.
 """
+
+import functools
+from bisect import bisect
 
 import torch
 import torch.distributed as dist
@@ -63,8 +66,7 @@ class Tree:
         """Before the first step: how many totals there are decides the last bucket."""
         exact = not task.ahead or torch.float64 in self.buffers.kinds
         self.kind = torch.float64 if exact else torch.float32
-        self.totals = len(task.zeros(self.world.device))
-        size = self.buffers.numel + self.totals
+        size = self.buffers.numel + len(task.zeros(self.world.device))
         self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
         self.tensors = [*self.params, self.tail]
         for members in _cut(self.tensors):
@@ -79,12 +81,9 @@ class Tree:
 
     def backward(self, v, tail, output, gradient=None):
         """The backward of slice v; slices that are left out have no samples."""
-        self._skip(v)
-        self._slice(tail, output, gradient)
-
-    def _skip(self, end):
-        while self.next < end:
+        while self.next < v:
             self._slice()
+        self._slice(tail, output, gradient)
 
     def _slice(self, tail=None, output=None, gradient=None):
         self.carries = carries(self.next, self.slices.start)
@@ -125,18 +124,23 @@ class Tree:
     @torch.no_grad()
     def finish(self, batch, state):
         """Leaves the sum of all slices in `.grad`, updates buffers; returns this rank's share of totals."""
-        self._skip(self.slices.stop)
+        while self.next < self.slices.stop:
+            self._slice()
         for bucket in self.buckets:
             bucket.add()
         for bucket in self.buckets:
             bucket.wait()
             for tensor, total in zip(bucket.members, bucket.views[0], strict=True):
                 tensor.grad = total
-        self.buffers.apply(self.tail.grad[: -self.totals])
-        totals = self.tail.grad[-self.totals :].double()
+        self.move_buffers()
+        totals = self.tail.grad[self.buffers.numel :].double()
         state.count(totals[1], batch.size, self.world.sum_over_stages)
         # every replica has all totals; callers add those of the ranks
         return totals if self.world.replica == 0 else torch.zeros_like(totals)
+
+    def move_buffers(self):
+        """By the sum of what all slices have changed."""
+        self.buffers.apply(self.tail.grad[: self.buffers.numel])
 
 
 class Bucket:
@@ -148,9 +152,7 @@ class Bucket:
         self.waiting = 0  # members without the gradient of this slice
         self.rows = []  # gradients of the subtrees that wait for their other halves
         self.works = []  # collectives under way
-        subtrees = blocks_of_ranks(slices, world.replicas)
-        self.rows_of = [len(blocks) for blocks in subtrees]
-        self.order = merges(sum(subtrees, []))
+        self.rows_of, self.order = tree_of(slices, world.replicas)
         first = members[0].detach()
         align = ALIGN_BYTES // first.element_size()
         sizes = [-(-tensor.numel() // align) * align for tensor in members]
@@ -258,36 +260,29 @@ def checked(opts, step, world):
     return alone[hash_seed("slice", opts.seed, step) % len(alone)]
 
 
-def blocks(mine):
-    """The subtrees a rank has after its additions, as (first slice, slices): they tile its range."""
-    out, first = [], mine.start
-    while first < mine.stop:
-        size = first & -first if first else 1 << mine.stop.bit_length()
-        while first + size > mine.stop:
-            size >>= 1
-        out.append((first, size))
-        first += size
-    return out
+@functools.cache
+def tree_of(slices, ranks):
+    """(rows that each rank sends, [(i, j)]: the additions `row[i] += row[j]` that end the tree in row 0).
 
+    A row is the sum of a subtree that is one rank's; the rows are those of rank 0, then of rank 1, ...
+    """
+    ends = [share(slices, rank, ranks).stop for rank in range(ranks)]
+    rows_of = [0] * ranks
+    order = []
 
-def merges(rows):
-    """[(i, j)]: the additions `row[i] += row[j]` that end the tree in row 0, for `rows` = all blocks."""
-    stack, order = [], []  # of [first slice, slices, row]
+    def row_of(first, size):
+        """The row with the sum of these slices in the end; None if there are none."""
+        if first >= slices:
+            return None
+        rank = bisect(ends, first)
+        if first + size <= ends[rank]:
+            rows_of[rank] += 1
+            return sum(rows_of) - 1
+        left = row_of(first, size // 2)
+        right = row_of(first + size // 2, size // 2)
+        if right is not None:
+            order.append((left, right))
+        return left
 
-    def add():
-        right = stack.pop()[2]
-        order.append((stack[-1][2], right))
-        stack[-1][1] *= 2
-
-    for row, (first, size) in enumerate(rows):
-        stack.append([first, size, row])
-        while len(stack) > 1 and stack[-2][1] == stack[-1][1] and not stack[-2][0] % (2 * stack[-1][1]):
-            add()
-    while len(stack) > 1:  # V is no power of two: some right halves are missing
-        add()
-    return order
-
-
-def blocks_of_ranks(slices, world):
-    """The blocks that each rank sends; in rank order they tile all slices."""
-    return [blocks(share(slices, rank, world)) for rank in range(world)]
+    row_of(0, 1 << slices.bit_length())
+    return rows_of, order

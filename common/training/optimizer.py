@@ -134,10 +134,15 @@ def divide(gradients, divisor, clip, norm):
         divisor = divisor / (clip / (norm.double() / divisor + 1e-6)).clamp(max=1.0)
     alike = defaultdict(list)
     for gradient in gradients:
-        rows = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        rows = local(gradient)
         alike[rows.device, rows.dtype].append(rows)
     for (device, kind), rows in alike.items():
         torch._foreach_div_(rows, divisor.to(device, torch.promote_types(kind, torch.float32)))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows that this rank has of a sharded tensor; any other one as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 # ---- the learning rate ----

@@ -4,33 +4,27 @@ Not stored is what follows from (options, step): order, learning rate, draws of 
 """
 
 import contextlib
+import io
 import math
+import pickle
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from enum import Enum
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError
+from common.errors import UserError, say
 from common.models import facts_of
 from common.options import Options
-from common.training.optimizer import finish_gradient, learning_rate, make_state
+from common.place import here
+from common.training.optimizer import finish_gradient, learning_rate, local, make_state
 from common.training.tasks import Task, best_of, find_task
-from common.training.unsaved import warn_of_unsaved
-from common.world import World
+from common.world import World, fingerprint_of
 
 Facts = dict[str, Any]  # ready for JSON
-
-
-class Phase(Enum):
-    """What the tensors and counters of a TrainState are; only a WHOLE one is saved or updated."""
-
-    WHOLE = "of one step"
-    UPDATING = "in the middle of an update; they stay so if it fails"
-    DISTRUSTED = "wrong (a loss that is no number, replicas that differ), or saved for the last time"
 
 
 class Stages(Protocol):
@@ -68,8 +62,8 @@ class TrainState:
         self.rate = lambda planned: learning_rate(planned, opts, self.steps_per_epoch, schedule)
         self.step = 0
         self.epoch = 0
-        self.position = 0  # samples of this epoch trained on so far, in this order:
-        self.order = [samples, opts.seed]
+        self.position = 0  # samples of this epoch trained on so far
+        self.samples = samples
         self.best: Facts = {best_of(opts, self.task)[0]: None, "loss": 0.0, "step": 0}
         self.record: Facts = {}  # of the last logged step; saved, as rank 0 may die before it logs
         self.evaluated: Facts = {}  # the last evaluation, likewise
@@ -80,8 +74,8 @@ class TrainState:
         if opts.ema_decay:
             self.ema.update((name, p.detach().clone()) for p, name in self.names.items())
         self.lock = threading.RLock()
-        self.phase = Phase.WHOLE
-        self.verdict: UserError | None = None  # why it is distrusted
+        self.verdict: UserError | None = None  # why this state may neither be saved nor updated
+        self.stepped = time.time()  # the end of the last step
         self.progress = 0  # of any kind: a rank whose number stands still hangs
         self.rate(0)  # a schedule of one's own that fails does so before the first step
         make_state(optimizer)
@@ -97,7 +91,7 @@ class TrainState:
         with self.lock:
             for image in updates.images.values():
                 image.wait()
-            before = self._counters()
+            before = self.counters()
             begun = updates.mark()
             yield
             if begun:
@@ -129,9 +123,9 @@ class TrainState:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group.get("scale", 1.0)
         with self.changing():
-            if not self.savable:
-                raise self.verdict or RuntimeError(f"no step follows: the weights are {self.phase.value}")
-            self.phase = Phase.UPDATING
+            if self.verdict:
+                raise self.verdict
+            self.distrust()  # it stays so if the update fails
             if self.scaler:
                 self.scaler.step(self.optimizer)
                 self.scaler.update()
@@ -145,8 +139,8 @@ class TrainState:
             self.position += size
             self.progress += 1
             self.updates.ready = 0
-            self.updates.made_at = time.time()
-            self.phase = Phase.WHOLE
+            self.stepped = time.time()
+            self.verdict = None
         for p in self.names:  # not zero_grad: the optimizer need not have all weights
             p.grad = None
 
@@ -182,17 +176,11 @@ class TrainState:
 
     def distrust(self, verdict: UserError | None = None) -> None:
         """From now on this state is neither saved nor updated: an update raises the verdict."""
-        self.verdict = verdict
-        self.phase = Phase.DISTRUSTED
+        self.verdict = verdict or UserError("the weights are not those of one step", code=1)
 
     @property
     def savable(self) -> bool:
-        return self.phase is Phase.WHOLE
-
-    @property
-    def stepped(self) -> float:
-        """The time at which the last step ended."""
-        return self.updates.made_at
+        return self.verdict is None
 
     def record_evaluation(self, metrics: Facts) -> Facts:
         """Keeps this evaluation, and the best one: of equals the last, if its loss is lower."""
@@ -240,10 +228,6 @@ class TrainState:
 
     # ---- how far the run is ----
     @property
-    def samples(self) -> int:
-        return self.order[0]
-
-    @property
     def steps_per_epoch(self) -> int:
         return -(-self.samples // self.opts.global_batch_size)
 
@@ -281,33 +265,22 @@ class TrainState:
 
     @property
     def evaluation_due(self) -> bool:
+        """At the end of an epoch or of the run, or --eval-only."""
         every = self.opts.eval_every
         at_epoch = self.epoch_over and every and (self.epoch + 1) % every == 0
-        return not self.evaluated_now and bool(at_epoch or self.step >= self.total_steps)
-
-    @property
-    def evaluation_missing(self) -> bool:
-        """--eval-only, or the last step of the run is saved without its evaluation."""
-        ended = self.finished and self.step == self.total_steps
+        ended = bool(at_epoch or self.step >= self.total_steps)
         return self.opts.eval_only or ended and not self.evaluated_now
 
     @property
     def evaluated_now(self) -> bool:
         return self.evaluated.get("step") == self.step
 
-    @property
-    def whole(self) -> int:
-        """The newest step whose update is made: on a GPU `step` may be ahead of it."""
-        return (self.updates.waiting() or self._counters())["step"]
-
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
-        parts = self._named()
-        for named in parts.values():
-            for name, tensor in named.items():
-                if hasattr(tensor, "to_local"):
-                    named[name] = tensor.to_local()
+        parts = {}
+        for part, named in self._named().items():
+            parts[part] = {name: local(tensor) for name, tensor in named.items()}
         return parts
 
     def rows(self) -> dict[str, tuple[int, int]]:
@@ -315,7 +288,7 @@ class TrainState:
         rows = {}
         for named in self._named().values():
             for name, tensor in named.items():
-                if hasattr(tensor, "to_local"):
+                if local(tensor) is not tensor:
                     mesh = tensor.device_mesh
                     count = len(tensor)
                     each = -(-count // mesh.size())
@@ -325,46 +298,55 @@ class TrainState:
     def _named(self):
         committed = self.buffers.committed
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
-        averages: dict[str, Tensor] = self.ema
-        if self.ema.in_net:
-            averages = {name: p.detach() for p, name in self.names.items()}
-            for name, p in self.net.named_parameters(remove_duplicate=False):
-                model[name] = self.ema[self.names[p]]
         optimizer = {}
         for p, values in self.optimizer.state.items():
             for key, value in values.items():
                 if torch.is_tensor(value):
                     optimizer[f"{self.names[p]}/{key}"] = value
-        for name, average in averages.items():
-            optimizer[f"{name}/ema"] = average
+        for name, p in self.net.named_parameters(remove_duplicate=False):
+            average = self.ema.get(self.names[p])
+            if self.ema.in_net:
+                model[name] = average
+                average = p.detach()
+            if average is not None:
+                optimizer[f"{self.names[p]}/ema"] = average
         return {"model": model, "optimizer": optimizer}
 
     def facts(self) -> Facts:
         """The counters and records of the newest whole step, ready for JSON."""
-        counters = self.updates.waiting() or self._counters()
         scaler = self.scaler.state_dict() if self.scaler else None
-        return counters | {"scaler": scaler} | facts_of(self.net)
+        return self.counters() | {"scaler": scaler} | facts_of(self.net)
 
-    def _counters(self):
+    def counters(self) -> Facts:
+        """Those of the newest step whose update is made: on a GPU `step` may be ahead of it."""
+        if self.updates.launched:
+            before, begun, made = self.updates.launched
+            if not begun.query():
+                return before
+            made.synchronize()
         return {
             "step": self.step,
             "epoch": self.epoch,
             "position": self.position,
-            "order": self.order,
+            "order": [self.samples, self.opts.seed],
             "best": self.best,
             "record": self.record,
             "judged": self.evaluated,
         }
 
+    @property
+    def whole(self) -> int:
+        """The newest step whose update is made."""
+        return self.counters()["step"]
+
     def snapshot(self) -> tuple[dict[str, dict[str, Tensor]], Facts]:
         """(tensors, facts) of the newest whole step, for a rescue that holds the lock; a GPU's are copied."""
         while True:
             facts = self.facts()
-            parts = self.tensors()
-            for named in parts.values():
-                for name, tensor in named.items():
-                    # which keeps its strides: for other ones the GPU would have to load a kernel
-                    named[name] = tensor.cpu()
+            parts = {}
+            for part, named in self.tensors().items():
+                # with their strides: for other ones the GPU would have to load a kernel
+                parts[part] = {name: tensor.cpu() for name, tensor in named.items()}
             if self.whole == facts["step"]:  # else an update has begun meanwhile
                 return parts, facts
 
@@ -375,12 +357,12 @@ class TrainState:
         If samples now come in another order, the epoch begins again, unless it was complete.
         """
         self.buffers.restore()
+        if facts["order"] != self.counters()["order"]:
+            whole = facts["position"] >= facts["order"][0]
+            facts = facts | {"position": self.samples if whole else 0}
         self.step = facts["step"]
         self.epoch = facts["epoch"]
         self.position = facts["position"]
-        samples = facts["order"][0]
-        if facts["order"] != self.order:
-            self.position = self.samples if self.position >= samples else 0
         self.record = facts["record"]
         self.evaluated = facts["judged"]
         if self.best.keys() == facts["best"].keys():  # --best may name another metric from now on
@@ -474,23 +456,14 @@ class Updates:
 
     def __init__(self, gpu: torch.device | None):
         self.gpu = gpu  # None on CPUs, where an update is made at once
-        self.ahead = 1 if gpu else 0  # updates that a GPU may still have to make
         self.side = torch.cuda.Stream(gpu) if gpu else None
         self.launched: tuple | None = None  # the last one: (facts before it, event before it, event after it)
         self.images: dict = {}  # the store's buffers: a save may be copying into them
         self.ready = 0  # size of the batch whose gradient is ready
         self.divisor: Tensor | None = None  # what that gradient must still be divided by
-        self.made_at = time.time()  # the end of the last one
 
     def mark(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream().record_event() if self.gpu else None
-
-    def waiting(self) -> Facts | None:
-        """The facts from before the last update, if it has not begun; else waits for its end."""
-        if self.launched and not self.launched[1].query():
-            return self.launched[0]
-        self.settle()
-        return None
 
     def settle(self) -> None:
         """Waits until the last update is made."""
@@ -500,3 +473,61 @@ class Updates:
     def aside(self) -> contextlib.AbstractContextManager[None]:
         """For a rescue: a stream of its own; the usual one may stand behind a dead collective."""
         return torch.cuda.stream(self.side) if self.side else contextlib.nullcontext()
+
+
+# ---- what a net remembers, and no checkpoint holds: a resumed run lacks it ----
+TORCHS = frozenset(vars(nn.Module()))  # what each module has for itself
+
+
+def warn_of_unsaved(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Compares the net after the first two steps of a life, and warns of what changed and is not saved."""
+    seen = []
+
+    def look(*_):
+        seen.append(remembered(net))
+        if len(seen) < 2:
+            return
+        hook.remove()
+        changed = [name for name in seen[1] if seen[0].get(name) != seen[1][name]]
+        if changed and here().speaks:
+            say(
+                f"warning: training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
+                "         if the net reads it in a later step, make it a persistent buffer (register_buffer)",
+                sys.stderr,
+            )
+
+    hook = optimizer.register_step_post_hook(look)
+
+
+def remembered(net):
+    """{name: hash} of each attribute and buffer that is not saved."""
+    saved = {tensor.data_ptr() for tensor in net.state_dict().values()}
+    hashes = {}
+    for path, module in net.named_modules():
+        values = {name: value for name, value in vars(module).items() if name not in TORCHS}
+        for name in module._non_persistent_buffers_set:
+            values[name] = module._buffers[name]
+        for name, value in values.items():
+            file = io.BytesIO()
+            with contextlib.suppress(Exception):  # a function, a file: no memory that could be compared
+                Memory(file, saved).dump(value)
+                hashes[f"{path}.{name}".lstrip(".")] = hash(file.getvalue())
+    return hashes
+
+
+class Memory(pickle.Pickler):
+    """Writes tensors as their hash, and nothing of what is saved or follows from it."""
+
+    def __init__(self, file, saved):
+        super().__init__(file)
+        self.saved = saved
+
+    def persistent_id(self, thing):
+        if isinstance(thing, nn.Module):
+            return "a module"
+        if isinstance(thing, torch.Generator):  # the sum of its bits, which a hash begins with, stays
+            return thing.get_state().tolist()
+        if isinstance(thing, Tensor):
+            follows = thing.grad_fn is not None or thing.data_ptr() in self.saved
+            return "saved" if follows else fingerprint_of({"": thing})
+        return None

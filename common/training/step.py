@@ -85,17 +85,15 @@ def cross_check(model: nn.Module, split: object, state: TrainState, world: World
     if v is None:
         return None
 
-    def gather(bits):
-        return [int(vote) for vote in world.all_gather(torch.tensor([bits]))]
+    def vote(bits):
+        return [int(other) for other in world.all_gather(torch.tensor([bits]))]
 
     tree = model.tree
-    if v in tree.slices:  # one rank has computed it in this step
-        votes = gather(tree.seen)
-    else:
-        votes = gather(slice_bits(model.net, tree, v, split, state))
+    mine = v in tree.slices  # this rank has computed it in this step
+    votes = vote(tree.seen if mine else slice_bits(model.net, tree, v, split, state))
     if len(set(votes)) == 1:
         return ""
-    again = gather(slice_bits(model.net, tree, v, split, state))
+    again = vote(slice_bits(model.net, tree, v, split, state))
     bits, count = Counter(votes + again).most_common(1)[0]
     odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
     if count <= world.size:  # no majority: it may be any of them
@@ -114,15 +112,12 @@ def slice_bits(net, tree, v, split, state):
     piece = batch.parts[0]
     n, _ = piece
     gradients = [torch.full_like(tensor, -0.0) for tensor in tree.tensors]
-    buffers = [b.clone() for b in net.buffers()]
     if n:
         gradients[-1], loss = slice_loss(net, tree, v, piece, batch.size, state)
         for i, gradient in enumerate(torch.autograd.grad(loss, tree.params, allow_unused=True)):
             if gradient is not None:
                 gradients[i] = gradient
-    with torch.no_grad():
-        for b, before in zip(net.buffers(), buffers, strict=True):
-            b.copy_(before)
+    tree.move_buffers()
     return bits_of(gradients)
 
 

@@ -12,7 +12,6 @@ from common.errors import UserError
 from common.options import Options
 from common.training import TrainState, build_optimizer
 from common.training.optimizer import learning_rate
-from common.training.state import Phase
 
 
 def make(samples=100, **flags):
@@ -107,7 +106,9 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(MemoryError):
         train(state, 1)
-    assert state.phase is Phase.UPDATING and not state.savable
+    assert not state.savable
+    with pytest.raises(UserError, match="not those of one step"):
+        train(state, 1)
 
 
 def test_whoever_saves_waits_for_the_end_of_the_update():
@@ -232,7 +233,7 @@ def test_a_loss_that_is_no_number_is_said_and_never_saved():
     state = train(make(), 1)
     with pytest.raises(UserError, match="loss is nan.*, nothing is kept") as caught:
         state.note(torch.tensor([float("nan"), 8.0, 0.0, 8.0]))
-    assert state.phase is Phase.DISTRUSTED and caught.value.code == 5
+    assert not state.savable and caught.value.code == 5
     with pytest.raises(UserError, match="loss is nan"):
         train(state, 1)
 
@@ -246,7 +247,7 @@ def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restar
         state.record_evaluation({"val_acc": accuracy, "val_loss": 1.0})
         assert state.finished == (epoch == 3)
         state.end_epoch()
-    assert state.best["step"] == 4 and state.finished and not state.evaluation_missing
+    assert state.best["step"] == 4 and state.finished and not state.evaluation_due
     for patience, ended in ((2, True), (3, False), (0, False)):
         again = make(samples=16, global_batch_size=8, epochs=9, patience=patience)
         again.load(state.facts())

@@ -1,7 +1,7 @@
 """Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks.
 """
 from common.sampler import ElasticSampler, share
-from common.training.bitwise import blocks, blocks_of_ranks, carries, merges
+from common.training.bitwise import carries, tree_of
 
 
 def whole(first, size, slices):
@@ -29,14 +29,15 @@ def local(mine):
 
 def sum_of(slices, world):
     """The expression that ends up in row 0."""
+    rows_of, order = tree_of(slices, world)
     rows = []
-    for rank, blocks_of_rank in enumerate(blocks_of_ranks(slices, world)):
+    for rank, count in enumerate(rows_of):
         mine = share(slices, rank, world)
         own = local(mine)
-        assert [size for _, size in blocks_of_rank] == [n for _, n in own]
-        assert sum(n for _, n in own) == len(mine) and len(own) <= max(1, 2 * len(mine).bit_length() - 2)
+        assert len(own) == count and sum(n for _, n in own) == len(mine)
+        assert count <= max(1, 2 * len(mine).bit_length() - 2)
         rows += [expression for expression, _ in own]
-    for i, j in merges([block for of_rank in blocks_of_ranks(slices, world) for block in of_rank]):
+    for i, j in order:
         rows[i] = (rows[i], rows[j])
         rows[j] = None
     assert rows[1:] == [None] * (len(rows) - 1), "every row is added once"
@@ -59,10 +60,8 @@ def test_a_thousand_ranks_add_along_the_same_tree():
 def test_a_rank_sends_one_sum_when_slices_and_ranks_are_powers_of_two():
     for k in range(6):
         for slices in (2 ** k, 64, 4096):
-            assert all(len(b) == 1 for b in blocks_of_ranks(slices, 2 ** k)), (slices, 2 ** k)
-    assert [len(b) for b in blocks_of_ranks(6, 2)] == [2, 2] and [len(b)
-                                                                  for b in blocks_of_ranks(6, 3)] == [1, 1, 1]
-    assert blocks(range(3, 13)) == [(3, 1), (4, 4), (8, 4), (12, 1)]
+            assert tree_of(slices, 2 ** k)[0] == [1] * 2 ** k, slices
+    assert [tree_of(6, world)[0] for world in (2, 3)] == [[2, 2], [1, 1, 1]]
 
 
 def test_slices_hold_the_same_samples_at_any_world_and_a_rank_owns_neighbours():

@@ -1,4 +1,4 @@
-"""common/training/unsaved.py: what a net remembers where no checkpoint looks."""
+"""What a net remembers where no checkpoint looks."""
 import math
 import random
 
