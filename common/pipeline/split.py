@@ -128,10 +128,7 @@ def refuse_ties(net, groups):
     """UserError if a tensor would be in two stages: each would train a copy of its own."""
     stage_of = {name: stage for stage, group in enumerate(groups) for name in sum(group, ())}
     places = {}
-    for name, tensor in [
-        *net.named_parameters(remove_duplicate=False),
-        *net.named_buffers(remove_duplicate=False),
-    ]:
+    for name, tensor in net.state_dict(keep_vars=True).items():
         stage = stage_of.get(name.partition(".")[0], 0)
         other, place = places.setdefault(tensor, (name, stage))
         if place != stage:

@@ -1,7 +1,7 @@
 """Stage and Pipeline: a net in stages, over ranks with micro batches in flight, or over local devices."""
 
 import contextlib
-from functools import partial
+import itertools
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import blamed
 from common.pipeline.transfer import Ranks, timetable
-from common.training import autocast, placed, seed
+from common.training import autocast, local, placed, scale, seed
 
 
 def module(net, piece):
@@ -42,7 +42,8 @@ class Stage(nn.Module):
         for call in self.calls:
             if self.opts.recompute and torch.is_grad_enabled():
                 if not self.opts.compile:  # compiled code does not repeat a change of a buffer
-                    kwargs["context_fn"] = partial(_contexts, call)
+                    again = _unchanged(call)
+                    kwargs["context_fn"] = lambda again=again: (contextlib.nullcontext(), again)
                 x = checkpoint(call, *args, use_reentrant=False, **kwargs)
             else:
                 x = call(*args, **kwargs)
@@ -78,69 +79,66 @@ class Pipeline(nn.Module):
         self.tree = None  # of the sums of --virtual-ranks
         self.parameters_of = [weight(net, sum(group, ())) for group in groups]
         here = [world.stage] if world.stages > 1 else range(self.parts)
+        self.stages = [Stage(net, i, groups[i], devices[i], opts) for i in here]
         weights = [p for p in net.parameters() if p.requires_grad]
         self.lengths = torch.zeros(len(weights), dtype=weights[0].dtype, device=devices[0])
-        kept = [name for i in here for name in sum(groups[i], ())]
-        for name in net._modules:
-            if name not in kept and kept != [""]:
-                net._modules[name] = nn.Identity()
+        for i, group in enumerate(groups):
+            for name in sum(group, ()):
+                if i not in here:
+                    net._modules[name] = nn.Identity()
         mine = set(net.parameters())
         self.places = [i for i, p in enumerate(weights) if p in mine]  # in the whole net
-        self.stages = [Stage(net, i, groups[i], devices[i], opts) for i in here]
         self.transfer = Ranks(world, shapes, self.stages[0].generator)
-
-    # ---- the work of all ticks ----
-    def run(self, sizes, ahead, back=None):
-        """Does this rank's work for micro batches of these sizes.
-
-        `ahead(k, receive)` returns the output for the next stage, `back`, if there is one, the gradient for
-        the stage before. `receive` waits for what the other stage gave; None at the ends.
-        """
-        arriving = {}
-        for tick in timetable(len(sizes), self.parts):
-            gives = []
-            takes = []
-            for stage, k, forward in tick:
-                act = ahead if forward else back
-                to = stage + 1 if forward else stage - 1
-                if act and stage == self.world.stage:
-                    tensor = act(k, arriving.pop((k, forward), None))
-                    if 0 <= to < self.parts:
-                        gives.append((to, tensor))
-                elif act and to == self.world.stage:
-                    takes.append((stage, sizes[k], (k, forward)))
-            arriving |= self.transfer.move(gives, takes)
-        self.transfer.drain()
 
     # ---- evaluation ----
     def forward(self, *args, **kwargs):
-        """The net's output; over ranks that of the one that has the last stage, None on the others."""
-        first, *others = self.stages
-        if self.world.stages == 1:
-            before = first
-            x = first(*args, **kwargs)
-            for stage in others:
-                stage.generator.set_state(before.generator.get_state())  # draw as one generator would
-                x = stage(x.to(stage.device))
-                before = stage
-            return x.to(self.world.device) if others else x
-        outputs = []
-
-        def ahead(_, receive):
-            outputs.append(first(receive() if receive else args[0]))
-            return outputs[0]
-
-        self.run([len(args[0])], ahead)
-        return outputs[0] if first.index == self.parts - 1 else None
+        """The net's output, in one process."""
+        x = self.stages[0](*args, **kwargs)
+        for before, stage in itertools.pairwise(self.stages):
+            stage.generator.set_state(before.generator.get_state())  # draw as one generator would
+            x = stage(x.to(stage.device))
+        return x.to(self.world.device) if self.parts > 1 else x
 
     def judge(self, samples, state):
         """What the task returns of a block; None on a rank that does not hold the last stage."""
         if self.world.stages == 1:
             return state.task(self, samples, state)
-        output = self(state.task.input_of(samples, state))
-        return None if output is None else state.task.answered(output, samples, state)
+        here = self.world.stage
+        x = state.task.input_of(samples, state)
+        if here > 0:
+            x = self.transfer.move(take=(here - 1, len(x)))()
+        y = self.stages[0](x)
+        if here == self.parts - 1:
+            return state.task.answered(y, samples, state)
+        self.transfer.move(give=(here + 1, y))
+        return self.transfer.drain()
 
     # ---- training ----
+    def run(self, sizes, ahead, back):
+        """Does this rank's work for micro batches of these sizes, as the timetable says.
+
+        `ahead(k, receive)` returns the output for the next stage, `back` the gradient for the stage before.
+        `receive` waits for what the other stage gave; it returns None at the ends.
+        """
+        arriving = {}
+        for tick in timetable(len(sizes), self.parts):
+            give = None
+            take = None
+            for stage, k, forward in tick:
+                act = ahead if forward else back
+                to = stage + 1 if forward else stage - 1
+                if stage == self.world.stage:
+                    tensor = act(k, arriving.pop((k, forward), lambda: None))
+                    if 0 <= to < self.parts:
+                        give = to, tensor
+                elif to == self.world.stage:
+                    take = stage, sizes[k]
+                    taken = k, forward
+            receive = self.transfer.move(give, take)
+            if take:
+                arriving[taken] = receive
+        self.transfer.drain()
+
     def backward(self, batch, state):
         """Leaves the mean gradient of the global batch in `.grad`; returns this rank's totals.
 
@@ -157,28 +155,24 @@ class Pipeline(nn.Module):
         totals = task.zeros(stage.device)
         in_flight = {}
         trained = [p for p in self.net.parameters() if p.requires_grad]
-        # Slices without samples do not travel; with --shard a replica without samples runs an example.
-        flights = [
-            (k, n, part if n else self.example) for k, (n, part) in enumerate(batch.parts) if n or self.even
-        ]
+        flights = []
+        for k, (n, part) in enumerate(batch.parts):  # slices without samples do not travel
+            if n or self.even:  # with --shard a replica without samples runs an example
+                flights.append((tree.slices[k] if tree else k, n, part if n else self.example))
         if tree:
             tree.begin(state)
 
-        def nothing(y):  # it has a gradient
-            tensors = trained if y is None else [y]
-            return sum(tensor.flatten()[:0].sum() for tensor in tensors)
-
         def ahead(i, receive):
-            k, n, samples = flights[i]
+            v, n, samples = flights[i]
             if first or last:
                 samples = placed(samples, stage.device, opts, own=bool(tree))
-            x = task.input_of(samples, state) if first and not last else None
-            key = [tree.slices[k]] if tree else [world.replica, k]
-            seed(world, opts.seed, "step", state.step, *key)
-            if receive:
+            seed(world, opts.seed, "step", state.step, *([v] if tree else [world.replica, v]))
+            if first:
+                x = None if last else task.input_of(samples, state)
+            else:
                 x = receive().detach()  # and draws go on where the stage before ended
                 x.requires_grad_(x.is_floating_point())
-            if tree and k:
+            if tree and i:
                 state.buffers.renew()
             y = None
             if x is not None:
@@ -188,23 +182,21 @@ class Pipeline(nn.Module):
             if last:
                 values = task(stage, samples, state) if first else task.answered(y, samples, state)
                 task.add(found, values)
-                y = task.minimised(values, lambda: nothing(y)) * bool(n) / batch.size
-                if state.scaler:
-                    y = state.scaler.scale(y)
-            tail = tree.measured(tree.slices[k], n / batch.size, found) if tree else None
+                y = task.minimised(values, trained if first else [y])
+                y = scale(y * bool(n) / batch.size, state)
+            tail = tree.measured(v, n / batch.size, found) if tree else None
             if n:
                 totals.add_(found)
             in_flight[i] = x, y, tail
             return y.detach()
 
         def back(i, receive):
-            k = flights[i][0]
             x, y, tail = in_flight.pop(i)
-            gradient = receive() if receive else None
+            gradient = receive()
             if opts.shard:
                 stage.set_requires_gradient_sync(i == len(flights) - 1)
             if tree:
-                tree.backward(tree.slices[k], tail, y, gradient)
+                tree.backward(flights[i][0], tail, y, gradient)
             elif y.requires_grad:
                 y.backward(gradient)
             if first:
@@ -230,20 +222,17 @@ class Pipeline(nn.Module):
             return torch.nn.utils.get_total_norm(gradients)
         lengths = torch.zeros_like(self.lengths)
         if gradients:
-            here = [g.to_local() if self.even else g for g in gradients]
-            lengths[self.places] = torch.stack(torch._foreach_norm(here))
+            used = [p.grad is not None for p in self.net.parameters() if p.requires_grad]
+            here = [local(gradient) for gradient in gradients]
+            lengths[list(itertools.compress(self.places, used))] = torch.stack(torch._foreach_norm(here))
         if self.even:  # these have some rows each
             lengths = self.world.sum_over_replicas(lengths.square()).sqrt()
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
 
 
-def _contexts(call):
-    """Contexts of a forward and of its repetition, which must not change running statistics again."""
-    return contextlib.nullcontext(), _unchanged(call)
-
-
 @contextlib.contextmanager
 def _unchanged(call):
+    """For the repetition of a forward, which must not change running statistics again."""
     kept = [(buffer, buffer.clone()) for buffer in call.buffers()]
     try:
         yield

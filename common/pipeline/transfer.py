@@ -24,24 +24,15 @@ def timetable(count, stages):
     4 micro batches   .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .      in flight as stages are left, then alternately
                       .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .      back and forward.
 
-    Every work needs what an earlier tick made. A stage takes the micro batches in their order, both ways.
+    Every work needs what an earlier tick made, and in a tick one tensor at most arrives at a stage. A stage
+    takes the micro batches in their order, both ways.
     """
-    ahead = [0] * stages
-    back = [0] * stages
-    done = set()
-    ticks = []
-    while min(back) < count:
-        tick = []
-        for stage in range(stages):
-            forward = ahead[stage] < min(count, back[stage] + stages - stage)
-            k = ahead[stage] if forward else back[stage]
-            before = stage - 1 if forward else stage + 1
-            if k < count and (before in (-1, stages) or (before, k, forward) in done):
-                tick.append((stage, k, forward))
-                ahead[stage] += forward
-                back[stage] += not forward
-        done.update(tick)
-        ticks.append(tick)
+    ticks = [[] for _ in range(2 * (count + stages - 1))]
+    for stage in range(stages):
+        for k in range(count):
+            ahead = k if k < stages - stage else 2 * k
+            ticks[stage + ahead].append((stage, k, True))
+            ticks[2 * stages - 1 - stage + 2 * k].append((stage, k, False))
     return ticks
 
 
@@ -52,41 +43,43 @@ class Ranks:
         self.world = world
         self.shapes = shapes
         self.generator = generator
-        self.sent = []
+        self.sent = []  # which hold what they send
 
-    def move(self, gives, takes):
-        """{key: a function that waits for the tensor}; it also sets the generator to the giver's state.
+    def move(self, give=None, take=None):
+        """A function that waits for the tensor taken; it also sets the generator to the giver's state.
 
-        `gives` are (to stage, tensor), `takes` are (from stage, samples, key). NCCL needs all transfers of a
-        tick in one group: then no rank waits in a group for one that waits in another.
+        `give` is (to stage, tensor), `take` is (from stage, samples). NCCL needs both in one group: then no
+        rank waits in a group for one that waits in another.
         """
         group = self.world.stage_group
         here = self.world.stage
         operations = []
-        for to, tensor in gives:
+        receive = None
+        if give:
+            to, tensor = give
             self._check(tensor, self.shapes[min(here, to)])
-            if not dense(tensor):
+            if torch.empty_like(tensor, device="meta").stride() != tensor.stride():  # it has holes
                 tensor = tensor.contiguous()
             flat = tensor.as_strided((tensor.numel(),), (1,))
             operations.append(dist.P2POp(dist.isend, flat, group=group, group_peer=to))
             note = torch.cat([torch.tensor(tensor.stride()).view(torch.uint8), self.generator.get_state()])
-            self.sent.append((dist.isend(note, group=group, group_dst=to, tag=NOTE_TAG), note))
-        arriving = []
-        for source, samples, key in takes:
+            self.sent.append(dist.isend(note, group=group, group_dst=to, tag=NOTE_TAG))
+        if take:
+            source, samples = take
             shape, dtype = self.shapes[min(here, source)]
             flat = torch.empty(samples * prod(shape), dtype=dtype, device=self.world.device)
             operations.append(dist.P2POp(dist.irecv, flat, group=group, group_peer=source))
             note = torch.empty(8 + 8 * len(shape) + len(self.generator.get_state()), dtype=torch.uint8)
             noted = dist.irecv(note, group=group, group_src=source, tag=NOTE_TAG)
-            arriving.append((key, flat.view(samples, *shape), note, noted))
-        works = dist.batch_isend_irecv(operations) if operations else []
-        self.sent += [(work, gives) for work in works[: len(gives)]]
+            receive = functools.partial(self._receive, flat.view(samples, *shape), note, noted)
+        works = dist.batch_isend_irecv(operations) if operations else []  # NCCL has one for both
+        if give:
+            self.sent.append(works[0])
         self.drain(KEPT_TICKS * self.world.stages)
-        came = works[len(gives) :] or works  # NCCL has one work for all
-        return {key: functools.partial(self._receive, came, *rest) for key, *rest in arriving}
+        return receive and functools.partial(receive, works[-1])
 
-    def _receive(self, works, tensor, note, noted):
-        for work in [*works, noted]:
+    def _receive(self, tensor, note, *works):
+        for work in works:
             work.wait()
         strides = note[: 8 * tensor.dim()].view(torch.int64).tolist()
         self.generator.set_state(note[8 * tensor.dim() :].clone())
@@ -103,9 +96,4 @@ class Ranks:
     def drain(self, newest=0):
         """Waits until all that was given has been sent, but for the newest."""
         while len(self.sent) > newest:
-            self.sent.pop(0)[0].wait()
-
-
-def dense(tensor):
-    """Whether the numbers lie side by side, in any order of the dimensions."""
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).is_contiguous()
+            self.sent.pop(0).wait()

@@ -1,10 +1,10 @@
 """One step: state, task, forward, backward, update; and evaluation."""
 
 from common.training.evaluate import evaluate
-from common.training.optimizer import build_optimizer
+from common.training.optimizer import build_optimizer, local
 from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
-from common.training.step import backward, cross_check, placed, seed
+from common.training.step import backward, cross_check, placed, scale, seed
 from common.training.tasks import autocast, find_task
 
 __all__ = [
@@ -16,7 +16,9 @@ __all__ = [
     "distribute",
     "evaluate",
     "find_task",
+    "local",
     "placed",
     "prepare",
+    "scale",
     "seed",
 ]

@@ -22,6 +22,7 @@ from common.options import Options
 from common.sampler import ElasticSampler, hash_seed
 from common.training.bitwise import bits_of, checked
 from common.training.state import TrainState
+from common.training.tasks import nothing
 from common.world import World, gather_texts
 
 
@@ -159,14 +160,12 @@ def forward(model: nn.Module, part: Any, state: TrainState, totals: Tensor) -> T
     """
 
     def run(net):
-        def nothing():
-            return sum(p.flatten()[:0].sum() for p in net.parameters() if p.requires_grad)
-
+        weights = [p for p in net.parameters() if p.requires_grad]
         if part is None:
-            return nothing()
+            return nothing(weights)
         values = state.task(net, part, state)
         state.task.add(totals, values)
-        return state.task.minimised(values, nothing)
+        return state.task.minimised(values, weights)
 
     if not isinstance(model, DistributedDataParallel):
         return run(model)

@@ -114,8 +114,8 @@ class Task:
         with blamed(f"model {state.opts.model} on a batch of {shapes}"):
             return self.function(net, batch, state)
 
-    def minimised(self, values, nothing):
-        """The sum to be minimised; `nothing()`, which has a gradient too, where nothing counts."""
+    def minimised(self, values, tensors):
+        """The sum to be minimised; where nothing counts, nothing of `tensors`, which has a gradient too."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
             return loss
@@ -124,7 +124,7 @@ class Task:
                 f"--task {self.spec}: the loss has no gradient, but counts {float(count):g}\n"
                 "return the sum as torch computed it: without .item(), .detach() or no_grad"
             )
-        return nothing()
+        return nothing(tensors)
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
     def zeros(self, device, kind=torch.float64):
@@ -204,6 +204,11 @@ class Task:
                 raise TypeError("no value is a (sum, count)")
             metrics = self.metrics(self.add(self.zeros("cpu"), values))
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
+
+
+def nothing(tensors):
+    """0, as a function of all these tensors."""
+    return sum(tensor.flatten()[:0].sum() for tensor in tensors)
 
 
 class Answer(nn.Module):

@@ -104,7 +104,8 @@ def test_every_micro_batch_goes_forward_and_back_once_and_needs_only_what_earlie
         done = set()
         flying = [0] * stages
         for tick in timetable(count, stages):
-            assert len({stage for stage, _, _ in tick}) == len(tick), "one work at a place"
+            arriving = [stage + 1 if forward else stage - 1 for stage, _, forward in tick]
+            assert len({stage for stage, _, _ in tick}) == len(set(arriving)) == len(tick), "one of each"
             for stage, k, forward in tick:
                 before = stage - 1 if forward else stage + 1
                 assert before in (-1, stages) or (before, k, forward) in done

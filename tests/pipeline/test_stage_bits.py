@@ -71,11 +71,11 @@ def test_a_tensor_arrives_with_its_strides_without_holes_and_with_the_generators
         for seed, t in enumerate(tensors):
             transfer.shapes = [(tuple(t.shape[1:]), t.dtype)]
             if world.rank:
-                came = transfer.move([], [(0, len(t), "key")])["key"]()
+                came = transfer.move(take=(0, len(t)))()
                 arrived.append((came.tolist(), came.stride(), transfer.generator.initial_seed()))
             else:
                 transfer.generator.manual_seed(seed)
-                transfer.move([(1, t)], [])
+                transfer.move(give=(1, t))
         transfer.drain()
         return arrived
 

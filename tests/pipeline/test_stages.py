@@ -34,6 +34,17 @@ def normed(data):
     return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(4 * 16 * 16, 16))
 
 
+class Unused(nn.Linear):
+    """It has a weight that its forward does not use."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.never = nn.Parameter(torch.ones(3))
+
+
+OWN = {"normed": normed, "unused": lambda data: nn.Sequential(nn.Flatten(), Unused(256, 8), nn.Linear(8, 16))}
+
+
 def facts(model, dtype):
     draws = torch.Generator().manual_seed(5)
     if model.startswith("gpt"):
@@ -54,7 +65,8 @@ def train(world, model, dtype, stages=0, devices=1, n=N, **more):
     world = replace(world, devices=(CPU,) * devices).in_stages(stages or 1)
     data = facts(model, dtype)
     data.train = Samples(data.train.x[:n], data.train.y[:n])
-    net = (build_model(opts, data) if model != "normed" else normed(data)).to(dtype)
+    torch.manual_seed(0)
+    net = (OWN[model](data) if model in OWN else build_model(opts, data)).to(dtype)
     for each in net.modules():
         if isinstance(each, nn.modules.dropout._DropoutNd):
             each.p = 0.0  # another cut draws other masks
@@ -86,6 +98,7 @@ def assert_same(ours, theirs, tolerance):
 
 @pytest.mark.parametrize(("model", "size", "stages", "more"), [
     ("mlp", 2, 2, {"dtype": torch.float32}), ("net", 4, 4, {}), ("normed", 2, 2, {}), ("net", 3, 1, {}),
+    ("unused", 2, 2, {}),
     ("net", 2, 1, {"shard": True}), ("mlp", 8, 2, {"shard": True}), ("gpt:6x2x8", 6, 3, {}),
     ("gpt:6x2x8", 4, 2, {"shard": True, "recompute": True})])
 def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
