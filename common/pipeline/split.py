@@ -49,7 +49,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
             "this net cannot be cut into stages",
             "a net is cut where one tensor goes from one part to the next: use train_ddp.py",
         ):
-            x = task.input_of(example, None)
+            x = task.input_of(example)
             shapes = edges(net, groups, x, world.device, autocast(opts, world.device))
     model = Pipeline(net, groups, shapes, opts, world, devices * len(groups), example)
     if opts.shard:

@@ -104,7 +104,7 @@ class Pipeline(nn.Module):
         if self.world.stages == 1:
             return state.task(self, samples, state)
         here = self.world.stage
-        x = state.task.input_of(samples, state)
+        x = state.task.input_of(samples)
         if here > 0:
             x = self.transfer.move(take=(here - 1, len(x)))()
         y = self.stages[0](x)
@@ -168,7 +168,7 @@ class Pipeline(nn.Module):
                 samples = placed(samples, stage.device, opts, own=bool(tree))
             seed(world, opts.seed, "step", state.step, *([v] if tree else [world.replica, v]))
             if first:
-                x = None if last else task.input_of(samples, state)
+                x = None if last else task.input_of(samples)
             else:
                 x = receive().detach()  # and draws go on where the stage before ended
                 x.requires_grad_(x.is_floating_point())

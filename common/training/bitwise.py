@@ -97,9 +97,7 @@ class Tree:
             self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
             if output.requires_grad:
                 output.backward(gradient)
-        for bucket in self.buckets:
-            bucket.waiting = 0  # for what this slice does not use
-        self._collect()
+        self._collect(also_waiting=True)  # for what this slice does not use
         if self.next == self.checked:
             self.seen = bits_of([gradient_of(tensor) for tensor in self.tensors])
         self.next += 1
@@ -110,10 +108,10 @@ class Tree:
         self._collect()
 
     @torch.no_grad()
-    def _collect(self):
+    def _collect(self, also_waiting=False):
         """In one order on every rank."""
         for bucket in self.buckets[self.done :]:
-            if bucket.waiting:
+            if bucket.waiting and not also_waiting:
                 return
             self.done += 1
             bucket.collect(self.carries)

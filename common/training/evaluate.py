@@ -31,7 +31,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
     cuts = [[blocks[number % len(blocks)].tolist()] for number in mine]
     pairs = 2 * len(task.names)
     rows = torch.zeros(len(blocks), pairs, dtype=torch.float64, device=world.device)
-    whole_numbers = task.zeros(world.device)[pairs:]
+    totals = task.zeros(world.device)
     shown = torch.zeros(2, len(split) if len(split) <= SHOWN_SAMPLES else 0)
     with state.averaged():
         for number, (((_, part),), _) in zip(mine, loaded(split, cuts, state.opts), strict=True):
@@ -41,15 +41,16 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
                 values = judge(placed(part, world.device, state.opts), state)
             if values is None or number >= len(blocks):
                 continue
-            totals = task.add(task.zeros(world.device), values)
-            rows[number] = totals[:pairs]
-            whole_numbers += totals[pairs:]
-            if shown.numel() and task.predictions is not None:
+            found = task.add(task.zeros(world.device), values)
+            rows[number] = found[:pairs]
+            totals += found
+            if task.predictions is not None and task.predictions.shape == shown.shape:
                 shown += 1 + task.predictions.cpu()  # 0: there are none
     rows = world.all_sum(rows.cpu())
-    whole_numbers = world.all_sum(whole_numbers.cpu())
-    sums = [sum(column) for column in rows.T.tolist()]  # in one order
-    totals = torch.cat([torch.tensor(sums, dtype=torch.float64), whole_numbers])
+    totals = world.all_sum(totals.cpu())  # whole numbers, which are the same in any order
+    totals[:pairs] = torch.tensor(
+        [sum(column) for column in rows.T.tolist()], dtype=rows.dtype
+    )  # in one order
     metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
     if shown.numel() and world.all_sum(shown).any():
         metrics["predictions"], metrics["labels"] = (shown.long() - 1).tolist()

@@ -28,11 +28,6 @@ def prepare(
                 f"--{flag} works on GPUs only, this process has {world.device}\n"
                 "leave it out, or make a GPU visible"
             )
-    if opts.script == "dp" and opts.compile and len(world.devices) > 1:
-        raise UserError(
-            "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
-            "compiled code\nleave it out, or use train_ddp.py, or one device"
-        )
     if (
         gpu
         and (opts.virtual_ranks or opts.recompute)
@@ -76,8 +71,13 @@ def replicate(net, opts, world):
     model: nn.Module = casting
     if len(world.devices) == 1:
         model = torch.compile(net) if opts.compile else net
+    elif opts.compile:
+        raise UserError(
+            "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
+            "compiled code\nleave it out, or use train_ddp.py, or one device"
+        )
     elif world.device.type == "cuda":
-        model = Replicas(casting, device_ids=[d.index for d in world.devices])
+        model = DataParallel(casting, device_ids=[d.index for d in world.devices])
     else:
         model = CpuReplicas(casting, len(world.devices))
     if opts.show_scatter:
@@ -102,20 +102,8 @@ class Replica(nn.Module):
             return args[0](self.net) if args and callable(args[0]) else self.net(*args, **kwargs)
 
 
-class Replicas(DataParallel):
-    """nn.DataParallel; a task may also ask for the net's own parts, as it may under train_ddp.py."""
-
-    def __getattr__(self, name):
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            return getattr(nn.Module.__getattr__(self, "module").net, name)
-
-
 class CpuReplicas(nn.Module):
     """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices": the path without a GPU."""
-
-    __getattr__ = Replicas.__getattr__
 
     def __init__(self, net, count):
         super().__init__()

@@ -160,11 +160,8 @@ class TrainState:
     def condemn(self, fact: str) -> NoReturn:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
         last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
-        kept = "nothing"
-        resume = ""
-        if last:
-            kept = f"nothing after {last.name}"
-            resume = f" --resume {last}"
+        kept = f"nothing after {last.name}" if last else "nothing"
+        resume = f" --resume {last}" if last else ""
         verdict = UserError(
             f"{fact}, {kept} is kept\n"
             f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"

@@ -143,9 +143,7 @@ def placed(part: Any, device: torch.device, opts: Options, own: bool = False) ->
     """
 
     def move(x):
-        if own:
-            x = torch.empty(x.shape, dtype=x.dtype, device=device).copy_(x, non_blocking=True)
-        x = x.to(device, non_blocking=True)
+        x = x.to(device, non_blocking=True, copy=own)
         if opts.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         return x

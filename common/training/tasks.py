@@ -36,15 +36,13 @@ def criterion(out: Tensor, targets: Tensor, smoothing: float) -> Tensor:
 
 def classify(net, batch, state):
     """The mean over samples, and over the tokens of a sample."""
-    x, y = pair(batch)
-    loss, right = judged(net, x, y, state)
+    loss, right, y = judged(net, batch, state)
     return {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": (right, y.numel())}
 
 
 def tokens(net, batch, state):
     """The mean over all targets that are not IGNORED."""
-    x, y = pair(batch)
-    loss, right = judged(net, x, y, state)
+    loss, right, y = judged(net, batch, state)
     count = (y != IGNORED).sum()
     return {"loss": (loss, count), "acc": (right, count)}
 
@@ -66,9 +64,10 @@ def pair(batch):
     )
 
 
-def judged(net, x, y, state):
-    """(summed loss, right answers); of an evaluation in double precision, without label smoothing."""
+def judged(net, batch, state):
+    """(summed loss, right answers, targets); in an evaluation in doubles, without label smoothing."""
     opts = state.opts
+    x, y = pair(batch)
     with autocast(opts, y.device):
         if isinstance(x, Mapping):
             out = net(**x)
@@ -80,13 +79,12 @@ def judged(net, x, y, state):
     rows = out.flatten(0, -2)
     answers = out.detach().argmax(-1)
     if state.net.training:
-        rows = rows if opts.amp == "off" else rows.float()
+        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         loss = criterion(rows, y.flatten(), opts.label_smoothing)
     else:
         loss = criterion(rows.double(), y.flatten(), 0.0)
-        few = y.dim() == 1 and len(y) <= SHOWN_SAMPLES
-        state.task.predictions = torch.stack([answers, y]) if few else None
-    return loss, (answers == y).sum()
+        state.task.predictions = torch.stack([answers, y])
+    return loss, (answers == y).sum(), y
 
 
 def autocast(opts: Options, device: torch.device) -> contextlib.AbstractContextManager:
@@ -107,11 +105,10 @@ class Task:
         self.names = names  # of (sum, count)
         self.shapes = {}  # of the whole numbers, by name
         self.shown = [*names]  # names of the numbers that a person sees
-        self.predictions = None  # and labels, of the last small block that was evaluated
+        self.predictions = None  # and labels, of the last block that was evaluated
 
     def __call__(self, net, batch, state):
-        shapes = ", ".join(f"{x.dtype} {tuple(x.shape)}" for x in leaves(batch)[:2])
-        with blamed(f"model {state.opts.model} on a batch of {shapes}"):
+        with blamed(f"model {state.opts.model}"):
             return self.function(net, batch, state)
 
     def minimised(self, values, tensors):
@@ -167,19 +164,13 @@ class Task:
         return {name: float(metrics[name]) for name in metrics if name not in self.shapes}
 
     # ---- where the net is cut into stages, whose first one has the input and whose last one the output ----
-    def input_of(self, batch, state):
+    def input_of(self, batch):
         """The tensor that goes into the first stage."""
-        x = batch if isinstance(batch, Tensor) else pair(batch)[0]
-        if not isinstance(x, Tensor):
-            raise UserError(
-                f"the input of the net is a {type(x).__name__}, and stages hand on one tensor\n"
-                "use train_ddp.py, or --stages 1 with --shard"
-            )
-        return x
+        return batch if isinstance(batch, Tensor) else pair(batch)[0]
 
     def answered(self, out, batch, state):
         """What the task returns of an output that the last stage has computed."""
-        return self(Answer(self.input_of(batch, state), out, state.net.training), batch, state)
+        return self(Answer(self.input_of(batch), out, state.net.training), batch, state)
 
     # ---- a user's own ----
     def try_out(self, net, data, opts, device):
@@ -216,16 +207,18 @@ class Answer(nn.Module):
 
     def __init__(self, x, out, training):
         super().__init__()
-        self.answers = {id(x): out}
+        self.x = x
+        self.out = out
         self.training = training
 
     def forward(self, x):
-        if id(x) not in self.answers:
+        if x is not self.x:
             raise UserError(
                 "in stages a task calls the net once, with the inputs as the batch has them\n"
                 "use train_ddp.py, or --stages 1 with --shard"
             )
-        return self.answers.pop(id(x))
+        self.x = None
+        return self.out
 
 
 def find_task(opts: Options) -> Task:

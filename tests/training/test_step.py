@@ -10,7 +10,7 @@ from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.training import TrainState, backward, build_optimizer, distribute, find_task, prepare
+from common.training import TrainState, backward, build_optimizer, distribute, find_task
 from common.training.replicas import CpuReplicas
 from common.training.step import forward
 
@@ -113,7 +113,7 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
 def test_compiled_code_is_not_copied_to_many_devices():
     net, opts, one = small_net(), Options(script="dp", compile=True), torch.device("cpu")
     with pytest.raises(UserError, match="--compile: train_dp.py copies the net to its devices") as caught:
-        prepare(net, opts, SimpleNamespace(devices=(one, one), device=one), None, None)
+        distribute(net, opts, SimpleNamespace(devices=(one, one), device=one))
     assert caught.value.code == 2 and len(str(caught.value).splitlines()) <= 3
 
 
