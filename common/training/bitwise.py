@@ -57,21 +57,16 @@ class Tree:
     def begin(self, state):
         """Begins a step; the buffers are those of the last one."""
         self.buffers = state.buffers
-        if not self.buckets:
-            self._plan(state.task)
+        if not self.buckets:  # before the first step: how many totals there are decides the last one
+            exact = not state.task.ahead or torch.float64 in self.buffers.kinds
+            self.kind = torch.float64 if exact else torch.float32
+            size = self.buffers.numel + len(state.task.zeros(self.world.device))
+            self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
+            self.tensors = [*self.params, self.tail]
+            self.buckets = [Bucket(members, self.world, self.count) for members in _cut(self.tensors)]
+            self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
         self.checked = checked(state.opts, state.step, self.world.size)
         self.next = self.slices.start
-
-    def _plan(self, task):
-        """Before the first step: how many totals there are decides the last bucket."""
-        exact = not task.ahead or torch.float64 in self.buffers.kinds
-        self.kind = torch.float64 if exact else torch.float32
-        size = self.buffers.numel + len(task.zeros(self.world.device))
-        self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
-        self.tensors = [*self.params, self.tail]
-        for members in _cut(self.tensors):
-            self.buckets.append(Bucket(members, self.world, self.count))
-        self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
@@ -79,13 +74,10 @@ class Tree:
         moves = self.buffers.moves(weight, v == self.count - 1, self.kind)
         return torch.cat([moves.to(totals.device), totals])
 
-    def backward(self, v, tail, output, gradient=None):
+    def backward(self, v, tail=None, output=None, gradient=None):
         """The backward of slice v; slices that are left out have no samples."""
         while self.next < v:
-            self._slice()
-        self._slice(tail, output, gradient)
-
-    def _slice(self, tail=None, output=None, gradient=None):
+            self.backward(self.next)
         self.carries = carries(self.next, self.slices.start)
         if not self.carries:  # otherwise autograd adds to the gradients of the slice before
             for tensor in self.tensors:
@@ -123,7 +115,7 @@ class Tree:
     def finish(self, batch, state):
         """Leaves the sum of all slices in `.grad`, updates buffers; returns this rank's share of totals."""
         while self.next < self.slices.stop:
-            self._slice()
+            self.backward(self.next)
         for bucket in self.buckets:
             bucket.add()
         for bucket in self.buckets:

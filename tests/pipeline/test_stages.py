@@ -8,7 +8,7 @@ import pytest
 import torch
 from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weights
 from ranks import fork_ranks
-from samples import Samples, share_of
+from samples import Samples
 from torch import nn
 
 from common.data import batches
@@ -18,6 +18,7 @@ from common.options import Options
 from common.pipeline import backward, split
 from common.pipeline.split import pieces
 from common.pipeline.stages import Pipeline, Stage
+from common.pipeline.transfer import Ranks
 from common.sampler import ElasticSampler
 from common.training import TrainState, build_optimizer, distribute, evaluate, find_task
 from common.training import backward as plain
@@ -165,30 +166,12 @@ def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(j
     assert not (tmp_path / "cut/ledger.jsonl").exists(), "no life began"
 
 
-class Uneven(nn.Module):
-    """Passes on less for a sample of another kind."""
-
-    def forward(self, x):
-        return x[:, :3] if x[0, 0] > 1 else x[:, :4]
-
-
 def test_stages_that_pass_on_another_shape_than_at_the_start_are_refused():
-    def uneven(world):
-        opts = Options(script="mp", stages=2, global_batch_size=4, optimizer="sgd")
-        net = nn.Sequential(nn.Sequential(nn.Linear(5, 5), Uneven()), nn.Linear(4, 5))
-        nn.init.zeros_(net[0][0].weight)
-        nn.init.zeros_(net[0][0].bias)
-        samples = Samples(torch.zeros(4, 5), torch.zeros(4, dtype=torch.int64))
-        world = world.in_stages(2)
-        model = split(net, opts, world, SimpleNamespace(train=samples), find_task(opts))
-        state = TrainState(net, build_optimizer(net, opts), opts, 4, stages=model)
-        if world.stage:
-            return
-        nn.init.constant_(net[0][0].bias, 2.0)
+    world = SimpleNamespace(stage=0, stages=2, stage_group=None)
+    transfer = Ranks(world, [((4,), torch.float32)], torch.default_generator)
+    for other in (torch.zeros(2, 3), torch.zeros(2, 4).double()):
         with pytest.raises(UserError, match="in stages all batches have one shape"):
-            backward(model, share_of(samples.x, samples.y, opts), state, world)
-
-    fork_ranks(2, uneven)
+            transfer.move(give=(1, other))
 
 
 # ---- elastic: the same checkpoint whatever the cut ------------------------------------------------

@@ -166,29 +166,18 @@ def test_kills_and_resizes_leave_no_trace_in_the_bits(tmp_path):
 
 
 # ---- what is pinned, and who is refused -----------------------------------------------------------
-def doctored(folder, **changes):
-    path = folder / "options.json"
-    text = json.loads(path.read_text())
-    text["pinned"].update(changes)
-    path.write_bytes(sealed({name: value for name, value in text.items() if name != "seal"}))
-
-
-def test_another_thread_count_or_kind_of_device_is_refused_and_another_build_is_said(tmp_path, capfd):
+def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, capfd):
     more = CNN | {"epochs": 1, "max_steps": 3}
     run(tmp_path / "run", 1, more | {"max_steps": 2})
-    recorded = json.loads((tmp_path / "run" / "options.json").read_text())["pinned"]
-    assert recorded["threads"] == 1 and recorded["device"] == "cpu" and recorded["optimizer"] == "fused"
-    assert recorded["build"].startswith(torch.__version__)
-    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", more | {"threads": 2}),
-                      may_die=[0]) == [2]
+    path = tmp_path / "run/options.json"
+    text = json.loads(path.read_text())
+    text["pinned"]["build"] = "2.0.1"
+    path.write_bytes(sealed({name: value for name, value in text.items() if name != "seal"}))
+    threads = options(tmp_path / "run", more | {"threads": 2})
+    assert fork_ranks(1, life, train_ddp, threads, may_die=[0]) == [2]
     assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
-    doctored(tmp_path / "run", device="cuda")
-    assert fork_ranks(1, life, train_ddp, options(tmp_path / "run", more), may_die=[0]) == [2]
-    assert "kind of device was cuda, now cpu" in capfd.readouterr().err
-    doctored(tmp_path / "run", device="cpu", build="2.0.1", processor="AVX2 of another")
     run(tmp_path / "run", 1, more)
-    said = "".join(capfd.readouterr())
-    assert "build of torch was 2.0.1" in said and "was AVX2 of another" in said
+    assert "build of torch was 2.0.1" in "".join(capfd.readouterr())
 
 
 def test_more_processes_than_slices_are_refused():
@@ -205,14 +194,13 @@ def test_ranks_that_compute_with_other_threads_are_refused(tmp_path, capfd):
 
 
 # ---- parts ----------------------------------------------------------------------------------------
-def small(world, virtual_ranks, scaler=None):
+def small(world, virtual_ranks):
     """A net of the tests, its state and a batch, without a script around them."""
     opts = options(Path("unused"), CNN | {"virtual_ranks": virtual_ranks})
     pinned.pin(opts)
     data = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures")
     net = build_model(opts, data)
     state = TrainState(net, build_optimizer(net, opts), opts, 107)
-    state.scaler = scaler
     return distribute(net, opts, world), state
 
 
@@ -220,23 +208,6 @@ def batch_at(world, step, slices, size=24):
     draws = torch.Generator().manual_seed(step)
     x, y = torch.randn(size, 1, 12, 12, generator=draws), torch.randint(4, (size,), generator=draws)
     return share_of(x, y, Options(virtual_ranks=slices), world.rank, world.size)
-
-
-def test_a_grad_scaler_skips_the_same_steps_at_any_world():
-    def scales(world):
-        model, state = small(world, 8, torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2))
-        with torch.no_grad():
-            state.net[-1].weight.mul_(1e4)  # so that the first steps overflow
-        seen = []
-        for step in range(9):
-            backward(model, batch_at(world, step, 8), state, world)
-            state.update(24)
-            seen.append(state.scaler.get_scale())
-        return seen, [t.tolist() for t in state.tensors()["model"].values()]
-
-    one, three = fork_ranks(1, scales)[0], fork_ranks(3, scales)
-    assert len(set(one[0])) > 3, "some steps overflowed and were skipped"
-    assert three == [one] * 3
 
 
 def test_the_gradient_is_the_mean_over_the_samples_of_a_ragged_batch():
@@ -269,16 +240,6 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
 
 # ---- the long form: pytest -m long ----------------------------------------------------------------
-@pytest.mark.long
-@pytest.mark.parametrize("given, steps", [(CNN | {"epochs": 44}, 220), (GPT | {"epochs": 44}, 220),
-                                          (LSTM | {"epochs": 40, "max_steps": 200}, 200),
-                                          (RESNET | {"max_steps": 12}, 12)])
-def test_long_every_net_at_every_world(tmp_path, given, steps):
-    digest, metrics = one_digest(tmp_path, given, (1, 2, 3, 4, 5, 8))
-    assert f'"step": {steps},' in metrics
-    print(f"one digest after {steps} steps: {digest}")
-
-
 @pytest.mark.long
 def test_long_twenty_kills_and_resizes_at_random(tmp_path):
     given, draws = CNN | {"epochs": 44}, random.Random(5)

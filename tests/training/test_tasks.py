@@ -302,9 +302,10 @@ def test_tokens_has_the_mean_over_targets_that_count_and_the_perplexity(training
     opts = Options(task="tokens")
     task, net = find_task(opts), torch.nn.Embedding(7, 7).double().train(training)
     x, y = torch.randint(7, (2, 4, 9))
-    y[torch.rand(4, 9) < 0.5] = -100
-    loss = torch.nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten()).item()
-    right = (net(x).argmax(2) == y)[y != -100].double().mean().item()
+    y[:, ::2] = -100
+    out, wanted = net(x[:, 1::2]).flatten(0, 1), y[:, 1::2].flatten()
+    loss = torch.nn.functional.cross_entropy(out, wanted).item()
+    right = (out.argmax(1) == wanted).double().mean().item()
     for batch in ((x, y), {"input": x, "labels": y}):
         values = task(net, batch, SimpleNamespace(net=net, opts=opts, task=task))
         metrics = task.metrics(task.add(task.zeros(CPU), values))
@@ -331,16 +332,11 @@ def test_a_forward_of_which_nothing_counts_may_return_plain_zeros(tmp_path, slic
 
 
 def test_another_loss_put_into_criterion_trains_and_evaluates(monkeypatch):
-    def hinge(out, targets, smoothing):
-        return torch.nn.functional.multi_margin_loss(out, targets, reduction="sum")
+    def three(out, targets, smoothing):
+        return 0 * out.sum() + 3.0 * len(targets)
 
-    monkeypatch.setattr(sys.modules["common.training.tasks"], "criterion", hinge)
+    monkeypatch.setattr(sys.modules["common.training.tasks"], "criterion", three)
     for kind in ({}, {"task": "tokens", "dataset": "text:8", "model": "gpt:1x1x8", "data_dir": __file__}):
         given = {"dataset": "random:64x4", "model": "mlp", "global_batch_size": 16, "log_every": 1}
         life = Life(Options(**given | {"device": "cpu", "workers": 0} | kind))
-        state = life.state
-        loss = life.epoch(1)[0]["loss"]
-        metrics = life.evaluation()
-        x, y = life.data.test.fetch(range(len(life.data.test)))
-        wanted = torch.nn.functional.multi_margin_loss(state.net(x).flatten(0, -2), y.flatten())
-        assert 0 < loss < 1.5 and metrics["val_loss"] == pytest.approx(wanted.item(), rel=1e-5)
+        assert life.epoch(1)[0]["loss"] == life.evaluation()["val_loss"] == 3.0

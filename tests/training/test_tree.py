@@ -1,6 +1,6 @@
 """Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks.
 """
-from common.sampler import ElasticSampler, share
+from common.sampler import share
 from common.training.bitwise import carries, tree_of
 
 
@@ -74,19 +74,3 @@ def test_slices_hold_the_same_samples_at_any_world_and_a_rank_owns_neighbours():
                     mine = share(slices, rank, world)
                     samples = share(size, rank, world, slices)
                     assert list(samples) == [i for v in mine for i in cuts[v]]
-
-
-def test_the_sampler_gives_a_rank_the_samples_of_its_slices():
-    def epoch(world):
-        orders = [ElasticSampler(50, 16, rank, world, seed=3, slices=8) for rank in range(world)]
-        return [[i for ids in batch for i in ids] for batch in zip(*orders, strict=True)], [list(o)
-                                                                                            for o in orders]
-
-    whole_batches, _ = epoch(1)
-    assert sorted(i for batch in whole_batches for i in batch) == list(range(50))
-    for world in (2, 3, 5, 8):
-        batches, ranks = epoch(world)
-        assert batches == whole_batches
-        for rank, lists in enumerate(ranks):  # 16, 16, 16 and a ragged 2
-            assert [len(ids) for ids in lists] == [len(share(size, rank, world, 8))
-                                                   for size in (16, 16, 16, 2)]
