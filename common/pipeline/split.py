@@ -168,20 +168,21 @@ def shard(stage, world):
     mesh = DeviceMesh.from_group(world.peers or dist.group.WORLD, world.device.type)
     uses = Counter(p for _, p in stage.net.named_parameters(remove_duplicate=False))
     tied = {p for p, times in uses.items() if times > 1}
-    blocks = []
-    inside = set()
-    for parent in stage.net.modules():  # the outer ones first
-        if parent in inside or not isinstance(parent, CONTAINERS):
-            continue
-        for block in parent.children():
-            weights = set(block.parameters())
-            if weights and not weights & tied and not isinstance(block, CONTAINERS):
-                blocks.append(block)
-                inside.update(block.modules())
-    for part in [*blocks, stage]:
-        fully_shard(part, mesh=mesh, reshard_after_forward=part is not stage)
-        part.set_gradient_divide_factor(1.0)  # the loss is divided by the size of the whole batch
-        part.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
+    for part in [*blocks(stage.net), stage]:
+        weights = set(part.parameters())
+        if part is stage or weights and not weights & tied:
+            fully_shard(part, mesh=mesh, reshard_after_forward=part is not stage)
+            part.set_gradient_divide_factor(1.0)  # the loss is divided by the size of the whole batch
+            part.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
+
+
+def blocks(module):
+    """The outermost parts of containers that are no containers."""
+    for part in module.children():
+        if isinstance(module, CONTAINERS) and not isinstance(part, CONTAINERS):
+            yield part
+        else:
+            yield from blocks(part)
 
 
 # ---- what a person sees ----

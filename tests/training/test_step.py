@@ -50,22 +50,15 @@ def full_batch_gradient(size, smoothing=0.0):
     return [p.grad for p in net.parameters()], [loss.item() * size, size, right, size]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5])
-@pytest.mark.parametrize("size", [16, 17, 4, 2, 1])                 # even, ragged, fewer samples than ranks
-def test_the_gradient_is_the_full_batch_gradient_at_any_world_and_size(world, size):
-    wanted, totals = full_batch_gradient(size)
-    for grads, found in fork_ranks(world, gradient_of, size, {}):
+@pytest.mark.parametrize(("world", "size", "flags"), [
+    *((world, size, {}) for world in (1, 2, 3, 5) for size in (16, 17, 4, 2, 1)),  # ragged, fewer than ranks
+    *((2, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}) for micro in (1, 3, 8, 100))])
+def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_batch(world, size, flags):
+    wanted, totals = full_batch_gradient(size, flags.get("label_smoothing", 0.0))
+    for grads, found in fork_ranks(world, gradient_of, size, flags):
         for a, b in zip(grads, wanted, strict=True):
             torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
         assert found == pytest.approx(totals, abs=1e-12)
-
-
-@pytest.mark.parametrize("micro", [1, 3, 8, 100])
-def test_micro_batches_do_not_change_the_gradient(micro):
-    wanted, _ = full_batch_gradient(17, smoothing=0.1)
-    for grads, _ in fork_ranks(2, gradient_of, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}):
-        for a, b in zip(grads, wanted, strict=True):
-            torch.testing.assert_close(torch.tensor(a, dtype=torch.float64), b, rtol=0, atol=1e-12)
 
 
 def step_with_batch_norm(world):

@@ -85,23 +85,24 @@ def sgd(name, **more):
     return options(name, optimizer="sgd", lr=1.0, momentum=0.0, **more)
 
 
-def one_step(world, name, size, double=True, **more):
-    life = Life(sgd(name, global_batch_size=size, **more), world, double)
-    for module in life.state.net.modules():
+def without_dropout(net):
+    for module in net.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    record = life.epoch(1)[0]
-    return life.weights(), {key: record[key] for key in record if key not in ("step", "epoch", "lr")}
+    return net
+
+
+def one_step(world, name, **more):
+    life = Life(sgd(name, **more), world, double=True)
+    without_dropout(life.state.net)
+    return life.epoch(1)[0]["loss"], life.weights()
 
 
 def full_batch(name, size):
     """The weights after one step by hand: the whole batch in one forward, its sum divided by its count."""
     opts = sgd(name, global_batch_size=size)
     data = load_data(opts)
-    net = build_model(opts, data).double()
-    for module in net.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    net = without_dropout(build_model(opts, data).double())
     ids = next(iter(ElasticSampler(len(data.train), size, seed=opts.seed)))
     found = getattr(tasks, name)(net, doubled(data.train.fetch(ids)))
     loss, count = found["loss"]
@@ -114,8 +115,8 @@ def full_batch(name, size):
 def test_every_job_has_the_mean_of_the_full_batch_at_any_world_and_micro_batch(name):
     wanted, loss = full_batch(name, 11)
     for world, micro in ((1, 3), (5, 1)):
-        for weights, record in fork_ranks(world, partial(one_step, micro_batch_size=micro), name, 11):
-            assert record["loss"] == pytest.approx(loss, rel=1e-12), (world, micro)
+        for found, weights in fork_ranks(world, partial(one_step, micro_batch_size=micro), name):
+            assert found == pytest.approx(loss, rel=1e-12), (world, micro)
             for key, tensor in wanted.items():
                 torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-12)
 
@@ -148,22 +149,17 @@ def test_workers_collate_what_the_rank_would_and_padding_does_not_follow_the_wor
 @pytest.mark.parametrize("name", tasks.IN_STAGES)
 def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name):
     wanted, loss = full_batch(name, 11)
-    kinds = [(4, {"stages": 2, "micro_batch_size": 2}, 1), (1, {}, 2)]
-    for world, more, devices in kinds:
-        def step(world, more=more, devices=devices):
-            life = Life(sgd(name, script="mp", **more), world, True, devices)
-            loss = life.epoch(1)[0]["loss"]
-            return loss, life.weights(), life.evaluation()
-        (own, _, metrics), = fork_ranks(1, one_way, name)
-        for ours, weights, judged in fork_ranks(world, step):
+    (_, _, metrics), = fork_ranks(1, one_way, name)
+    for world, more in ((4, {"stages": 2, "micro_batch_size": 2}), (1, {"devices": 2})):
+        for ours, weights, judged in fork_ranks(world, partial(one_way, script="mp", **more), name):
             assert ours == pytest.approx(loss, rel=1e-12)
             assert judged == pytest.approx(metrics, rel=1e-6)
             for key, tensor in weights.items():
                 torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-12)
 
 
-def one_way(world, name, script="ddp", devices=1):
-    life = Life(sgd(name, script=script), world, True, devices)
+def one_way(world, name, script="ddp", devices=1, **more):
+    life = Life(sgd(name, script=script, **more), world, True, devices)
     return life.epoch(1)[0]["loss"], life.weights(), life.evaluation()
 
 
@@ -180,9 +176,7 @@ def test_replicas_in_one_process_take_and_give_trees(name):
 def scaled(world, name, scale):
     life = Life(sgd(name, amp="fp16"), world)
     life.state.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    for module in life.state.net.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+    without_dropout(life.state.net)
     life.epoch(1)
     return life.weights(), life.state.scaler.get_scale()
 
