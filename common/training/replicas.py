@@ -77,7 +77,7 @@ def replicate(net, opts, world):
             "compiled code\nleave it out, or use train_ddp.py, or one device"
         )
     elif world.device.type == "cuda":
-        model = DataParallel(casting, device_ids=[d.index for d in world.devices])
+        model = Replicas(casting, device_ids=[d.index for d in world.devices])
     else:
         model = CpuReplicas(casting, len(world.devices))
     if opts.show_scatter:
@@ -102,8 +102,20 @@ class Replica(nn.Module):
             return args[0](self.net) if args and callable(args[0]) else self.net(*args, **kwargs)
 
 
+class Replicas(DataParallel):
+    """nn.DataParallel; a task may also ask for the net's own parts, as it may under train_ddp.py."""
+
+    def __getattr__(self, name):
+        try:
+            return nn.Module.__getattr__(self, name)
+        except AttributeError:
+            return getattr(nn.Module.__getattr__(self, "module").net, name)
+
+
 class CpuReplicas(nn.Module):
     """nn.DataParallel's scatter, replicate, apply and gather over CPU "devices": the path without a GPU."""
+
+    __getattr__ = Replicas.__getattr__
 
     def __init__(self, net, count):
         super().__init__()
