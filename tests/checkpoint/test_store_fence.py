@@ -12,6 +12,7 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
+from jobs import until
 from ranks import fork_ranks
 from stores import (
     a_life,
@@ -26,7 +27,6 @@ from stores import (
     save,
     steps_of,
     tiny_state,
-    until,
 )
 
 from common.checkpoint import disk, fence

@@ -4,7 +4,6 @@ worlds of one.
 import contextlib
 import os
 import signal
-import time
 import uuid
 from types import SimpleNamespace
 
@@ -199,13 +198,6 @@ def child(function):
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
-
-
-def until(condition, what):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, f"never: {what}"
-        time.sleep(0.005)
 
 
 def lives(opts, path, then=lambda life: signal.pause()):
