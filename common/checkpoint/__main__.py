@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint.disk import sync_folder
 from common.checkpoint.folder import choices_at, choose, describe, weights_of
 from common.errors import UserError, run_command
 
@@ -52,10 +51,9 @@ def show(asked):
     which = "best" if asked.best else "newest"
     if asked.export:
         print(export(asked.run, which, asked.export))
-    elif asked.digest:
-        print(choose(asked.run, which)[2])
-    elif asked.best:
-        print(choose(asked.run, which)[1])
+    elif asked.digest or asked.best:
+        _, folder, line = choose(asked.run, which)
+        print(line if asked.digest else folder)
     else:
         found = [describe(*choice) for choice in choices_at(asked.run)[1]]
         for _, line in found:
@@ -81,7 +79,6 @@ def export(run, which, target):
         with open(aside, "rb") as file:
             os.fsync(file.fileno())
         os.rename(aside, target)
-        sync_folder(target.absolute().parent)
     except Exception as error:  # safetensors' own, too
         raise UserError(f"--export {target}: {error}\nexport to another place") from error
     finally:

@@ -44,7 +44,7 @@ def patient(read):
 
 @contextlib.contextmanager
 def opened(path, is_right=stat.S_ISREG):
-    """The descriptor of a regular file, or of what `is_right` says."""
+    """The descriptor of a regular file, or of what has a mode that `is_right`."""
     fd = os.open(path, READ)
     try:
         if not is_right(os.fstat(fd).st_mode):
@@ -148,19 +148,13 @@ def make_folder(folder):
 
 def sync_lines(run_dir, life):
     """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
-    names = ("metrics.jsonl", "ledger.jsonl", "audit", "")  # and the folders, for the names in them
-    for path in (*(run_dir / name for name in names), *run_dir.glob(f"audit/life-{life}-*")):
-        with contextlib.suppress(OSError):
-            fd = os.open(path, READ)
-            try:
-                os.fdatasync(fd)
-            finally:
-                os.close(fd)
+    logs = [*run_dir.glob("*.jsonl"), *run_dir.glob(f"audit/life-{life}-*")]
+    for path in (*logs, run_dir, run_dir / "audit"):  # the folders for the names in them
+        with contextlib.suppress(OSError), opened(path, is_right=bool) as fd:
+            os.fdatasync(fd)
 
 
 def delete(path):
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    shutil.rmtree(path, ignore_errors=True)  # does nothing to a file or a link
+    with contextlib.suppress(OSError):
+        os.unlink(path)

@@ -21,7 +21,7 @@ import threading
 import time
 import uuid
 
-from common.checkpoint.disk import delete
+from common.checkpoint.disk import NEW, Damaged, delete, opened, parse_json, read_small
 from common.errors import UserError
 from common.place import has_ended, this_process
 
@@ -37,7 +37,6 @@ NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
 NODES_SECONDS = 30.0  # survivors may take to the end of their step, until they announce their rescue
 RESCUE = "rescue.lock"  # end of a file's name in a staging folder: a survivor is saving
 NODE = "node."  # file in a staging folder: a rank of another node lives
-RECORD_BYTES = 1 << 16  # at most, of a file
 
 
 class Fenced(UserError):
@@ -83,8 +82,7 @@ class Held:
         self.seconds = seconds or BEAT_SECONDS
         self.record = this_process() | {"beat": 0}
         self.stop = threading.Event()
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self.fd = os.open(aside or path, flags, 0o600)
+        self.fd = os.open(aside or path, NEW, 0o600)
         try:
             self.write()
             if aside:
@@ -107,8 +105,8 @@ class Held:
 
     def is_ours(self):
         """Whether our file still has the name; opened anew, as NFS asks the server only then."""
-        with contextlib.suppress(OSError), open(self.path, "rb", opener=_open) as file:
-            return os.path.samestat(os.fstat(self.fd), os.fstat(file.fileno()))
+        with contextlib.suppress(OSError, Damaged), opened(self.path) as fd:
+            return os.path.samestat(os.fstat(self.fd), os.fstat(fd))
         return False
 
     def close(self):
@@ -182,18 +180,12 @@ class Fence:
         An earlier life of our own job is waited for, or one whose agent has died: it may save.
         """
         us = this_process()
-        began = time.monotonic()
-        counter = Still()
         reported = False
-        while True:
-            owner = read_record(self.path)
-            if owner is None or owner.get("left") or has_ended(owner, "process"):
-                return
+        for owner, counter, waited in living(self.path):
             earlier = owner.get("job") == us["job"] or has_ended(owner, "agent")
             near = earlier or owner.get("machine") in (us["machine"], None)
-            waited = time.monotonic() - began
             name = f"host {owner.get('host')}, pid {owner.get('pid')}"
-            if counter(owner.get("beat")) >= (STALE_SECONDS if near else LEASE_SECONDS):
+            if counter.seconds >= (STALE_SECONDS if near else LEASE_SECONDS):
                 return
             if earlier and waited > SAME_JOB_SECONDS:
                 return
@@ -206,7 +198,6 @@ class Fence:
             if not reported and waited > MOVING_SECONDS / 2:
                 report(f"{self.path.parent}: waiting for {name}, which has the folder")
                 reported = True
-            time.sleep(0.05)
 
     def _sweep(self, names):
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
@@ -243,14 +234,22 @@ def rescuing(path, progress, needless):
 
 def wait_for(path, still=None, deadline=math.inf, needless=lambda: False):
     """Until a file's holder has left, has ended or does not move, or there is no need."""
+    for _, counter, _ in living(path):
+        if needless() or time.monotonic() > deadline or counter.seconds > (still or STALE_SECONDS):
+            return
+
+
+def living(path):
+    """(what it wrote, Still of its counter, seconds waited), again and again while a file's holder lives."""
+    began = time.monotonic()
     counter = Still()
     pause = 0.02
-    while not needless() and time.monotonic() < deadline:
+    while True:
         holder = read_record(path)
         if holder is None or holder.get("left") or has_ended(holder, "process"):
             return
-        if counter(holder.get("beat")) > (still or STALE_SECONDS):
-            return
+        counter(holder.get("beat"))
+        yield holder, counter, time.monotonic() - began
         time.sleep(pause)
         pause = min(1.2 * pause, 0.5)  # a thousand ranks may wait for one file
 
@@ -258,29 +257,12 @@ def wait_for(path, still=None, deadline=math.inf, needless=lambda: False):
 def read_record(path):
     """What the holder wrote; {} if it is unknown, None without a file. Opened anew: NFS asks the server."""
     try:
-        with open(path, "rb", opener=_open) as file:
-            value = json.loads(file.read(RECORD_BYTES).partition(b"\n")[0])  # then an older, longer one
-        return value if isinstance(value, dict) else {}
+        line, _, _ = read_small(path).partition(b"\n")  # then an older, longer one
+        return parse_json(line, path.name)
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError):
+    except Damaged:
         return {}
-
-
-def _open(path, flags):
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-
-
-def exists(staging):
-    """Whether the folder exists. A look may see this machine's old copy; mkdir asks the file server."""
-    try:
-        os.mkdir(staging, 0o700)
-    except FileExistsError:
-        return True
-    except FileNotFoundError:
-        return False
-    os.rmdir(staging)
-    return False
 
 
 def move_away(path):

@@ -13,9 +13,9 @@ No name is written twice: later facts of a step become step-N.1, and step-N goes
 
 Parts of a net split over ranks are written side by side into the same folder while it is still in staging,
 and the last rank to finish names it:
-    .life-L/gathered-N-STATE/part-00001/    one rank's tensors, and part.json, which has their tables
+    .life-L/gathered-N-STATE/part-00001/    one rank's tensors, facts and manifest
     .life-L/gathered-N-STATE/part-00002/    another's
-    step-N/                                 the same folder, once it holds all parts and a manifest
+    step-N/                                 the same folder, once it holds all parts and a manifest of all
 No rank waits for another, there is no lock and no collective. Of two ranks with the same part the first is
 taken; of those that see all parts, the one that renames the folder to a name of its own completes it. If a
 part never comes, the checkpoint before stays the newest.
@@ -26,7 +26,7 @@ bounded and sealed, its tables are compared with what this run needs, hashes wit
 
 import contextlib
 import errno
-import itertools
+import json
 import os
 import re
 import stat
@@ -40,20 +40,18 @@ from torch import Tensor
 import common.checkpoint.disk as disk
 import common.checkpoint.tensors as tensors
 from common.checkpoint.disk import Damaged, delete, parse_json, patient, sealed, sha, to_json, unseal
-from common.checkpoint.fence import Fenced, exists
+from common.checkpoint.fence import Fenced
 from common.errors import UserError
 
 TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 FILE = re.compile(r"(part-[0-9]{5}/)?(model|optimizer)\.safetensors")
 STATE = "state.json"
 MANIFEST = "manifest.json"
-PART = "part.json"
 FORMAT = 5
 MOST_BYTES = 1 << 28  # of the manifest
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
 ASIDE = "damaged-"  # a checkpoint that is not trusted is kept under this name until a newer one is saved
 EMA = "/ema"  # the end of an average's name
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -68,7 +66,7 @@ def checkpoints(root: Path | str) -> list[tuple[int, Path]]:
         names = os.listdir(root)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    rows = sorted((numbers_of(name) for name in names if STEP.fullmatch(name)), reverse=True)
+    rows = sorted(filter(None, map(numbers_of, names)), reverse=True)
     return [(step, Path(root, folder_name(step, k))) for step, k in rows]
 
 
@@ -84,20 +82,24 @@ def folder_name(step, k=0):
 
 
 def numbers_of(name):
-    """(step, k) of `step-N.k`."""
-    step, k = STEP.fullmatch(name).groups()
-    return int(step), int(k or 0)
+    """(step, k) of `step-N.k`; None of any other name."""
+    found = STEP.fullmatch(name)
+    return (int(found[1]), int(found[2] or 0)) if found else None
 
 
-def free_names(root, step):
-    """Names for a checkpoint of this step that no checkpoint has or had, the next one first."""
-    names = [name.removeprefix(ASIDE) for name in os.listdir(root)]
-    taken = [numbers_of(name)[1] for name in names if STEP.fullmatch(name) and numbers_of(name)[0] == step]
-    return (folder_name(step, k) for k in itertools.count(max(taken, default=-1) + 1))
+def free_number(root, step):
+    """The k of a name for a checkpoint of this step that none has or had."""
+    rows = [numbers_of(name.removeprefix(ASIDE)) for name in os.listdir(root)]
+    return 1 + max((row[1] for row in rows if row and row[0] == step), default=-1)
 
 
 def part_name(number):
     return f"part-{number + 1:05d}"
+
+
+def part_of(path):
+    """Whether a file of tensors is of the "model" or of the "optimizer"."""
+    return Path(path).stem
 
 
 # ---- reading ------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def verify(step, folder):
     """
     manifest, facts = read_facts(step, folder)
     for path, table in manifest["files"].items():
-        patient(tensors.read_file)(folder / path, table, count=tensors.threads())
+        tensors.read_file(folder / path, table, count=tensors.threads())
     return manifest, facts
 
 
@@ -207,20 +209,19 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
     """
     step, folder, _ = choose(path, which)
     manifest, facts = read_facts(step, folder)
-    weights: dict[str, list[Tensor]] = {}
-    averages: dict[str, list[Tensor]] = {}
+    found: dict[str, dict[str, list[Tensor]]] = {"model": {}, "optimizer": {}}
     for file in sorted(manifest["files"]):  # of a sharded net the first part has the first rows
         for name, rows in load_file(folder / file).items():
-            if file.endswith(TENSORS["model"]):
-                weights.setdefault(name, []).append(rows)
-            elif name.endswith(EMA):
-                averages.setdefault(name.removesuffix(EMA), []).append(rows)
-    chosen = {
+            found[part_of(file)].setdefault(name, []).append(rows)
+    averages = {
+        name.removesuffix(EMA): rows for name, rows in found["optimizer"].items() if name.endswith(EMA)
+    }
+    weights = {
         name: torch.cat(rows) if len(rows) > 1 else rows[0]
-        for name, rows in (weights | averages).items()
+        for name, rows in (found["model"] | averages).items()
         if name not in facts["tied"]
     }
-    return chosen, facts
+    return weights, facts
 
 
 def is_there(root, facts):
@@ -239,13 +240,18 @@ def _how_far(facts):
 # ---- writing ------------------------------------------------------------------------------------------
 def facts_to_json(facts):
     """state.json's bytes; NaN and infinity, which JSON does not have, become null."""
+    return to_json(json.loads(json.dumps(facts), parse_constant=lambda name: None))
 
-    def plain(value):
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return None if isinstance(value, float) and value - value != 0 else value
 
-    return to_json(plain(facts))
+def _rename(source, target):
+    """False if another one has the name already."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in THERE:
+            raise
+        return False
+    return True
 
 
 class Writer:
@@ -272,39 +278,50 @@ class Writer:
             aside = self._aside(facts["step"])
             try:
                 os.mkdir(aside, 0o700)
-                files = self._write_tensors(aside, sources)
+                files = {
+                    name: tensors.write_file(aside / name, sources[part], self.layout.rows, self._move)
+                    for part, name in TENSORS.items()
+                }
+                self._describe(aside, files, facts)
                 if self.layout.parts > 1:
-                    return self._gather(aside, files, facts)
-                self._write_manifest(aside, facts, files)
+                    return self._gather(aside, facts)
                 return self._name(aside, facts["step"])
-            except OSError as error:
+            except OSError:
                 delete(aside)
                 self.check_staging(facts["step"])
-                if attempt == 2 or error.errno in FULL:
+                if attempt == 2:
                     raise
 
     def check_staging(self, step):
-        """Fenced if the staging folder is gone."""
-        if not exists(self.staging):
-            raise Fenced(
-                f"{self.root.parent} was taken over by another life, or removed: "
-                f"step {step} of this one is not saved"
-            )
+        """Fenced if the folder is gone. A look may see an old copy of the name; mkdir asks the server."""
+        try:
+            os.mkdir(self.staging, 0o700)
+            os.rmdir(self.staging)
+        except FileExistsError:
+            return
+        except FileNotFoundError:  # the folder above is gone, too
+            pass
+        raise Fenced(
+            f"{self.root.parent} was taken over by another life, or removed: "
+            f"step {step} of this one is not saved"
+        )
 
     def _aside(self, step):
         """A new folder name. A pid is not enough: ranks in two containers may have the same."""
         return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
 
-    def _write_tensors(self, aside, sources):
-        return {
-            name: tensors.write_file(aside / name, sources[part], self.layout.rows, self._move)
-            for part, name in TENSORS.items()
-        }
-
     def _move(self):
         self.moved += 1
 
-    def _write_manifest(self, folder, facts, files):
+    def put(self, path, data):
+        """A small file, whole or not at all; two ranks may do it at once."""
+        aside = self.staging / uuid.uuid4().hex
+        with disk.new_file(aside) as fd:
+            disk.write_at(fd, data, 0)
+        os.rename(aside, path)
+
+    def _describe(self, folder, files, facts):
+        """Adds facts and manifest to a folder of this process alone, and syncs it."""
         state = facts_to_json(facts)
         manifest = {
             "format": FORMAT,
@@ -318,66 +335,49 @@ class Writer:
         self.put(folder / MANIFEST, sealed(manifest))
         disk.sync_folder(folder)
 
-    def put(self, path, data):
-        """A small file, whole or not at all; two ranks may do it at once."""
-        aside = self.staging / uuid.uuid4().hex
-        with disk.new_file(aside) as fd:
-            disk.write_at(fd, data, 0)
-        os.rename(aside, path)
-
     def _name(self, folder, step):
         disk.sync_lines(self.root.parent, self.life)
-        for name in free_names(self.root, step):
-            try:
-                os.rename(folder, self.root / name)
-            except OSError as error:
-                if error.errno not in THERE:
-                    raise
-            else:
-                disk.sync_folder(self.root)
-                return self.root / name
+        k = free_number(self.root, step)
+        while not _rename(folder, self.root / folder_name(step, k)):
+            k += 1
+        disk.sync_folder(self.root)
+        return self.root / folder_name(step, k)
 
     # ---- parts of a net --------------------------------------------------------------------------------
-    def _gather(self, aside, files, facts):
+    def _gather(self, aside, facts):
         """Adds this rank's part; names the checkpoint if it was the last one."""
+        step = facts["step"]
         state = sha(facts_to_json(facts | {"record": None}))[:12]  # what ranks noted last may differ
-        gathered = self.staging / f"gathered-{facts['step']:08d}-{state}"
-        self.put(aside / PART, sealed({"files": files, "record": facts["record"]}))
-        disk.sync_folder(aside)
+        gathered = self.staging / f"gathered-{step:08d}-{state}"
         with contextlib.suppress(FileExistsError):
             os.mkdir(gathered, 0o700)
-        try:
-            os.rename(aside, gathered / part_name(self.layout.number))
-        except OSError as error:
-            if error.errno not in THERE:
-                raise
+        if not _rename(aside, gathered / part_name(self.layout.number)):
             delete(aside)
-        disk.sync_folder(gathered)
-        mine = self.staging / f"whole-{uuid.uuid4().hex[:12]}"
+        mine = self._aside(step)
+        files = {}
+        records = []
+        names = [part_name(number) for number in range(self.layout.parts)]
         try:
-            for number in range(self.layout.parts):
-                os.stat(gathered / part_name(number))
+            disk.sync_folder(gathered)
+            for name in names:
+                os.stat(gathered / name)
             os.rename(gathered, mine)  # of those that see all parts one has them; later ones begin anew
-            return self._complete(mine, facts)
+            for name in names:
+                tables = read_manifest(step, mine / name)["files"]
+                files |= {f"{name}/{file}": table for file, table in tables.items()}
+                records.append(parse_json(disk.read_small(mine / name / STATE), STATE)["record"])
+            record = max(records, key=lambda record: record.get("step", -1))
+            self._describe(mine, files, facts | {"record": record})
+            folder = self._name(mine, step)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.rename(mine, gathered)
             if not isinstance(error, FileNotFoundError):
                 raise
-            self.check_staging(facts["step"])  # a part is missing, or another rank names the checkpoint
-
-    def _complete(self, mine, facts):
-        records = []
-        files = {}
-        for name in map(part_name, range(self.layout.parts)):
-            part = unseal(disk.read_small(mine / name / PART, MOST_BYTES), PART)
-            records.append(part["record"])
-            files |= {f"{name}/{file}": table for file, table in part["files"].items()}
-        record = max(records, key=lambda record: record.get("step", -1))
-        self._write_manifest(mine, facts | {"record": record}, files)
-        folder = self._name(mine, facts["step"])
+            self.check_staging(step)  # a part is missing, or another rank names the checkpoint
+            return None
         for old in self.staging.glob("gathered-*"):  # its missing part will not come any more
-            if int(old.name.split("-")[1]) < facts["step"]:
+            if int(old.name.split("-")[1]) < step:
                 delete(old)
         return folder
 
@@ -389,14 +389,13 @@ class Writer:
         with contextlib.suppress(OSError):
             os.rename(folder, aside)
 
-    def prune(self, keep, protected):
-        """Deletes all but the newest `keep` and the `protected` steps; of each step the latest facts stay."""
+    def prune(self, kept):
+        """Deletes all but the checkpoints of these steps; of each step the latest facts stay."""
         choices = checkpoints(self.root)
         latest = dict(reversed(choices))
-        kept = {*sorted(latest)[-keep:], *protected}
         extra = [folder for step, folder in choices if step not in kept or latest[step] != folder]
         if extra:
-            extra += [path for path in self.root.iterdir() if path.name.startswith(ASIDE)]
+            extra += self.root.glob(f"{ASIDE}*")
         for folder in extra:
             gone = self.staging / f"{uuid.uuid4().hex[:12]}.gone"
             with contextlib.suppress(OSError):

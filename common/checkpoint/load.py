@@ -1,30 +1,25 @@
 """Which tensors this rank holds, and how all ranks load the newest checkpoint of any node.
 
-Each owner tells the names of its checkpoints. So all ranks have one table, and try it row by row, the newest
-first: the rank that has it sends its manifest to all. Then each rank reads what it needs out of the folder it
-sees, compares it with that manifest, and reads it straight into its tensors, all ranks side by side. A rank
-that could not do so gets each tensor from one that could. If no rank has all bytes, all try the next row,
-which overwrites the tensors. What cannot be read, though nothing shows that it is damaged, is not passed
-over: the life ends, and the next one tries again.
+Each owner tells the names of its checkpoints, and all ranks try them together, the newest first. Each rank
+reads what it needs out of the folder it sees, straight into its tensors, and compares it with the manifest.
+The first rank that could tells facts and tables to all; one that could not, or that has another checkpoint of
+that name, gets each tensor from it. If no rank has all bytes, all try the next name, which overwrites the
+tensors. What cannot be read, though nothing shows that it is damaged, is not passed over: the life ends, and
+the next one tries again.
 """
 
 import contextlib
 import json
 from dataclasses import dataclass
 from functools import partial
-from math import prod
-from types import SimpleNamespace
 
 import torch
 
-from common.checkpoint.disk import Damaged, patient, sha, to_json
-from common.checkpoint.folder import TENSORS, checkpoints, folder_name, numbers_of, read_facts, read_manifest
+from common.checkpoint.disk import Damaged, sha, to_json
+from common.checkpoint.folder import TENSORS, checkpoints, folder_name, numbers_of, part_of, read_facts
 from common.checkpoint.tensors import flat_bytes, kinds_of, read_file, size_of, threads
 from common.errors import UserError
-from common.world import send
-
-FINE, LACKS, DAMAGED = range(3)  # how a rank fared with a checkpoint
-MOST_SOURCES = 3  # ranks that are asked in turn for what others could not read
+from common.world import gather_texts, send
 
 
 class Layout:
@@ -42,32 +37,32 @@ class Layout:
         self.number = world.stage * world.replicas + world.replica if shard else world.stage
         self.writes = shard or world.replica == 0  # while all live; in a rescue any rank that holds the part
         self.alone = not (shard and world.replica)  # of a sharded net one replica writes what is not sharded
-        self.kinds = {part: kinds_of(tensors) for part, tensors in self.tensors.items()}
-        mine = {
-            part: {name: self._whole(name, *kind) for name, kind in kinds.items()}
-            for part, kinds in self.kinds.items()
-        }
-        stages = [mine]
-        if world.stages > 1:  # the ranks of the first replica tell what they hold
-            stages = [json.loads(send(world, to_json(mine), rank)) for rank in range(world.stages)]
+        self.kinds = {part: self._kinds(tensors) for part, tensors in self.tensors.items()}
+        # the ranks of the first replica tell what they hold
+        stages = [json.loads(send(world, to_json(self.kinds), rank)) for rank in range(world.stages)]
         self.whole = {
-            part: {name: kind for stage in stages for name, kind in stage[part].items()} for part in mine
+            part: {name: kind for stage in stages for name, kind in stage[part].items()} for part in TENSORS
         }
-        self.mark = sha(to_json([self.whole, mine == stages[world.stage]]))  # equal on all ranks
+        self.mark = sha(to_json([self.whole, self.kinds == stages[world.stage]]))  # equal on all ranks
 
-    def _whole(self, name, dtype, shape):
-        return [dtype, [self.rows[name][1], *shape[1:]] if name in self.rows else shape]
+    def _kinds(self, tensors):
+        """{name: [type, shape of the whole]}"""
+        kinds = kinds_of(tensors)
+        for name in kinds.keys() & self.rows.keys():
+            _, shape = kinds[name]
+            shape[0] = self.rows[name][1]
+        return kinds
 
     def written(self, tensors):
         """Those of the state's tensors that this rank writes."""
         for part, own in tensors.items():
-            kinds = kinds_of(own)
-            if kinds != self.kinds[part]:
-                name, _ = min(_items(kinds) ^ _items(self.kinds[part]))
-                raise UserError(
-                    f"{part}: {name} came, went or changed after the first step\n"
-                    "no checkpoint would hold it: make it in the first step, as a tensor"
-                )
+            kinds = self._kinds(own)
+            for name in kinds | self.kinds[part]:
+                if kinds.get(name) != self.kinds[part].get(name):
+                    raise UserError(
+                        f"{part}: {name} came, went or changed after the first step\n"
+                        "no checkpoint would hold it: make it in the first step, as a tensor"
+                    )
         return {
             part: {name: tensor for name, tensor in own.items() if self.alone or name in self.rows}
             for part, own in tensors.items()
@@ -75,40 +70,33 @@ class Layout:
 
     def check(self, files):
         """Damaged unless the files' rows follow each other and make up this run's tensors."""
-        for part, file in TENSORS.items():
-            ends = dict.fromkeys(self.whole[part], 0)
-            for path in sorted(files):
-                for name, (dtype, shape, first, _) in files[path].items() if path.endswith(file) else ():
-                    ours, our_shape = self.whole[part].get(name, ("nothing", []))
-                    if dtype != ours or shape[1:] != our_shape[1:] or len(shape) != len(our_shape):
-                        raise Damaged(
-                            f"{file}: {name[:80]} is {dtype}{shape}, this run has {ours}{our_shape}"
-                        )
-                    if first != ends[name]:
-                        raise Damaged(f"{file}: {name} has no row {ends[name]}")
-                    ends[name] += prod(shape[:1])
-            for name, end in ends.items():
-                rows = prod(self.whole[part][name][1][:1])
-                if end != rows:
-                    raise Damaged(f"{file}: {name} has {end:,} rows, this run has {rows:,}")
+        found = {part: {} for part in self.whole}  # each tensor's type, and its shape up to here
+        for path in sorted(files):
+            kinds = found[part_of(path)]
+            for name, (dtype, shape, first, _) in files[path].items():
+                before = kinds.get(name, [dtype, [0, *shape[1:]]])
+                if before != [dtype, [first, *shape[1:]]]:
+                    raise Damaged(f"{path}: {name[:80]} is {dtype}{shape} from row {first}, after {before}")
+                kinds[name] = [dtype, [first + shape[0], *shape[1:]] if shape else []]
+        for part, kinds in self.whole.items():
+            for name in kinds | found[part]:
+                is_there = found[part].get(name)
+                if is_there != kinds.get(name):
+                    raise Damaged(f"{part}: {name[:80]} is {is_there}, this run has {kinds.get(name)}")
 
     def rooms(self, path, table):
         """{name: a context with the buffer of that tensor} of those in a file that this rank needs."""
         rooms = {}
-        tensors = self.tensors["model" if path.endswith(TENSORS["model"]) else "optimizer"]
+        tensors = self.tensors[part_of(path)]
         for name in table.keys() & tensors.keys():
             dtype, shape, first, _ = table[name]
             tensor = tensors[name].detach()
-            own_first = self.rows[name][0] if name in self.rows else 0
+            own_first, _ = self.rows.get(name, (0, 0))
             at = (first - own_first) * size_of(dtype, shape[1:])
             size = size_of(dtype, shape)
             if at < tensor.numel() * tensor.itemsize and at + size > 0:
                 rooms[name] = partial(_room, tensor, at, size)
         return rooms
-
-
-def _items(kinds):
-    return {(name, str(kind)) for name, kind in kinds.items()}
 
 
 @contextlib.contextmanager
@@ -125,8 +113,7 @@ def _room(tensor, at, size):
         low = max(at, 0)
         high = min(at + size, len(flat))
         flat[low:high].copy_(room[low - at : high - at])
-        if not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
 
 
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
@@ -146,58 +133,52 @@ def load_newest(world, layout, root, own, report):
     `own` are (step, folder) that this rank offers. One that another rank offers may lie here too.
     """
     own = [numbers_of(folder.name) for _, folder in own]
-    rows = _table(world, own)
-    offered = len({row for row, _ in rows}) - 1
+    names = {tuple(row) for text in gather_texts(world, json.dumps(own)) for row in json.loads(text)}
     skipped = []
-    while True:
-        (step, k), source = rows[0]
-        if step < 0:
-            return Found(-1, "", False, {}, skipped, offered)
+    for step, k in sorted(names, reverse=True):
         folder = root / folder_name(step, k)
-        name = f"checkpoints/{folder.name}"
-        with _trying(world, folder) as offering:
-            if world.rank == source:
-                offering.value = _offer(layout, step, folder)
-        offer = json.loads(send(world, json.dumps(offering.value).encode(), source))
-        with _trying(world, folder) as reading:
-            if offer:
-                reading.value = _read(layout, step, folder, offer["manifest"], world)
-        reason = offering.reason or reading.reason
-        outcome = DAMAGED if reason else FINE if reading.value else LACKS
-        outcomes = _outcomes(world, outcome)
-        loaded = bool(offer) and _share_out(world, layout, folder, offer["manifest"]["files"], outcomes)
-        if reason and outcomes.index(DAMAGED) == world.rank:
+        checkpoint, damage = _read(world, layout, step, folder)
+        marks = gather_texts(world, sha(to_json(checkpoint)) if checkpoint else "")
+        damages = gather_texts(world, damage)
+        source = _first(marks)
+        is_here = bool(checkpoint) and marks[world.rank] == marks[source]
+        loaded = False
+        if source >= 0:
+            files, facts = json.loads(send(world, to_json(checkpoint), source))
+            loaded = len(set(marks)) == 1 or _relay(world, source, layout, folder, files)
+        if damage and world.rank == _first(damages):
             way = "received from another rank" if loaded else "trying the one before"
-            report(f"{name}: {reason}; {way}")
-        if (step, k) in own and outcome != LACKS and not (loaded and outcome == FINE):
-            own.remove((step, k))
+            report(f"checkpoints/{folder.name}: {damage}; {way}")
+        if (step, k) in own and (damage or is_here and not loaded):
             skipped.append(folder)
         if loaded:
-            return Found(step, name, outcome == FINE, offer["facts"], skipped, offered)
-        # a rank that lacks it may have another checkpoint of that name
-        rows = [row for row in rows[1:] if row[0] != (step, k) or outcomes[row[1]] == LACKS]
+            return Found(step, f"checkpoints/{folder.name}", is_here, facts, skipped, len(names))
+    return Found(-1, "", False, {}, skipped, len(names))
 
 
-def _table(world, own):
-    """[((step, k), a rank that has it)] of all ranks, newest first; its last step is -1."""
-    most = max(int(count) for count in world.all_gather(torch.tensor([len(own)])))
-    views = world.all_gather(torch.tensor(own + [(-1, 0)] * (most + 1 - len(own))))
-    rows = {(tuple(row), rank) for rank, view in enumerate(views) for row in view.tolist()}
-    return sorted(rows, key=lambda row: (row[0], -row[1]), reverse=True)
+def _first(texts):
+    """The first rank that has told something, or -1."""
+    return next((rank for rank, text in enumerate(texts) if text), -1)
 
 
-@contextlib.contextmanager
-def _trying(world, folder):
-    """Waits for all ranks, for longer than a collective would; `reason` tells what damage this one has met.
+def _read(world, layout, step, folder):
+    """((files, facts) of the checkpoint here, or None; the damage that this rank met); waits for all ranks.
 
     An OSError of one rank ends this life on all.
     """
-    trial = SimpleNamespace(value=None, reason="")
     with world.all_or_none():
         try:
-            yield trial
+            if (step, folder) not in checkpoints(folder.parent):
+                return None, ""
+            manifest, facts = read_facts(step, folder)
+            files = manifest["files"]
+            layout.check(files)
+            for path, table in files.items():
+                rooms = layout.rooms(path, table)
+                read_file(folder / path, table, rooms, threads(world.local_size))
+            return (files, facts), ""
         except Damaged as error:
-            trial.reason = str(error)
+            return None, str(error)
         except OSError as error:
             raise UserError(
                 f"{folder}: cannot be read: {error.strerror or error}; nothing shows that it is damaged, so "
@@ -207,54 +188,22 @@ def _trying(world, folder):
             ) from error
 
 
-def _offer(layout, step, folder):
-    """All that a rank must know to read this checkpoint."""
-    manifest, facts = read_facts(step, folder)
-    layout.check(manifest["files"])
-    return {"manifest": manifest, "facts": facts}
-
-
-def _read(layout, step, folder, manifest, world):
-    """Reads this very checkpoint; False if the folder that this rank sees does not have it."""
-    if (step, folder) not in checkpoints(folder.parent) or patient(read_manifest)(step, folder) != manifest:
-        return False
-    for path, table in manifest["files"].items():
-        rooms = layout.rooms(path, table)
-        patient(read_file)(folder / path, table, rooms, threads(world.local_size))
-    return True
-
-
-def _outcomes(world, outcome):
-    return [int(view) for view in world.all_gather(torch.tensor([outcome]))]
-
-
-def _share_out(world, layout, folder, files, outcomes):
-    """Whether all ranks have their tensors now, because those that read them have sent them to the others."""
-    sources = [rank for rank, outcome in enumerate(outcomes) if outcome == FINE]
-    for source in sources[:MOST_SOURCES]:
-        if any(outcomes):
-            outcomes = _outcomes(world, _relay(world, source, layout, folder, files))
-    return not any(outcomes)
-
-
 def _relay(world, source, layout, folder, files):
-    """Sends each tensor from rank `source` to all; FINE if this rank has all of its bytes then."""
-    outcome = FINE
+    """Sends each tensor from rank `source` to all; whether all ranks have all of its bytes then."""
+    right = True
     for path, table in files.items():
         rooms = layout.rooms(path, table)
         for name, (dtype, shape, _, stated) in table.items():
-            piece = torch.zeros(size_of(dtype, shape) + 1, dtype=torch.uint8)
-            data = memoryview(piece.numpy())[:-1]
+            piece = torch.zeros(size_of(dtype, shape), dtype=torch.uint8)
+            data = memoryview(piece.numpy())
             if world.rank == source:
-                with contextlib.suppress(Damaged, OSError):
+                with contextlib.suppress(
+                    Damaged, OSError
+                ):  # then the bytes are wrong, and all ranks see that
                     read_file(folder / path, table, {name: partial(contextlib.nullcontext, data)})
-                    piece[-1] = 1
             world.broadcast(piece, source)
-            if not piece[-1]:  # the source could not read it: all ranks see that
-                return DAMAGED
-            if sha(data) != stated:
-                outcome = DAMAGED  # a rank that left here would let the others hang
+            right = right and sha(data) == stated  # a rank that left here would let the others hang
             if name in rooms:
                 with rooms[name]() as room:
                     room[:] = data
-    return outcome
+    return all(world.all_gather(torch.tensor([right])))

@@ -6,16 +6,13 @@ folder.py explains the crash points of a save, fence.py who may write, load.py h
 import contextlib
 import os
 import platform
-import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from common.checkpoint.disk import (
     Damaged,
@@ -29,15 +26,7 @@ from common.checkpoint.disk import (
     unseal,
 )
 from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Held, Still, rescuing
-from common.checkpoint.folder import (
-    Writer,
-    checkpoints,
-    choices_at,
-    is_there,
-    numbers_of,
-    part_name,
-    read_manifest,
-)
+from common.checkpoint.folder import Writer, checkpoints, choices_at, is_there, part_name, read_manifest
 from common.checkpoint.load import Layout, load_newest
 from common.checkpoint.tensors import Image, not_finite
 from common.errors import UserError, say
@@ -45,39 +34,8 @@ from common.ledger import Ledger
 from common.options import Options
 from common.world import World, bit_differences, bit_facts, fingerprint_of, odd_ranks, same_everywhere
 
-
-class Updates(Protocol):
-    """What a GPU has still to do."""
-
-    images: dict[str, Image]
-    ready: int  # size of the batch whose gradient is complete
-
-    def settle(self) -> None: ...
-    def aside(self) -> AbstractContextManager[None]: ...
-
-
-class State(Protocol):
-    """What the methods below ask of the TrainState."""
-
-    step: int
-    progress: int
-    verdict: UserError | None
-    lock: threading.RLock
-
-    @property
-    def samples(self) -> int: ...
-    @property
-    def whole(self) -> int: ...
-    @property
-    def savable(self) -> bool: ...
-    @property
-    def updates(self) -> Updates: ...
-
-    def tensors(self) -> dict[str, dict[str, Tensor]]: ...
-    def facts(self) -> dict: ...
-    def update(self, size: int) -> None: ...
-    def distrust(self, verdict: UserError | None = None) -> None: ...
-
+if TYPE_CHECKING:
+    from common.training import TrainState
 
 MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
 STEP_SECONDS = 10.0  # the main thread may take to the end of its step before a rescue
@@ -86,7 +44,7 @@ STEP_SECONDS = 10.0  # the main thread may take to the end of its step before a 
 class CheckpointStore:
     """Of the processes that see one run folder, one owns it and saves; the others save only in a rescue."""
 
-    state: State
+    state: "TrainState"
     layout: Layout
     writer: Writer
 
@@ -106,18 +64,16 @@ class CheckpointStore:
         self.root = opts.run_dir / "checkpoints"
         self.fence: Fence | None = None  # of the owner
         self.held: Held | None = None  # tells the next life that the first rank of this node lives
-        self.images: dict[str, Image] = {}
         self.pool = futures.ThreadPoolExecutor(1, "writer")  # starting a thread makes training wait
         self.job: futures.Future | None = None  # the last one of that thread
-        self.committed = "none"  # or "step N", the newest on the disk
-        self.agreed: int | None = None  # the newest step on which all ranks agreed
+        self.agreed = -1  # the newest step on which all ranks agreed
         self.saved: dict | None = None  # the facts that were saved last
         self.saved_at = time.monotonic()
         self.error: Exception | None = None
         self.failures = 0
 
     # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
-    def restore(self, state: State) -> str | None:
+    def restore(self, state: "TrainState") -> str | None:
         """Loads the newest checkpoint that verifies on any node; returns its name, or None.
 
         Call on every rank.
@@ -144,11 +100,10 @@ class CheckpointStore:
                 if world.local_rank == 0 and of_rank_0 == (world.rank == 0):
                     self._own()
         written = self.layout.written(state.tensors())
-        self.images = state.updates.images = {part: Image(own) for part, own in written.items()}
+        state.updates.images = {part: Image(own) for part, own in written.items()}
         source, lacking = self._load()
         self.agree(state)
-        if lacking and self.fence:
-            self.report(f"step {state.step} was not on this disk and is saved here too")
+        if lacking and self.fence:  # whoever survives shall have it
             self.save(state)
         return source
 
@@ -171,14 +126,13 @@ class CheckpointStore:
             self.held = fence.claim(self.report)
             self.writer.put(run_dir / "options.json", sealed(identity))
             sync_folder(run_dir)
-        except OSError as error:
+        except (OSError, UserError) as error:
             fence.release()
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"--run-dir {run_dir}: {error}\nchoose a folder that can be written to"
             ) from error
-        except UserError:
-            fence.release()
-            raise
         self.fence = fence
 
     def _identity(self):
@@ -188,58 +142,57 @@ class CheckpointStore:
         """
         opts = self.opts
         path = opts.run_dir / "options.json"
-        choices = checkpoints(self.root)
-        _refuse_an_idle_resume(choices, opts.resume)
-        runs = {}
-        for step, folder in choices:
-            with contextlib.suppress(Damaged, OSError):
-                runs[folder] = read_manifest(step, folder)["run"]
         ours = {
             "options": opts.to_json(),
             "identity": opts.identity(),
             "data": self.fingerprint,
             "pinned": bit_facts(opts, self.world.device),
         }
-        first = ours
-        begun = any(name.startswith(("step-", "damaged-")) for name in os.listdir(self.root))
-        if begun or os.path.lexists(path):
-            try:
-                first = unseal(patient(read_small)(path), path.name)
-            except Damaged as reason:
-                raise UserError(
-                    f"{path}: {reason}; without it this could be another run\n"
-                    f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
-                ) from reason
-        wrong = [
-            f"--{name.replace('_', '-')} was {was!r}, now {now!r}"
-            for name, was, now in opts.compare(first["identity"])
-        ]
-        firm, soft = bit_differences(first["pinned"], ours["pinned"])
-        wrong += firm
-        way = "give the same options"
-        data = f"the data's fingerprint was {first['data'][:12]}, now {self.fingerprint[:12]}"
-        if first["data"] == self.fingerprint:
-            data = ""
-        elif not opts.accept_data_change:
-            way = way if wrong else "add --accept-data-change (with other samples the epoch begins again)"
-            wrong.append(data)
-        if not begun:
+        if not any(name.startswith(("step-", "damaged-")) for name in os.listdir(self.root)):
             return ours
+        choices = checkpoints(self.root)
+        for _, folder in choices[1:]:
+            if folder.resolve() == Path(opts.resume).resolve():
+                raise UserError(
+                    f"--resume {opts.resume}: this run resumes from its newest checkpoint, "
+                    f"step {choices[0][0]}\n"
+                    "leave it out to resume there; to go back to that step, give a --run-dir of its own too"
+                )
+        foreign = []
+        for step, folder in choices:
+            with contextlib.suppress(Damaged, OSError):
+                if read_manifest(step, folder)["run"] != self.writer.run:
+                    foreign.append(folder)
+        try:
+            first = unseal(patient(read_small)(path), path.name)
+        except Damaged as reason:
+            raise UserError(
+                f"{path}: {reason}; without it this could be another run\n"
+                f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
+            ) from reason
+        wrong, changed = bit_differences(first["pinned"], ours["pinned"])
+        for name, was, now in opts.compare(first["identity"]):
+            wrong.append(f"--{name.replace('_', '-')} was {was!r}, now {now!r}")
+        if first["data"] != self.fingerprint:
+            data = f"data's fingerprint was {first['data'][:12]}, now {self.fingerprint[:12]}"
+            if opts.accept_data_change:
+                changed.append(data)
+            else:
+                wrong.append(
+                    f"the {data} (with --accept-data-change the epoch begins again with the new data)"
+                )
         if wrong:
             raise UserError(
                 f"{opts.run_dir} is another run: {'; '.join(wrong)}\n"
-                f"{way} to go on with it, or another --run-dir\n"
+                "give the same options to go on with it, or another --run-dir\n"
                 f"--run-dir NEW --resume {opts.run_dir} begins another at its newest checkpoint"
             )
-        for folder, run in runs.items():
-            if run != self.writer.run:
-                raise UserError(
-                    f"{folder} is of another run than {path}\nmove it away, or use another --run-dir"
-                )
-        for text in soft:
-            self.report(f"--virtual-ranks: the {text}: from here on the bits may be others")
-        if data:
-            self.report(f"--accept-data-change: {data}")
+        if foreign:
+            raise UserError(
+                f"{foreign[0]} is of another run than {path}\nmove it away, or use another --run-dir"
+            )
+        for text in changed:
+            self.report(f"the {text}: from here on the bits may be others")
         return first | {"options": ours["options"], "data": self.fingerprint}
 
     def _load(self):
@@ -248,13 +201,10 @@ class CheckpointStore:
         found = self._take(self.root, checkpoints(self.root))
         if found.step >= 0:
             for folder in found.skipped:
-                ahead = numbers_of(folder.name)[0] - found.step
-                again = f"; {ahead} steps after step {found.step} will be made again" if ahead > 0 else ""
-                self.report(f"checkpoints/{folder.name}: put aside{again}")
+                self.report(f"checkpoints/{folder.name}: put aside, the run goes on after step {found.step}")
                 self.writer.put_aside(folder)
             if found.own:
                 self.saved = self.state.facts()
-                self.committed = f"step {found.step}"
                 if self.fence:
                     self._prune(found.facts)
             return found.name, not found.own
@@ -271,9 +221,8 @@ class CheckpointStore:
             given = self._take(root, [choice for choice in choices if opts.at in (0, choice[0])])
             if given.step < 0:
                 raise UserError(
-                    f"{source}: no whole checkpoint"
-                    + f" of step {opts.at}" * bool(opts.at)
-                    + f"\npython -m common.checkpoint {source} says why",
+                    f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
+                    f"python -m common.checkpoint {source} says why",
                     code=2 if opts.at else 3,
                 )
             return source, False
@@ -299,14 +248,14 @@ class CheckpointStore:
         return found
 
     # ---- whether the replicas are still equal ------------------------------------------------------
-    def agree(self, state: State) -> None:
+    def agree(self, state: "TrainState") -> None:
         """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
         if self.opts.shard or self.world.size == 1:  # a shard is like no other
             return
         odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
         if odd is not None:
             self._withdraw(state)
-            if self.agreed is None and not state.step:
+            if self.agreed < 0 and not state.step:
                 raise UserError(
                     f"model {self.opts.model}: the ranks have made different weights\n"
                     "make them from --seed alone, not from the rank, the process or the time"
@@ -317,10 +266,10 @@ class CheckpointStore:
                 "step on the summed gradient has changed them: a second optimizer, a line that writes to "
                 "them, other library versions on a machine, or a device that computes wrongly"
             )
-        if self.agreed is None or not self.opts.cross_check:  # which finds more than equal weights show
+        if self.agreed < 0 or not self.opts.cross_check:  # which finds more than equal weights show
             self.agreed = state.step
 
-    def trust(self, state: State, fact: str) -> None:
+    def trust(self, state: "TrainState", fact: str) -> None:
         """After a --cross-check: the state is trusted, or if `fact` names a rank, the run ends."""
         if not fact:
             self.agreed = state.step
@@ -338,7 +287,7 @@ class CheckpointStore:
         """Puts aside what was saved since all ranks agreed: it may be a diverged rank's, as this state is."""
         state.distrust()
         self.wait()
-        if not self.fence or self.agreed is None:
+        if not self.fence or self.agreed < 0:
             return
         for step, folder in checkpoints(self.root):
             if step > self.agreed:
@@ -361,7 +310,7 @@ class CheckpointStore:
         seconds = self.opts.save_seconds
         return float(bool(self.fence and seconds and time.monotonic() - self.saved_at >= seconds))
 
-    def due(self, state: State, overdue: float | None = None) -> bool:
+    def due(self, state: "TrainState", overdue: float | None = None) -> bool:
         """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
 
         Stages must save at the same step: they give the sum of all ranks' `overdue`.
@@ -371,7 +320,7 @@ class CheckpointStore:
         at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
         return self.writes and bool(overdue or at) and state.facts() != self.saved
 
-    def save(self, state: State) -> None:
+    def save(self, state: "TrainState") -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
         state.updates.settle()  # not under the lock: a rescue needs it if a collective hangs
         if not self.writes or self.opts.eval_only or not state.savable or state.facts() == self.saved:
@@ -379,7 +328,7 @@ class CheckpointStore:
         self.wait()
         with state.lock:
             for part, tensors in self.layout.written(state.tensors()).items():
-                self.images[part].copy(tensors)
+                state.updates.images[part].copy(tensors)
             facts = state.facts()
         self.saved_at = time.monotonic()
         self.saved = facts
@@ -389,7 +338,8 @@ class CheckpointStore:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
         self._note_digest()
         if self.writes and self.job is None:  # after the first step, which it would slow down
-            self.job = self.pool.submit(lambda: [image.open() for image in self.images.values()])
+            images = self.state.updates.images.values()
+            self.job = self.pool.submit(lambda: [image.open() for image in images])
         if self.error:
             error = self.error
             self.error = None
@@ -399,7 +349,7 @@ class CheckpointStore:
             if self.failures >= MOST_FAILURES:
                 raise UserError(
                     f"{self.failures} saves in a row have failed, the last one: {error}\n"
-                    f"newest checkpoint: {self.committed}; make room, then start again",
+                    f"what is in {self.root} stands; make room, then start again",
                     code=4,
                 )
 
@@ -434,10 +384,10 @@ class CheckpointStore:
     # ---- on the writer thread ---------------------------------------------------------------------
     def _write_copy(self, facts, began):
         try:
-            for image in self.images.values():
+            images = self.state.updates.images
+            for image in images.values():
                 image.wait()
-            if self._write(facts, {part: image.views for part, image in self.images.items()}):
-                self.committed = f"step {facts['step']}"
+            if self._write(facts, {part: image.views for part, image in images.items()}):
                 self._prune(facts)
                 if self.ledger:
                     self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
@@ -456,15 +406,15 @@ class CheckpointStore:
 
     def _prune(self, facts):
         """Deletes all but the newest `keep`, --keep-every, the best, the newest on which all ranks agreed."""
-        last = -1 if self.agreed is None else self.agreed
         every = self.opts.keep_every
-        steps = [step for step, _ in checkpoints(self.root)]
-        agreed = [step for step in steps if step <= last][:1]
+        steps = list(dict.fromkeys(step for step, _ in checkpoints(self.root)))
+        agreed = [step for step in steps if step <= self.agreed][:1]
         for_good = [step for step in steps if every and step % every == 0]
-        self.writer.prune(self.opts.keep, {facts["step"], facts["best"]["step"], *agreed, *for_good})
+        newest = steps[: self.opts.keep]
+        self.writer.prune({facts["step"], facts["best"]["step"], *newest, *agreed, *for_good})
 
     # ---- a survivor saves -------------------------------------------------------------------------
-    def rescue(self, state: State, why: str = "") -> str:
+    def rescue(self, state: "TrainState", why: str = "") -> str:
         """Saves the newest whole step; what this rank has saved, in words, "" if it was saved already.
 
         No collective. Announced before anything that waits: from there on a new life waits for this one.
@@ -478,8 +428,12 @@ class CheckpointStore:
     def _rescue(self, state, why):
         began = time.monotonic()
         self.writer.check_staging(state.whole)
-        name = f"{part_name(self.layout.number)}-{RESCUE}" if self.layout.parts > 1 else RESCUE
-        alone = rescuing(self.writer.staging / name, lambda: self.writer.moved, lambda: self.is_saved(state))
+        name = f"{part_name(self.layout.number)}-{RESCUE}"
+        alone = rescuing(
+            self.writer.staging / name,
+            progress=lambda: self.writer.moved,
+            needless=lambda: state.savable and is_there(self.root, state.facts()),
+        )
         with state.updates.aside(), alone:
             if not state.lock.acquire(timeout=STEP_SECONDS):
                 raise UserError(f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1)
@@ -514,31 +468,11 @@ class CheckpointStore:
         if self.ledger:
             seconds = round(time.monotonic() - began, 3)
             self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
-        return f"step {step} saved" + f" by rank {self.world.rank}" * (self.world.size > 1)
-
-    def is_saved(self, state: State) -> bool:
-        """Whether the newest whole step is on the disk; False also while a step is being made."""
-        if not state.lock.acquire(blocking=False):
-            return False
-        try:
-            return state.savable and is_there(self.root, state.facts())
-        finally:
-            state.lock.release()
+        return f"step {step} saved by rank {self.world.rank}"
 
 
 def run_of(opts: Options) -> str:
-    """The run's hash, for each manifest: over all fixed options that are not at their defaults."""
-    defaults = Options().identity()
-    decided = {name: value for name, value in opts.identity().items() if value != defaults[name]}
-    files = {name: value.rpartition("/")[2] for name, value in decided.items() if isinstance(value, str)}
-    return sha(to_json(decided | files))  # a user's file may lie elsewhere now
-
-
-def _refuse_an_idle_resume(choices, resume):
-    """UserError if --resume names an older checkpoint of this very run: it would resume from its newest."""
-    named = [step for step, folder in choices if os.path.isdir(resume) and os.path.samefile(folder, resume)]
-    if named and named[0] < choices[0][0]:
-        raise UserError(
-            f"--resume {resume}: this run resumes from its newest checkpoint, step {choices[0][0]}\n"
-            "leave it out to resume there; to go back to that step, give a --run-dir of its own as well"
-        )
+    """The run's hash, for each manifest: over all fixed options; a user's file may lie elsewhere now."""
+    fixed = opts.identity()
+    names = {name: value.rpartition("/")[2] for name, value in fixed.items() if isinstance(value, str)}
+    return sha(to_json(fixed | names))

@@ -53,10 +53,10 @@ def loaders_hold_up_their_rank():
 
 def named_too_early():
     """Files are written under the name that counts, not aside."""
-    from common.checkpoint.folder import Writer, free_names
+    from common.checkpoint.folder import Writer, folder_name, free_number
 
     def aside(self, step):
-        return self.root / next(free_names(self.root, step))
+        return self.root / folder_name(step, free_number(self.root, step))
     Writer._aside = aside
 
 

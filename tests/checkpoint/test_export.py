@@ -2,7 +2,6 @@
 import errno
 import os
 
-import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from stores import a_life, at_step, expected, options, save, tiny_net
@@ -72,14 +71,6 @@ def test_an_export_is_in_the_format_that_its_suffix_says(tmp_path, capsys):
     assert main([str(run), "--export", str(tmp_path / "w.onnx")]) == 2
     assert "end the name in .safetensors, or in .pt" in capsys.readouterr().err
     assert not (tmp_path / "w.onnx").exists()
-
-
-def test_every_option_has_a_text_in_the_help(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    lines = capsys.readouterr().out.partition("options:")[2]
-    for flag in ("--digest", "--best", "--export FILE"):
-        assert lines.partition(f"  {flag}")[2].strip()[:1].islower(), flag
 
 
 def test_what_is_exported_loads_strictly_into_the_bare_net(tmp_path, capsys):

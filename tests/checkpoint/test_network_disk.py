@@ -6,7 +6,8 @@ import threading
 import time
 
 import pytest
-from jobs import PACED, audit, events, lives, wait_for
+from jobs import PACED, audit, events, wait_for
+from jobs import lives as lives_of
 from jobs import until as wait_until
 from netfs import served
 from ranks import fork_ranks
@@ -14,14 +15,17 @@ from stores import (
     a_life,
     announced_rescue,
     at_step,
-    child,
     end,
     is_at,
+    lives,
     new_store,
     options,
+    resumes_at,
     save,
+    started,
     steps_of,
     tiny_state,
+    two_checkpoints,
 )
 
 from common import place
@@ -48,16 +52,6 @@ def patched(monkeypatch):
         monkeypatch.setattr(fence, name, seconds)
 
 
-def a_job(machine, opts, here, then):
-    """A child: a job on that machine, which owns the run, says so in `here` and goes on with `then`."""
-    def live():
-        becomes(machine)
-        with a_life(opts) as life:
-            here.write_text(str(os.getpid()))
-            then(life)
-    return child(live)
-
-
 def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_path):
     with served(tmp_path, latency=0.001, bandwidth=2e6) as fs:
         run = fs.mounts[0] / "run"
@@ -68,18 +62,17 @@ def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_pat
         time.sleep(1)
         fs.set(away=False)
         assert job.wait() == 0, job.output
-        assert len(lives(run)) == 2 and events(run, "rescue")
+        assert len(lives_of(run)) == 2 and events(run, "rescue")
         assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 def test_a_second_job_on_another_machine_is_refused_and_takes_over_after_a_lease(tmp_path):
     with served(tmp_path, machines=2, late=LATE) as fs:
         mine, theirs = (options(mount, keep=9) for mount in fs.mounts)
-        with a_job(1, theirs, tmp_path / "here", lambda life: (save(life, 1), signal.pause())) as pid:
-            until((tmp_path / "here").exists, "the first job owns the run")
+        with lives(theirs, lambda life: (save(life, 1), signal.pause()), lambda: becomes(1)) as pid:
             becomes(0)
             with pytest.raises(UserError, match=f"in use by another job: host .*, pid {pid}") as error:
-                new_store(mine).restore(tiny_state(mine))
+                started(mine)
             assert error.value.code == 6
             os.kill(pid, signal.SIGSTOP)
             began = time.monotonic()
@@ -97,8 +90,7 @@ def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_on
             opts = options(fs.mounts[world.rank])
             assert not os.path.exists(opts.run_dir / "checkpoints")
             world.barrier("looked")
-            store, state = new_store(opts, world), tiny_state(opts)
-            store.restore(state)
+            store, state = started(opts, world)
             if store.fence:
                 store.save(at_step(state, 3))
                 store.wait()
@@ -115,8 +107,7 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
         def live(world):
             becomes(world.rank)
             opts = options(fs.mounts[world.rank])
-            store, state = new_store(opts, world), tiny_state(opts)
-            store.restore(state)
+            store, state = started(opts, world)
             if store.fence:
                 store.save(at_step(state, 3))
             world.barrier("saved")
@@ -129,8 +120,7 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
 
         assert fork_ranks(2, live, node_size=1, may_die=[0]) == [1, "step 4 saved by rank 1"]
         becomes(2)
-        with a_life(options(fs.mounts[0])) as life:
-            assert is_at(life.state, 4)
+        assert resumes_at(options(fs.mounts[0]), 4)
 
 
 def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp_path, monkeypatch):
@@ -146,14 +136,13 @@ def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp
             saved.touch()
             signal.pause()
 
-        with a_job(1, theirs, tmp_path / "here", live):
-            until((tmp_path / "here").exists, "the first job owns the run")
+        with lives(theirs, live, lambda: becomes(1)):
             becomes(0)
             threading.Timer(0.5, fs.set, kwargs={"away": True}).start()
             back = threading.Timer(0.5 + 2 * fence.LEASE_SECONDS, fs.set, kwargs={"away": False})
             back.start()
             with pytest.raises(UserError, match="in use by another job"):
-                new_store(mine).restore(tiny_state(mine))
+                started(mine)
             back.join()
             (tmp_path / "go").touch()
             until(saved.exists, "the first job goes on")
@@ -163,9 +152,7 @@ def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp
 @pytest.mark.parametrize("number", ["EIO", "ESTALE", "EMFILE"])
 def test_a_server_that_fails_for_a_moment_costs_no_checkpoint_at_a_start(tmp_path, number):
     with served(tmp_path) as fs:
-        opts = options(fs.mounts[0])
-        with a_life(opts) as life:
-            save(life, 1), save(life, 9)
+        opts, root = two_checkpoints(fs.mounts[0], steps=(1, 9))
         for name in ("open", "read", "getattr", "lookup", "opendir", "readdir"):
             failed = new_store(opts), tiny_state(opts)
             fs.set(fail={name: [number, 1]})
@@ -174,10 +161,9 @@ def test_a_server_that_fails_for_a_moment_costs_no_checkpoint_at_a_start(tmp_pat
                 assert is_at(failed[1], 9), name
             end(failed[0])
             fs.set(fail={})
-            with a_life(opts) as life:
-                assert is_at(life.state, 9), name
+            assert resumes_at(opts, 9), name
         assert steps_of(opts) == [9, 1]
-        assert not list((opts.run_dir / "checkpoints").glob("damaged-*"))
+        assert not list(root.glob("damaged-*"))
 
 
 def test_netfs_is_late_as_nfs_is(tmp_path):
@@ -199,7 +185,3 @@ def test_netfs_is_late_as_nfs_is(tmp_path):
         (one / "new").write_text("x")
         os.rename(one / "new", one / "file")
         assert (other / "file").read_text() == "x"
-        for k in (1, 2, 3):
-            with open(fs.mounts[k % 2] / "log", "a") as file:
-                file.write(f"{k}\n")
-        assert (fs.server / "log").read_text() == "1\n2\n3\n"

@@ -1,7 +1,6 @@
 """What goes into the store comes out of it, whatever the net is made of; what a life does with its
 checkpoints.
 """
-import json
 import math
 import os
 import shutil
@@ -15,6 +14,7 @@ from stores import (
     expected,
     is_at,
     options,
+    resumes_at,
     save,
     steps_of,
     two_checkpoints,
@@ -58,23 +58,6 @@ def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, optimizer):
                 and life.state.net.head.weight is life.state.net.embed.weight)
 
 
-def test_a_net_without_parameters_to_train_and_without_any_tensor_can_be_saved(tmp_path):
-    opts = options(tmp_path, optimizer="sgd", momentum=0.0)
-    with a_life(opts) as life:
-        assert not life.state.tensors()["optimizer"]
-        save(life, 0)
-    with a_life(opts) as life:
-        assert is_at(life.state, 0) and life.source
-
-
-def test_the_files_are_what_safetensors_reads(tmp_path):
-    safetensors = pytest.importorskip("safetensors.torch")
-    opts, root = two_checkpoints(tmp_path)
-    tensors = safetensors.load_file(root / "step-00000002" / "model.safetensors")
-    assert tensors["0.weight"].tolist() == [[2, 3, 4], [5, 6, 7]]
-    assert len(safetensors.load_file(root / "step-00000002" / "optimizer.safetensors")) == 12
-
-
 def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
@@ -115,13 +98,12 @@ def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path)
     with a_life(opts, said=said) as life:
         assert is_at(life.state, 5)
         assert ("model.safetensors has sha256" in said[0] and "manifest says" in said[0]
-                and "5 steps" in said[1])
+                and "after step 5" in said[1])
         # below the damaged one, and not lost to it
         assert announced_rescue(life.store, at_step(life.state, 7))
         save(life, 10)
     assert steps_of(opts) == [10, 7] and (root / "damaged-step-00000010").exists() is False
-    with a_life(opts) as life:
-        assert is_at(life.state, 10)
+    assert resumes_at(opts, 10)
 
 
 def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path):
@@ -137,24 +119,20 @@ def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path):
 def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr("common.checkpoint.store.time.monotonic", lambda: now[0])
-    opts = options(tmp_path, save_every=10, save_seconds=60)
-    with a_life(opts) as life:
-        assert [step for step in range(1, 31) if life.store.due(at_step(life.state, step))] == [10, 20, 30]
-        now[0] += 60
-        assert life.store.due(at_step(life.state, 31))
+
+    def due(step, later=0):
+        now[0] += later
+        return life.store.due(at_step(life.state, step))
+
+    with a_life(options(tmp_path, save_every=10, save_seconds=60)) as life:
+        assert [step for step in range(1, 31) if due(step)] == [10, 20, 30]
+        assert due(31, later=60)
         save(life, 31)
-        assert not life.store.due(life.state)
-        now[0] += 59
-        assert not life.store.due(at_step(life.state, 32)) and life.store.due(at_step(life.state, 40))
-        now[0] += 1
-        assert life.store.due(at_step(life.state, 41))
+        assert not due(31) and not due(32, later=59) and due(40) and due(41, later=1)
         save(life, 50)
-        now[0] += 100
-        assert not life.store.due(life.state)  # this very state is saved already
-    off = options(tmp_path, save_every=0, save_seconds=0)
-    with a_life(off) as life:
-        now[0] += 10**6
-        assert not life.store.due(at_step(life.state, 60))
+        assert not due(50, later=100)  # this very state is saved already
+    with a_life(options(tmp_path, save_every=0, save_seconds=0)) as life:
+        assert not due(60, later=10**6)
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
@@ -196,8 +174,7 @@ def test_buffers_are_those_of_the_last_whole_step(tmp_path):
         at_step(life.state, 4)
         life.state.net[1].running_mean.fill_(99.0)  # a forward has begun the next step
         assert announced_rescue(life.store, life.state)
-    with a_life(opts) as life:
-        assert is_at(life.state, 4)
+    assert resumes_at(opts, 4)
 
 
 def test_a_rescue_in_mid_evaluation_saves_the_weights_and_not_their_averages(tmp_path):
@@ -235,8 +212,7 @@ def test_a_checkpoint_of_another_run_can_be_the_start_of_a_new_one(tmp_path):
         with a_life(opts) as life:
             assert is_at(life.state, step) and life.source == str(path) and steps_of(opts) == []
             save(life, 6)
-        with a_life(opts) as life:  # the same command goes on with its own
-            assert is_at(life.state, 6)
+        assert resumes_at(opts, 6)  # the same command goes on with its own
     os.truncate(root / "step-00000003" / "model.safetensors", 9)
     with pytest.raises(UserError, match="no whole checkpoint") as error:
         with a_life(options(tmp_path / "new3", resume=str(root / "step-00000003"))):
@@ -245,15 +221,13 @@ def test_a_checkpoint_of_another_run_can_be_the_start_of_a_new_one(tmp_path):
 
 
 def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):
-    opts, root = two_checkpoints(tmp_path)
-    other, _ = two_checkpoints(tmp_path / "other")
-    assert main([str(opts.run_dir), "--digest"]) == main([str(other.run_dir), "--digest"]) == 0
-    first, second = (line.split()[-1] for line in capsys.readouterr().out.splitlines())
-    assert first == second == verify(2, root / "step-00000002")[0]["digest"] == json.loads(
-        (root / "step-00000002" / "manifest.json").read_text())["digest"]
-    os.truncate(root / "step-00000002" / "optimizer.safetensors", 8)
-    assert (main([str(opts.run_dir)]) == 0
-            and "damaged: optimizer.safetensors is 8 bytes" in capsys.readouterr().out)
-    assert main([str(opts.run_dir), "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")
-    os.truncate(root / "step-00000001" / "optimizer.safetensors", 8)
-    assert main([str(opts.run_dir)]) == 3 and main([str(tmp_path)]) == 2
+    runs, (root, _) = zip(*(two_checkpoints(tmp_path / name) for name in ("one", "two")), strict=True)
+    run = str(root.parent)
+    assert [main([str(opts.run_dir), "--digest"]) for opts in runs] == [0, 0]
+    digests = {line.split()[-1] for line in capsys.readouterr().out.splitlines()}
+    assert digests == {verify(2, root / "step-00000002")[0]["digest"]}
+    os.truncate(root / "step-00000002/optimizer.safetensors", 8)
+    assert main([run]) == 0 and "damaged: optimizer.safetensors is 8 bytes" in capsys.readouterr().out
+    assert main([run, "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")
+    os.truncate(root / "step-00000001/optimizer.safetensors", 8)
+    assert main([run]) == 3 and main([str(tmp_path)]) == 2

@@ -16,9 +16,10 @@ from stores import (
     images_for,
     is_at,
     load,
-    new_store,
     options,
+    resumes_at,
     save,
+    started,
     steps_of,
     tiny_state,
     two_checkpoints,
@@ -137,26 +138,25 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
                                                                                         monkeypatch):
     opts, said = options(tmp_path, save_every=2), []
     with a_life(opts, said=said) as life:
+        store, state = life.store, life.state
         save(life, 2)
         monkeypatch.setattr(tensors, "write_file", full)
         for number, step in enumerate((4, 6, 8), 1):
-            assert not life.store.due(at_step(life.state, step - 1)) and life.store.due(at_step(life.state,
-                                                                                                step))
-            life.store.save(life.state)
-            life.store.wait()
+            assert not store.due(at_step(state, step - 1)) and store.due(at_step(state, step))
+            store.save(state)
+            store.wait()
             if number < MOST_FAILURES:
-                life.store.check()
-                life.store.check()  # each is said once
-                assert (len(said) == number
-                        and said[-1].startswith(f"save failed ({number} in a row), training goes on"))
-        with pytest.raises(UserError) as error:
-            life.store.check()
-        assert error.value.code == 4 and "step 2" in str(error.value)
-        assert "No space left" in str(error.value) and str(opts.run_dir) in str(error.value)
-        assert str(error.value).count("\n") <= 2
+                store.check()
+                store.check()  # each is said once
+                assert len(said) == number
+                assert said[-1].startswith(f"save failed ({number} in a row), training goes on")
+        with pytest.raises(UserError, match="No space left") as error:
+            store.check()
+        assert error.value.code == 4
+        assert str(opts.run_dir) in str(error.value) and str(error.value).count("\n") <= 2
         monkeypatch.undo()
         save(life, 8)
-        assert life.store.failures == 0
+        assert store.failures == 0
     assert steps_of(opts) == [8, 2]
 
 
@@ -169,8 +169,7 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
         monkeypatch.undo()
         life.store.close()
     assert steps_of(opts) == [1]
-    store, state = new_store(opts), tiny_state(opts)
-    store.restore(state)
+    store, state = started(opts)
     monkeypatch.setattr(tensors, "write_file", full)
     store.save(at_step(state, 2))
     with pytest.raises(UserError) as error:
@@ -186,8 +185,7 @@ def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path, monkeyp
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:7]), at))
         save(life, 3)
         monkeypatch.undo()
-    with a_life(opts) as life:
-        assert is_at(life.state, 3)
+    assert resumes_at(opts, 3)
 
 
 def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_last(tmp_path, monkeypatch):
@@ -213,10 +211,7 @@ def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_l
 
 
 def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones(tmp_path):
-    opts = options(tmp_path)
-    root = opts.run_dir / "checkpoints"
-    with a_life(opts) as life:
-        save(life, 1), save(life, 2)
+    opts, root = two_checkpoints(tmp_path)
     os.truncate(root / "step-00000002" / "state.json", 5)
     with a_life(opts) as life:
         assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
@@ -257,10 +252,10 @@ def test_a_net_that_changes_its_shape_is_an_error_and_not_a_lie(tmp_path):
 def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, monkeypatch):
     (tmp_path / "run").write_text("a file")
     with pytest.raises(UserError, match="choose a folder that can be written to"):
-        new_store(options(tmp_path)).restore(tiny_state(options(tmp_path)))
+        started(options(tmp_path))
     opts = options(tmp_path / "deep" / "down")
     with Failing("mkdir", 1, errno.EACCES), pytest.raises(UserError, match="Permission denied"):
-        new_store(opts).restore(tiny_state(opts))
+        started(opts)
     with a_life(opts):
         pass
     for k in range(1, 12, 2):  # whatever fails at the start: a clear word, and then it works
@@ -293,14 +288,12 @@ def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, nam
 @pytest.mark.parametrize("number", TRANSIENT)
 def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted(
         tmp_path, monkeypatch, number):
-    opts, real = options(tmp_path), os.open
-    with a_life(opts) as life:
-        save(life, 1), save(life, 9)
-    before = sorted((opts.run_dir / "checkpoints").rglob("*"))
+    (opts, root), real = two_checkpoints(tmp_path, steps=(1, 9)), os.open
+    before = sorted(root.rglob("*"))
 
     def fails(path, *args, **kwargs):
         if str(path).endswith("step-00000009/optimizer.safetensors"):
-            raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)), str(path))
+            raise OSError(getattr(errno, number), "away", str(path))
         return real(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", fails)
@@ -310,10 +303,7 @@ def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put
         pass
     # an agent tries again: the disk may answer then
     assert error.value.code == 1 and str(error.value).count("\n") <= 2
-    assert sorted((opts.run_dir / "checkpoints").rglob("*")) == before
-    assert describe(9,
-                    opts.run_dir / "checkpoints/step-00000009")[1].startswith("step-00000009  could not be "
-                                                                              "read: ")
+    assert sorted(root.rglob("*")) == before
+    assert describe(9, root / "step-00000009")[1].startswith("step-00000009  could not be read: ")
     monkeypatch.undo()
-    with a_life(opts) as life:
-        assert is_at(life.state, 9)
+    assert resumes_at(opts, 9)

@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -22,11 +23,11 @@ from stores import (
     end,
     is_at,
     lives,
-    new_store,
     options,
+    resumes_at,
     save,
+    started,
     steps_of,
-    tiny_state,
 )
 
 from common.checkpoint import disk, fence
@@ -56,35 +57,26 @@ def elsewhere(patch):
 
 
 # ---- who owns the run ---------------------------------------------------------------------------------
-def test_a_second_job_is_refused_within_ten_seconds_with_host_and_pid_of_the_first(tmp_path):
-    opts, here = options(tmp_path), tmp_path / "here"
-    with lives(opts, here) as pid:
-        until(here.exists, "the first job owns the run")
+def test_a_second_job_is_refused_within_ten_seconds_and_takes_over_within_one_after_a_kill(tmp_path):
+    opts = options(tmp_path)
+    with lives(opts, lambda life: (save(life, 3), signal.pause())) as pid:
+        until(lambda: steps_of(opts) == [3], "the first job has saved")
         began = time.monotonic()
         owner = f"in use by another job: host {os.uname().nodename}, pid {pid}"
         with pytest.raises(UserError, match=owner) as error:
-            new_store(opts).restore(tiny_state(opts))
+            started(opts)
         assert time.monotonic() - began < 10 and error.value.code == 6
-        os.kill(pid, 0)  # the first is unaffected
-
-
-def test_the_run_of_a_killed_job_is_taken_over_within_a_second(tmp_path):
-    opts, here = options(tmp_path), tmp_path / "here"
-    with lives(opts, here, lambda life: (save(life, 3), signal.pause())) as pid:
-        until(lambda: steps_of(opts) == [3], "the first job has saved")
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # until then it is unaffected
         os.waitpid(pid, 0)
-        store, state = new_store(opts), tiny_state(opts)
         began = time.monotonic()
-        store.restore(state)
+        store, state = started(opts)
         assert time.monotonic() - began < 1 and is_at(state, 3)
         end(store)
 
 
 def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, monkeypatch):
     """It is stopped in the middle of a save, loses the run, and wakes up to finish what it began."""
-    opts, here, ready, go, end = options(tmp_path), *(tmp_path / name
-                                                      for name in ("here", "ready", "go", "end"))
+    opts, ready, go, end = options(tmp_path), *(tmp_path / name for name in ("ready", "go", "end"))
     monkeypatch.setattr(fence, "STALE_SECONDS", 1.0)
 
     def stop_in_mid_save(life):
@@ -109,7 +101,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
             announced_rescue(life.store, at_step(life.state, 10))
             end.write_text("rescued")
 
-    with lives(opts, here, stop_in_mid_save) as pid:
+    with lives(opts, stop_in_mid_save) as pid:
         until(lambda: ready.exists() and state_of(pid) == "T", "the first job stands still in mid-save")
         with a_life(opts) as life:
             assert is_at(life.state, 1)
@@ -124,22 +116,22 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
 
 def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch):
     """A second for what takes half a minute: a network tells other machines of a write once in a while."""
-    opts, here = options(tmp_path), tmp_path / "here"
+    opts = options(tmp_path)
     for name, seconds in (("STALE_SECONDS", 0.3), ("LEASE_SECONDS", 5.0), ("MOVING_SECONDS", 3.0)):
         monkeypatch.setattr(fence, name, seconds)
     elsewhere(monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(fence, "BEAT_SECONDS", 1.0)
-        with lives(opts, here):
-            until(here.exists, "the first job owns the run")
+        with lives(opts):
             with pytest.raises(UserError, match="in use by another job"):
-                new_store(opts).restore(tiny_state(opts))
+                started(opts)
 
 
 def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypatch):
     synced, real = [], os.fdatasync
-    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(os.pread(fd, 999, 0)), real(fd)))
-    held = fence.Held(tmp_path / "lock", seconds=1000)
+    lock = tmp_path / "lock"
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(lock.read_bytes()), real(fd)))
+    held = fence.Held(lock, seconds=1000)
     held.record["beat"] += 1
     held.write()
     held.close()
@@ -149,13 +141,12 @@ def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypat
 @pytest.mark.parametrize("stands_still", [True, False])
 def test_a_newer_life_of_the_same_job_has_the_run_in_the_end(tmp_path, monkeypatch, stands_still):
     """Its agents have given up a machine that they cannot reach: whether that one trains on or not."""
-    opts, here = options(tmp_path), tmp_path / "here"
+    opts = options(tmp_path)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
     for name, seconds in (("STALE_SECONDS", 1.0), ("SAME_JOB_SECONDS", 3.0), ("LEASE_SECONDS", 60.0)):
         monkeypatch.setattr(fence, name, seconds)
     elsewhere(monkeypatch)
-    with lives(opts, here) as pid:
-        until(here.exists, "the first life owns the run")
+    with lives(opts) as pid:
         if stands_still:
             os.kill(pid, signal.SIGSTOP)
         began = time.monotonic()
@@ -190,84 +181,69 @@ def test_time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_st
     assert still(8) == 0
 
 
-def claim_within_a_claim(opts, monkeypatch, k):
-    """A second one claims before the first one's k-th call: (calls made, the two)."""
-    real, count = {name: getattr(os, name) for name in ("open", "rename", "mkdir", "listdir", "pwrite")}, []
-    first, second = (fence.Fence(opts.run_dir, uuid.uuid4().hex[:12]) for _ in range(2))
-    mine = threading.enumerate()
+def intruding(patch, names, thread, k, intrude):
+    """Before the k-th call of os.NAMES by a thread of such a name: `intrude()`; the calls up to there."""
+    calls = []
 
-    def intruding(name):
+    def before(real):
         def call(*args, **kwargs):
-            if threading.current_thread() in mine and len(count) < k:
-                count.append(name)
-                if len(count) == k:
-                    second.claim()
-            return real[name](*args, **kwargs)
+            if threading.current_thread().name.startswith(thread) and len(calls) < k:
+                calls.append(real.__name__)
+                if len(calls) == k:
+                    intrude()
+            return real(*args, **kwargs)
         return call
 
-    with monkeypatch.context() as patch:
-        for name in real:
-            patch.setattr(os, name, intruding(name))
-        try:
-            first.claim()
-        except Fenced:
-            first.release()
-    return len(count), first, second
+    for name in names:
+        patch.setattr(os, name, before(getattr(os, name)))
+    return calls
 
 
 def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing(tmp_path, monkeypatch):
-    opts, k = options(tmp_path), 0
+    opts, k, calls = options(tmp_path), 0, []
     monkeypatch.setattr(fence, "STALE_SECONDS", 0.1)
     (opts.run_dir / "checkpoints").mkdir(parents=True)
-    while True:
+    while len(calls) == k:
         k += 1
-        calls, first, second = claim_within_a_claim(opts, monkeypatch, k)
-        if calls < k:
-            break
-        owns = [mine for mine in (first, second) if mine.held and mine.held.is_ours()]
-        assert len(owns) == 1, k
-        loser = second if owns[0] is first else first
-        assert not fence.exists(loser.staging) and owns[0].staging.is_dir(), k
-        second.release(), first.release()
-    first.release()
+        first, second = (fence.Fence(opts.run_dir, uuid.uuid4().hex[:12]) for _ in range(2))
+        with monkeypatch.context() as patch:
+            calls = intruding(patch, ("open", "rename", "mkdir", "listdir", "pwrite"),
+                              threading.current_thread().name, k, second.claim)
+            try:
+                first.claim()
+            except Fenced:
+                first.release()
+        if len(calls) == k:
+            owns = [mine for mine in (first, second) if mine.held and mine.held.is_ours()]
+            assert len(owns) == 1, k
+            loser = second if owns[0] is first else first
+            assert not loser.staging.exists() and owns[0].staging.is_dir(), k
+            second.release()
+        first.release()
     assert k > 6
 
 
-def intrude(opts, monkeypatch, k):
-    """Save while a successor comes in before the writer's k-th call: (calls made, committed before it came,
-    the error).
-    """
-    real, count, before = {name: getattr(os, name)
-                           for name in ("open", "pwrite", "fsync", "rename", "mkdir")}, [], []
-
-    def intruding(name):
-        def call(*args, **kwargs):
-            if threading.current_thread().name.startswith("writer"):
-                count.append(name)
-                if len(count) == k:
-                    real["rename"](life.store.writer.staging, f"{opts.run_dir}/checkpoints/.gone-{k}")
-                    before.extend(steps_of(opts))
-            return real[name](*args, **kwargs)
-        return call
-
-    with a_life(opts) as life:
-        with monkeypatch.context() as patch:
-            for name in real:
-                patch.setattr(os, name, intruding(name))
-            life.store.save(at_step(life.state, k))
-            life.store.wait()
-        error, life.store.error = life.store.error, None
-    return len(count), k in before, error
-
-
 def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save(tmp_path, monkeypatch):
-    opts, k, calls = options(tmp_path), 0, 1
-    while k < calls:
+    opts, k, calls = options(tmp_path), 0, []
+
+    def a_successor_comes():
+        os.rename(life.store.writer.staging, f"{opts.run_dir}/checkpoints/.gone-{k}")
+        committed.extend(steps_of(opts))
+
+    while len(calls) == k:
         k += 1
-        calls, committed, error = intrude(opts, monkeypatch, k)
-        assert (k in steps_of(opts)) == committed or k > calls, (k, committed)
-        assert committed or isinstance(error, Fenced) or k > calls, (k, error)
-    assert calls > 15
+        committed = []
+        with a_life(opts) as life:
+            with monkeypatch.context() as patch:
+                calls = intruding(patch, ("open", "pwrite", "fsync", "rename", "mkdir"), "writer", k,
+                                  a_successor_comes)
+                life.store.save(at_step(life.state, k))
+                life.store.wait()
+            error, life.store.error = life.store.error, None
+        if len(calls) == k:
+            assert (k in steps_of(opts)) == (k in committed), (k, committed)
+            assert k in committed or isinstance(error, Fenced), (k, error)
+    assert k > 15
 
 
 # ---- a survivor saves, and the next life waits for it -----------------------------------------------------
@@ -281,7 +257,7 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
 
         def slow(path):
             if path.name.startswith("step-"):
-                here.write_text("now")
+                here.touch()
                 until(lambda: os.stat(lock).st_ino != mine, "the next life has claimed the run")
                 time.sleep(0.5)
             real(path)
@@ -289,41 +265,9 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
         announced_rescue(life.store, at_step(life.state, 5))
         os._exit(0)
 
-    with lives(opts, here, rescue_slowly):
-        until(lambda: here.exists() and here.read_text() == "now", "the rescue is on its way")
-        with a_life(opts) as life:
-            assert is_at(life.state, 5)
-
-
-def test_a_rescuer_that_stands_still_is_not_waited_for_and_commits_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(fence, "STALE_SECONDS", 1.5)
-    opts, here, go, end = options(tmp_path), tmp_path / "here", tmp_path / "go", tmp_path / "end"
-
-    def stop_in_rescue(life):
-        rank_0_dies(life)
-        real = disk.sync_folder
-
-        def stop(path):
-            if path.name.startswith("step-"):
-                os.kill(os.getpid(), signal.SIGSTOP)
-                until(go.exists, "the successor has taken over")
-            real(path)
-        disk.sync_folder = stop
-        try:
-            announced_rescue(life.store, at_step(life.state, 5))
-            end.write_text("rescued")
-        except Fenced:
-            end.write_text("fenced")
-        os._exit(0)
-
-    with lives(opts, here, stop_in_rescue) as pid:
-        until(lambda: here.exists() and state_of(pid) == "T", "the rescuer stands still")
-        with a_life(opts) as life:
-            assert life.source is None
-            go.touch()
-            os.kill(pid, signal.SIGCONT)
-            until(end.exists, "the rescuer has ended")
-    assert end.read_text() == "fenced" and steps_of(opts) == []
+    with lives(opts, rescue_slowly):
+        until(here.exists, "the rescue is on its way")
+        assert resumes_at(opts, 5)
 
 
 def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path, monkeypatch):
@@ -361,8 +305,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
     opts, here, lock = options(tmp_path), tmp_path / "here", tmp_path / "run" / "lock"
 
     def live(world):
-        store, state = new_store(opts, world), tiny_state(opts)
-        store.restore(state)
+        store, state = started(opts, world)
         if world.rank == 0:
             save(SimpleNamespace(store=store, state=state), 10)
         world.barrier("begun")
@@ -379,8 +322,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
 
     with child(lambda: fork_ranks(2, live, node_size=1, may_die=[0, 1])):
         until(here.exists, "the owner dies")
-        with a_life(opts) as life:
-            assert is_at(life.state, 11)
+        assert resumes_at(opts, 11)
 
 
 def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_path, monkeypatch):
@@ -398,32 +340,16 @@ def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_pa
         node.close()
 
 
-def test_of_many_that_stop_at_once_only_one_saves(tmp_path):
-    """A thousand ranks that save in turn over a network come to their end too late."""
-    opts = options(tmp_path)
-
-    def stop(world):
-        took = []
-        store, state = new_store(opts, world), tiny_state(opts)
-        store.restore(state)
-        write = store.writer._write_tensors
-        store.writer._write_tensors = lambda *args: (took.append(1), time.sleep(0.5), write(*args))[2]
-        at_step(state, 3)
-        world.barrier("step")
-        store.rescue(state)
-        return len(took)
-
-    assert sum(fork_ranks(6, stop)) == 1 and steps_of(opts) == [3]
-
-
-def test_only_what_is_ours_is_swept(tmp_path, monkeypatch):
+def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start_and_only_that(tmp_path, monkeypatch):
     opts, real = options(tmp_path), os.rename
     with a_life(opts) as life:
         save(life, 1)
     root = opts.run_dir / "checkpoints"
-    for name in (".snapshot", ".life-abc", ".life-abc.gone-1"):
-        (root / name).mkdir()
+    for name in (".life-0123", ".life-0123.gone-ab"):
+        shutil.copytree(root / "step-00000001", root / name / "step-00000002.1.1")
+    (root / ".life-89ab").symlink_to(tmp_path)
     (root / ".life-abc.lock").touch()
+    (root / ".snapshot").mkdir()  # a filer's own folder is none of our business
     (opts.run_dir / "mine.77.new").touch()  # a person's own file
 
     def rename(old, new):
@@ -431,7 +357,6 @@ def test_only_what_is_ours_is_swept(tmp_path, monkeypatch):
             raise OSError(errno.EROFS, "Read-only file system", str(old))
         real(old, new)
     monkeypatch.setattr(os, "rename", rename)
-    with a_life(opts) as life:  # a filer's own folder is none of our business
-        assert is_at(life.state, 1)
+    assert resumes_at(opts, 1)
     assert sorted(os.listdir(root)) == [".snapshot", "step-00000001"]
     assert sorted(os.listdir(opts.run_dir)) == ["checkpoints", "lock", "mine.77.new", "options.json"]

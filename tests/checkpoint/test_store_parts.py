@@ -1,4 +1,5 @@
 """A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever it is."""
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -7,7 +8,18 @@ from types import SimpleNamespace
 import pytest
 import torch
 from ranks import fork_ranks
-from stores import a_life, announced_rescue, at_step, end, is_at, options, save, steps_of
+from stores import (
+    a_life,
+    announced_rescue,
+    at_step,
+    end,
+    is_at,
+    options,
+    resumes_at,
+    save,
+    steps_of,
+    two_checkpoints,
+)
 from torch import nn
 
 from common.checkpoint import CheckpointStore, load
@@ -77,28 +89,28 @@ def saved(store, state, step):
     return str(error or "")
 
 
-def close(store):
-    store.world.barrier("close")
+@contextlib.contextmanager
+def staged(world, folder, said=None):
+    """(store, state) of this rank's stage, restored, until all ranks are here."""
+    store, state = store_of(world, folder, [] if said is None else said)
+    store.restore(state)
+    yield store, state
+    world.barrier("end")
     end(store)
 
 
 def save_in_stages(folder, steps):
     def live(world):
-        store, state = store_of(world, folder, [])
-        store.restore(state)
-        errors = "".join(saved(store, state, step) for step in steps)
-        close(store)
-        return errors
+        with staged(world, folder) as (store, state):
+            return "".join(saved(store, state, step) for step in steps)
     assert fork_ranks(STAGES, live) == [""] * STAGES
 
 
 def load_in_stages(folder, size=STAGES):
     """[(step, whether all tensors are of it, what was said)] of each rank."""
     def live(world):
-        store, state = store_of(world, folder, said := [])
-        store.restore(state)
-        close(store)
-        return state.step, is_at(state, state.step), said
+        with staged(world, folder, said := []) as (_, state):
+            return state.step, is_at(state, state.step), said
     return fork_ranks(size, live)
 
 
@@ -116,8 +128,7 @@ def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_p
     assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "part-00001", "part-00002",
                                                                "state.json"]
     assert load_in_stages(tmp_path / "whole") == [(2, True, [])] * 2    # cut, and
-    with a_life(options(tmp_path / "parts", script="mp"), whole_net()) as life:
-        assert is_at(life.state, 2)                                     # put together again
+    assert resumes_at(options(tmp_path / "parts", script="mp"), 2, whole_net())  # put together again
     assert not list((tmp_path / "parts/run/checkpoints").glob(".life-*"))
 
 
@@ -168,7 +179,6 @@ def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_pa
     other = tmp_path / "elsewhere"
 
     def live(world):
-        store, state = store_of(world, tmp_path, said := [])
         if world.rank:
             import shutil
             shutil.copytree(tmp_path / "run/checkpoints", other)
@@ -182,10 +192,9 @@ def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_pa
                 os.rename(file, tmp_path / "file")
                 file.symlink_to(tmp_path / "file")
             real = load._read
-            load._read = lambda layout, step, folder, *rest: real(layout, step, other / folder.name, *rest)
-        store.restore(state)
-        close(store)
-        return is_at(state, 2), bool(said)
+            load._read = lambda world, layout, step, folder: real(world, layout, step, other / folder.name)
+        with staged(world, tmp_path, said := []) as (_, state):
+            return is_at(state, 2), bool(said)
 
     assert fork_ranks(STAGES, live) == [(True, False), (True, how != "away")]
     assert steps_of(options(tmp_path)) == [2, 1]
@@ -194,41 +203,36 @@ def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_pa
 def test_the_first_of_two_ranks_with_the_same_part_is_taken_and_two_may_finish_at_once(tmp_path):
     """Four ranks, two replicas of two stages, all in a rescue: no lock, and one whole checkpoint."""
     def live(world):
-        store, state = store_of(world, tmp_path, [])
-        store.restore(state)
-        at_step(state, 5)
-        world.barrier("go")
-        told = announced_rescue(store, state)
-        world.barrier("told")
-        found = [step for step, _ in checkpoints(store.root)]
-        close(store)
-        return told.startswith("step 5 saved"), found
+        with staged(world, tmp_path) as (store, state):
+            at_step(state, 5)
+            world.barrier("go")
+            told = announced_rescue(store, state)
+            world.barrier("told")
+            return told.startswith("step 5 saved"), [step for step, _ in checkpoints(store.root)]
 
     results = fork_ranks(2 * STAGES, live)
     assert sum(named for named, _ in results) >= 1 and results[0][1][0] == 5
     opts = options(tmp_path, script="mp")
     for step, folder in checkpoints(opts.run_dir / "checkpoints"):
         assert step == 5 and describe(step, folder)[0]
-    with a_life(opts, whole_net()) as life:
-        assert is_at(life.state, 5)
+    assert resumes_at(opts, 5, whole_net())
 
 
 def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_next_whole_one(tmp_path):
     def live(world):
-        store, state = store_of(world, tmp_path, [])
-        store.restore(state)
-        errors = saved(store, state, 1)
-        if world.rank == 0:
-            store.save(at_step(state, 2))
-            store.wait()
-        world.barrier("half")
-        gathered = len(list(store.writer.staging.glob("gathered-*")))
-        found = [step for step, _ in checkpoints(store.root)], gathered
-        world.barrier("seen")
-        errors += saved(store, state, 3)
-        left = len(list(store.writer.staging.glob("gathered-*")))
-        close(store)
-        return errors, found, left
+        def gathered():
+            return len(list(store.writer.staging.glob("gathered-*")))
+
+        with staged(world, tmp_path) as (store, state):
+            errors = saved(store, state, 1)
+            if world.rank == 0:
+                store.save(at_step(state, 2))
+                store.wait()
+            world.barrier("half")
+            half = [step for step, _ in checkpoints(store.root)], gathered()
+            world.barrier("seen")
+            errors += saved(store, state, 3)
+            return errors, half, gathered()
 
     assert fork_ranks(STAGES, live) == [("", ([1], 1), 0)] * STAGES
     assert steps_of(options(tmp_path)) == [3, 1]
@@ -238,55 +242,47 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path):
     """What --shard does: a rank owns some rows."""
     tensors = {"a": torch.arange(14, dtype=torch.float64).view(7, 2), "b": torch.arange(5, dtype=torch.int16),
                "none": torch.empty(0, 3)}
-    world = SimpleNamespace(stages=1, replicas=1, replica=0, stage=0)
 
-    def layout_of(start, rows, replica=0, replicas=1):
-        own = {n: torch.zeros_like(t[start:start + rows] if n == "a" else t) for n, t in tensors.items()}
+    def rank(start, rows, replica=0, replicas=1):
+        """(its layout, its tensors)"""
+        own = {n: (t[start:start + rows] if n == "a" else t).clone() for n, t in tensors.items()}
         both = {"model": own, "optimizer": {}}
         state = SimpleNamespace(tensors=lambda: both, rows=lambda: {"a": (start, 7)})
-        held = SimpleNamespace(**vars(world) | {"replica": replica, "replicas": replicas})
-        return load.Layout(state, held, shard=replicas > 1), own
-
-    def fill(own, start, rows):
-        for name, tensor in own.items():
-            tensor.copy_(tensors[name][start:start + rows] if name == "a" else tensors[name])
-
-    def write(folder, cuts):
-        """The tables of a checkpoint of as many ranks as there are cuts."""
-        files = {}
-        for replica, (start, rows) in enumerate(cuts):
-            held, own = layout_of(start, rows, replica, len(cuts))
-            fill(own, start, rows)
-            (folder / f"part-{replica + 1:05d}").mkdir(parents=True)
-            for part, written in held.written(held.tensors).items():
-                name = f"part-{replica + 1:05d}/{part}.safetensors"
-                files[name] = write_file(folder / name, written, held.rows)
-        return files
+        world = SimpleNamespace(stages=1, stage=0, replica=replica, replicas=replicas, rank=0,
+                                broadcast=lambda tensor, source: tensor)
+        return load.Layout(state, world, shard=replicas > 1), own
 
     for number, cuts in enumerate(([(0, 7)], [(0, 4), (4, 3)], [(0, 3), (3, 3), (6, 1)],
                                    [(0, 1), (1, 1), (2, 0), (2, 3), (5, 2)])):
-        folder = tmp_path / str(number)
-        files = write(folder, cuts)
+        files, full = {}, []  # the tables of a checkpoint of as many ranks as there are cuts
+        for replica, (start, rows) in enumerate(cuts):
+            layout, _ = rank(start, rows, replica, len(cuts))
+            for part, written in layout.written(layout.tensors).items():
+                path = tmp_path / str(number) / f"part-{replica + 1:05d}/{part}.safetensors"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                files[str(path)] = write_file(path, written, layout.rows)
+                full += [str(path)] * bool(rows and written)
         for start in range(7):
             for rows in range(8 - start):
-                held, own = layout_of(start, rows)
-                held.check(files)
-                for file, table in files.items():
-                    read_file(folder / file, table, held.rooms(file, table), count=2)
-                assert all(torch.equal(t, tensors[n][start:start + rows] if n == "a" else tensors[n])
-                           for n, t in own.items())
-        last = f"part-{len(cuts):05d}/model.safetensors"
-        flip(folder / last)
+                layout, own = rank(start, rows)
+                expected = {name: tensor.clone() for name, tensor in own.items()}
+                for tensor in own.values():
+                    tensor.zero_()
+                layout.check(files)
+                for path, table in files.items():
+                    read_file(Path(path), table, layout.rooms(path, table), count=2)
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in own.items())
+        for path in full:
+            with pytest.raises(Damaged, match="row|this run has"):
+                layout.check({name: table for name, table in files.items() if name != path})
+        flip(Path(path))
         with pytest.raises(Damaged):
-            read_file(folder / last, files.pop(last))
-        with pytest.raises(Damaged, match="rows, this run has"):
-            held.check(files)
+            read_file(Path(path), files[path])
 
 
 def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before(tmp_path):
     """A bit that TCP's sums let through: a rank that left the broadcasts let the others wait ten minutes."""
-    with a_life(options(tmp_path / "node0")) as life:
-        save(life, 1), save(life, 2)
+    two_checkpoints(tmp_path / "node0")
 
     def live(world):
         opts, real, count = options(tmp_path / f"node{world.rank // world.local_size}"), load.sha, []

@@ -248,7 +248,7 @@ def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
             if what == "a full disk":
                 def full(*args):
                     raise OSError(errno.ENOSPC, "No space left on device")
-                store.writer._write_tensors = full
+                store.writer.commit = full
             elif what == "a NaN":
                 state.net[0].weight.data.fill_(float("nan"))
             stops(world, state, store, rescue)

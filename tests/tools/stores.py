@@ -78,6 +78,13 @@ def new_store(opts, world=None, fingerprint="f" * 64, said=None):
                            report=(said if said is not None else []).append)
 
 
+def started(opts, world=None, fingerprint="f" * 64, said=None, net=None, samples=None):
+    """(a store over a tiny state, that state), restored."""
+    store, state = new_store(opts, world, fingerprint, said), tiny_state(opts, net, samples)
+    store.restore(state)
+    return store, state
+
+
 @contextlib.contextmanager
 def a_life(opts, net=None, world=None, fingerprint="f" * 64, said=None, samples=None):
     """store, state, source: one life of the run from restore to close, in this process."""
@@ -88,6 +95,12 @@ def a_life(opts, net=None, world=None, fingerprint="f" * 64, said=None, samples=
         store.close()
     finally:
         end(store)
+
+
+def resumes_at(opts, step, net=None):
+    """Whether a new life begins with the state of that step."""
+    with a_life(opts, net) as life:
+        return is_at(life.state, step)
 
 
 def refused(opts, match, fingerprint="f" * 64):
@@ -200,10 +213,19 @@ def child(function):
             os.waitpid(pid, 0)
 
 
-def lives(opts, path, then=lambda life: signal.pause()):
-    """A child's life: it owns the run, says so in `path`, and goes on with `then`."""
+@contextlib.contextmanager
+def lives(opts, then=lambda life: signal.pause(), first=lambda: None):
+    """The pid of a child that owns the run by now, and goes on with `then`; its life begins after `first`."""
+    reader, writer = os.pipe()
+
     def live():
+        first()
         with a_life(opts) as life:
-            path.write_text(str(os.getpid()))
+            os.write(writer, b"!")
             then(life)
-    return child(live)
+
+    with child(live) as pid:
+        os.close(writer)
+        assert os.read(reader, 1), "the child never owned the run"
+        os.close(reader)
+        yield pid

@@ -48,9 +48,15 @@ def tree_of(path):
 @functools.cache
 def imports(path):
     """(module, name) of every import in a file, also inside functions; the name is empty for `import module`.
+    What a checker alone imports, for its types, is left out.
     """
     found = []
+    for_types = {id(inner) for node in tree_of(path).body
+                 if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+                 for inner in ast.walk(node)}
     for node in ast.walk(tree_of(path)):
+        if id(node) in for_types:
+            continue
         if isinstance(node, ast.Import):
             found += ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
