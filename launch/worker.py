@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-from common import place
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:1] = [str(ROOT)]  # not the folder where it was started: that may have a `common` of its own
+
+from common import place  # noqa: E402
+
 PRELOAD = "LAUNCH_PRELOAD"  # only in the environment of a fork server: [module, its options]
 
 

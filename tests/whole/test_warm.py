@@ -120,6 +120,14 @@ def test_a_script_of_any_kind_ends_the_job_with_its_own_code(jobs, tmp_path, tex
     assert ("no restart is left" in job.output) == (code == 1)
 
 
+def test_a_script_beside_a_package_named_common_finds_ours(jobs, tmp_path):
+    (jobs.folder / "common").mkdir()
+    (jobs.folder / "common/__init__.py").touch()
+    imports = script(tmp_path, "from common.elastic import Elastic\n")
+    job = jobs.start(TORCHRUN, "--max_restarts=0", imports, cold=True)
+    assert job.wait() == 0, job.output
+
+
 def test_forks_draw_different_numbers_as_processes_do_that_are_started_afresh(jobs, tmp_path):
     """Else data drawn without a seed is the same on all ranks, trains, and cannot be resumed."""
     draws = script(tmp_path, "import random, numpy, torch\n"
