@@ -16,7 +16,6 @@ nothing: a script needs no special case.
 
 import contextlib
 import copy
-import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +31,7 @@ from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
 from common.training import autocast, distribute, evaluate, placed, seed
-from common.world import gather_texts
+from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
     "accept_data_change amp audit augment bad_samples best channels_last check_every clip_grad_norm debug "
@@ -155,8 +154,8 @@ class Elastic(Run):
                 yield self._prepared(batch)
                 if not self.trained:
                     raise UserError("a batch was not trained on\ncall run.step(loss, count) for each")
-            reports = gather_texts(self.world, json.dumps([state.best, state.evaluated]))
-            state.best, state.evaluated = json.loads(reports[0])  # a script may report on rank 0 only
+            reports = gather(self.world, [state.best, state.evaluated])
+            state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
             self.end_epoch()
 
     def _prepared(self, batch):

@@ -28,7 +28,7 @@ from common.options import Options, read_options
 from common.rescue import Rescue, open_life, refuse_a_crash_loop
 from common.sampler import ElasticSampler
 from common.training import TrainState
-from common.world import gather_texts, join, leave
+from common.world import gather, join, leave
 
 
 class Run:
@@ -36,10 +36,9 @@ class Run:
 
     def __init__(self, opts: Options, own_data: Data | None = None) -> None:
         self.opts = opts
-        self.clock = Clock("import")
+        self.clock = Clock()
         refuse_a_crash_loop()
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
-        self.clock.lap("join")
         if own_data is None:  # a script of one's own may have more to do
             self._leave_if_complete()
         self.data = load_data(opts, own_data)
@@ -55,7 +54,7 @@ class Run:
     def _leave_if_complete(self):
         """Before data, net and optimizer are made, which takes seconds."""
         line = complete(self.opts) if self.world.rank == 0 else ""
-        if gather_texts(self.world, line)[0]:
+        if gather(self.world, line)[0]:
             if line:
                 say(line)
             leave(self.world)
@@ -67,14 +66,12 @@ class Run:
         """The state to train on, of the newest checkpoint that verifies; `parameters` of all stages."""
         opts = self.opts
         world = self.world
-        self.clock.lap("load")
         self.parameters = parameters
         self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
         self.ledger = Ledger(opts.run_dir)
         self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
         self.store = CheckpointStore(opts, world, str(self.data.fingerprint), self.ledger)
         self.source = self.store.restore(self.state)
-        self.clock.lap("restore")
         return self.state
 
     @contextlib.contextmanager
@@ -88,7 +85,7 @@ class Run:
         self.rescue = Rescue(
             self.store, state, self.world, self.ledger, closing=[self.log.close, self.clock.enter]
         )
-        with self.log, self.rescue, blamed():
+        with contextlib.closing(self.log), self.rescue, blamed():
             open_life(
                 self.log,
                 self.ledger,
@@ -135,7 +132,7 @@ class Run:
         self.audit.done(state.whole)
         self.clock.stepped(state.step)
         if state.step % opts.log_every == 0:
-            self.log.step(state.note(totals) | self.world.memory())
+            self.log.step(state.note(totals))
         if opts.check_every and state.step % opts.check_every == 0:
             self.store.agree(state)
         if self.rescue.save_asked or self.store.due(state, overdue):
@@ -159,6 +156,7 @@ class Run:
     def record(self, numbers: dict) -> None:
         """Keeps and logs an evaluation."""
         state = self.state
+        self.clock.add("evaluation")
         self.log.evaluation(state.step, state.record_evaluation(numbers))
         if state.impatient:
             self.log.note(

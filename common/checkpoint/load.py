@@ -19,7 +19,7 @@ from common.checkpoint.disk import Damaged, sha, to_json
 from common.checkpoint.folder import TENSORS, checkpoints, folder_name, numbers_of, part_of, read_facts
 from common.checkpoint.tensors import flat_bytes, kinds_of, read_file, size_of, threads
 from common.errors import UserError
-from common.world import gather_texts, send
+from common.world import gather, send
 
 
 class Layout:
@@ -133,13 +133,13 @@ def load_newest(world, layout, root, own, report):
     `own` are (step, folder) that this rank offers. One that another rank offers may lie here too.
     """
     own = [numbers_of(folder.name) for _, folder in own]
-    names = {tuple(row) for text in gather_texts(world, json.dumps(own)) for row in json.loads(text)}
+    names = {tuple(row) for rows in gather(world, own) for row in rows}
     skipped = []
     for step, k in sorted(names, reverse=True):
         folder = root / folder_name(step, k)
         checkpoint, damage = _read(world, layout, step, folder)
-        marks = gather_texts(world, sha(to_json(checkpoint)) if checkpoint else "")
-        damages = gather_texts(world, damage)
+        marks = gather(world, sha(to_json(checkpoint)) if checkpoint else "")
+        damages = gather(world, damage)
         source = _first(marks)
         is_here = bool(checkpoint) and marks[world.rank] == marks[source]
         loaded = False
@@ -206,4 +206,4 @@ def _relay(world, source, layout, folder, files):
             if name in rooms:
                 with rooms[name]() as room:
                     room[:] = data
-    return all(world.all_gather(torch.tensor([right])))
+    return all(gather(world, right))

@@ -32,7 +32,7 @@ from common.checkpoint.tensors import Image, not_finite
 from common.errors import UserError, say
 from common.ledger import Ledger
 from common.options import Options
-from common.world import World, bit_differences, bit_facts, fingerprint_of, odd_ranks, same_everywhere
+from common.world import World, bit_differences, bit_facts, fingerprint_of, gather, same_everywhere
 
 if TYPE_CHECKING:
     from common.training import TrainState
@@ -252,8 +252,9 @@ class CheckpointStore:
         """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
         if self.opts.shard or self.world.size == 1:  # a shard is like no other
             return
-        odd = odd_ranks(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
-        if odd is not None:
+        rows = gather(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
+        odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.stages]]
+        if odd:
             self._withdraw(state)
             if self.agreed < 0 and not state.step:
                 raise UserError(
@@ -261,7 +262,7 @@ class CheckpointStore:
                     "make them from --seed alone, not from the rank, the process or the time"
                 )
             raise RuntimeError(
-                f"step {state.step}: the weights of the replicas differ (odd ranks: {odd or 'no majority'}); "
+                f"step {state.step}: the weights of the replicas differ (ranks {odd} from the first); "
                 f"going back to step {self.agreed}, where all agreed. Something else than the optimizer's "
                 "step on the summed gradient has changed them: a second optimizer, a line that writes to "
                 "them, other library versions on a machine, or a device that computes wrongly"

@@ -7,7 +7,8 @@ import socket
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 
@@ -17,54 +18,53 @@ from common.place import end_of
 
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
+RECENT = 10  # entries of the clock that the rate is taken from
 
 Life = list[Record]  # its events in order; the first is named "life"
 
 
 def lives_of(*run_dirs: Path | str) -> list[Life]:
-    """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time."""
+    """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time.
+
+    What a process has written after the next life began is left out.
+    """
     paths = [Path(run_dir) / "ledger.jsonl" for run_dir in run_dirs]
     events = [event for path in paths if path.is_file() for event in read(path)]
     if len(paths) > 1:
         events.sort(key=itemgetter("t"))
     lives: list[Life] = []
+    newest = None
     for event in events:
         if event["event"] == "life":
-            lives.append([])
-        if lives:
+            newest = event.get("life")
+            lives.append([event])
+        elif lives and event.get("life", newest) == newest:
             lives[-1].append(event)
     if not lives:
         raise UserError(f"{paths[0]} holds no life\nname the folder of a run that has begun training")
     return lives
 
 
-def own(events: Life, *names: str) -> Life:
-    """The events of these names, and of this very life: a process may write after the next one has begun."""
-    life = events[0]["life"]
-    return [event for event in events if event["event"] in names and event.get("life", life) == life]
-
-
-def all_of(lives: list[Life], *names: str) -> Life:
-    return [event for events in lives for event in own(events, *names)]
+def named(events: Iterable[Record], *names: str) -> list[Record]:
+    return [event for event in events if event["event"] in names]
 
 
 # ---- deaths ---------------------------------------------------------------------------------------
 def deaths_of(events: Life, over: bool) -> list[Record]:
-    """Return a dict per process that died, in their order: life, t, rank, host, pid, cause.
+    """Return a dict per process that died, in their order: life, rank, host, pid, cause.
 
     A process has died if it was killed, if it noted an error, or if its life is over and it has not noted
     that it left.
     """
     life = events[0]
-    left = {event["rank"] for event in own(events, "left")}
+    silent = {*range(life["world"])} - {event["rank"] for event in named(events, "left")}
     causes: dict[int, str] = {}
-    for note in own(events, "error", "death"):
-        if note["event"] == "error" or note["rank"] not in left:
+    for note in named(events, "error", "death"):
+        if note["event"] == "error" or note["rank"] in silent:
             causes.setdefault(note["rank"], note["why"])
-    if over and not own(events, "done"):
-        for rank in range(life["world"]):
-            if rank not in left:
-                causes.setdefault(rank, "ended without a word (killed, or its machine is gone)")
+    if over and not named(events, "done"):
+        for rank in sorted(silent):
+            causes.setdefault(rank, "ended without a word (killed, or its machine is gone)")
     return [
         {
             "life": life["life"],
@@ -77,63 +77,7 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
     ]
 
 
-def life_before(run_dir: Path | str, job: str) -> tuple[Life, str, int]:
-    """The newest life, if it is of this job, and who died in it; and the newest step that was saved.
-
-    Call it before a new life is noted.
-    """
-    try:
-        lives = lives_of(run_dir)
-        last = lives[-1] if lives[-1][0]["job"] == job else []
-        saved = max(event["step"] for event in all_of(lives, "life", "save", "rescue"))
-        return last, _in_words(last), saved
-    except Exception:  # there is none yet, or it is damaged: a log stops no training
-        return [], "", 0
-
-
-def _in_words(events):
-    deaths = deaths_of(events, over=True) if events else []
-    if not deaths:
-        return ""
-    words = "rank {rank} (pid {pid}) {cause}".format(**deaths[0])
-    if len(deaths) > 1:
-        words += f" and {len(deaths) - 1} more"
-    for rescue in own(events, "rescue")[-1:]:
-        words += f"; step {rescue['step']} saved by rank {rescue['rank']}"
-    return words
-
-
 # ---- seconds --------------------------------------------------------------------------------------
-def account(lives: list[Life]) -> Iterator[dict[str, float]]:
-    """Yield {bucket: seconds} of each life, from the end of the life before; together they are the wall time.
-
-    Rank 0 has measured what lies between its first step and its last entry. The rest is "other".
-    """
-    accounted = lives[0][0]["began"]  # up to this moment
-    for number, events in enumerate(lives):
-        life = events[0]
-        began = max(accounted, life["began"])
-        opened = max(began, own(events, "life", "first_step")[-1]["t"])
-        end = max(event["t"] for event in events if event.get("life", life["life"]) == life["life"])
-        end = max(end, opened)
-        kept = min((other[0]["step"] for other in lives[number + 1 :]), default=math.inf)
-        claims = dict.fromkeys(BUCKETS, 0.0) | {"down": began - accounted, "start": opened - began}
-        for entry in own(events, "steps"):
-            for bucket in STEPPING:
-                lost = bucket == "steps" and entry["step"] > kept  # a later life makes these steps again
-                claims["redone" if lost else bucket] += entry.get(f"{bucket}_s", 0.0)
-        for event in own(events, "left"):
-            claims["rescue"] = end - event["stepped"]
-        # In order, each gets at most what is left: no second is in two buckets.
-        left = end - accounted
-        for bucket, claim in claims.items():
-            claims[bucket] = min(left, max(0.0, claim))
-            left -= claims[bucket]
-        claims["other"] = left
-        yield claims
-        accounted = end
-
-
 def summarize(*run_dirs: Path | str) -> Record:
     """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
@@ -141,8 +85,12 @@ def summarize(*run_dirs: Path | str) -> Record:
     """
     lives = lives_of(*run_dirs)
     summaries = []
-    for events, seconds in zip(lives, account(lives), strict=True):
-        reached = max(event["step"] for event in own(events, "life", "save", "rescue", "steps"))
+    accounted = lives[0][0]["began"]
+    for number, events in enumerate(lives):
+        kept = min((later[0]["step"] for later in lives[number + 1 :]), default=math.inf)
+        seconds = account(events, accounted, kept)
+        accounted += sum(seconds.values())
+        reached = max(event["step"] for event in named(events, "life", "save", "rescue", "steps"))
         summaries.append(events[0] | {"reached": reached, "buckets": seconds})
     buckets = {name: sum(life["buckets"][name] for life in summaries) for name in BUCKETS}
     wall = sum(buckets.values())
@@ -150,12 +98,33 @@ def summarize(*run_dirs: Path | str) -> Record:
         "now": now(lives),
         "lives": summaries,
         "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])],
-        "saves": all_of(lives, "save"),
-        "rescues": all_of(lives, "rescue"),
+        "saves": named(chain(*lives), "save"),
+        "rescues": named(chain(*lives), "rescue"),
         "buckets": buckets,
         "wall_s": wall,
         "goodput": buckets["steps"] / max(wall, 1e-9),
     }
+
+
+def account(events: Life, accounted: float, kept: float) -> dict[str, float]:
+    """Return {bucket: seconds} of a life from `accounted`, the end of the life before.
+
+    Rank 0 has measured what lies between its first step and its last entry. The rest is "other". Later lives
+    make the steps after `kept` again.
+    """
+    began = max(accounted, events[0]["began"])
+    opened = max(began, named(events, "life", "first_step")[-1]["t"])
+    end = max(opened, *(event["t"] for event in events))
+    seconds = dict.fromkeys(BUCKETS, 0.0) | {"down": began - accounted, "start": opened - began}
+    for entry in named(events, "steps"):
+        for bucket in STEPPING:
+            redone = bucket == "steps" and entry["step"] > kept
+            seconds["redone" if redone else bucket] += entry.get(f"{bucket}_s", 0.0)
+    left = max(0.0, end - accounted - sum(seconds.values()))
+    for event in named(events, "left")[-1:]:
+        seconds["rescue"] = min(left, end - event["stepped"])  # an entry on the way out may hold a part
+    seconds["other"] = left - seconds["rescue"]
+    return seconds
 
 
 def now(lives: list[Life]) -> Record:
@@ -164,21 +133,22 @@ def now(lives: list[Life]) -> Record:
     The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen.
     """
     life = lives[-1][0]
-    entries = own(lives[-1], "life", "steps")
+    entries = named(lives[-1], "life", "steps")[-RECENT:]
+    first = entries[0]
     last = entries[-1]
-    before = next((entry for entry in reversed(entries) if entry["step"] < last["step"]), last)
-    save = [lives[0][0], *all_of(lives, "save", "rescue")][-1]  # what a run begins with is as good as saved
+    # what a run begins with is as good as saved
+    save = [lives[0][0], *named(chain(*lives), "save", "rescue")][-1]
     host = socket.gethostname()
-    here = [pid for rank, pid in enumerate(life["pids"]) if life["hosts"][rank] == host]
+    here = [pid for pid, where in zip(life["pids"], life["hosts"], strict=True) if where == host]
     alive = [pid for pid in here if end_of(pid) is None]
     state = "training" if alive or len(here) < life["world"] else "dead"
-    for end in own(lives[-1], "stop", "done"):
+    for end in named(lives[-1], "stop", "done"):
         state = end["event"]
     return {
         "state": state,
         "step": last["step"],
         "last_step_s": time.time() - last["t"],
-        "steps_per_s": (last["step"] - before["step"]) / max(1e-3, last["t"] - before["t"]),
+        "steps_per_s": (last["step"] - first["step"]) / max(1e-3, last["t"] - first["t"]),
         "saved": save["step"],
         "last_save_s": time.time() - save["t"],
         "pids": life["pids"],
@@ -225,40 +195,40 @@ def _follow(lives, folders):
     ids: dict[int, array] = {}
     whole = set()
     made: Counter[int] = Counter()  # how often each step was made
-    begun = set()  # steps of the newest life that no rank noted as done
     reached = 0
     lost = 0
-    for events in lives:
+    for number, events in enumerate(lives):
         life = events[0]
         resumed = life["step"]
-        # A process can die after its update and before its done-line, and a survivor can save that update: a
-        # step that the next life resumes past was made too. Any other step without a done-line changed no
-        # model.
-        made.update(step for step in begun if step <= resumed)
         lost += max(0, reached - resumed)
-        for step in [step for step in ids if step > resumed]:
-            del ids[step]
-            whole.discard(step)
+        ids = {step: samples for step, samples in ids.items() if step <= resumed}
+        whole = {step for step in whole if step <= resumed}
         ranks: Counter[int] = Counter()  # that noted each step
-        done = set()
-        paths = [
-            folder / f"life-{life['life']}-rank{rank}.jsonl"
-            for rank in range(life["world"])
-            for folder in folders
-        ]
-        for note in (note for path in paths if path.is_file() for note in read(path)):
+        ends = [event["step"] for event in named(events, "life", "save", "rescue")]
+        for note in _notes_of(life, folders):
             step = note["step"]
             if note["event"] == "done":
-                done.add(step)
+                ends.append(step)
             else:
                 ranks[step] += 1
                 ids.setdefault(step, array("q")).extend(note["ids"])  # 8 bytes a sample
         whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
-        made.update(done)
-        begun = {step for step in ranks if step > resumed and step not in done}
-        reached = max([event["step"] for event in own(events, "life", "save", "rescue")] + [*done])
+        for after in lives[number + 1 : number + 2]:
+            # A process can die after its update and before its done-line, and a survivor can save that
+            # update: a step that the next life resumes past was made too. Any other changed no model.
+            ends += [step for step in ranks if step <= after[0]["step"]]
+        reached = max(ends)
+        made.update(range(resumed + 1, reached + 1))
     counts = {"missed": 0, "repeated": 0, "lost": lost, "redone": made.total() - len(made)}
     return ids, whole, reached, counts
+
+
+def _notes_of(life, folders):
+    for rank in range(life["world"]):
+        for folder in folders:
+            path = folder / f"life-{life['life']}-rank{rank}.jsonl"
+            if path.is_file():
+                yield from read(path)
 
 
 def planned(lives: list[Record], last: int) -> Iterator[tuple[int, int, range, int]]:
@@ -270,17 +240,16 @@ def planned(lives: list[Record], last: int) -> Iterator[tuple[int, int, range, i
     samples = first["n"]
     epoch = first["epoch"]
     position = first["position"]
-    changes: dict[int, int] = {}  # {step: the number of samples after it}
+    sizes: dict[int, int] = {}  # {step: the number of samples after it}
     for life in lives:
-        changes = {step: new for step, new in changes.items() if step <= life["step"]}  # others were undone
-        if life["n"] != [samples, *changes.values()][-1]:
-            changes[life["step"]] = life["n"]
+        sizes = {step: size for step, size in sizes.items() if step < life["step"]}  # others were undone
+        sizes[life["step"]] = life["n"]
     for step in range(first["step"], last):
         if position >= samples:
             epoch += 1
             position = 0
-        if step in changes:
-            samples = changes[step]
+        if sizes.get(step, samples) != samples:
+            samples = sizes[step]
             position = 0
         batch = range(position, min(position + first["global_batch_size"], samples))
         yield step + 1, epoch, batch, samples

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -126,30 +126,20 @@ class Audit:
 
 
 class Clock:
-    """Measures where the time of a life goes, from the start of the process: the first lap has the imports.
+    """Measures where the time of a life goes; it began with its process, before the imports.
 
     After the first step each second goes to one bucket: data_wait, steps, evaluation, or save_stall, which is
     all else that follows a step.
     """
 
-    def __init__(self, lap: str) -> None:
-        now = time.time()
-        since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
-        self.began = round(now - since_boot + this_process()["started"] / os.sysconf("SC_CLK_TCK"), 3)
-        self.born = time.monotonic() - max(0.0, now - self.began)
-        self.mark = self.born
-        self.laps: dict[str, float] = {}  # the parts of the start
+    def __init__(self) -> None:
+        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+        self.began = round(booted + this_process()["started"] / os.sysconf("SC_CLK_TCK"), 3)
+        self.mark = time.monotonic()
         self.ledger: Ledger | None = None  # on rank 0, once the life is in it
         self.entered = 0.0  # the last entry; 0 before the first step
         self.step = 0
-        self.spent: Counter[str] = Counter()  # seconds since the last entry
-        self.lap(lap)
-
-    def lap(self, name: str) -> None:
-        """The time since the lap before is called `name`."""
-        now = time.monotonic()
-        self.laps[f"{name}_s"] = round(now - self.mark, 3)
-        self.mark = now
+        self.spent: dict[str, float] = defaultdict(float)  # seconds since the last entry
 
     def timed(self, batches: Iterable) -> Iterator:
         """The same batches, and the time between them is measured."""
@@ -177,14 +167,14 @@ class Clock:
         if not self.entered:
             self.ledger.event("first_step", step=step)
             self.entered = self.mark
-        if self.mark - self.entered > min(ENTRY_SECONDS, 0.05 + ENTRY_SHARE * (self.mark - self.born)):
+        age = time.time() - self.began
+        if self.mark - self.entered > min(ENTRY_SECONDS, 0.05 + ENTRY_SHARE * age):
             self.enter()
 
     def enter(self) -> None:
         """Write down the seconds since the last entry."""
         if self.ledger is not None and self.spent:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
-            moment = time.time() - (time.monotonic() - self.mark)
-            self.ledger.event("steps", t=round(moment, 3), step=self.step, **seconds)
+            self.ledger.event("steps", step=self.step, **seconds)
             self.spent.clear()
             self.entered = time.monotonic()

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import Outlet
-from common.ledger.ledger import Clock, Lines, Record, read, warn
+from common.ledger.ledger import Lines, Record, read, warn
 from common.options import Options
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
@@ -32,7 +32,7 @@ class Log:
     """
 
     def __init__(
-        self, opts: Options, rank: int, first: int = 0, total: int = 0, records: Iterable[Record] = ()
+        self, opts: Options, rank: int, first: int, total: int, records: Iterable[Record] = ()
     ) -> None:
         self.opts = opts
         self.first = first
@@ -43,13 +43,11 @@ class Log:
             self.metrics = Metrics(opts.run_dir, first)
             self.curves = Curves(opts, first)
             self.start(())
-            for record in records:
-                if record.get("step", first + 1) <= first:
-                    self._keep(record)
+            for record in filter(None, records):
+                self._keep(record)
 
-    def start(self, lines: Iterable[str], clock: Clock | None = None) -> None:
+    def start(self, lines: Iterable[str]) -> None:
         """Print the lines; samples/s count from here."""
-        self.clock = clock
         self.began = time.monotonic()
         self.previous = self.began, self.first  # time and step of the line before
         for text in lines:
@@ -65,23 +63,22 @@ class Log:
         self.previous = now, step
         rate = (step - step_before) * self.opts.global_batch_size / max(1e-9, now - before)
         self._keep(record, samples_per_s=rate)
-        shown = [f"epoch {record['epoch'] + 1}/{self.opts.epochs}", f"step {step}"]
-        if self.total:
-            seconds = (self.total - step) * (now - self.began) / max(1, step - self.first)
-            shown[1] += f"/{self.total}"
-            shown.append(f"eta {timedelta(seconds=round(seconds))}")
+        seconds = (self.total - step) * (now - self.began) / max(1, step - self.first)
+        shown = [
+            f"epoch {record['epoch'] + 1}/{self.opts.epochs}",
+            f"step {step}/{self.total}",
+            f"eta {timedelta(seconds=round(seconds))}",
+        ]
         for name, value in record.items():
             if name not in ("step", "epoch"):
-                shown.append(f"{name} {value:{FORMATS.get(name, ',' if isinstance(value, int) else '.4g')}}")
+                shown.append(f"{name} {value:{FORMATS.get(name, '.4g')}}")
         shown.append(f"{rate:,.0f} samples/s")
-        self.console.step("  ".join(shown), step / (self.total or math.inf))
+        self.console.step("  ".join(shown), step / self.total)
 
     def evaluation(self, step: int, metrics: Record) -> None:
         """Log an evaluation, as {"val_acc", "val_loss"}; lists are shown only."""
         if not self.speaks:
             return
-        if self.clock:
-            self.clock.add("evaluation")
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
         self._keep({"step": step} | numbers)
         shown = [f"step {step}"]
@@ -111,12 +108,6 @@ class Log:
             self.metrics.lines.close()
             self.console.close()
 
-    def __enter__(self) -> "Log":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _keep(self, record, **more):
         """Into both files, unless this step is there already."""
         row = record | {"time": round(time.time(), 3)}
@@ -134,16 +125,14 @@ class Metrics:
         self.last = {False: -1, True: -1}  # the newest step of a training row, and of an evaluation's
         self.on = True
         path = self.lines.path
+        aside = path.with_suffix(".new")
         try:
             self.lines.fd = self.lines.open()
             rows = [row for row in read(path, "step") if row["step"] <= step and self._is_new(row)]
-            text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            if text != path.read_bytes():
-                aside = path.with_suffix(".new")
-                aside.touch(mode=0o600)
-                aside.write_bytes(text)  # a log needs no fsync
-                aside.rename(path)
-                self.lines.close()  # the next line opens the new file
+            aside.touch(mode=0o600)
+            aside.write_text("".join(json.dumps(row) + "\n" for row in rows))  # a log needs no fsync
+            aside.rename(path)
+            self.lines.close()  # the next line opens the new file
         except OSError as error:
             self.lines.give_up(error)
             self.on = False  # a file that was not cleaned would hold steps twice

@@ -1,13 +1,14 @@
 """How a life begins: what a person reads first, and the end of a job that makes no progress."""
 
+import contextlib
 import time
-import zlib
+from itertools import chain
 
 import torch
 
 from common.data import Data
 from common.errors import UserError
-from common.ledger import Clock, Ledger, Log, life_before, lives_of
+from common.ledger import Clock, Ledger, Life, Log, lives_of, named
 from common.options import Options
 from common.place import here, note_that_it_waits, this_process
 from common.rescue.watch import State
@@ -32,37 +33,37 @@ def open_life(
     state: State,
     source: str | None,
     parameters: int,
-    processes: list[list[str]],
+    processes: list[list],
 ) -> None:
     """Prints what this life is, and enters it in the ledger; call on every rank.
 
-    A life that is like the one before it in the same job says one line.
+    A life with as many processes as the one before it in the same job says one line.
     """
     data.train.note = data.test.note = ledger.event
+    lives = []
     with world.all_or_none():
         if world.rank == 0:
-            refuse_without_progress(opts, data, state)
+            with contextlib.suppress(UserError):  # this life is the first
+                lives = lives_of(opts.run_dir)
+            refuse_without_progress(lives, opts, data, state)
     if world.rank == 0:
-        header = header_of(opts, world, data, state, parameters)
-        mark = zlib.crc32(str(header).encode())
         job = this_process()["job"]
-        before, death, saved = life_before(opts.run_dir, job)
-        stepped = [event["stepped"] for event in before if event["event"] == "left"]
+        lines = header_of(opts, world, data, state, parameters)
         line = resumption(opts, state, source)
-        if before:
-            seconds = max(0.0, time.time() - max(stepped, default=before[-1]["t"]))
+        if lives and lives[-1][0]["job"] == job:
+            last = lives[-1]
+            moments = [event["stepped"] for event in named(last, "left")]
+            seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
             line += f", after {seconds:.1f} s with {world.size} process{'es' * (world.size > 1)}"
-        lines = [line]
-        if not before or before[0]["header"] != mark:
-            first = f"run {opts.run_dir}   world {world.size} ({world.backend})   life {world.life}"
-            lines = [first, *header, line]
-        log.start(lines, clock)
+            if last[0]["world"] == world.size:
+                lines = []
+        log.start([*lines, line])
+        saved = named(chain(*lives), "save", "rescue")
         if saved and not state.step:  # a disk is not mounted, say
+            step = saved[-1]["step"]
             log.note(
-                f"{opts.run_dir}: step {saved} was saved, but no checkpoint is left; training begins again"
+                f"{opts.run_dir}: step {step} was saved, but no checkpoint is left; training begins again"
             )
-        if death and not stepped:  # else a survivor has told
-            log.note(death)
         clock.ledger = ledger
         ledger.event(
             "life",
@@ -70,20 +71,17 @@ def open_life(
             world=world.size,
             restart=world.restart,
             job=job,
-            pids=[int(pid) for pid, _, _ in processes],
+            pids=[pid for pid, _, _ in processes],
             hosts=[host for _, host, _ in processes],
             step=state.step,
             epoch=state.epoch,
             position=state.position,
             n=len(data.train),
-            data=str(data.fingerprint)[:12],
             seed=opts.seed,
             global_batch_size=opts.global_batch_size,
             stages=world.stages,
             epochs=opts.epochs,
-            header=mark,
             began=clock.began,
-            **clock.laps,
         )
     place = here()
     if place.speaks and place.notes:
@@ -92,12 +90,13 @@ def open_life(
 
 
 def header_of(opts: Options, world: World, data: Data, state: State, parameters: int) -> list[str]:
-    """What is trained, on what, in which batches."""
+    """What is trained, by whom, on what, in which batches."""
     parameters = parameters or sum(p.numel() for p in state.net.parameters())
     count = opts.virtual_ranks or world.replicas
     shares = "slices" if opts.virtual_ranks else "shares"
     return [
-        f"devices {', '.join(world.device_names())}   {torch.get_num_threads()} CPU threads a process",
+        f"run {opts.run_dir}   world {world.size}   life {world.life}",
+        f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
         f"model {opts.model}: {parameters:,} parameters   "
         f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
         f"global batch {opts.global_batch_size} = {count} {shares} of "
@@ -139,14 +138,14 @@ def refuse_a_crash_loop() -> None:
         )
 
 
-def refuse_without_progress(opts: Options, data: Data, state: State) -> None:
+def refuse_without_progress(lives: list[Life], opts: Options, data: Data, state: State) -> None:
     """Exit code 5 if life after life begins on this step, and ends; the next start has as many again.
 
     A step that was saved and then withdrawn is no progress: the next life began on the same step.
     """
     in_vain = 0
     failed = []
-    for life in reversed(_lives(opts)):
+    for life in reversed(lives):
         names = {event["event"] for event in life}
         if life[0]["step"] != state.step or names & ENDED_WELL:
             break
@@ -154,7 +153,7 @@ def refuse_without_progress(opts: Options, data: Data, state: State) -> None:
         in_vain += bool(names & FAILED) or "first_step" not in names
     if state.finished or in_vain < LIVES_IN_VAIN and len(failed) < LIVES_KILLED:
         return
-    errors = [event["why"] for life in reversed(failed) for event in life if event["event"] == "error"]
+    errors = [event["why"] for event in named(chain(*reversed(failed)), "error")]
     first = [*errors, "killed, no error was noted"][0]
     order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed)
     order.set_epoch(state.epoch, state.position)
@@ -165,10 +164,3 @@ def refuse_without_progress(opts: Options, data: Data, state: State) -> None:
         "mend the cause (a bad sample? too little memory?), then start again",
         code=5,
     )
-
-
-def _lives(opts):
-    try:
-        return lives_of(opts.run_dir)
-    except UserError:
-        return []  # this life is the first

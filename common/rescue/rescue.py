@@ -92,7 +92,7 @@ class Rescue:
         self.stop_asked = ""  # a person has asked for the end: a file in RUN/control/
         self.all_know = False  # of a signal to any rank
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
-        self.watch = Watch(state, world, self._end_for_the_main_thread)
+        self.watch = Watch(state, world, self.end)
 
     # ---- a good day -------------------------------------------------------------------------------
     def __enter__(self) -> "Rescue":
@@ -105,9 +105,13 @@ class Rescue:
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
         stops = bool(self.asked)
         if error is None and not stops:
-            error = self._part()
+            self.watch.parting = True
+            try:
+                self.world.barrier("end")  # the last save may take long; a hang is ended by `Watch`
+            except RuntimeError as broken:  # a peer has died
+                error = broken
         if error is not None or stops:
-            self.end(self._reason_of(error), error=error)  # returns if the error is to be raised again
+            self.end(error=error)  # returns if the error is to be raised again
         else:
             self.ending.acquire()
         self.watch.stop()
@@ -116,14 +120,6 @@ class Rescue:
                 self.ledger.event("done", life=self.world.life, step=self.state.step)
             self._forget("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
-
-    def _part(self):
-        """Waits until all ranks have saved their last step; returns the error if a peer has died."""
-        self.watch.parting = True
-        try:
-            self.world.barrier("end")  # the last save may take long; a hang is ended by `Watch`
-        except RuntimeError as error:
-            return error
 
     @property
     def asked(self) -> str:
@@ -142,7 +138,7 @@ class Rescue:
     def leave(self) -> None:
         """Saves the whole step and exits."""
         self.watch.asked = self.watch.asked or "a signal to another rank"
-        self.end(self._reason_of(None))
+        self.end()
 
     def all_sum(self, totals: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place; it also tells all ranks of a signal, and what a person asks for.
@@ -183,14 +179,13 @@ class Rescue:
             return Reason.PEER_DIED if self.watch.find_death().killed else Reason.STOPPED
         return Reason.PEER_DIED if self.watch.lost.is_set() else Reason.ERROR
 
-    def _end_for_the_main_thread(self, hang):
-        self.end(Reason.HANG if hang else self._reason_of(None), hang)
-
-    def end(self, reason: Reason, cause: str = "", error: BaseException | None = None) -> None:
+    def end(self, hang: str = "", error: BaseException | None = None) -> None:
         """The only way out of a life that ends early, on any thread: saves the newest whole step, exits.
 
-        Returns only if the error is to be raised again, or if another thread ends this life.
+        `hang` is the report of one. Returns only if the error is to be raised again, or if another thread
+        ends this life.
         """
+        reason = Reason.HANG if hang else self._reason_of(error)
         on_main_thread = threading.current_thread() is threading.main_thread()
         if not self.ending.acquire(blocking=on_main_thread):
             return
@@ -200,7 +195,9 @@ class Rescue:
 
         code, line = WAYS_OUT[reason]
         saved = self._save(reason) if line else Saved("")
-        cause = cause or self.asked or (in_words(error) if error else "")
+        cause = hang or self.asked
+        if error and code is None:
+            cause = in_words(error)
         if reason is Reason.STOPPED:
             code = saved.failure or code
         if reason is Reason.PEER_DIED:
@@ -219,14 +216,12 @@ class Rescue:
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
             note_reason(line)
 
+        stepped = round(self.state.stepped, 3)
+        self.ledger.event("left", life=self.world.life, rank=self.world.rank, stepped=stepped)
         if code is not None:
             for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
                 with contextlib.suppress(Exception):
                     close()
-        self.ledger.event(
-            "left", life=self.world.life, rank=self.world.rank, stepped=round(self.state.stepped, 3)
-        )
-        if code is not None:
             os._exit(code)  # without destructors, which may wait for a dead peer
 
     def _save(self, reason):

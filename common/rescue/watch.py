@@ -26,7 +26,7 @@ from torch import nn
 from common.errors import say
 from common.options import Options
 from common.place import end_of, here, this_process
-from common.world import World, gather_texts, lifelines
+from common.world import World, gather, lifelines
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -39,8 +39,7 @@ LATE_SECONDS = 1.5  # a look that comes so late: this process was stopped, or it
 PLACES_SECONDS = 5.0  # for all ranks to tell where they are
 LOCKED_SECONDS = 600.0  # at least so long without any Python thread: then faulthandler ends this process
 SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
-MOVED = "moved"  # messages over a lifeline; any other one is a rank and its place
-LOST = "lost"
+MOVED = "moved"  # a message over a lifeline; any other one is a rank and its place
 
 
 class State(Protocol):
@@ -103,8 +102,8 @@ class Watch:
     def start(self) -> None:
         """Call it on every rank, in the main thread."""
         world = self.world
-        texts = gather_texts(world, f"{os.getpid()} {socket.gethostname()} {this_process()['machine']}")
-        self.processes = [text.split() for text in texts]
+        process = this_process()
+        self.processes = gather(world, [process["pid"], process["host"], process["machine"]])
         self.lines = lifelines(world.store, world.rank, world.size) if world.store else []
         for line in self.lines:
             self.selector.register(line, selectors.EVENT_READ, self._hear)
@@ -185,13 +184,11 @@ class Watch:
             self._lose()
         for message in data.decode().splitlines():
             rank, _, place = message.partition(" ")
-            if message == LOST:
-                self._lose()
-            elif message == MOVED:
+            if message == MOVED:
                 self.moved = time.monotonic()
                 if self.world.rank == 0:
                     self._tell_move()
-            elif rank.isdecimal():
+            else:
                 if not self.places:
                     self._stand_still()
                 self.places[int(rank)] = place
@@ -214,7 +211,9 @@ class Watch:
             self._leave_within(0.0)  # rank 0 has told of the hang
         elif not self.parting and not self.lost.is_set():
             self.lost.set()
-            self._tell(LOST)
+            for line in self.lines:  # rank 0 passes it on
+                with contextlib.suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
             self._leave_within(PEER_SECONDS)
             self.find_death(DEATH_SECONDS)
 
@@ -223,7 +222,7 @@ class Watch:
         deadline = time.monotonic() + seconds
         while True:
             for rank, (pid, *machine) in enumerate(self.processes):
-                ending = end_of(int(pid)) if machine == self.processes[self.world.rank][1:] else None
+                ending = end_of(pid) if machine == self.processes[self.world.rank][1:] else None
                 if ending and (ending.killed or not self.death.how):
                     self.death = Death(f"rank {rank} (pid {pid}) {ending.words}", rank, *ending)
             if self.death.killed or time.monotonic() >= deadline:
@@ -239,10 +238,7 @@ class Watch:
         say(f"rank {rank} is here:\n{stack}", sys.stderr)
         self.places[rank] = f"step {self.state.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         self._tell(f"{rank} {self.places[rank]}")
-        if self.world.size > 1:
-            self._leave_within(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
-        else:
-            self._leave_within(0.0)
+        self._leave_within(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
 
     def _report(self):
         """Who is where; rank 0 alone knows of all."""

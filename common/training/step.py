@@ -23,7 +23,7 @@ from common.sampler import ElasticSampler, hash_seed
 from common.training.bitwise import bits_of, checked
 from common.training.state import TrainState
 from common.training.tasks import nothing
-from common.world import World, gather_texts
+from common.world import World, gather
 
 
 def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) -> Tensor:
@@ -86,20 +86,17 @@ def cross_check(model: nn.Module, split: object, state: TrainState, world: World
     if v is None:
         return None
 
-    def vote(bits):
-        return [int(other) for other in world.all_gather(torch.tensor([bits]))]
-
     tree = model.tree
     mine = v in tree.slices  # this rank has computed it in this step
-    votes = vote(tree.seen if mine else slice_bits(model.net, tree, v, split, state))
+    votes = gather(world, tree.seen if mine else slice_bits(model.net, tree, v, split, state))
     if len(set(votes)) == 1:
         return ""
-    again = vote(slice_bits(model.net, tree, v, split, state))
+    again = gather(world, slice_bits(model.net, tree, v, split, state))
     bits, count = Counter(votes + again).most_common(1)[0]
     odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
     if count <= world.size:  # no majority: it may be any of them
         odd = list(range(world.size))
-    hosts = gather_texts(world, socket.gethostname())
+    hosts = gather(world, socket.gethostname())
     names = " or ".join(f"rank {rank} (host {hosts[rank]})" for rank in odd)
     return f"step {state.step + 1}: {names} computes slice {v} with other bits than another rank"
 

@@ -1,14 +1,14 @@
 """The processes of one life: they meet, agree, compute alike, leave."""
 
-from common.world.determinism import bit_differences, bit_facts
 from common.world.rendezvous import lifelines
 from common.world.world import (
     World,
+    bit_differences,
+    bit_facts,
     fingerprint_of,
-    gather_texts,
+    gather,
     join,
     leave,
-    odd_ranks,
     same_everywhere,
     send,
 )
@@ -18,11 +18,10 @@ __all__ = [
     "bit_differences",
     "bit_facts",
     "fingerprint_of",
-    "gather_texts",
+    "gather",
     "join",
     "leave",
     "lifelines",
-    "odd_ranks",
     "same_everywhere",
     "send",
 ]

@@ -21,12 +21,12 @@ from common.errors import UserError
 from common.options import Options
 from common.place import here
 from common.sampler import hash_seed
-from common.world.determinism import pin
 from common.world.rendezvous import ANSWER, fresh_store, interface_towards
 
 BROADCAST_BYTES = 1 << 28  # of one broadcast: bounds what the transport allocates
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
+MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
 M_MMAP_THRESHOLD = -3
 
@@ -63,26 +63,6 @@ class World:
     def device(self) -> torch.device:
         return self.devices[0]
 
-    @property
-    def backend(self) -> str:
-        if self.size == 1:
-            return "none"
-        return "nccl" if self.device.type == "cuda" else "gloo"
-
-    def device_names(self) -> list[str]:
-        return [
-            f"{device} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else str(device)
-            for device in self.devices
-        ]
-
-    def memory(self) -> dict[str, int]:
-        """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
-        return {
-            f"MiB_{device.index}": torch.cuda.memory_allocated(device) >> 20
-            for device in self.devices
-            if device.type == "cuda"
-        }
-
     # ---- collectives ------------------------------------------------------------------------------
     def all_sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None, ranks: int = 0) -> Tensor:
         """Sum over ranks, in place."""
@@ -98,14 +78,6 @@ class World:
         """Sum over the ranks of this replica, in place."""
         return self.all_sum(tensor, self.stage_group, self.stages)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor (of one shape), in rank order."""
-        if self.size == 1:
-            return [tensor]
-        tensors = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(tensors, tensor)
-        return tensors
-
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """The source's bytes everywhere, in place; a flat tensor of any length."""
         if self.size > 1:
@@ -113,13 +85,13 @@ class World:
                 dist.broadcast(piece, source)
         return tensor
 
-    def in_stages(self, stages: int, timeout: timedelta | None = None) -> "World":
+    def in_stages(self, stages: int) -> "World":
         """This world as size / stages replicas of so many ranks each; call on every rank."""
         if stages == 1:
             return self
         ranks = range(self.size)
-        replicas = [dist.new_group(ranks[first : first + stages], timeout) for first in ranks[::stages]]
-        peers = [dist.new_group(ranks[stage::stages], timeout) for stage in range(stages)]
+        replicas = [dist.new_group(ranks[first : first + stages], WORKING) for first in ranks[::stages]]
+        peers = [dist.new_group(ranks[stage::stages], WORKING) for stage in range(stages)]
         return replace(
             self, stages=stages, stage_group=replicas[self.rank // stages], peers=peers[self.rank % stages]
         )
@@ -133,49 +105,50 @@ class World:
 
     # ---- over the key-value store -----------------------------------------------------------------
     def barrier(self, name: str) -> None:
-        """Waits for all ranks while the rescue ends hangs; use each name once per life."""
-        if self.store:
-            if self.store.add(f"{name}/met", 1) == self.size:
-                self.store.set(f"{name}/open", "")
-            self.store.wait([f"{name}/open"], WATCHED)
+        """Waits for all ranks while the rescue ends hangs."""
+        gather(self, name, WATCHED)
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
         """A UserError on one rank inside this block is raised on every rank."""
-        error = ""
+        error = None
         try:
             yield
         except UserError as own:
-            error = json.dumps([str(own), own.code])
-        for text in filter(None, gather_texts(self, error)):
-            raise UserError(*json.loads(text))
+            error = [str(own), own.code]
+        for other in filter(None, gather(self, error)):
+            raise UserError(*other)
 
 
 # ---- what the ranks of one life tell each other, never as pickles ---------------------------------
-def gather_texts(world: World, text: str) -> list[str]:
-    """The text of every rank; call on every rank. Rank 0 reads them, the others ask it alone."""
+def gather(world: World, value: object, patience: timedelta = WORKING) -> list:
+    """What every rank says, in rank order; call on every rank. Rank 0 reads it, the others ask rank 0 alone.
+
+    It may be anything that JSON knows, of less than 8 MB on all ranks together.
+    """
     store = world.store
     if store is None:
-        return [text]
+        return [value]
     turn = store.add(f"turn/{world.rank}", 1)
     names = [f"texts/{turn}/{rank}" for rank in range(world.size)]
-    store.set(names[world.rank], text)
+    store.set(names[world.rank], json.dumps(value))
     if world.rank == 0:
-        store.wait(names, WORKING)
-        store.set(f"texts/{turn}", json.dumps([other.decode() for other in store.multi_get(names)]))
-    store.wait([f"texts/{turn}"], WORKING)
+        store.wait(names, patience)
+        store.set(f"texts/{turn}", f"[{','.join(text.decode() for text in store.multi_get(names))}]")
+        for name in (*names, f"texts/{turn - 1}"):  # which all have read
+            store.delete_key(name)
+    store.wait([f"texts/{turn}"], patience)
     return json.loads(store.get(f"texts/{turn}"))
 
 
 def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
     """UserError, naming two ranks and their values, if {name: value} differs between ranks."""
-    every = [json.loads(text) for text in gather_texts(world, json.dumps(facts))]
-    for rank, other in enumerate(every):
+    first, *others = gather(world, facts)
+    for rank, other in enumerate(others, 1):
         for name, value in other.items():
-            first = every[0].get(name)
-            if value != first:
+            if value != first.get(name):
                 raise UserError(
-                    f"the ranks run different things: rank 0 has {name} {first}, "
+                    f"the ranks run different things: rank 0 has {name} {first.get(name)}, "
                     f"rank {rank} has {name} {value}\n"
                     "give every node the same code, environment, data and options\n"
                     "seed what is drawn at random: torch.manual_seed(0), "
@@ -191,18 +164,6 @@ def send(world: World, data: bytes | None, source: int) -> bytes:
         room = bytearray(int(length))
     world.broadcast(torch.frombuffer(room, dtype=torch.uint8), source)
     return bytes(room)
-
-
-def odd_ranks(world: World, numbers: list[int]) -> list[int] | None:
-    """None if the ranks of each stage have equal integers; else those in the minority, [] without one."""
-    rows = [tuple(row.tolist()) for row in world.all_gather(torch.tensor(numbers))]
-    stages = [rows[stage :: world.stages] for stage in range(world.stages)]
-    if all(stage.count(stage[0]) == len(stage) for stage in stages):
-        return None
-    odd = [
-        rank for rank, row in enumerate(rows) if 2 * stages[rank % world.stages].count(row) <= world.replicas
-    ]
-    return odd if len(odd) < world.size else []
 
 
 @torch.no_grad()
@@ -226,12 +187,11 @@ def join(opts: Options) -> World:
     pin(opts)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-    timeout = timedelta(seconds=4 * opts.hang_timeout) if opts.hang_timeout else WORKING
     store = None
     life = uuid.uuid4().hex[:12]
     if place.size > 1:
         store = fresh_store(place.rank, place.size)
-        _init_process_group(store, place, devices[0], timeout)
+        _init_process_group(store, place, devices[0])
         if place.rank == 0:
             store.set("life", life)
         life = store.get("life").decode()
@@ -245,7 +205,7 @@ def join(opts: Options) -> World:
         place.restart,
         store,
     )
-    return world.in_stages(opts.stages or place.size if opts.script == "mp" else 1, timeout)
+    return world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
 
 
 def leave(world: World) -> None:
@@ -307,7 +267,7 @@ def choose_devices(opts: Options, local_rank: int, local_size: int) -> tuple[tor
     return (torch.device("cuda", local_rank),)
 
 
-def _init_process_group(store, place, device, timeout):
+def _init_process_group(store, place, device):
     if place.size == place.local_size:  # no network for the gradients of one machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -327,6 +287,49 @@ def _init_process_group(store, place, device, timeout):
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.size,
-        timeout=timeout,
+        timeout=WORKING,
         device_id=device if device.type == "cuda" else None,
     )
+
+
+# ---- what decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start ---
+def pin(opts: Options) -> None:
+    """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
+    if opts.threads or opts.virtual_ranks:
+        torch.set_num_threads(opts.threads or 1)
+    if opts.tf32:
+        torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.benchmark = not opts.virtual_ranks  # it chooses kernels by their speed today
+    if opts.virtual_ranks:
+        # cuBLAS is deterministic only with a fixed workspace
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # it is overwritten anyway
+
+
+def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
+    """{what it is: value} for options.json; empty without --virtual-ranks, when bits are not promised."""
+    if not opts.virtual_ranks:
+        return {}
+    fused = opts.torch_optimizer[1].get("fused")
+    processor = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cuda":
+        processor = f"{torch.cuda.get_device_name(device)} cudnn {torch.backends.cudnn.version()}"
+    return {
+        "CPU threads per process": torch.get_num_threads(),
+        "kind of device": device.type,
+        "implementation of the optimizer": "fused" if fused else "torch's choice",
+        "build of torch": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
+        "CPU or GPU": processor,
+    }
+
+
+def bit_differences(was: dict[str, str | int], now: dict[str, str | int]) -> tuple[list[str], list[str]]:
+    """(differences to refuse, differences to warn of) between two lives' `bit_facts`, in words."""
+    firm = []
+    soft = []
+    for name, value in was.items():
+        if value != now.get(name):
+            differences = soft if name in MAY_DIFFER else firm
+            differences.append(f"{name} was {value}, now {now.get(name)}")
+    return firm, soft

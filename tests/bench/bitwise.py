@@ -16,8 +16,7 @@ from torch import nn
 
 from common.options import Options
 from common.training import TrainState, backward, build_optimizer, distribute
-from common.world.determinism import pin
-from common.world.world import keep_memory
+from common.world.world import keep_memory, pin
 
 
 def cnn():

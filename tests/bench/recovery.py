@@ -100,10 +100,7 @@ class Bench:
             time.sleep(0.3)
             os.kill(self.draw.choice(events(run, "life")[-1]["pids"]), signal.SIGKILL)
             killed = time.time()
-            recovery = first_steps(2) - killed
-            if name != "bare":
-                self.note(name, "restore s", events(run, "life")[-1]["restore_s"])
-            return recovery
+            return first_steps(2) - killed
         finally:
             job.send_signal(signal.SIGTERM)
             job.wait(300)

@@ -99,7 +99,7 @@ MUTANTS = {
         "checkpoint.folder", "            os.rename(gathered, mine)", "            mine = gathered",
         "parts", "a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_named"),
     "damage that one rank found is overlooked": (
-        "checkpoint.load", "    return all(world.all_gather(torch.tensor([right])))", "    return True",
+        "checkpoint.load", "    return all(gather(world, right))", "    return True",
         "parts", "damage_that_one_rank_alone_reads_makes_all_take_the_one_before", "part-00002/", "model"),
     "received bytes are not compared": ("checkpoint.load", "sha(data) == stated", "bool(sha(data))",
                                         "parts", "a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the_one_before"),

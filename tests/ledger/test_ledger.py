@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.ledger import Clock, Ledger, life_before, summarize
+from common.ledger import Clock, Ledger, summarize
 from common.ledger.__main__ import main
 from common.ledger.ledger import read
 
@@ -20,19 +20,19 @@ HOUSE = Path(__file__).parents[2]
 # Rank 0 of the first life is killed after step 49; steps 48 and 49 are lost, because a survivor saved 47.
 KILLED = (
     {"t": 1000, "event": "life", "life": "aa", "world": 3, "step": 0, "job": "j", "began": 990,
-     "import_s": 3, "join_s": 2, "load_s": 1, "restore_s": 0.5, "pids": [7, 8, 9], "hosts": ["x", "y", "y"]},
-    {"t": 1002, "event": "first_step", "step": 1, "first_step_s": 2},
-    {"t": 1041, "event": "save", "step": 40, "save_s": 0.1},
+     "pids": [7, 8, 9], "hosts": ["x", "y", "y"]},
+    {"t": 1002, "event": "first_step", "step": 1},
+    {"t": 1041, "event": "save", "step": 40},
     {"t": 1050, "event": "steps", "step": 49, "steps_s": 24, "data_wait_s": 14, "evaluation_s": 9,
      "save_stall_s": 1},
     {"t": 1052, "event": "death", "rank": 0, "why": "was killed by SIGKILL"},
     {"t": 1055, "event": "rescue", "step": 47, "rank": 2},
-    {"t": 1056, "event": "left", "life": "aa", "rank": 1, "stepped": 1049, "noticed": 1053},
-    {"t": 1057, "event": "left", "life": "aa", "rank": 2, "stepped": 1051, "noticed": 1052.5},
+    {"t": 1056, "event": "left", "life": "aa", "rank": 1, "stepped": 1049},
+    {"t": 1057, "event": "left", "life": "aa", "rank": 2, "stepped": 1051},
     {"t": 1067, "event": "life", "life": "bb", "world": 2, "step": 47, "job": "j", "began": 1058,
-     "import_s": 7, "restore_s": 0.25, "pids": [5, 6], "hosts": ["x", "y"]},
-    {"t": 1068, "event": "first_step", "step": 48, "first_step_s": 0.5},
-    {"t": 1070, "event": "left", "life": "aa", "rank": 0, "stepped": 1069, "noticed": 1069},  # it woke up
+     "pids": [5, 6], "hosts": ["x", "y"]},
+    {"t": 1068, "event": "first_step", "step": 48},
+    {"t": 1070, "event": "left", "life": "aa", "rank": 0, "stepped": 1069},  # it woke up
     {"t": 1090, "event": "steps", "step": 58, "steps_s": 20, "evaluation_s": 2},
     {"t": 1091, "event": "done", "life": "bb", "step": 58})
 
@@ -70,10 +70,6 @@ def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
     past = [event for event in KILLED[:8] if event["event"] != "death"]
     write(tmp_path, *past, {"t": 1051, "event": "error", "rank": 1, "why": "ValueError: broken jpeg 37"})
     assert [death["rank"] for death in summarize(tmp_path)["deaths"]] == [1], "this life may go on"
-    life, words, saved = life_before(tmp_path, "j")
-    assert life[0]["life"] == "aa" and saved == 47
-    assert words == "rank 1 (pid 8) ValueError: broken jpeg 37 and 1 more; step 47 saved by rank 2"
-    assert life_before(tmp_path, "another job") == ([], "", 47)
 
 
 @pytest.mark.parametrize("state, more", [
@@ -88,29 +84,24 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
     first, second, *_ = capsys.readouterr().out.splitlines()
     number = r"(\d+\.\d\d)"
     ages = re.fullmatch(f"{tmp_path}: {state} at step 28, {number} s ago; step 20 saved {number} s ago; "
-                        f"5 steps/s; {int(state == 'training')} of 1 processes alive here", first)
+                        f"4.67 steps/s; {int(state == 'training')} of 1 processes alive here", first)
     assert 4 <= float(ages[1]) < 60 and 3 <= float(ages[2]) < 60 and second == f"pids {pid}"
 
 
-def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_start(tmp_path, capsys):
+def test_a_torn_line_costs_what_it_held(tmp_path):
     write(tmp_path, *KILLED)
     facts = summarize(tmp_path) | {"now": None}
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write('null\n{"options": [1]}\n{"event": "st')
     assert summarize(tmp_path) | {"now": None} == facts
-    for number, event in enumerate(KILLED):
-        write(tmp_path, *KILLED[:number], {"event": event["event"]}, *KILLED[number + 1:])
-        life_before(tmp_path, "j")
-        assert main([str(tmp_path)]) in (0, 2)
-    capsys.readouterr()
 
 
 def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
     now = [5000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: now[0] + 1e6)
-    clock = Clock("import")
-    clock.born = now[0]  # whenever pytest has begun
+    clock = Clock()
+    clock.began = now[0] + 1e6  # whenever pytest has begun
     clock.ledger = Ledger(tmp_path)
     for step, _ in enumerate(clock.timed(range(40)), 1):
         now[0] += 0.5
@@ -140,7 +131,8 @@ def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothin
     assert text.count("http") == 1 and "src=" not in text  # the name space of SVG
 
 
-def test_events_are_private_lines_with_a_time_and_a_line_after_a_torn_one_is_whole(tmp_path):
+def test_events_are_private_lines_a_torn_one_joins_no_other_and_a_planted_link_is_not_followed(
+        tmp_path, capsys):
     path = tmp_path / "new" / "ledger.jsonl"
     Ledger(tmp_path / "new").event("save", step=3, where=Path("a\nb"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -149,20 +141,14 @@ def test_events_are_private_lines_with_a_time_and_a_line_after_a_torn_one_is_who
     Ledger(tmp_path / "new").event("life")
     first, second = read(path)
     assert (first["step"], first["where"], second["event"]) == (3, "a\nb", "life")
-
-
-def test_a_planted_link_costs_one_warning_and_is_not_followed(tmp_path, capsys):
     (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "elsewhere")
     book = Ledger(tmp_path)
-    book.event("save", step=1)
-    book.event("save", step=2)
-    assert capsys.readouterr().err.count("warning") == 1
-    assert not (tmp_path / "elsewhere").exists()
+    book.event("save"), book.event("save")
+    assert capsys.readouterr().err.count("warning") == 1 and not (tmp_path / "elsewhere").exists()
 
 
 def test_lines_of_many_writers_do_not_mix(tmp_path):
     program = ("import sys; from common.ledger import Ledger; book = Ledger(sys.argv[1])\n"
-               "assert 'torch' not in sys.modules and 'numpy' not in sys.modules\n"
                "for k in range(200): book.event('save', step=k, ids=list(range(500)))")
     writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=HOUSE) for _ in range(4)]
     assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0, 0]

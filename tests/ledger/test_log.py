@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def options(run_dir, **kwargs):
 
 def life(opts, first, last, **kwargs):
     """Steps first+1..last of a run, as one process logs them; loss = step, so that a misplaced line shows."""
-    with Log(opts, 0, first, **kwargs) as log:
+    with closing(Log(opts, 0, first, 100, **kwargs)) as log:
         for step in range(first + 1, last + 1):
             log.step({"step": step, "epoch": 0, "loss": float(step), "lr": 1e-3})
 
@@ -58,13 +59,13 @@ def test_each_step_is_there_once_after_crashes_that_tear_lines_and_resume_earlie
 
 def test_a_step_has_one_training_row_and_one_evaluation_row_with_time_and_epochs_from_1(tmp_path):
     opts = options(tmp_path)
-    before = time.time()
+    now = time.time()
     for first in (0, 4):  # the second life evaluates step 4 once more
         life(opts, first, 4)
-        with Log(opts, 0, 4) as log:
+        with closing(Log(opts, 0, 4, 100)) as log:
             log.evaluation(4, {"val_acc": 0.97, "val_loss": float("nan"), "labels": [1, 2]})
     assert steps(tmp_path) == [1, 2, 3, 4, 4]
-    assert all(before - 1 <= row.pop("time") <= time.time() for row in rows(tmp_path))
+    assert all(abs(row["time"] - now) < 60 for row in rows(tmp_path))
     assert {row.get("epoch", 1) for row in rows(tmp_path)} == {1}
     last = rows(tmp_path)[-1]
     assert last == {"step": 4, "val_acc": 0.97, "val_loss": None, "time": last["time"]}, "JSON has no nan"
@@ -84,7 +85,7 @@ def test_a_full_disk_costs_lines_and_one_warning_and_a_torn_line_does_not_swallo
         return n
 
     monkeypatch.setattr(os, "write", small_disk)
-    with Log(options(tmp_path), 0) as log:
+    with closing(Log(options(tmp_path), 0, 0, 100)) as log:
         for step, room in ((1, 1000), (2, 10), (3, 0), (4, 0), (5, 1000)):  # somebody tidied up
             free[0] = room
             log.step({"step": step, "epoch": 0})
@@ -99,27 +100,27 @@ def test_a_line_says_epoch_step_eta_numbers_and_samples_per_second_and_the_last_
         tmp_path, capsys, monkeypatch):
     now = [100.0]
     monkeypatch.setattr("common.ledger.log.time.monotonic", lambda: now[0])
-    with Log(options(tmp_path), 0, 100, 564) as log:
+    with closing(Log(options(tmp_path), 0, 100, 564)) as log:
         log.start(["net, 21,840 parameters"])
         now[0] += 1
         log.step({"step": 120, "epoch": 0, "loss": 0.48123, "acc": 0.8611, "lr": 1e-3})
         now[0] += 60
         log.evaluation(188, {"val_acc": 0.9712, "val_loss": 0.09})
         now[0] += 1
-        log.step({"step": 189, "epoch": 1, "f1": 1.23456, "MiB_0": 12345})  # a minute of evaluation left out
+        log.step({"step": 189, "epoch": 1, "f1": 1.23456})  # a minute of evaluation left out
         log.done(564, {"val_acc": 0.9712, "step": 188})
     assert capsys.readouterr().out.splitlines() == [
         "net, 21,840 parameters",
         "epoch 1/3  step 120/564  eta 0:00:22  loss 0.4812  acc 0.861  lr 1.00e-03  1,280 samples/s",
         "step 188  val_acc 0.9712  val_loss 0.0900",
-        "epoch 2/3  step 189/564  eta 0:04:21  f1 1.235  MiB_0 12,345  64 samples/s",
+        "epoch 2/3  step 189/564  eta 0:04:21  f1 1.235  64 samples/s",
         f"done at step 564: val_acc 0.9712 (best, step 188), {tmp_path}"]
 
 
 def test_the_bar_is_as_wide_as_the_terminal_with_notes_above_it_and_the_result_in_its_place(
         tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    with Log(options(tmp_path, progress="on"), 0, total=4) as log:
+    with closing(Log(options(tmp_path, progress="on"), 0, 0, 4)) as log:
         for step in (2, 4):
             log.step({"step": step, "epoch": 0, "loss": 1.0})
         log.note("a note")
@@ -130,22 +131,23 @@ def test_the_bar_is_as_wide_as_the_terminal_with_notes_above_it_and_the_result_i
 
 
 def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
-    run_dir = tmp_path / "run"
-    with Log(options(run_dir, tensorboard=True, progress="on"), 1, 3, records=[{"step": 3}]) as log:
+    opts = options(tmp_path / "run", tensorboard=True, progress="on")
+    with closing(Log(opts, 1, 3, 100, records=[{"step": 3}])) as log:
         log.start(["a"])
-        log.step({"step": 4, "epoch": 0, "loss": 1.0})
-        log.evaluation(4, {"val_acc": 1.0})
+        log.step({"step": 4})
+        log.evaluation(4, {})
         log.done(4, {"step": 0})
-    assert capsys.readouterr() == ("", "") and not run_dir.exists()
+    assert capsys.readouterr() == ("", "") and not opts.run_dir.exists()
 
 
 PROGRAM = """
 import sys
+from contextlib import closing
 from pathlib import Path
 from common.ledger import Log
 from common.options import Options
 opts = Options(run_dir=Path(sys.argv[1]), progress=sys.argv[2], tensorboard=False)
-with Log(opts, 0, total=2000) as log:
+with closing(Log(opts, 0, 0, 2000)) as log:
     for step in range(1, 2001):
         log.step({"step": step, "epoch": 0, "loss": 1.0})
     log.note("caf\\xe9 \\udcff")
@@ -178,7 +180,7 @@ def test_curves_do_not_overlap_after_restarts(tmp_path):
     assert not (tmp_path / "tb").exists()  # nothing to add
     life(opts, 0, 5)
     life(opts, 3, 4)
-    with Log(opts, 0, 4) as log:
+    with closing(Log(opts, 0, 4, 100)) as log:
         log.step({"step": 5, "epoch": 0, "loss": 50.0})
         log.evaluation(5, {"val_acc": 0.5, "val_loss": 0.7})
     board = accumulator.EventAccumulator(str(tmp_path / "tb"))
@@ -191,11 +193,7 @@ def test_curves_do_not_overlap_after_restarts(tmp_path):
     assert stat.S_IMODE((tmp_path / "tb").stat().st_mode) == 0o700
 
 
-@pytest.mark.parametrize("cause", ["not installed", "a file in the way"])
-def test_curves_that_cannot_be_written_cost_one_warning(tmp_path, monkeypatch, capsys, cause):
-    if cause == "not installed":
-        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    else:
-        (tmp_path / "tb").touch()
+def test_curves_that_cannot_be_written_cost_one_warning(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     life(options(tmp_path, tensorboard=True), 0, 5)
     assert capsys.readouterr().err.count("no curves for TensorBoard") == 1 and len(steps(tmp_path)) == 5

@@ -25,7 +25,7 @@ from common.pipeline.transfer import Ranks
 from common.training import TrainState, build_optimizer, distribute, find_task
 from common.training import backward as whole_backward
 from common.world import World
-from common.world import determinism as pinned
+from common.world import world as pinned
 
 GPT = {"model": f"{NETS}:tied", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw",
        "weight_decay": 0.1,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from common.errors import UserError
-from common.ledger import Ledger
+from common.ledger import Ledger, lives_of
 from common.options import Options
 from common.rescue import refuse_a_crash_loop
 from common.rescue.life import LIVES_KILLED, refuse_without_progress
@@ -22,7 +22,7 @@ def refused(run, *lives, step=7):
             ledger.event(name, step=began + 9, why="mine")
     try:
         state = SimpleNamespace(step=step, finished=False, epoch=0, position=0)
-        refuse_without_progress(Options(run_dir=run), SimpleNamespace(train=range(9)), state)
+        refuse_without_progress(lives_of(run), Options(run_dir=run), SimpleNamespace(train=range(9)), state)
     except UserError as error:
         ledger.lines.close()
         return error.code, str(error)

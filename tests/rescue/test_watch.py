@@ -43,6 +43,24 @@ def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_
     assert "stand_still" in capfd.readouterr().err
 
 
+def sleep_for_more_than_ten_limits(world):
+    """SIGSTOP, as debuggers and Slurm's suspend send it."""
+    state, thread, reports = watched(world, 0.2)
+    if (waker := os.fork()) == 0:
+        time.sleep(3.3)
+        os.kill(os.getppid(), signal.SIGCONT)
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    os.waitpid(waker, 0)
+    move_for(0.5, state)  # what was due would come now
+    thread.stop()
+    return reports
+
+
+def test_a_process_that_was_stopped_goes_on_and_nothing_was_due_meanwhile():
+    assert fork_ranks(1, sleep_for_more_than_ten_limits) == [[]]
+
+
 def wait_for_rank_1(world):
     """Reports of each rank while rank 1 works, for three times the limit."""
     state, thread, reports = watched(world, 2)

@@ -26,7 +26,7 @@ from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
 from common.training import TrainState, backward, build_optimizer, distribute
-from common.world import determinism as pinned
+from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
 CNN = {"model": f"{NETS}:cnn", "dataset": f"{NETS}:pictures", "global_batch_size": 24, "optimizer": "adamw",
@@ -171,7 +171,7 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, cap
     run(tmp_path / "run", 1, more | {"max_steps": 2})
     path = tmp_path / "run/options.json"
     text = json.loads(path.read_text())
-    text["pinned"]["build"] = "2.0.1"
+    text["pinned"]["build of torch"] = "2.0.1"
     path.write_bytes(sealed({name: value for name, value in text.items() if name != "seal"}))
     threads = options(tmp_path / "run", more | {"threads": 2})
     assert fork_ranks(1, life, train_ddp, threads, may_die=[0]) == [2]
@@ -190,7 +190,7 @@ def test_ranks_that_compute_with_other_threads_are_refused(tmp_path, capfd):
         return life(world, train_ddp, replace(opts, threads=1 + world.rank))
 
     assert fork_ranks(2, differ, options(tmp_path / "run", CNN), may_die=range(2)) == [2, 2]
-    assert "rank 0 has threads 1, rank 1 has threads 2" in capfd.readouterr().err
+    assert "has CPU threads per process 1, rank 1 has CPU threads per process 2" in capfd.readouterr().err
 
 
 # ---- parts ----------------------------------------------------------------------------------------

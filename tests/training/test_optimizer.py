@@ -22,7 +22,7 @@ from common.errors import UserError
 from common.options import parse_options
 from common.options.options import RATE, RATES
 from common.training import TrainState, backward, build_optimizer, distribute
-from common.world import determinism as pinned
+from common.world import world as pinned
 
 CANNOT = {               # what torch lists and we refuse, and why
     "LBFGS": "needs the loss several times in one step", "SparseAdam": "needs sparse gradients",

@@ -25,7 +25,7 @@ MOST_NAMES = 14          # that one door hands out
 # These alone say torch.distributed, and these alone read os.environ.
 COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "training/bitwise",
               "pipeline/split", "pipeline/transfer"}
-ENVIRON = {"place", "errors", "world/world", "world/determinism"}
+ENVIRON = {"place", "errors", "world/world"}
 TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common",
              "launch", "tests"}
 MADE_BY_USE = {"runs", "data", "__pycache__"}

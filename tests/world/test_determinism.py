@@ -1,6 +1,5 @@
 """What decides bits and speed on GPUs: set, recorded, refused where it cannot take effect."""
 import contextlib
-import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,8 +11,7 @@ from common.errors import UserError, blamed
 from common.options import Options
 from common.training import TrainState, backward, build_optimizer, distribute, prepare
 from common.world import World, bit_differences, bit_facts
-
-pinned = importlib.import_module("common.world.determinism")
+from common.world import world as pinned
 
 
 @pytest.fixture(autouse=True)
@@ -33,15 +31,9 @@ def test_kernels_are_chosen_by_their_speed_unless_bits_are_promised(flags, bench
     assert torch.backends.cudnn.benchmark is benchmark and torch.backends.cuda.matmul.allow_tf32 is tf32
 
 
-def test_tf32_is_refused_without_a_gpu():
-    world = SimpleNamespace(devices=(torch.device("cpu"),), device=torch.device("cpu"))
-    with pytest.raises(UserError, match="--tf32 works on GPUs only"):
-        prepare(torch.nn.Linear(2, 2), Options(tf32=True), world, None, None)
-
-
 def test_what_must_be_equal_for_equal_bits_is_refused_and_the_rest_warned_of():
-    was = {"threads": 1, "build": "2.11"}
-    firm, soft = bit_differences(was, {"threads": 2, "build": "2.15", "processor": "AVX2"})
+    was = {"CPU threads per process": 1, "build of torch": "2.11"}
+    firm, soft = bit_differences(was, {"CPU threads per process": 2, "build of torch": "2.15"})
     assert firm == ["CPU threads per process was 1, now 2"] and soft == ["build of torch was 2.11, now 2.15"]
     assert bit_differences(was, was) == ([], []) and bit_facts(Options(), None) == {}
 
@@ -68,13 +60,16 @@ def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
     assert "--virtual-ranks" in text and "replace the layer" in text
 
 
-@pytest.mark.parametrize("flags, dropout, refused", [
-    ({"virtual_ranks": 2}, 0.5, True), ({"script": "mp", "recompute": True}, 0.5, True),
-    ({"virtual_ranks": 2}, 0.0, False), ({}, 0.5, False)])
-def test_dropout_inside_an_rnn_is_refused_where_cudnn_would_draw_what_no_slice_seeds(flags, dropout, refused):
-    """cuDNN has a state of its own, which moves on with each forward and is in no checkpoint."""
-    gpu = SimpleNamespace(device=torch.device("cuda"), devices=(), stages=1)
+CUDNN = "one layer"  # it has a state of its own, which moves on with each forward and is in no checkpoint
+
+
+@pytest.mark.parametrize("device, flags, dropout, refused", [
+    ("cpu", {"tf32": True}, 0.0, "--tf32 works on GPUs only"),
+    ("cuda", {"virtual_ranks": 2}, 0.5, CUDNN), ("cuda", {"script": "mp", "recompute": True}, 0.5, CUDNN),
+    ("cuda", {"virtual_ranks": 2}, 0.0, ""), ("cuda", {}, 0.5, "")])
+def test_what_a_device_cannot_do_or_cannot_do_again_is_refused(device, flags, dropout, refused):
+    world = SimpleNamespace(device=torch.device(device), devices=(torch.device(device),), stages=1)
     net = nn.LSTM(4, 4, num_layers=2, dropout=dropout)
     task = SimpleNamespace(try_out=lambda *_, **__: None)
-    with pytest.raises(UserError, match="one layer") if refused else contextlib.nullcontext():
-        prepare(net, Options(**flags), gpu, None, task, torch.device("cpu"))
+    with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
+        prepare(net, Options(**flags), world, None, task, torch.device("cpu"))

@@ -25,12 +25,6 @@ class Store:
             self.values[key] = self.values.get(key, 0) + number
             return self.values[key]
 
-    def get(self, key):
-        with self.changed:
-            self.requests += 1
-            assert self.changed.wait_for(lambda: key in self.values, 60)
-            return self.values[key]
-
     def check(self, keys):
         with self.changed:
             self.requests += 1
@@ -39,7 +33,11 @@ class Store:
     def multi_get(self, keys):
         with self.changed:
             self.requests += 1
+            assert self.changed.wait_for(lambda: set(keys) <= self.values.keys(), 60)
             return [self.values[key].encode() for key in keys]
+
+    def get(self, key):
+        return self.multi_get([key])[0]
 
 
 def start(size, monkeypatch):
