@@ -195,7 +195,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
     if first or not shared:
         say("error: " + "\n       ".join(str(error).splitlines()[:3]), sys.stderr)
         note_reason(str(error))
-        if error.code != 1:  # 1: a restart may cure it
+        if error.code != 1 and not here().launched:  # 1: a restart may cure it; our own agent reads the code
             dismiss_agent()
     Outlet(sys.stdout).write()
     if shared or not is_rank:

@@ -132,7 +132,7 @@ class Run:
         self.audit.done(state.whole)
         self.clock.stepped(state.step)
         if state.step % opts.log_every == 0:
-            self.log.step(state.note(totals))
+            self.log.step(state.note(totals) | self.world.memory())
         if opts.check_every and state.step % opts.check_every == 0:
             self.store.agree(state)
         if self.rescue.save_asked or self.store.due(state, overdue):

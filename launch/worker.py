@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]  # not the folder where it was started: that may have a `common` of its own
 
 from common import place  # noqa: E402
+from common.errors import guarded  # noqa: E402
 
 PRELOAD = "LAUNCH_PRELOAD"  # only in the environment of a fork server: [module, its options]
 
@@ -52,7 +53,10 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
     sys.argv = [script, *words]
     sys.stdout.reconfigure(write_through=True)
     try:
-        runpy.run_path(script, run_name="__main__")
+        with guarded(
+            debug="--debug" in words
+        ):  # a mistake in a script of one's own is made again by each life
+            runpy.run_path(script, run_name="__main__")
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
         sys.stdout.flush()

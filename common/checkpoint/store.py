@@ -463,8 +463,8 @@ class CheckpointStore:
         step = facts["step"]
         if self._write(facts, self.layout.written(tensors)) is None:
             return (
-                f"step {step}: this rank's part is written; it counts once every stage's is, "
-                "until then the newest checkpoint stands"
+                f"step {step}: rank {self.world.rank} has saved its part, and the step counts with those of "
+                "all stages"
             )
         if self.ledger:
             seconds = round(time.monotonic() - began, 3)

@@ -1,7 +1,7 @@
 """What a run tells and writes down; a log never stops a training. No torch here."""
 
-from common.ledger.account import Life, audit, lives_of, named, summarize
+from common.ledger.account import Life, audit, deaths_of, lives_of, named, summarize
 from common.ledger.ledger import Audit, Clock, Ledger
 from common.ledger.log import Log
 
-__all__ = ["Audit", "Clock", "Ledger", "Life", "Log", "audit", "lives_of", "named", "summarize"]
+__all__ = ["Audit", "Clock", "Ledger", "Life", "Log", "audit", "deaths_of", "lives_of", "named", "summarize"]

@@ -18,6 +18,15 @@ from common.place import end_of
 
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
+FIELDS = {  # without which an event is damaged, and left out like a torn line: a log stops no start
+    "life": ("life", "world", "step"),
+    "save": ("step",),
+    "rescue": ("step", "rank"),
+    "steps": ("step",),
+    "left": ("rank", "stepped"),
+    "error": ("rank", "why"),
+    "death": ("rank", "why"),
+}
 RECENT = 10  # entries of the clock that the rate is taken from
 
 Life = list[Record]  # its events in order; the first is named "life"
@@ -35,8 +44,10 @@ def lives_of(*run_dirs: Path | str) -> list[Life]:
     lives: list[Life] = []
     newest = None
     for event in events:
+        if not {"t", *FIELDS.get(event["event"], ())} <= event.keys():
+            continue
         if event["event"] == "life":
-            newest = event.get("life")
+            newest = event["life"]
             lives.append([event])
         elif lives and event.get("life", newest) == newest:
             lives[-1].append(event)
@@ -51,13 +62,14 @@ def named(events: Iterable[Record], *names: str) -> list[Record]:
 
 # ---- deaths ---------------------------------------------------------------------------------------
 def deaths_of(events: Life, over: bool) -> list[Record]:
-    """Return a dict per process that died, in their order: life, rank, host, pid, cause.
+    """Return a dict per process that died: life, rank, host, pid, cause.
 
     A process has died if it was killed, if it noted an error, or if its life is over and it has not noted
     that it left.
     """
     life = events[0]
-    silent = {*range(life["world"])} - {event["rank"] for event in named(events, "left")}
+    processes = dict(enumerate(zip(life.get("hosts", ()), life.get("pids", ()), strict=False)))
+    silent = processes.keys() - {event["rank"] for event in named(events, "left")}
     causes: dict[int, str] = {}
     for note in named(events, "error", "death"):
         if note["event"] == "error" or note["rank"] in silent:
@@ -65,16 +77,11 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
     if over and not named(events, "done"):
         for rank in sorted(silent):
             causes.setdefault(rank, "ended without a word (killed, or its machine is gone)")
-    return [
-        {
-            "life": life["life"],
-            "rank": rank,
-            "host": life["hosts"][rank],
-            "pid": life["pids"][rank],
-            "cause": cause,
-        }
-        for rank, cause in causes.items()
-    ]
+    deaths = []
+    for rank in causes.keys() & processes.keys():
+        host, pid = processes[rank]
+        deaths.append({"life": life["life"], "rank": rank, "host": host, "pid": pid, "cause": causes[rank]})
+    return deaths
 
 
 # ---- seconds --------------------------------------------------------------------------------------

@@ -46,8 +46,10 @@ class Log:
             for record in filter(None, records):
                 self._keep(record)
 
-    def start(self, lines: Iterable[str]) -> None:
-        """Print the lines; samples/s count from here."""
+    def start(self, lines: Iterable[str], deaths: Iterable[str] = ()) -> None:
+        """Print the lines, TensorBoard gets the deaths before them too; samples/s count from here."""
+        if self.speaks:
+            self.curves.life = "\n\n".join([*deaths, *lines])
         self.began = time.monotonic()
         self.previous = self.began, self.first  # time and step of the line before
         for text in lines:
@@ -165,6 +167,7 @@ class Curves:
         self.folder = Path(opts.run_dir) / "tb"
         self.step = step
         self.on = opts.tensorboard
+        self.life = ""  # how it began, told with its first point
         self.writer: Any = None  # TensorBoard is imported late
 
     def put(self, record: Record) -> None:
@@ -177,6 +180,9 @@ class Curves:
         }
         try:
             self.writer = self.writer or self._open()
+            if self.life:
+                self.writer.add_text("run/lives", self.life, self.step)
+            self.life = ""
             for tag, value in tags.items():
                 self.writer.add_scalar(tag, value, record["step"])
         except Exception as error:  # it is not installed, a disk is full

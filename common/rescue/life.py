@@ -8,7 +8,7 @@ import torch
 
 from common.data import Data
 from common.errors import UserError
-from common.ledger import Clock, Ledger, Life, Log, lives_of, named
+from common.ledger import Clock, Ledger, Life, Log, deaths_of, lives_of, named
 from common.options import Options
 from common.place import here, note_that_it_waits, this_process
 from common.rescue.watch import State
@@ -50,14 +50,20 @@ def open_life(
         job = this_process()["job"]
         lines = header_of(opts, world, data, state, parameters)
         line = resumption(opts, state, source)
-        if lives and lives[-1][0]["job"] == job:
+        deaths = []
+        if lives:
             last = lives[-1]
-            moments = [event["stepped"] for event in named(last, "left")]
-            seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
-            line += f", after {seconds:.1f} s with {world.size} process{'es' * (world.size > 1)}"
-            if last[0]["world"] == world.size:
-                lines = []
-        log.start([*lines, line])
+            deaths = [f"rank {death['rank']} {death['cause']}" for death in deaths_of(last, over=True)]
+            deaths += [
+                f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")
+            ]
+            if last[0].get("job") == job:
+                moments = [event["stepped"] for event in named(last, "left")]
+                seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
+                line += f", after {seconds:.1f} s with {world.size} process{'es' * (world.size > 1)}"
+                if last[0]["world"] == world.size:
+                    lines = []
+        log.start([*lines, line], deaths)
         saved = named(chain(*lives), "save", "rescue")
         if saved and not state.step:  # a disk is not mounted, say
             step = saved[-1]["step"]

@@ -63,6 +63,11 @@ class World:
     def device(self) -> torch.device:
         return self.devices[0]
 
+    def memory(self) -> dict[str, int]:
+        """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
+        gpus = [device for device in self.devices if device.type == "cuda"]
+        return {f"MiB_{gpu.index}": torch.cuda.memory_allocated(gpu) >> 20 for gpu in gpus}
+
     # ---- collectives ------------------------------------------------------------------------------
     def all_sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None, ranks: int = 0) -> Tensor:
         """Sum over ranks, in place."""

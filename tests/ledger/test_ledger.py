@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from common.ledger import Clock, Ledger, summarize
+from common.ledger import Clock, Ledger, deaths_of, lives_of, summarize
 from common.ledger.__main__ import main
 from common.ledger.ledger import read
 
@@ -88,12 +88,18 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
     assert 4 <= float(ages[1]) < 60 and 3 <= float(ages[2]) < 60 and second == f"pids {pid}"
 
 
-def test_a_torn_line_costs_what_it_held(tmp_path):
+def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_no_start(tmp_path):
     write(tmp_path, *KILLED)
     facts = summarize(tmp_path) | {"now": None}
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write('null\n{"options": [1]}\n{"event": "st')
     assert summarize(tmp_path) | {"now": None} == facts
+    for number, event in enumerate(KILLED):
+        for name in event.keys() - {"event"}:
+            damaged = {key: value for key, value in event.items() if key != name}
+            write(tmp_path, *KILLED[:number], damaged, *KILLED[number + 1:])
+            deaths = [deaths_of(life, over=True) for life in lives_of(tmp_path)]  # as a start does
+            assert deaths and main([str(tmp_path)]) in (0, 2)
 
 
 def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):

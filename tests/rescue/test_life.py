@@ -19,7 +19,7 @@ def refused(run, *lives, step=7):
     for number, (began, *names) in enumerate(lives):
         ledger.event("life", life=str(number), world=1, step=began)
         for name in names:
-            ledger.event(name, step=began + 9, why="mine")
+            ledger.event(name, step=began + 9, rank=0, why="mine")
     try:
         state = SimpleNamespace(step=step, finished=False, epoch=0, position=0)
         refuse_without_progress(lives_of(run), Options(run_dir=run), SimpleNamespace(train=range(9)), state)

@@ -111,13 +111,22 @@ def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(
 
 @pytest.mark.parametrize("text, code, method", [
     ("import os; os._exit(0)", 0, "forkserver"), ("import sys; sys.exit(3)", 3, "forkserver"),
-    ("1 / 0", 1, "forkserver"), ("import os; os.kill(os.getpid(), 9)", 1, "forkserver"),
+    ("raise OSError(5, 'disk')", 1, "forkserver"), ("import os; os.kill(os.getpid(), 9)", 1, "forkserver"),
     ("import sys; sys.exit(3)", 3, "spawn")])
 def test_a_script_of_any_kind_ends_the_job_with_its_own_code(jobs, tmp_path, text, code, method):
     one_fails = script(tmp_path, f"import os\nif os.environ['RANK'] == '0':\n    {text}\n")
     job = jobs.start(TORCHRUN, "--nproc_per=2", "--max_restarts=0", f"--start_method={method}", one_fails)
     assert job.wait() == code, job.output
     assert ("no restart is left" in job.output) == (code == 1)
+
+
+def test_a_mistake_in_a_script_of_ones_own_is_told_and_not_tried_again(jobs, tmp_path):
+    mistaken = script(tmp_path, "import torch\ntorch.manual_seeed(0)\n")
+    job = jobs.start(TORCHRUN, "--nproc_per_node=2", mistaken)
+    assert job.wait() == 2, job.output
+    assert job.output.count("manual_seeed'") in (1, 2), job.output  # the second rank waits for the agent
+    assert "script.py, line 2: torch.manual_seeed(0)" in job.output
+    assert "Traceback" not in job.output
 
 
 def test_a_script_beside_a_package_named_common_finds_ours(jobs, tmp_path):
