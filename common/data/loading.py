@@ -221,7 +221,7 @@ def from_workers(load, cuts, count, pin):
             if isinstance(share, UserError):
                 raise share
             yield share
-    except RuntimeError as error:
+    except (RuntimeError, OSError, EOFError) as error:  # the last two: it dies as it hands a tensor over
         raise UserError(
             f"its loading process: {one_line(error)}\nthere may be too little memory for so many --workers",
             code=1,

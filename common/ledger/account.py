@@ -35,7 +35,7 @@ Life = list[Record]  # its events in order; the first is named "life"
 def lives_of(*run_dirs: Path | str) -> list[Life]:
     """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time.
 
-    What a process has written after the next life began is left out.
+    What a process has written after the next life began is left out. A start that was refused is no life.
     """
     paths = [Path(run_dir) / "ledger.jsonl" for run_dir in run_dirs]
     events = [event for path in paths if path.is_file() for event in read(path)]
@@ -49,7 +49,7 @@ def lives_of(*run_dirs: Path | str) -> list[Life]:
         if event["event"] == "life":
             newest = event["life"]
             lives.append([event])
-        elif lives and event.get("life", newest) == newest:
+        elif lives and (event.get("life", newest) == newest or event["event"] == "refused"):
             lives[-1].append(event)
     if not lives:
         raise UserError(f"{paths[0]} holds no life\nname the folder of a run that has begun training")

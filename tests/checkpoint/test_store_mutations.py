@@ -139,7 +139,7 @@ MUTANTS = {
     "the best one is pruned": ("checkpoint.store", 'facts["best"]["step"], *newest', "*newest", "",
                                "the_newest_ones_the_best_one_and_nothing_else_is_kept"),
     # what ranks agree on
-    "replicas are not compared": ("checkpoint.store", "        if odd is not None:\n", "        if False:\n", *DIFFER, "a buffer"),
+    "replicas are not compared": ("checkpoint.store", "        if odd:\n", "        if False:\n", *DIFFER, "a buffer"),
     "what diverged stays": ("checkpoint.store", "            if step > self.agreed:\n", "            if False:\n", *DIFFER, "a buffer"),
     "the sum over weights has holes": ("world.world", "view(torch.int64).sum()", "view(torch.int64)[1:].sum()", "identity",
                                        "every_flipped_bit_and_every_swap_between_tensors_changes_the_sum"),

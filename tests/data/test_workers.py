@@ -1,9 +1,11 @@
+import multiprocessing.connection
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,12 +39,14 @@ def drain(split, **changed):
         pass
 
 
-def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence():
+@pytest.mark.parametrize("error", [None, EOFError, ConnectionResetError])
+def test_a_killed_worker_ends_the_epoch_with_an_error_and_not_with_silence(monkeypatch, error):
+    if error:  # it dies while it hands a tensor over
+        monkeypatch.setattr(multiprocessing.connection, "answer_challenge", Mock(side_effect=error))
     before = signal.getsignal(signal.SIGCHLD)
     split = trouble(lambda: os.kill(os.getpid(), signal.SIGKILL))
     found = batches(split, ElasticSampler(len(split), 2), options("trouble", workers=2))
-    # it, or the socket that its tensors were to come through
-    with pytest.raises((UserError, RuntimeError, OSError, EOFError)):
+    with pytest.raises(UserError, match="its loading process"):
         for _ in found:
             # no handler that raises in the midst of an update
             assert signal.getsignal(signal.SIGCHLD) == before
