@@ -107,7 +107,7 @@ def verify(args: argparse.Namespace) -> int:
     """Prints a line a segment; the exit code is 1 if one ends differently."""
     run = args.run
     if not read_options(run)["options"]["virtual_ranks"]:
-        say("without --virtual-ranks only the same number of processes makes the same bits")
+        say("without --virtual-ranks other bits prove nothing: processes and starts decide them, too")
     segments = chosen(args)
     wrong = 0
     for begin, end in segments:

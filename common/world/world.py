@@ -21,7 +21,7 @@ from common.errors import UserError
 from common.options import Options
 from common.place import here
 from common.sampler import hash_seed
-from common.world.rendezvous import ANSWER, fresh_store, interface_towards
+from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards
 
 BROADCAST_BYTES = 1 << 28  # of one broadcast: bounds what the transport allocates
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
@@ -95,18 +95,22 @@ class World:
         if stages == 1:
             return self
         ranks = range(self.size)
-        replicas = [dist.new_group(ranks[first : first + stages], WORKING) for first in ranks[::stages]]
-        peers = [dist.new_group(ranks[stage::stages], WORKING) for stage in range(stages)]
+        replicas = [dist.new_group(ranks[first : first + stages], MEETING) for first in ranks[::stages]]
+        peers = [dist.new_group(ranks[stage::stages], MEETING) for stage in range(stages)]
         return replace(
             self, stages=stages, stage_group=replicas[self.rank // stages], peers=peers[self.rank % stages]
         )
 
     def watched(self) -> None:
         """From now on the rescue ends hangs: collectives wait, however long a step or a save takes."""
+        self.wait(WATCHED)
+
+    def wait(self, patience: timedelta) -> None:
+        """From now on a collective waits so long for the other ranks."""
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.stage_group, self.peers):
-                set_timeout(WATCHED, group)
+                set_timeout(patience, group)
 
     # ---- over the key-value store -----------------------------------------------------------------
     def barrier(self, name: str) -> None:
@@ -210,7 +214,9 @@ def join(opts: Options) -> World:
         place.restart,
         store,
     )
-    return world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
+    world = world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
+    world.wait(WORKING)
+    return world
 
 
 def leave(world: World) -> None:
@@ -292,7 +298,7 @@ def _init_process_group(store, place, device):
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.size,
-        timeout=WORKING,
+        timeout=MEETING,
         device_id=device if device.type == "cuda" else None,
     )
 

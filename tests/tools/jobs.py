@@ -241,7 +241,7 @@ def reached(run, life=None):
     return best
 
 
-def wait_for(run, step, life=0, job=None, deadline=120):
+def wait_for(run, step, life=0, job=None, deadline=300):
     """The newest life (at least number `life`, from 0), once a rank of it has done `step`."""
     def there():
         if job and job.poll() is not None and not (lives(run) and reached(run) >= step):

@@ -177,6 +177,18 @@ def test_ranks_that_wait_for_one_that_never_comes_give_up_and_their_agents_meet_
     fork_ranks(2, rank_1_never_comes)
 
 
+def rank_3_dies_as_stages_form_groups(world):
+    if world.rank < 3:
+        worlds.MEETING = timedelta(seconds=1)
+        with pytest.raises(RuntimeError):  # a time-out
+            world.in_stages(2)
+
+
+def test_ranks_that_form_groups_with_one_that_has_died_give_up_as_soon():
+    """Nobody watches yet: they waited for an hour, where a machine with two of four ranks died here."""
+    fork_ranks(4, rank_3_dies_as_stages_form_groups, deadline=60)
+
+
 def test_lifelines_go_over_ipv6_too(monkeypatch):
     class Store(dict):
         host = "::1"
