@@ -1,7 +1,9 @@
 """What a finished run is good for: its best checkpoint by name, its weights as a file that anybody reads."""
 import errno
+import importlib
 import os
 
+import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from stores import a_life, at_step, expected, options, save, tiny_net
@@ -71,6 +73,15 @@ def test_an_export_is_in_the_format_that_its_suffix_says(tmp_path, capsys):
     assert main([str(run), "--export", str(tmp_path / "w.onnx")]) == 2
     assert "end the name in .safetensors, or in .pt" in capsys.readouterr().err
     assert not (tmp_path / "w.onnx").exists()
+
+
+@pytest.mark.parametrize("command", ["common.checkpoint.__main__", "common.ledger.__main__", "common.replay"])
+def test_every_option_of_a_command_has_a_text_in_its_help(command, capsys):
+    with pytest.raises(SystemExit, match="0"):
+        importlib.import_module(command).main(["--help"])
+    _, options = capsys.readouterr().out.split("options:")
+    for option in options.split("\n  -")[1:]:
+        assert [word for word in option.split() if word.islower() and word[0] != "-"][1:], option
 
 
 def test_what_is_exported_loads_strictly_into_the_bare_net(tmp_path, capsys):
