@@ -463,8 +463,8 @@ class CheckpointStore:
         step = facts["step"]
         if self._write(facts, self.layout.written(tensors)) is None:
             return (
-                f"step {step}: rank {self.world.rank} has saved its part, and the step counts with those of "
-                "all stages"
+                f"step {step}: rank {self.world.rank} has saved its stage; "
+                "the step counts once all stages are saved"
             )
         if self.ledger:
             seconds = round(time.monotonic() - began, 3)

@@ -35,7 +35,8 @@ Life = list[Record]  # its events in order; the first is named "life"
 def lives_of(*run_dirs: Path | str) -> list[Life]:
     """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time.
 
-    What a process has written after the next life began is left out. A start that was refused is no life.
+    What a process writes after the next life has begun is left out, but for the refusal of a start: that is
+    no life of its own, and ends the row of lives before it.
     """
     paths = [Path(run_dir) / "ledger.jsonl" for run_dir in run_dirs]
     events = [event for path in paths if path.is_file() for event in read(path)]

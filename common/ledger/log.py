@@ -47,7 +47,7 @@ class Log:
                 self._keep(record)
 
     def start(self, lines: Iterable[str], deaths: Iterable[str] = ()) -> None:
-        """Print the lines, TensorBoard gets the deaths before them too; samples/s count from here."""
+        """Print the lines; TensorBoard gets them after those deaths. From here on samples/s are counted."""
         if self.speaks:
             self.curves.life = "\n\n".join([*deaths, *lines])
         self.began = time.monotonic()

@@ -103,10 +103,10 @@ class World:
 
     def watched(self) -> None:
         """From now on the rescue ends hangs: collectives wait, however long a step or a save takes."""
-        self.wait(WATCHED)
+        self.set_patience(WATCHED)
 
-    def wait(self, patience: timedelta) -> None:
-        """From now on a collective waits so long for the other ranks."""
+    def set_patience(self, patience: timedelta) -> None:
+        """How long a collective waits for the other ranks from now on."""
         if self.size > 1:
             set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
             for group in (None, self.stage_group, self.peers):
@@ -215,7 +215,7 @@ def join(opts: Options) -> World:
         store,
     )
     world = world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
-    world.wait(WORKING)
+    world.set_patience(WORKING)  # all have met
     return world
 
 
