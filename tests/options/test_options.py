@@ -98,13 +98,6 @@ def test_the_names_known_to_options_are_those_of_the_registries():
 
 
 # ---- what was left open ---------------------------------------------------------------------------
-def test_the_defaults_are_those_of_the_readme():
-    opts = parse()
-    assert (opts.model, opts.dataset, opts.task, opts.optimizer) == ("net", "digits", "classify", "adam")
-    assert (opts.epochs, opts.global_batch_size, opts.seed, opts.keep, opts.lr) == (3, 64, 0, 3, 1e-3)
-    assert opts.run_dir == Path("runs/net-digits") and opts == Options()
-
-
 def test_values_left_open_follow_from_the_others():
     sgd = parse("--optimizer", "SGD")
     assert (sgd.optimizer, sgd.lr, sgd.momentum) == ("sgd", 0.05, 0.9)
@@ -121,12 +114,6 @@ def test_values_left_open_follow_from_the_others():
 def test_both_spellings_of_a_flag_count_and_a_value_may_have_an_underscore_or_begin_with_a_minus(argv):
     opts = parse(*argv.split())
     assert (opts.run_dir, opts.best, opts.audit) == (Path("a_b"), "-loss", True)
-
-
-def test_the_script_is_known_by_its_file_name(monkeypatch):
-    for name, script in (("train_dp.py", "dp"), ("/x/train_mp.py", "mp"), ("pytest", "ddp")):
-        monkeypatch.setattr(sys, "argv", [name])
-        assert parse_options("", []).script == script
 
 
 # ---- identity -------------------------------------------------------------------------------------

@@ -263,24 +263,6 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
     assert_same_as_undisturbed(run)
 
 
-def test_a_step_cut_in_two_is_never_saved(run):
-    def live(world):
-        state, store, ledger = a_run(world, run)
-
-        def torn():
-            state.net[0].weight.data.add_(1)
-            raise RuntimeError("Connection reset by peer")
-
-        with pytest.raises(RuntimeError), Rescue(store, state, world, ledger):
-            step(state)
-            state.optimizer.step = torn
-            step(state)
-        return state.step, state.savable
-
-    assert fork_ranks(1, live) == [(1, False)]
-    assert saved(run) == []
-
-
 @pytest.mark.parametrize("error, kept", [
     (ZeroDivisionError("mine"), [1]),
     *((UserError("sample 37 cannot be read\nmend it", code), [1] if code == 2 else [])

@@ -5,8 +5,6 @@
         default.hang()                   it comes to nothing more until `.set()` of what this returns
     with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
-    ThreadedReplicas(net, count)         for CpuReplicas: replicas in threads, as nn.DataParallel runs them
-    SyncedNorm(channels)                 a SyncBatchNorm for CPUs
 """
 import contextlib
 import importlib
@@ -15,8 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
 
 from common.checkpoint import tensors
 from common.pipeline.stages import Stage
@@ -181,50 +177,3 @@ class OverDevices(torch.amp.GradScaler):
             (overflow,) = super()._unscale_grads_(groups, inverse, found.clone(), allow_fp16).values()
             noted[torch.device("cpu", index) if index else torch.device("cpu")] = overflow
         return noted
-
-
-# ---- replicas -------------------------------------------------------------------------------------
-class ThreadedReplicas(nn.Module):
-    """Like nn.DataParallel: a thread per replica, with autocast on, but of a new thread's default type."""
-
-    def __init__(self, net, count):
-        super().__init__()
-        self.module, self.count = net, count
-
-    def forward(self, x):
-        chunks, outputs = x.chunk(self.count), {}
-        on, gradients = torch.is_autocast_enabled("cpu"), torch.is_grad_enabled()
-
-        def work(i):
-            with torch.set_grad_enabled(gradients), torch.amp.autocast("cpu", enabled=on):
-                outputs[i] = self.module(chunks[i])
-
-        threads = [threading.Thread(target=work, args=(i,)) for i in range(len(chunks))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return torch.cat([outputs[i] for i in range(len(chunks))])
-
-
-# ---- BatchNorm over ranks -------------------------------------------------------------------------
-class SyncedNorm(nn.BatchNorm1d):
-    """Over all ranks, which wait for each other in forward and backward. Takes [samples, channels]."""
-
-    def forward(self, x):
-        total, count = Sum.apply(x.sum(0)), Sum.apply(torch.tensor(float(len(x)), dtype=x.dtype))
-        mean = total / count
-        variance = Sum.apply((x - mean).square().sum(0)) / count
-        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
-
-
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        dist.all_reduce(x := x.clone())
-        return x
-
-    @staticmethod
-    def backward(ctx, gradient):
-        dist.all_reduce(gradient := gradient.clone())
-        return gradient

@@ -4,7 +4,6 @@ torch's own list of optimizers, with their settings, says what there is.
 """
 import contextlib
 import inspect
-import json
 import sys
 import unittest
 from types import ModuleType
@@ -12,17 +11,14 @@ from types import ModuleType
 import pytest
 import torch
 from ranks import fork_ranks
-from test_bitwise import batch_at, run
 from test_state import resume
 from torch import nn
 from torch.nn import functional as F
 
-from common.checkpoint import CheckpointStore
 from common.errors import UserError
 from common.options import parse_options
 from common.options.options import RATE, RATES
-from common.training import TrainState, backward, build_optimizer, distribute
-from common.world import world as pinned
+from common.training import TrainState, build_optimizer
 
 CANNOT = {               # what torch lists and we refuse, and why
     "LBFGS": "needs the loss several times in one step", "SparseAdam": "needs sparse gradients",
@@ -132,47 +128,6 @@ def test_rates_left_open_are_torchs_own(listed):
         assert rate == RATES.get(name.lower(), RATE), name
 
 
-def lives(world, folder, cases, steps):
-    """Each case goes on from what is on the disk to these steps, and is saved; {case: digest}."""
-    digests = {}
-    for number, (net, flags) in enumerate(cases):
-        opts = parse_options("", [*flags, f"--run-dir={folder}/{number}", "--virtual-ranks=4"], "ddp")
-        pinned.pin(opts)
-        torch.manual_seed(0)
-        state = TrainState(net, build_optimizer(net, opts), opts, 1000)
-        store = CheckpointStore(opts, world, "f" * 64, report=lambda text: None)
-        store.restore(state)
-        model = distribute(net, opts, world)
-        while state.step < steps:
-            net.train()
-            backward(model, batch_at(world, state.step, 4), state, world)
-            state.update(24)
-        store.save(state)
-        store.close()
-        if store.fence:
-            store.fence.release()
-            manifest = folder / f"{number}/checkpoints/step-{steps:08d}/manifest.json"
-            digests[number] = json.loads(manifest.read_text())["digest"]
-        world.barrier(f"{number}") if world.size > 1 else None
-    return digests
-
-
-def through_lives_and_worlds(folder, cases):
-    """The cases that end in another digest than an unbroken run of one process, as numbers."""
-    unbroken, = fork_ranks(1, lives, folder / "unbroken", cases, 4)
-    fork_ranks(2, lives, folder / "broken", cases, 2)
-    broken, = fork_ranks(1, lives, folder / "broken", cases, 4)
-    assert unbroken.keys() == broken.keys() == set(range(len(cases)))
-    return [number for number, digest in unbroken.items() if digest != broken[number]]
-
-
-def test_every_optimizer_goes_through_a_kill_to_another_world_with_one_digest(listed, tmp_path):
-    fullest = {name: settings for name, settings in sorted(able(listed), key=lambda case: len(case[1]))}
-    cases = [(net_for(name), flags_of(name, settings)) for name, settings in fullest.items()]
-    assert len(cases) >= 13
-    assert [cases[number][1] for number in through_lives_and_worlds(tmp_path, cases)] == []
-
-
 # ---- a user's own optimizer and schedule, and the flags ----
 OWN = """
 import torch
@@ -182,16 +137,6 @@ class Plain(torch.optim.SGD):
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight]["turn"] = self.state[weight].get("turn", 0) + 1
-        return super().step(closure)
-
-class Late(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for weight in group["params"]:
-                state = self.state[weight]
-                state["turn"] = state.get("turn", torch.tensor(0)) + 1
-                if state["turn"] == 3:
-                    state["slow"] = weight.detach().clone()
         return super().step(closure)
 
 def scaled(net, opts):
@@ -213,9 +158,6 @@ def plain(net, opts):
 
 def lbfgs(net, opts):
     return torch.optim.LBFGS(net.parameters(), lr=opts.lr)
-
-def late(net, opts):
-    return Late(net.parameters(), lr=opts.lr)
 
 def falls(step, total, opts):
     return min(1, (step + 1) / 4) * (1 - step / total)
@@ -265,14 +207,6 @@ def test_an_optimizer_or_a_schedule_that_cannot_be_right_is_refused(own, flag, w
     with pytest.raises(UserError) as caught:
         own(flag)
     assert words in str(caught.value) and str(caught.value).count("\n") <= 2 and caught.value.code == 2
-
-
-def test_an_optimizer_that_remembers_something_later_ends_before_a_checkpoint_lacks_it(own, tmp_path, capfd):
-    given = {"model": "mlp", "dataset": "random:64x4", "optimizer": "own.py:late", "lr": 0.1, "save_every": 5,
-             "global_batch_size": 8}
-    with pytest.raises(AssertionError, match="rank 0, exit code 2"):
-        run(tmp_path / "run", 1, given)
-    assert "/slow came, went or changed after the first step" in capfd.readouterr().err
 
 
 def test_flags_of_the_update_rule_reach_it(own):

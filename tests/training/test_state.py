@@ -87,14 +87,6 @@ def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, ov
     assert state.scaler.get_scale() == (1.0 if overflows else 2.0) and bool(moved) != bool(overflows), moved
 
 
-def test_what_forward_moved_in_mid_step_is_not_in_a_checkpoint():
-    state = train(make(), 2)
-    saved = {n: t.clone() for n, t in state.tensors()["model"].items()}
-    state.net(torch.randn(8, 3))  # the running statistics of the next step
-    assert not torch.equal(state.net[1].running_mean, saved["1.running_mean"])
-    assert torch.equal(state.tensors()["model"]["1.running_mean"], saved["1.running_mean"])
-
-
 def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_their_averages():
     state = train(make(ema_decay=0.5), 1)
     weight = state.net[0].weight
@@ -116,29 +108,6 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     assert not state.savable
     with pytest.raises(UserError, match="not those of one step"):
         train(state, 1)
-
-
-def test_whoever_saves_waits_for_the_end_of_the_update():
-    state, seen = train(make(), 1), []
-    step, inside, go = state.optimizer.step, threading.Event(), threading.Event()
-
-    def slow_step():
-        step()
-        inside.set()
-        go.wait(20)
-
-    state.optimizer.step = slow_step
-    def save():
-        inside.wait(20)
-        go.set()
-        with state.lock:
-            seen.append((state.step, state.savable))
-
-    saver = threading.Thread(target=save)
-    saver.start()
-    train(state, 1)
-    saver.join(20)
-    assert seen == [(2, True)]
 
 
 def copied_by_a_rescue(state, during=lambda: None):
