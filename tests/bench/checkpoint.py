@@ -1,7 +1,7 @@
 """What a save costs the training loop: time blocked, against one memcpy of the same bytes and `torch.save`.
 
     python tests/bench/checkpoint.py --mb 100
-    python tests/bench/checkpoint.py --mb 1000 --rounds 5
+    python tests/bench/checkpoint.py --mb 1000 --rounds 5 --device cuda:0
 
 `blocked` is how long the call takes, `durable` how long until the bytes are on the disk.
 """
@@ -25,13 +25,13 @@ from common.training import TrainState, build_optimizer
 from common.world import World
 
 
-def ways_to_save(folder, mb, durable):
+def ways_to_save(folder, mb, device, durable):
     """{name: a function that trains, saves, and returns the seconds it held the loop}; fills `durable`."""
     layers = max(1, round(mb / 12.6))  # weights and two moments of Adam: 12 bytes a weight
-    net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)])
+    net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)]).to(device)
     opts = Options(run_dir=folder / "run", optimizer="adamw", save_every=1, save_seconds=0)
     state = TrainState(net, build_optimizer(net, opts), opts, samples=10**6)
-    world = World(0, 1, 0, 1, (torch.device("cpu"),), uuid.uuid4().hex[:12], 0)
+    world = World(0, 1, 0, 1, (device,), uuid.uuid4().hex[:12], 0)
     store = CheckpointStore(opts, world, "f" * 64, report=lambda text: None)
     store.restore(state)
     tensors = [t for part in state.tensors().values() for t in part.values() if t.is_floating_point()]
@@ -53,6 +53,8 @@ def ways_to_save(folder, mb, durable):
             with torch.no_grad():
                 torch._foreach_mul_(tensors, 0.999)  # a step: every byte changes, caches are cold
             os.sync()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             began = time.perf_counter()
             save()
             blocked = time.perf_counter() - began
@@ -71,11 +73,12 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mb", type=int, default=100, help="size of net and optimizer together")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", type=torch.device, default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(1)
     durable = {"memcpy": [], "ours": [], "torch.save, fsync": []}
     with tempfile.TemporaryDirectory(prefix="checkpoint-bench-") as folder:
-        blocked = take_turns(ways_to_save(Path(folder), args.mb, durable), args.rounds)
+        blocked = take_turns(ways_to_save(Path(folder), args.mb, args.device, durable), args.rounds)
     for name, values in blocked.items():
         times = ratio(values, blocked["memcpy"])
         print(f"{name:18} blocked {1e3 * statistics.median(values):8.1f} ms, {times} one memcpy, "

@@ -1,6 +1,4 @@
 """The checks for GPUs, as far as CPUs can run them: a check that nobody runs is wrong when it is needed."""
-import json
-
 import pytest
 import test_more_gpus as more
 import test_one_gpu as one
@@ -17,11 +15,9 @@ def test_with_cpus_for_gpus_a_check_of_each_kind_passes(jobs, tmp_path, monkeypa
     check(jobs, *[tmp_path] * ("tmp_path" in check.__code__.co_varnames), *given)
 
 
-def test_the_bench_of_a_gpu_measures_all_it_promises(jobs, tmp_path):
-    job = jobs.start(ROOT / "tests/bench/gpu.py", "--device", "cpu", "--tiny", "--json",
-                     tmp_path / "found.json")
+@pytest.mark.parametrize("bench, flags, lines", [("gpu", "--tiny --steps 1 --rounds 1", 3),
+                                                 ("checkpoint", "--mb 1 --rounds 1", 3)])
+def test_the_benches_for_a_gpu_measure_all_they_promise(jobs, bench, flags, lines):
+    job = jobs.start(ROOT / f"tests/bench/{bench}.py", "--device", "cpu", *flags.split())
     assert job.wait(300) == 0, job.output
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert [row["net"] for row in found["steps"]] == ["resnet50", "gpt:medium", "net"]
-    assert all(row["ours_ms"] > 0 < row["bare_ms"] for row in found["steps"])
-    assert found["save"]["save_ms"] > 0
+    assert job.output.count(" ms, ") >= lines, job.output
