@@ -15,17 +15,21 @@ with run.life(evaluate):                    # saves and leaves when asked, or wh
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor, nn, optim
 
 from common.checkpoint import CheckpointStore, checkpoints, describe
 from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
-from common.ledger import Audit, Clock, Ledger, Log, lives_of
+from common.ledger import Audit, Clock, Ledger, Log, deaths_of, lives_of, named
 from common.options import Options, read_options
-from common.rescue import Rescue, open_life, refuse_a_crash_loop
+from common.place import this_process
+from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.sampler import ElasticSampler
 from common.training import TrainState
 from common.world import gather, join, leave
@@ -86,18 +90,7 @@ class Run:
             self.store, state, self.world, self.ledger, closing=[self.log.close, self.clock.enter]
         )
         with contextlib.closing(self.log), self.rescue, blamed():
-            open_life(
-                self.log,
-                self.ledger,
-                self.clock,
-                self.opts,
-                self.world,
-                self.data,
-                state,
-                self.source,
-                self.parameters,
-                self.rescue.watch.processes,
-            )
+            self._open()
             yield
             if evaluate and state.evaluation_due:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
@@ -108,6 +101,105 @@ class Run:
                 self.log.done(state.step, state.best)
         leave(self.world)
 
+    # ---- how a life begins ----
+    def _open(self):
+        """Prints what this life is, and enters it in the ledger."""
+        self.data.train.note = self.ledger.event
+        self.data.test.note = self.ledger.event
+        lives = []
+        with self.world.all_or_none():
+            if self.world.rank == 0:
+                with contextlib.suppress(UserError):  # this life is the first
+                    lives = lives_of(self.opts.run_dir)
+                refuse_without_progress(lives, self.opts, self.data, self.state)
+        if self.world.rank == 0:
+            self._introduce(lives)
+            self._enter()
+        note_that_it_trains()
+
+    def _introduce(self, lives):
+        """A life with as many processes as the one before it in the same job says one line."""
+        opts = self.opts
+        size = self.world.size
+        lines = self._header()
+        line = self._resumption()
+        deaths = []
+        if lives:
+            last = lives[-1]
+            deaths = [f"rank {death['rank']} {death['cause']}" for death in deaths_of(last, over=True)]
+            deaths += [
+                f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")
+            ]
+            if last[0].get("job") == this_process()["job"]:
+                moments = [event["stepped"] for event in named(last, "left")]
+                seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
+                line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
+                if last[0]["world"] == size:
+                    lines = []
+        self.log.start([*lines, line], deaths)
+        saved = named(chain(*lives), "save", "rescue")
+        if saved and not self.state.step:  # a disk is not mounted, say
+            step = saved[-1]["step"]
+            self.log.note(
+                f"{opts.run_dir}: step {step} was saved, but no checkpoint is left; training begins again"
+            )
+
+    def _header(self):
+        """What is trained, by whom, on what, in which batches."""
+        opts = self.opts
+        world = self.world
+        state = self.state
+        data = self.data
+        parameters = self.parameters or sum(p.numel() for p in state.net.parameters())
+        count = opts.virtual_ranks or world.replicas
+        shares = "slices" if opts.virtual_ranks else "shares"
+        return [
+            f"run {opts.run_dir}   world {world.size}   life {world.life}",
+            f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
+            f"model {opts.model}: {parameters:,} parameters   "
+            f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
+            f"global batch {opts.global_batch_size} = {count} {shares} of "
+            f"{-(-opts.global_batch_size // count)} or less   "
+            f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
+        ]
+
+    def _resumption(self):
+        """Where this life begins."""
+        state = self.state
+        if self.opts.eval_only:
+            doing = "evaluating"
+        elif state.finished:
+            doing = "complete: nothing left to train"
+        else:
+            doing = "resuming" if state.step else "starting"
+        epoch = min(state.epoch + 1, self.opts.epochs)
+        line = f"{doing} at step {state.step}, epoch {epoch}, position {state.position:,}"
+        return f"{line}, from {self.source}" if self.source else line
+
+    def _enter(self):
+        """The life, as the reports and the audit need it."""
+        processes = self.rescue.watch.processes
+        self.clock.ledger = self.ledger
+        self.ledger.event(
+            "life",
+            life=self.world.life,
+            world=self.world.size,
+            restart=self.world.restart,
+            job=this_process()["job"],
+            pids=[pid for pid, _, _ in processes],
+            hosts=[host for _, host, _ in processes],
+            step=self.state.step,
+            epoch=self.state.epoch,
+            position=self.state.position,
+            n=len(self.data.train),
+            seed=self.opts.seed,
+            global_batch_size=self.opts.global_batch_size,
+            stages=self.world.stages,
+            epochs=self.opts.epochs,
+            began=self.clock.began,
+        )
+
+    # ---- around each step ----
     def batches(self) -> Iterator[Batch]:
         """Those of this epoch that are left, up to --max-steps."""
         state = self.state

@@ -2,5 +2,3 @@
 
 from common.checkpoint.folder import checkpoints, describe, weights_of
 from common.checkpoint.store import CheckpointStore
-
-__all__ = ["CheckpointStore", "checkpoints", "describe", "weights_of"]

@@ -3,5 +3,3 @@
 from common.ledger.account import Life, audit, deaths_of, lives_of, named, summarize
 from common.ledger.ledger import Audit, Clock, Ledger
 from common.ledger.log import Log
-
-__all__ = ["Audit", "Clock", "Ledger", "Life", "Log", "audit", "deaths_of", "lives_of", "named", "summarize"]

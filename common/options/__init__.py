@@ -4,5 +4,3 @@ No torch here: --help and a typo answer at once.
 """
 
 from common.options.options import Options, begin_life, call_user, find_user, parse_options, read_options
-
-__all__ = ["Options", "begin_life", "call_user", "find_user", "parse_options", "read_options"]

@@ -1,5 +1,3 @@
 """A net cut into stages, over devices or ranks; only train_mp.py comes here."""
 
 from common.pipeline.split import backward, describe, split
-
-__all__ = ["backward", "describe", "split"]

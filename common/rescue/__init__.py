@@ -1,6 +1,4 @@
 """How a life begins and how it ends: signals, survivors' save, hangs, crash loops."""
 
-from common.rescue.life import open_life, refuse_a_crash_loop
+from common.rescue.life import note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.rescue.rescue import Rescue
-
-__all__ = ["Rescue", "open_life", "refuse_a_crash_loop"]

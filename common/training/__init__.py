@@ -6,19 +6,3 @@ from common.training.replicas import distribute, prepare
 from common.training.state import TrainState
 from common.training.step import backward, cross_check, placed, scale, seed
 from common.training.tasks import autocast, find_task
-
-__all__ = [
-    "TrainState",
-    "autocast",
-    "backward",
-    "build_optimizer",
-    "cross_check",
-    "distribute",
-    "evaluate",
-    "find_task",
-    "local",
-    "placed",
-    "prepare",
-    "scale",
-    "seed",
-]

@@ -12,16 +12,3 @@ from common.world.world import (
     same_everywhere,
     send,
 )
-
-__all__ = [
-    "World",
-    "bit_differences",
-    "bit_facts",
-    "fingerprint_of",
-    "gather",
-    "join",
-    "leave",
-    "lifelines",
-    "same_everywhere",
-    "send",
-]
