@@ -26,7 +26,7 @@ from torch import nn
 from common.errors import say
 from common.options import Options
 from common.place import end_of, here, this_process
-from common.world import World, gather, lifelines
+from common.world import World, gather
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -83,6 +83,7 @@ class Watch:
     def __init__(self, state: State, world: World, end: Callable[[str], None]) -> None:
         self.state = state
         self.world = world
+        self.lines = world.lines
         self.end = end
         self.asked = ""  # the name of the signal by which this rank shall stop
         self.lost = threading.Event()  # another rank has ended
@@ -104,7 +105,6 @@ class Watch:
         world = self.world
         process = this_process()
         self.processes = gather(world, [process["pid"], process["host"], process["machine"]])
-        self.lines = lifelines(world.store, world.rank, world.size) if world.store else []
         for line in self.lines:
             self.selector.register(line, selectors.EVENT_READ, self._hear)
         self.pipe = os.pipe()

@@ -1,6 +1,5 @@
 """The processes of one life: they meet, agree, compute alike, leave."""
 
-from common.world.rendezvous import lifelines
 from common.world.world import (
     World,
     bit_differences,

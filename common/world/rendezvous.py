@@ -95,15 +95,17 @@ def _listen(host, port):
     return socket.create_server(address[:2], family=family, backlog=1024)
 
 
-def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]:
+def lifelines(store, rank, size):
     """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process."""
     if rank:
         port = int(store.get("lifelines"))
-        return [socket.create_connection((store.host, port), ANSWER.total_seconds())]
+        line = socket.create_connection((store.host, port), ANSWER.total_seconds())
+        line.settimeout(None)
+        return (line,)
     with _listen(store.host, 0) as listener:
         store.set("lifelines", str(listener.getsockname()[1]))
         listener.settimeout(6 * ANSWER.total_seconds())
-        return [listener.accept()[0] for _ in range(size - 1)]
+        return tuple(listener.accept()[0] for _ in range(size - 1))
 
 
 def interface_towards(host: str) -> str | None:

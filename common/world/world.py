@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import resource
+import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from common.errors import UserError
 from common.options import Options
 from common.place import here
 from common.sampler import hash_seed
-from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards
+from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards, lifelines
 
 BROADCAST_BYTES = 1 << 28  # of one broadcast: bounds what the transport allocates
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
@@ -43,6 +44,7 @@ class World:
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     restart: int
     store: dist.TCPStore | None = None  # of this life; None if there is one process
+    lines: tuple[socket.socket, ...] = ()  # to other ranks; they end with these
     stages: int = 1  # ranks that hold one replica of the net together, a stage each
     stage_group: dist.ProcessGroup | None = None  # of this rank's replica, if it is more than this rank
     peers: dist.ProcessGroup | None = None  # the ranks with the same stage, if they are not all
@@ -142,12 +144,34 @@ def gather(world: World, value: object, patience: timedelta = WORKING) -> list:
     names = [f"texts/{turn}/{rank}" for rank in range(world.size)]
     store.set(names[world.rank], json.dumps(value))
     if world.rank == 0:
-        store.wait(names, patience)
+        _wait_for_all(world, names, patience)
         store.set(f"texts/{turn}", f"[{','.join(text.decode() for text in store.multi_get(names))}]")
         for name in (*names, f"texts/{turn - 1}"):  # which all have read
             store.delete_key(name)
     store.wait([f"texts/{turn}"], patience)
     return json.loads(store.get(f"texts/{turn}"))
+
+
+def _wait_for_all(world, names, patience):
+    """Rank 0, for what every rank writes, unless one has ended. Its store ends the wait of the others."""
+    end = time.monotonic() + patience.total_seconds()
+    pause = 0.001
+    while not world.store.check(names):
+        if any(map(_has_ended, world.lines)):
+            raise dist.DistNetworkError("another rank has ended")
+        if time.monotonic() > end:
+            raise dist.DistNetworkError(f"not all ranks came within {patience}")
+        time.sleep(pause)
+        pause = min(1.2 * pause, 0.1)
+
+
+def _has_ended(line):
+    try:
+        return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
@@ -216,7 +240,7 @@ def join(opts: Options) -> World:
     )
     world = world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
     world.set_patience(WORKING)  # all have met
-    return world
+    return replace(world, lines=lifelines(store, place.rank, place.size)) if store else world
 
 
 def leave(world: World) -> None:

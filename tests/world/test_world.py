@@ -15,7 +15,7 @@ from ranks import fork_ranks
 
 from common.errors import UserError
 from common.options import Options
-from common.world import join, lifelines, same_everywhere
+from common.world import gather, join, same_everywhere
 from common.world import rendezvous as meeting
 from common.world import world as worlds
 from common.world.rendezvous import fresh_store
@@ -189,6 +189,20 @@ def test_ranks_that_form_groups_with_one_that_has_died_give_up_as_soon():
     fork_ranks(4, rank_3_dies_as_stages_form_groups, deadline=60)
 
 
+def rank_2_dies_before_anybody_watches(world):
+    if world.rank == 2:
+        os._exit(1)
+    with pytest.raises(RuntimeError):
+        gather(world, "loaded")
+    if world.rank == 0:
+        os._exit(7)  # with its store, by which rank 1 hears of it
+
+
+def test_ranks_do_not_wait_for_one_that_has_died_before_anybody_watches():
+    """A machine that dies while a checkpoint is loaded: they waited for an hour."""
+    assert fork_ranks(3, rank_2_dies_before_anybody_watches, may_die=[0, 2], deadline=60) == [7, None, 1]
+
+
 def test_lifelines_go_over_ipv6_too(monkeypatch):
     class Store(dict):
         host = "::1"
@@ -199,7 +213,7 @@ def test_lifelines_go_over_ipv6_too(monkeypatch):
 
     store = Store()
     with ThreadPoolExecutor() as pool:
-        lines = sum(pool.map(lambda rank: lifelines(store, rank, 2), (0, 1)), [])
+        lines = sum(pool.map(lambda rank: meeting.lifelines(store, rank, 2), (0, 1)), ())
     assert len(lines) == 2
     for line in lines:
         line.close()
