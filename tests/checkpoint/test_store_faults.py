@@ -285,6 +285,20 @@ def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, nam
     assert k > 1
 
 
+@pytest.mark.parametrize("number", ["EIO", "ESTALE", "EMFILE"])
+@pytest.mark.parametrize("name", READS)
+def test_whichever_read_of_a_start_fails_once_no_checkpoint_is_lost(tmp_path, name, number):
+    opts, root = two_checkpoints(tmp_path)
+    k, fired = 0, True
+    while fired:
+        k += 1
+        with Failing(name, k, getattr(errno, number)) as fault, contextlib.suppress(UserError):
+            assert resumes_at(opts, 2), k
+        fired = fault.failed
+        assert steps_of(opts) == [2, 1] and not list(root.glob("damaged-*")), k
+    assert resumes_at(opts, 2)
+
+
 @pytest.mark.parametrize("number", TRANSIENT)
 def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted(
         tmp_path, monkeypatch, number):

@@ -1,4 +1,4 @@
-"""A network file system in user space: what NFS, Lustre and full, slow or failing servers do.
+"""A network file system in user space: what NFS, Lustre and slow servers do.
 
     with served(folder, machines=2, late=3.0) as fs:    # skips the test if there is no FUSE
         one, other = fs.mounts                          # one store of files, as two machines see it
@@ -24,19 +24,16 @@ from types import SimpleNamespace
 KNOBS = {
     "latency": 0.0,         # seconds, of each request
     "bandwidth": 0.0,       # bytes a second of all mounts together, to and fro; 0: no limit
-    # Seconds that a mount believes what it knows: attributes, names, and that a name does not exist. As long
-    # it keeps written bytes back, unless the file is closed or synced (NFS: close-to-open).
+    # Seconds that a mount believes what it knows: attributes, names, and that a name does not exist. An open
+    # asks the server (NFS: close-to-open).
     "late": 0.0,
     "away": False,          # the server does not answer
-    "fail": {},             # {"write": ["EIO", 2]}: the next two writes fail
 }
-NAMES = {1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink",
-         11: "rmdir", 12: "rename", 14: "open", 15: "read", 16: "write", 17: "statfs", 18: "release",
-         20: "fsync", 25: "flush", 27: "opendir", 28: "readdir", 29: "releasedir", 30: "fsyncdir",
-         35: "create"}
+NAMES = {1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink", 11: "rmdir", 12: "rename",
+         14: "open", 15: "read", 16: "write", 18: "release", 20: "nothing", 25: "nothing", 27: "opendir",
+         28: "readdir", 30: "nothing", 35: "create"}     # nothing: a sync, a close
 FORGET, READ, WRITE, INIT, INTERRUPT, BATCH_FORGET = 2, 15, 16, 26, 36, 42
 SILENT = (FORGET, BATCH_FORGET, INTERRUPT)          # the kernel expects no answer
-CLOSING = ("flush", "release", "releasedir")        # these do not fail
 BIG_WRITES, AUTO_INVAL_DATA, MAX_PAGES = 1 << 5, 1 << 12, 1 << 22
 DIRECT_IO = 1 << 0
 NOTIFY_INVAL_INODE = 2
@@ -59,30 +56,22 @@ class Server:
         vars(self.knobs).update(knobs)
         (self.back.clear if self.knobs.away else self.back.set)()
 
-    def cost(self, name, size):
-        """Takes the time that a request takes; OSError if it is to fail."""
+    def cost(self, size):
+        """Takes the time that a request takes."""
         self.back.wait()
-        if self.knobs.latency:
-            time.sleep(self.knobs.latency)
-        if self.knobs.bandwidth and size:
+        time.sleep(self.knobs.latency)
+        if self.knobs.bandwidth:
             with self.line:
                 time.sleep(size / self.knobs.bandwidth)
-        with self.lock:
-            number, count = self.knobs.fail.get(name, (None, 0))
-            if count:
-                self.knobs.fail[name] = [number, count - 1]
-                raise OSError(getattr(errno, number), name)
 
 
 class Mount:
-    """One machine's view: its caches, its open files, the bytes it has not sent yet."""
+    """One machine's view: the kernel's caches are its own."""
 
     def __init__(self, server, device):
         self.server, self.device, self.knobs = server, device, server.knobs
         root = os.open(server.folder, os.O_PATH)
         self.nodes = {1: [root, 1]}             # inode: [descriptor, how often the kernel was told of it]
-        self.files, self.opened = {}, {}        # descriptor: flags; inode: how many descriptors
-        self.kept, self.hidden = {}, {}         # inode: writes that were not sent; inode: its silly name
 
     def serve(self):
         while True:
@@ -114,7 +103,7 @@ class Mount:
         if op not in NAMES:
             raise OSError(errno.ENOSYS, str(op))
         size = struct.unpack_from("QQI", data)[2] if op in (READ, WRITE) else 0
-        self.server.cost("" if NAMES[op] in CLOSING else NAMES[op], size)
+        self.server.cost(size)
         return getattr(self, f"_{NAMES[op]}")(node, data)
 
     # ---- names ------------------------------------------------------------------------------------
@@ -143,9 +132,8 @@ class Mount:
 
     def _attributes(self, node):
         info = os.fstat(self._at(node))
-        size = max([info.st_size, *(at + len(piece) for at, piece in self.kept.get(node, ()))])
         times = [divmod(ns, 10**9) for ns in (info.st_atime_ns, info.st_mtime_ns, info.st_ctime_ns)]
-        return struct.pack("QQQQQQIIIIIIIIII", node, size, info.st_blocks, *(t[0] for t in times),
+        return struct.pack("QQQQQQIIIIIIIIII", node, info.st_size, info.st_blocks, *(t[0] for t in times),
                            *(t[1] for t in times), info.st_mode, info.st_nlink, info.st_uid, info.st_gid,
                            info.st_rdev, 4096, 0)
 
@@ -173,7 +161,6 @@ class Mount:
         what, size, mode = struct.unpack_from("I12xQ44xI", data)
         path = f"/proc/self/fd/{self._at(node)}"
         if what & SIZE:
-            self._send(self._at(node))
             os.truncate(path, size)
         if what & MODE:
             os.chmod(path, stat.S_IMODE(mode))
@@ -184,18 +171,7 @@ class Mount:
         return self._entry(node, data[8:-1])
 
     def _unlink(self, node, data):
-        if not self._hide(node, data[:-1]):
-            os.unlink(data[:-1], dir_fd=self._at(node))
-
-    def _hide(self, node, name):
-        """True if the file was open here, and has a silly name now."""
-        with self.server.lock, contextlib.suppress(FileNotFoundError):
-            info = os.stat(name, dir_fd=self._at(node), follow_symlinks=False)
-            if self.opened.get(info.st_ino) and stat.S_ISREG(info.st_mode):
-                hidden = f".nfs{info.st_ino:016x}"
-                os.rename(name, hidden, src_dir_fd=self._at(node), dst_dir_fd=self._at(node))
-                self.hidden[info.st_ino] = (os.dup(self._at(node)), hidden)
-                return True
+        os.unlink(data[:-1], dir_fd=self._at(node))
 
     def _rmdir(self, node, data):
         os.rmdir(data[:-1], dir_fd=self._at(node))
@@ -203,7 +179,6 @@ class Mount:
     def _rename(self, node, data):
         old, new, _ = data[8:].split(b"\0")
         to = struct.unpack_from("Q", data)[0]
-        self._hide(to, new)
         os.rename(old, new, src_dir_fd=self._at(node), dst_dir_fd=self._at(to))
 
     # ---- files -------------------------------------------------------------------------------------
@@ -212,19 +187,15 @@ class Mount:
         if os.fstat(descriptor).st_nlink == 0:      # the kernel looks the name up again, as NFS at each open
             raise OSError(errno.ESTALE, "open")
         self._notify(node, -1)
-        done = os.O_NOFOLLOW | os.O_APPEND | os.O_EXCL | os.O_CREAT
+        done = os.O_NOFOLLOW | os.O_EXCL | os.O_CREAT
         return self._handle(os.open(f"/proc/self/fd/{descriptor}", flags & ~done), flags)
 
     def _handle(self, fd, flags):
-        with self.server.lock:
-            self.files[fd] = flags
-            number = os.fstat(fd).st_ino
-            self.opened[number] = self.opened.get(number, 0) + 1
         return struct.pack("QII", fd, DIRECT_IO if flags & os.O_APPEND else 0, 0)
 
     def _create(self, node, data):
         flags, mode = struct.unpack_from("II", data)
-        fd = os.open(data[16:-1], flags & ~os.O_APPEND | os.O_CREAT, mode, dir_fd=self._at(node))
+        fd = os.open(data[16:-1], flags | os.O_CREAT, mode, dir_fd=self._at(node))
         return self._entry(node, data[16:-1]) + self._handle(fd, flags)
 
     def _notify(self, node, start):
@@ -234,71 +205,30 @@ class Mount:
 
     def _read(self, node, data):
         fd, at, size = struct.unpack_from("QQI", data)
-        found = bytearray(os.pread(fd, size, at))
-        for start, piece in list(self.kept.get(os.fstat(fd).st_ino, ())):
-            end = min(start + len(piece), at + size)
-            if end > (begin := max(start, at)):
-                found.extend(bytes(max(0, end - at - len(found))))
-                found[begin - at:end - at] = piece[begin - start:end - start]
-        return bytes(found)
+        return os.pread(fd, size, at)
 
     def _write(self, node, data):
-        fd, at, size = struct.unpack_from("QQI", data)
-        piece, append = data[40:], self.files[fd] & os.O_APPEND
-        with self.server.lock:
-            if self.knobs.late and not append:
-                self.kept.setdefault(node, []).append((at, piece))
-                threading.Timer(self.knobs.late, self._send_later, [node]).start()
-            else:
-                os.pwrite(fd, piece, os.fstat(fd).st_size if append else at)
-        if append:                                  # in a thread: it may wait for the answer to this write
+        fd, at, size, _, _, flags = struct.unpack_from("QQIIQI", data)
+        os.pwrite(fd, data[40:], at)                # with O_APPEND at the end of the file, wherever `at` is
+        if flags & os.O_APPEND:                     # in a thread: it may wait for the answer to this write
             threading.Thread(target=self._notify, args=(node, 0)).start()
         return struct.pack("II", size, 0)
 
-    def _send(self, fd):
-        """Sends what was kept back to the server; `fd` is any descriptor of the file."""
-        with self.server.lock:
-            for at, piece in self.kept.pop(os.fstat(fd).st_ino, ()):
-                target = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
-                os.pwrite(target, piece, at)
-                os.close(target)
-
-    def _send_later(self, number):
-        with self.server.lock, contextlib.suppress(OSError):
-            if number in self.kept and number in self.nodes:
-                self._send(self._at(number))
-
-    def _fsync(self, node, data):
-        self._send(struct.unpack_from("Q", data)[0])
-
-    def _flush(self, node, data):
-        """A close: it sends what was kept back."""
-        self._send(struct.unpack_from("Q", data)[0])
+    def _nothing(self, node, data):
+        """All that was written is at the server already."""
 
     def _release(self, node, data):
-        fd = struct.unpack_from("Q", data)[0]
-        with self.server.lock:
-            self.opened[node] -= 1
-            del self.files[fd]
-            os.close(fd)
-            if not self.opened[node] and node in self.hidden:
-                folder, name = self.hidden.pop(node)
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(name, dir_fd=folder)
-                os.close(folder)
+        os.close(struct.unpack_from("Q", data)[0])
 
     # ---- folders -----------------------------------------------------------------------------------
     def _opendir(self, node, data):
-        fd = os.open(f"/proc/self/fd/{self._at(node)}", os.O_RDONLY | os.O_DIRECTORY)
-        return struct.pack("QII", fd, 0, 0)
-
-    def _releasedir(self, node, data):
-        os.close(struct.unpack_from("Q", data)[0])
+        return bytes(16)
 
     def _readdir(self, node, data):
-        fd, at, size = struct.unpack_from("QQI", data)
+        _, at, size = struct.unpack_from("QQI", data)
         text = b""
-        for k, name in enumerate([".", "..", *sorted(os.listdir(fd))][at:], at + 1):
+        names = sorted(os.listdir(f"/proc/self/fd/{self._at(node)}"))
+        for k, name in enumerate([".", "..", *names][at:], at + 1):
             name = os.fsencode(name)
             line = struct.pack("QQII", k, k, len(name), 0) + name
             line += bytes(-len(line) % 8)
@@ -306,13 +236,6 @@ class Mount:
                 break
             text += line
         return text
-
-    def _fsyncdir(self, node, data):
-        pass
-
-    def _statfs(self, node, data):
-        free = 1 << 28
-        return struct.pack("QQQQQIIII24x", free, free, free, 1 << 20, 1 << 20, 4096, 255, 4096, 0)
 
 
 def main(folder, knobs, *mounts):
