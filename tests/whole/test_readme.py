@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import fork_ranks
+from torch.distributed.run import get_args_parser
 
 from common.options import Options, parse_options
 
@@ -66,113 +67,87 @@ def documented():
 
 
 # ---- commands -------------------------------------------------------------------------------------
-def check_training(words, monkeypatch):
+def check_training(script, flags, monkeypatch):
     """The script exists, and its own parser takes the flags."""
-    if words[0] == "my_loop.py":  # another test runs it
+    if script == "my_loop.py":  # another test runs it
         return
-    assert (ROOT / words[0]).is_file(), words
-    monkeypatch.setattr(sys, "argv", words)
-    flags = [text for text in words[1:] if text not in ("--help", "...")]
+    assert (ROOT / script).is_file(), script
+    monkeypatch.setattr(sys, "argv", [script])
     assert isinstance(parse_options("", flags), Options)
 
 
-def check_torchrun(words, monkeypatch):
-    from torch.distributed.run import get_args_parser
-    agent = get_args_parser().parse_args(words[1:])
-    size = agent.nproc_per_node if agent.nproc_per_node.isdigit() else "1"
-    place = {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    script = [agent.training_script, *agent.training_script_args]
-    if script[0].startswith("tests/bench/"):
-        check_bench(script, monkeypatch)
-    else:
-        check_training(script, monkeypatch)
-
-
-def check_bench(words, monkeypatch):
-    """Its flags are there."""
-    text = (ROOT / words[0]).read_text()
-    assert all(f'"{flag}"' in text for flag in words[1:] if flag.startswith("--")), words
-
-
-def check_local(words, monkeypatch):
-    rest = words[1:]
-    if "--nproc" in rest:
-        at = rest.index("--nproc")
-        del rest[at:at + 2]
-    named = rest and rest[0].endswith(".py")
-    check_training(rest if named else ["train_ddp.py", *rest], monkeypatch)
+def check_flags(path, words):
+    text = path.read_text()
+    assert all(f'"{word}"' in text for word in words if word.startswith("--")), words
 
 
 def check(words, monkeypatch):
     """One command, by what it starts; a command that nothing here knows is a failure."""
-    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
-        name, _, value = words[0].partition("=")
-        monkeypatch.setenv(name, value.replace("HOST", "127.0.0.1"))
-        words = words[1:]
     words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        monkeypatch.setenv(name, value.replace("HOST", "127.0.0.1"))
     if words[:2] == ["python", "-m"]:
         base = ROOT / words[2].replace(".", "/")
-        path = next(path for path in (base.with_suffix(".py"), base / "__main__.py") if path.is_file())
-        flags = [text for text in words[3:] if text.startswith("--")]
-        assert "chaos" in words[2] or all(f'"{flag}"' in path.read_text() for flag in flags), words
-        return
-    if words[0] == "python":
-        words = words[1:]
-    program = words[0]
+        return check_flags(base / "__main__.py" if base.is_dir() else base.with_suffix(".py"), words)
+    program, *rest = words[1:] if words[0] == "python" else words
     if program in ("torchrun", "launch/torchrun.py"):
-        check_torchrun(words, monkeypatch)
-    elif program == "launch/local.sh":
-        check_local(words, monkeypatch)
-    elif program == "launch/ssh.sh":
-        check_local(words[1:], monkeypatch)
+        agent = get_args_parser().parse_args(rest)
+        size = agent.nproc_per_node
+        for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("MASTER_PORT", "1")
+        check_training(agent.training_script, agent.training_script_args, monkeypatch)
+    elif program in ("launch/local.sh", "launch/ssh.sh", "sbatch"):
+        if program == "launch/ssh.sh":
+            del rest[0]  # its machines
+        if program == "sbatch":
+            del rest[:rest.index("launch/slurm.sbatch") + 1]
+        if "--nproc" in rest:
+            at = rest.index("--nproc")
+            del rest[at:at + 2]
+        script = rest.pop(0) if rest and rest[0].endswith(".py") else "train_ddp.py"
+        check_training(script, rest, monkeypatch)
     elif program == "launch/notice.py":
-        rest = words[3:] if words[1:2] == ["--file"] else words[1:]
-        if rest:
-            check(rest, monkeypatch)
+        if command := rest[2:] if rest[:1] == ["--file"] else rest:
+            check(command, monkeypatch)
     elif program == "launch/store.py":
-        assert len(words) == 2 and re.fullmatch(r"\S+:\w+", words[1]), words
-    elif program == "sbatch":
-        at = words.index("launch/slurm.sbatch") if "launch/slurm.sbatch" in words else 0
-        check_training(["train_ddp.py", *words[at + 1:]], monkeypatch)
+        assert len(rest) == 1 and re.fullmatch(r"\S+:\w+", rest[0]), words
     elif program.startswith("tests/bench/"):
-        check_bench(words, monkeypatch)
+        check_flags(ROOT / program, rest)
     elif program in ("docker", "kubectl"):
-        assert (ROOT / words[words.index("-f") + 1]).is_file(), words
+        assert (ROOT / rest[rest.index("-f") + 1]).is_file(), words
     elif program == "tests/run.sh":
-        assert all((ROOT / text).exists() for text in words[1:] if text.startswith("tests/")), words
-    elif program.startswith(("train_", "my_loop")):
-        check_training(words, monkeypatch)
+        assert all((ROOT / text).exists() for text in rest if text.startswith("tests/")), words
+    elif program.startswith("train_"):
+        check_training(program, rest, monkeypatch)
     else:
         assert program in ("pip", "tensorboard", "rm", "kill"), f"no test knows: {shlex.join(words)}"
 
 
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A reader's: data is looked for before torch is imported."""
+    for path in ("my_own.py", "data/train.bin", "data/val.bin", "data/train/x", "data/val/x", "runs/wide/x"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch()
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.mark.parametrize("where, words", documented(),
                          ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
-def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, tmp_path):
-    (tmp_path / "runs/wide").mkdir(parents=True)
-    for name in ("train", "val"):  # data is looked for before torch is imported
-        (tmp_path / "data" / name).mkdir(parents=True)
-        (tmp_path / "data" / f"{name}.bin").touch()
-    (tmp_path / "my_own.py").touch()
-    monkeypatch.chdir(tmp_path)
+def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, folder):
     check(words, monkeypatch)
 
 
-def test_the_commands_of_the_first_pages_can_be_typed_one_after_the_other(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_own.py").touch()
-    for name in ("train", "val"):
-        (tmp_path / "data" / name).mkdir(parents=True)
-        (tmp_path / "data" / f"{name}.bin").touch()
+def test_the_commands_of_the_first_pages_can_be_typed_one_after_the_other(monkeypatch, folder):
     begun = {}
 
-    def resume(words, monkeypatch):
-        if words[0] != "my_loop.py":
-            monkeypatch.setattr(sys, "argv", words)
-            options = parse_options("", words[1:])
-            assert not options.compare(begun.setdefault(options.run_dir, options.identity())), words
+    def resume(script, flags, monkeypatch):
+        if script != "my_loop.py":
+            monkeypatch.setattr(sys, "argv", [script])
+            options = parse_options("", flags)
+            assert not options.compare(begun.setdefault(options.run_dir, options.identity())), flags
     monkeypatch.setattr(sys.modules[__name__], "check_training", resume)
     for where, words in documented():
         if where in ("README.md", "common/README.md"):
