@@ -11,7 +11,6 @@ from stores import (
     a_life,
     announced_rescue,
     at_step,
-    expected,
     is_at,
     options,
     resumes_at,
@@ -175,21 +174,6 @@ def test_buffers_are_those_of_the_last_whole_step(tmp_path):
         life.state.net[1].running_mean.fill_(99.0)  # a forward has begun the next step
         assert announced_rescue(life.store, life.state)
     assert resumes_at(opts, 4)
-
-
-def test_a_rescue_in_mid_evaluation_saves_the_weights_and_not_their_averages(tmp_path):
-    opts = options(tmp_path, ema_decay=0.5)
-    with a_life(opts, Odd()) as life:
-        at_step(life.state, 4)
-        life.state.ema["conv.weight"].fill_(99.0)
-        life.state.ema["embed.weight"].fill_(99.0)
-        with torch.no_grad(), life.state.averaged():
-            assert life.state.net.head.weight[0, 0] == 99
-            assert announced_rescue(life.store, life.state)
-    with a_life(opts, Odd()) as life:
-        weights = life.state.tensors()["model"]
-        assert all(torch.equal(weights[n], expected(weights[n], 4))
-                   for n in ("conv.weight", "embed.weight", "head.weight"))
 
 
 @pytest.mark.parametrize("victim", ["checkpoints", "."])

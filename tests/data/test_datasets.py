@@ -10,11 +10,10 @@ import pytest
 import torch
 from ranks import fork_ranks
 
-from common.data import batches, load_data, preload
+from common.data import load_data, preload
 from common.data.loading import PRELOADED
 from common.errors import UserError
 from common.options import Options
-from common.sampler import ElasticSampler
 
 
 def options(dataset, data_dir="nowhere", **changed):
@@ -63,12 +62,11 @@ def idx(*shape):
     return struct.pack(f">BBBB{len(shape)}I", 0, 0, 8, len(shape), *shape) + content
 
 
-def write_mnist(root, folder="MNIST", images=None):
+def write_mnist(root, folder="MNIST"):
     raw = root / folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    files = {"train-images-idx3-ubyte": idx(20, 28, 28) if images is None else images,
-             "train-labels-idx1-ubyte": idx(20), "t10k-images-idx3-ubyte": idx(5, 28, 28),
-             "t10k-labels-idx1-ubyte": idx(5)}
+    files = {"train-images-idx3-ubyte": idx(20, 28, 28), "train-labels-idx1-ubyte": idx(20),
+             "t10k-images-idx3-ubyte": idx(5, 28, 28), "t10k-labels-idx1-ubyte": idx(5)}
     for name, content in files.items():
         (raw / name).write_bytes(content)
     return root
@@ -80,11 +78,6 @@ def test_idx_files_are_read(tmp_path, name, folder):
     assert data.sample_shape == (1, 28, 28) and data.classes == 10
     assert data.train.x.flatten()[:12].tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1]
     assert (len(data.train), len(data.test)) == (20, 5)
-
-
-@pytest.mark.parametrize("content", [b"", idx(20, 28, 28)[:-1], idx(19, 28, 28), idx(0, 28, 28)])
-def test_files_that_are_no_mnist_are_told_in_three_lines(tmp_path, content):
-    assert "dataset mnist" in refusal("mnist", write_mnist(tmp_path, images=content))
 
 
 def test_cifar_is_what_torchvision_reads_and_is_augmented(tmp_path, monkeypatch):
@@ -131,14 +124,14 @@ def test_one_rank_at_a_time_downloads_what_is_not_there_and_a_failed_download_is
 
 
 # ---- pictures in folders ----
-def write_images(root, train=("cat", "dog"), val=("cat", "dog"), n=3):
+def write_images(root, n=3):
     image = pytest.importorskip("PIL.Image")
-    for part, classes in (("train", train), ("val", val)):
-        for label, name in enumerate(classes):
-            (root / part / name).mkdir(parents=True)
-            for number in range(n):
-                picture = image.new("RGB", (260 + number, 240 - number), (60 * label, 30 * number, 200))
-                picture.save(root / part / name / f"{number}.png")
+    for part, label in ((part, label) for part in ("train", "val") for label in (0, 1)):
+        folder = root / part / ("cat", "dog")[label]
+        folder.mkdir(parents=True)
+        for number in range(n):
+            picture = image.new("RGB", (260 + number, 240 - number), (60 * label, 30 * number, 200))
+            picture.save(folder / f"{number}.png")
     return root
 
 
@@ -166,29 +159,12 @@ def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
     assert marks[0] == marks[1] and len(set(marks)) == 3
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("content", [b"<html>", b"half", b"16 bits"])
-def test_a_broken_image_is_named_with_the_way_out(tmp_path, content, workers):
+def test_a_picture_of_16_bits_is_refused_because_in_8_it_would_be_white(tmp_path):
     from PIL import Image
-    opts = options("imagefolder", write_images(tmp_path), workers=workers)
-    path = tmp_path / "train/dog/1.png"
-    data = load_data(opts)
-    path.write_bytes(path.read_bytes()[:300] if content == b"half" else content)
-    if content == b"16 bits":
-        Image.fromarray(np.full((9, 9), 999, "u2")).save(path)
-    with pytest.raises(UserError, match=f"{path} is not an image") as caught:
-        list(batches(data.train, ElasticSampler(data.train, 4), opts))
-    assert "--accept-data-change" in str(caught.value) and len(str(caught.value).splitlines()) <= 3
-    data = load("imagefolder", tmp_path, bad_samples="skip")
-    assert len(data.train.fetch(range(6))[1]) == 5
-
-
-def test_folders_that_are_no_dataset_are_refused(tmp_path):
-    pytest.importorskip("torchvision")
-    assert f"{tmp_path}/train" in refusal("imagefolder", tmp_path)
-    folder = write_images(tmp_path / "a", val=("cat", "cow"))
-    assert "only in one: cow, dog" in refusal("imagefolder", folder)
-    assert "no valid file" in refusal("imagefolder", write_images(tmp_path / "b", n=0))
+    data = load("imagefolder", write_images(tmp_path))
+    Image.fromarray(np.full((9, 9), 999, "u2")).save(tmp_path / "train/cat/0.png")
+    with pytest.raises(UserError, match="0.png is not an image .*mode I"):
+        data.train.fetch([0])
 
 
 # ---- tokens and text ----
@@ -248,23 +224,9 @@ def test_a_file_of_tokens_is_never_copied_into_memory(tmp_path):
     assert x.shape == (3, 1024)
 
 
-@pytest.mark.parametrize("spoil, name, said", [
-    (lambda folder: None, "tokens:8", "--vocab-size"),
-    (lambda folder: write_tokens(folder, val=8), "tokens:8", "empty set"),
-    (lambda folder: (folder / "train.bin").write_bytes(b"123"), "tokens:8", "multiple of the data-type size"),
-    (lambda folder: (folder / "val.bin").unlink(), "tokens:8", "val.bin"),
-    (lambda folder: None, "text:8", "Is a directory"),
-    (lambda folder: folder.rename(f"{folder}s"), "text:8", "No such file"),
-    (lambda folder: folder.rename(f"{folder}s") and folder.write_bytes(b"short"), "text:8", "empty set")])
-def test_files_of_words_that_cannot_be_read_are_told_in_three_lines(tmp_path, spoil, name, said):
-    folder = write_tokens(tmp_path / "data")
-    (folder / "meta.pkl").write_bytes(b"cos\nsystem\n(S'false'\ntR.")  # nanoGPT's: never opened
-    spoil(folder)
-    assert said in refusal(name, folder, vocab_size=0 if said == "--vocab-size" else 300)
-
-
 def test_a_token_beyond_the_vocabulary_is_named_when_it_is_read(tmp_path):
-    data = tokens(write_tokens(tmp_path), 299)
+    assert "--vocab-size" in refusal("tokens:8", write_tokens(tmp_path))
+    data = tokens(tmp_path, 299)
     with pytest.raises(UserError, match="holds token 299"):
         data.train.fetch([299 // 8])
 
@@ -278,12 +240,30 @@ def test_a_changed_token_or_length_changes_the_fingerprint_and_another_folder_do
     assert len(marks) == 3
 
 
-# ---- opened before the processes are forked ----
-@pytest.mark.parametrize("name", ["digits", "mnist", "random:40x3", "text:16", "tokens:8", "imagefolder"])
-def test_what_is_opened_before_a_fork_is_the_same_data_and_is_not_opened_again(tmp_path, monkeypatch, name):
-    write_images(write_tokens(write_mnist(tmp_path)))
+# ---- all kinds ----
+@pytest.fixture
+def files(tmp_path):
+    """What each kind of files is read from."""
     (tmp_path / "text").write_bytes(bytes(range(200)))
-    opts = options(name, tmp_path / "text" if name == "text:16" else tmp_path, vocab_size=300)
+    return write_images(write_tokens(write_mnist(tmp_path)))
+
+
+@pytest.mark.parametrize("name, spoil, said", [
+    ("mnist", lambda at: (at / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b""), "dataset mnist"),
+    ("mnist", lambda at: (at / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(idx(19)), "dataset mnist"),
+    ("imagefolder", lambda at: (at / "train").rename(at / "other"), "/train"),
+    ("imagefolder", lambda at: (at / "val/dog").rename(at / "val/cow"), "only in one: cow, dog"),
+    ("tokens:8", lambda at: write_tokens(at, val=8), "empty set"),
+    ("tokens:8", lambda at: (at / "train.bin").write_bytes(b"123"), "multiple of the data-type size"),
+    ("tokens:8", lambda at: (at / "val.bin").unlink(), "val.bin"), ("text:8", id, "Is a directory")])
+def test_files_that_cannot_be_read_are_told_in_three_lines(files, name, spoil, said):
+    spoil(files)
+    assert said in refusal(name, files, vocab_size=300)
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist", "random:40x3", "text:16", "tokens:8", "imagefolder"])
+def test_what_is_opened_before_a_fork_is_the_same_data_and_is_not_opened_again(files, monkeypatch, name):
+    opts = options(name, files / "text" if name == "text:16" else files, vocab_size=300)
     fresh = load_data(opts)
     preload(opts)
     try:

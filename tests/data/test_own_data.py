@@ -144,14 +144,6 @@ def test_what_cannot_be_trained_on_is_told_in_three_lines_at_the_start_or_when_i
     assert caught.value.code == 2
 
 
-def test_a_dataset_that_fails_on_its_first_sample_ends_the_job_with_three_lines_and_exit_code_2(tmp_path):
-    name = mine(tmp_path, both(f"{TAKE} {{'a': 1}}['b']"))
-    done = subprocess.run([sys.executable, ROOT / "train_ddp.py", "--model=mlp", f"--dataset={name}",
-                           f"--run-dir={tmp_path}/run"], capture_output=True, text=True)
-    assert done.returncode == 2 and "mine.py, line" in done.stderr
-    assert len(done.stderr.splitlines()) == 3 and "KeyError" in done.stderr, done.stderr
-
-
 def test_with_bad_samples_skip_a_collate_may_leave_samples_out(tmp_path):
     text = "class It(Rows):\n def collate(s, b): return default_collate([x for x in b if x[1] < 2] or b[:1])"
     data = load(mine(tmp_path, both(text)), bad_samples="skip")

@@ -2,10 +2,7 @@
 nothing.
 """
 import itertools
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -70,46 +67,6 @@ def test_hash_seed_tells_keys_apart_but_not_kinds_of_integers():
 
 
 # --- cheap ---
-
-FIRST_BATCH = """
-import time, torch
-from common.sampler import ElasticSampler, permute
-
-def growth_during(work):  # of this process, at its peak, in bytes
-    def read(field):
-        with open("/proc/self/status") as file:
-            return next(int(line.split()[1]) * 1024 for line in file if line.startswith(field))
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # start the peak anew
-    before = read("VmRSS")
-    work()
-    return read("VmHWM") - before
-
-def first_batch(position=512_000_000):
-    order = ElasticSampler(10**9, 256, rank=1, world=4)
-    order.set_epoch(3, position)
-    begin = time.perf_counter()
-    next(iter(order))
-    return time.perf_counter() - begin
-
-torch.set_num_threads(1)
-next(iter(ElasticSampler(10, 2)))  # torch loads code on its first calls
-print(growth_during(first_batch), growth_during(lambda: torch.randperm(10**6)),
-      min(first_batch(k) for k in range(5)))
-"""
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK),
-                    reason="needs Linux to reset the peak of memory")
-def test_the_first_batch_in_mid_epoch_of_a_billion_costs_under_10_ms_and_2_mib():
-    """In a process of its own: memory that other tests have freed would hide what this one takes."""
-    run = subprocess.run([sys.executable, "-c", FIRST_BATCH], cwd=HOUSE, text=True, capture_output=True,
-                         check=True)
-    memory, yardstick, seconds = map(float, run.stdout.split())
-    assert memory < 2 * 2**20
-    assert yardstick > 4 * 2**20  # a list of only a million indices would have been seen
-    assert seconds < 0.010
-
 
 # --- every sample once ---
 

@@ -15,7 +15,7 @@ from ranks import fork_ranks
 
 from common.errors import UserError
 from common.options import Options
-from common.world import gather, join, same_everywhere
+from common.world import gather, join
 from common.world import rendezvous as meeting
 from common.world import world as worlds
 from common.world.rendezvous import fresh_store
@@ -123,21 +123,6 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # each process sees a GPU of its own
     assert choose_devices(Options(), 1, 2) == (torch.device("cuda", 0),)
-
-
-def what_differs(world, facts):
-    try:
-        same_everywhere(world, facts[world.rank])
-        return None
-    except UserError as error:
-        return str(error).splitlines()[0]
-
-
-def test_ranks_that_run_different_things_end_with_the_names_of_two_and_their_values():
-    facts = [{"torch": "2", "options": "a"}, {"torch": "2", "options": "a"}, {"torch": "2", "options": "b"}]
-    said = "the ranks run different things: rank 0 has options a, rank 2 has options b"
-    assert fork_ranks(3, what_differs, facts) == [said] * 3
-    assert fork_ranks(2, what_differs, facts) == [None] * 2
 
 
 def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(jobs, tmp_path):
