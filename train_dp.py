@@ -24,6 +24,9 @@ def main(opts):
     net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
     model = distribute(net, opts, run.world)
+    if opts.show_scatter:
+        net.register_forward_hook(print_sizes("In Model: "))  # of each replica
+        model.register_forward_hook(print_sizes("Outside:  "))  # of the whole batch
     with run.life(lambda: evaluate(model, run.data.test, state, run.world)):
         while not state.finished:
             run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
@@ -34,6 +37,12 @@ def main(opts):
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it
+
+
+def print_sizes(where):
+    """A hook that prints sizes of inputs and outputs, as PyTorch's tutorial does."""
+    return lambda _, inputs, output: print(
+        where, f"input size {tuple(inputs[0].shape)} output size {tuple(output.shape)}")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ class Elastic(Run):
         self.trained = False
         if not batch.parts or batch.parts[0][1] is None:  # none, or all skipped (bad_samples)
             split = self.data.train
-            two = split.fetch(2 * [getattr(split, "first", 0)])  # BatchNorm cannot train on one
+            two = split.fetch(2 * [split.first])  # BatchNorm cannot train on one
             batch = batch._replace(parts=[(0, two)], ids=[])
         parts = [(n, placed(part, self.world.device, self.opts)) for n, part in batch.parts]
         self.batch = batch._replace(parts=parts)

@@ -122,9 +122,8 @@ class Outlet:
         """Writes this and what is left in the buffer."""
         if self.stream is None:
             return
-        encoding = getattr(self.stream, "encoding", None) or "utf-8"
         try:
-            self.stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+            self.stream.write(text)
             self.stream.flush()
         except (OSError, ValueError):
             # Text left in the buffer would raise again in every later print, and at exit (exit code 120).
@@ -139,13 +138,18 @@ def say(text: str, stream: TextIO | None = None) -> None:
     outlet.write(("\r\x1b[K" if outlet.terminal else "") + text + "\n")
 
 
-def fill_closed_streams() -> None:
-    """Else the number of a closed one (`>&-`) goes to the next file or socket, and C code prints into it."""
+def ready_streams() -> None:
+    """Opens closed ones: their numbers would go to files and sockets, and C code would print into these.
+
+    A character that stdout does not have is no error.
+    """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(number)
     sys.stdout = sys.stdout or open(1, "w")
     sys.stderr = sys.stderr or open(2, "w")
+    if hasattr(sys.stdout, "reconfigure"):  # a notebook's has not
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 @contextlib.contextmanager
@@ -154,7 +158,6 @@ def guarded(what: str = "", debug: bool = False) -> Iterator[None]:
 
     Errors of `what`, and of a user's files, end the process so; others are crashes. `debug` shows all stacks.
     """
-    fill_closed_streams()
     try:
         with blamed(what, ""):
             yield
@@ -170,8 +173,7 @@ def guarded(what: str = "", debug: bool = False) -> Iterator[None]:
 def run_command(act: Callable[[], int], what: str = "cannot be done") -> int:
     """The exit code of a command: what `act` returns, or that of its error, which is printed."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # removes what is temporary
-    if hasattr(sys.stdout, "reconfigure"):  # a notebook's stream has none
-        sys.stdout.reconfigure(errors="backslashreplace")
+    ready_streams()
     try:
         with guarded(what):
             return act()

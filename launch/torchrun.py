@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
-from common.errors import fill_closed_streams  # noqa: E402
+from common.errors import ready_streams  # noqa: E402
 from common.options import Options, parse_options  # noqa: E402
 
 SETTINGS = {
@@ -50,7 +50,7 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
-    fill_closed_streams()
+    ready_streams()
     folder = tempfile.mkdtemp(prefix="torchelastic_")
 
     def stop(*_):

@@ -197,9 +197,7 @@ def text(opts):
 
 def tokens(opts):
     """DATA_DIR/train.bin and DATA_DIR/val.bin: numbers of 16 bits, or of 32 if the vocabulary needs them."""
-    vocab = opts.vocab_size
-    if not vocab:
-        raise UserError("dataset tokens: the size of the vocabulary is not known\ngive --vocab-size N")
+    vocab = opts.vocab_size  # without it the first token is refused
     dtype = "<u2" if vocab <= 2**16 else "<u4"
     train, test = [np.memmap(Path(opts.data_dir, name), dtype, "r") for name in ("train.bin", "val.bin")]
     return windows(train, test, opts, vocab, opts.seed)

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from common.errors import UserError, blamed, did_you_mean, end, fill_closed_streams, say
+from common.errors import UserError, blamed, did_you_mean, end, ready_streams, say
 from common.options.rules import (
     DATASETS,
     OURS,
@@ -302,10 +302,6 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
 
-    def print_help(self, file=None):
-        if here().speaks:
-            say(self.format_help())
-
 
 def how_to_read(field):
     """What argparse is told of a flag."""
@@ -344,7 +340,7 @@ def read_value(field, text):
 # ---- at the start of a process --------------------------------------------------------------------
 def begin_life() -> None:
     """Call first in every process; UserError if it cannot meet others."""
-    fill_closed_streams()
+    ready_streams()
     place = here()
     if not place.can_meet:
         raise UserError(

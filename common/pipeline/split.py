@@ -42,7 +42,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
         )
     net = prepare(net, opts, world, data, task, HOST)
     groups = cut(net, len(devices), opts.balance, world.stages == 1)
-    example = data.train.fetch(2 * [getattr(data.train, "first", 0)])
+    example = data.train.fetch(2 * [data.train.first])
     shapes = []
     if world.stages > 1:
         with blamed(

@@ -17,15 +17,19 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.ledger import Ledger
 from common.place import here
-from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, State, Watch
+from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, Watch
 from common.world import World
+
+if TYPE_CHECKING:
+    from common.checkpoint import CheckpointStore
+    from common.training import TrainState
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
@@ -56,14 +60,6 @@ WAYS_OUT: dict[Reason, tuple[int | None, str]] = {
 }
 
 
-class Store(Protocol):
-    """What is asked of the CheckpointStore."""
-
-    def rescue(self, state, why): ...
-
-    def release(self) -> None: ...
-
-
 class Saved(NamedTuple):
     """What became of the newest whole step."""
 
@@ -77,8 +73,8 @@ class Rescue:
 
     def __init__(
         self,
-        store: Store,
-        state: State,
+        store: "CheckpointStore",
+        state: "TrainState",
         world: World,
         ledger: Ledger,
         closing: Iterable[Callable[[], None]] = (),

@@ -19,14 +19,14 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
-
-from torch import nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from common.errors import say
-from common.options import Options
 from common.place import end_of, here, this_process
 from common.world import World, gather
+
+if TYPE_CHECKING:
+    from common.training import TrainState
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -42,32 +42,6 @@ SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
 MOVED = "moved"  # a message over a lifeline; any other one is a rank and its place
 
 
-class State(Protocol):
-    """What this room asks of the TrainState."""
-
-    net: nn.Module
-    opts: Options
-    step: int
-    epoch: int
-    position: int
-    progress: int  # grows with each step, with each part of an evaluation, and while a save moves
-
-    @property
-    def stepped(self) -> float: ...  # when the last step ended
-
-    @property
-    def whole(self) -> int: ...  # the newest step whose update is made
-
-    @property
-    def finished(self) -> bool: ...
-
-    @property
-    def steps_per_epoch(self) -> int: ...
-
-    @property
-    def total_steps(self) -> int: ...
-
-
 class Death(NamedTuple):
     """How another rank has ended."""
 
@@ -80,7 +54,7 @@ class Death(NamedTuple):
 class Watch:
     """The thread; it calls `end` if the main thread does not come: with the report of a hang, or ""."""
 
-    def __init__(self, state: State, world: World, end: Callable[[str], None]) -> None:
+    def __init__(self, state: "TrainState", world: World, end: Callable[[str], None]) -> None:
         self.state = state
         self.world = world
         self.lines = world.lines
@@ -132,8 +106,6 @@ class Watch:
             os.write(self.pipe[1], bytes(1))  # to close it is not enough: forked processes have it open too
         self.thread.join()  # a thread that wakes in a dying interpreter aborts it
         self.selector.close()
-        for line in self.lines:
-            line.close()
         for end in self.pipe:
             os.close(end)
 

@@ -80,8 +80,6 @@ def replicate(net, opts, world):
         model = Replicas(casting, device_ids=[d.index for d in world.devices])
     else:
         model = CpuReplicas(casting, len(world.devices))
-    if opts.show_scatter:
-        show_scatter(model, net)
     return model
 
 
@@ -132,15 +130,3 @@ class CpuReplicas(nn.Module):
             outputs.append(torch.func.functional_call(self.module, copies, share, named))
         pieces = zip(*map(leaves, outputs), strict=True)
         return map_tensors(lambda _: torch.cat(next(pieces)), outputs[0])
-
-
-def show_scatter(model, net):
-    """Prints the sizes inside each replica, and outside of the whole batch, as PyTorch's tutorial does."""
-
-    def hook(where):
-        return lambda _, inputs, output: print(
-            where, f"input size {tuple(inputs[0].shape)} output size {tuple(output.shape)}"
-        )
-
-    net.register_forward_hook(hook("In Model: "))
-    model.register_forward_hook(hook("Outside:  "))

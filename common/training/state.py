@@ -159,12 +159,9 @@ class TrainState:
 
     def condemn(self, fact: str) -> NoReturn:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
-        last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
-        kept = f"nothing after {last.name}" if last else "nothing"
-        resume = f" --resume {last}" if last else ""
         verdict = UserError(
-            f"{fact}, {kept} is kept\n"
-            f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
+            f"{fact}; nothing after the newest checkpoint is kept\n"
+            f"lower --lr in another run: --lr X --run-dir NEW, from there: --resume {self.opts.run_dir}\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit",
             code=5,
         )

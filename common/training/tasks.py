@@ -177,7 +177,7 @@ class Task:
         """Learns the names that a user's function returns from one sample; a mistake in it is found here."""
         if not self.spec:
             return
-        batch = map_tensors(lambda x: x.to(device), data.train.fetch([getattr(data.train, "first", 0)]))
+        batch = map_tensors(lambda x: x.to(device), data.train.fetch([data.train.first]))
         training = net.training
         net.eval()
         with torch.no_grad(), seeded(opts.seed, "task"):

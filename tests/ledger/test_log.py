@@ -144,8 +144,10 @@ PROGRAM = """
 import sys
 from contextlib import closing
 from pathlib import Path
+from common.errors import ready_streams
 from common.ledger import Log
 from common.options import Options
+ready_streams()
 opts = Options(run_dir=Path(sys.argv[1]), progress=sys.argv[2], tensorboard=False)
 with closing(Log(opts, 0, 0, 2000)) as log:
     for step in range(1, 2001):

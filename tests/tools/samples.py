@@ -15,7 +15,7 @@ def share_of(x, y, opts, rank=0, world=1):
 class Samples:
     """Given tensors as a split of a dataset in memory."""
 
-    in_memory = True
+    first = 0
     classes = 0  # evaluation then takes as many samples at once as it likes
 
     def __init__(self, x, y):

@@ -185,7 +185,7 @@ def test_an_epoch_ends_only_when_its_samples_are_all_trained_on():
 
 def test_a_loss_that_is_no_number_is_said_and_never_saved():
     state = train(make(), 1)
-    with pytest.raises(UserError, match="loss is nan.*, nothing is kept") as caught:
+    with pytest.raises(UserError, match="loss is nan.*; nothing after the newest") as caught:
         state.note(torch.tensor([float("nan"), 8.0, 0.0, 8.0]))
     assert not state.savable and caught.value.code == 5
     with pytest.raises(UserError, match="loss is nan"):
