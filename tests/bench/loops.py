@@ -1,7 +1,7 @@
-"""Ours against the DDP loop that people write by hand; and what feeds it.
+"""Ours against the DDP loop that people write by hand; and the first batch of ids of a huge dataset.
 
     python tests/bench/loops.py                               # all of it, about ten minutes
-    python tests/bench/loops.py --what resnet18 --rounds 40   # net, resnet18, memory, index
+    python tests/bench/loops.py --what resnet18 --rounds 40   # net, resnet18, index
 
 `net` and `resnet18` start the whole of train_ddp.py, and the loop by hand, with torchrun, in turn. The figure
 is the CPU time of all processes, ours by theirs.
@@ -26,10 +26,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common.data import batches, load_data
-from common.options import Options
 from common.sampler import ElasticSampler
-from common.world.world import keep_memory
 
 DATA = """
 import torch
@@ -130,22 +127,6 @@ def loop(kind, rounds, folder):
     return f"{ratio(costs['ours'], costs['bare'])} the CPU time of a DDP loop by hand"
 
 
-def memory(rounds):
-    """Out of memory, with everything a batch needs."""
-    keep_memory()
-    opts = Options(dataset="digits", device="cpu")
-    data = load_data(opts)
-    speeds = []
-    for epoch in range(rounds):
-        order = ElasticSampler(data.train, 64)
-        order.set_epoch(epoch)
-        began = time.process_time()
-        for _ in batches(data.train, order, opts):
-            pass
-        speeds.append(len(data.train) / (time.process_time() - began))
-    return f"{statistics.median(speeds):,.0f} images per CPU second"
-
-
 def index(rounds):
     """Anywhere in an epoch."""
     times = []
@@ -161,7 +142,7 @@ def index(rounds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="net,resnet18,memory,index")
+    parser.add_argument("--what", default="net,resnet18,index")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", choices=["ours", "bare"], help="for the processes that this one starts")
     parser.add_argument("--folder", type=Path)
@@ -174,7 +155,7 @@ def main():
             if name in LOOPS:
                 found = loop(name, args.rounds, Path(folder))
             else:
-                found = {"memory": memory, "index": index}[name](args.rounds)
+                found = index(args.rounds)
         print(f"{name:>9}: {found}", flush=True)
 
 

@@ -138,22 +138,31 @@ def test_a_restart_may_change_exactly_the_free_flags(name):
 
 
 # ---- the environment ------------------------------------------------------------------------------
-@pytest.mark.parametrize(("change", "word"), [
-    ({"RANK": "abc"}, "RANK='abc'"),
-    ({"RANK": "2"}, "RANK='2', WORLD_SIZE='2'"),
-    ({"RANK": None}, "RANK is not set"),
-    ({"WORLD_SIZE": "0"}, "WORLD_SIZE='0'"),
-    ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None, "RANK": "1"}, "WORLD_SIZE is not set"),
-    ({"LOCAL_RANK": "2"}, "LOCAL_RANK='2'"),
-    ({"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE='3'"),
-    ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
-    ({"MASTER_PORT": "abc"}, "MASTER_PORT='abc'"),
-])
-def test_an_environment_in_which_ranks_could_not_meet_is_refused(capsys, monkeypatch, change, word):
-    for name, value in (TORCHRUN | change).items():
+def set_environment(patch, environ):
+    for name, value in environ.items():
         if value is not None:
-            monkeypatch.setenv(name, value)
-    assert word in refused(capsys)
+            patch.setenv(name, value)
+
+
+@pytest.mark.parametrize(("change", "script", "argv", "word"), [
+    # ranks could not meet
+    ({"RANK": "abc"}, "ddp", "", "RANK='abc'"),
+    ({"RANK": "2"}, "ddp", "", "RANK='2', WORLD_SIZE='2'"),
+    ({"RANK": None}, "ddp", "", "RANK is not set"),
+    ({"WORLD_SIZE": "0"}, "ddp", "", "WORLD_SIZE='0'"),
+    ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None, "RANK": "1"}, "ddp", "", "WORLD_SIZE is not set"),
+    ({"LOCAL_RANK": "2"}, "ddp", "", "LOCAL_RANK='2'"),
+    ({"LOCAL_WORLD_SIZE": "3"}, "ddp", "", "LOCAL_WORLD_SIZE='3'"),
+    ({"MASTER_ADDR": None}, "ddp", "", "MASTER_ADDR is not set"),
+    ({"MASTER_PORT": "abc"}, "ddp", "", "MASTER_PORT='abc'"),
+    # flags that cannot work in this world
+    ({}, "dp", "", "use train_ddp.py"),
+    ({}, "mp", "--stages 3", "cannot be divided"),
+    ({}, "mp", "--devices cpu,cpu", "--devices"),
+    ({}, "mp", "--virtual-ranks 1 --stages 1", "start at most 1 processes")])
+def test_a_world_that_cannot_be_is_refused(capsys, monkeypatch, change, script, argv, word):
+    set_environment(monkeypatch, TORCHRUN | change)
+    assert word in refused(capsys, *argv.split(), script=script)
 
 
 @pytest.mark.parametrize("environ", [
@@ -163,23 +172,10 @@ def test_an_environment_in_which_ranks_could_not_meet_is_refused(capsys, monkeyp
     TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"},
 ])
 def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch, environ):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    set_environment(monkeypatch, environ)
     begin_life()
     place = here()
     assert (place.rank, place.size) == (int(environ.get("RANK", 0)), int(environ.get("WORLD_SIZE", 1)))
-
-
-@pytest.mark.parametrize(("script", "argv", "word"), [
-    ("dp", [], "use train_ddp.py"),
-    ("mp", ["--stages", "3"], "cannot be divided"),
-    ("mp", ["--devices", "cpu,cpu"], "--devices"),
-    ("mp", ["--virtual-ranks", "1", "--stages", "1"], "start at most 1 processes")
-])
-def test_flags_that_cannot_work_in_this_world_are_refused(capsys, monkeypatch, script, argv, word):
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    assert word in refused(capsys, *argv, script=script)
 
 
 def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_workers(capsys):
@@ -194,11 +190,10 @@ def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_worker
     ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),  # another machine has a log of its own
 ])
 def test_a_wrong_flag_is_told_once_per_machine(capsys, monkeypatch, environ, voices):
-    for name, value in (TORCHRUN | environ).items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(SystemExit) as end:
+    set_environment(monkeypatch, TORCHRUN | environ)
+    with pytest.raises(SystemExit, match="2"):
         parse("--lr", "nan")
-    assert end.value.code == 2 and capsys.readouterr().err.count("error:") == voices
+    assert capsys.readouterr().err.count("error:") == voices
 
 
 # ---- the guard ------------------------------------------------------------------------------------

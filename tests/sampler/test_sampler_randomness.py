@@ -30,20 +30,12 @@ def statistics(ids, other):
     """
     n, root = len(ids), math.isqrt(len(ids))
     places = torch.arange(n)
-
-    def correlation(a, b):
-        a, b = a.double() - (n - 1) / 2, b.double() - (n - 1) / 2
-        return float((a * b).sum() / ((n * n - 1) / 12) / math.sqrt(len(a)))
-
-    z = {f"neighbours {lag} apart": correlation(ids[:-lag], ids[lag:]) for lag in (1, 2, 64, root)}
-    z["sample against position"] = correlation(places, ids)
-    z["sample against other order"] = correlation(ids, other)
-    z["same place in other order"] = float((ids == other).sum() - 1)
-    z["block of sample in block of position"] = z_of_table(places * 16 // n, ids * 16 // n, 16)
-    z["low bits"] = z_of_table(places % 16, ids % 16, 16)
-    z["remainders"] = z_of_table(places % 25, ids % 25, 25)
-    z["block in other order"] = z_of_table(other * 16 // n, ids * 16 // n, 16)
-    for lag in (1, root):  # a Feistel network with too few rounds keeps differences inside a row or a column
+    z = {"same place in other order": float((ids == other).sum() - 1),
+         "block of sample in block of position": z_of_table(places * 16 // n, ids * 16 // n, 16),
+         "low bits": z_of_table(places % 16, ids % 16, 16),
+         "remainders": z_of_table(places % 25, ids % 25, 25),
+         "block in other order": z_of_table(other * 16 // n, ids * 16 // n, 16)}
+    for lag in (1, 2, 64, root):  # a Feistel network with too few rounds keeps differences in a row or column
         for name, part in (("row", ids // root), ("column", ids % root)):
             steps = (part[lag:] - part[:-lag]) % root
             z[f"{name} steps {lag} apart"] = z_of_counts(torch.bincount(steps, minlength=root))

@@ -66,36 +66,28 @@ def frozen(data):
 
 
 class Gpt(nn.Module):
-    """Two blocks of attention, tied weights, dropout, one parameter that is never used and one that is used
-    at times.
+    """Two blocks whose parts the net calls itself, tied weights, dropout, one parameter that is never used
+    and one that is used at times. No attention: `tied` below has that.
     """
 
-    def __init__(self, width=16, heads=2):
+    def __init__(self, width=16):
         super().__init__()
-        self.heads = heads
         self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm1": nn.LayerNorm(width), "qkv": nn.Linear(width, 3 * width),
-                           "out": nn.Linear(width, width),
-                           "norm2": nn.LayerNorm(width), "up": nn.Linear(width, 2 * width),
-                           "down": nn.Linear(2 * width, width)})
+            nn.ModuleDict({"norm": nn.LayerNorm(width), "mix": nn.Linear(LENGTH, LENGTH),
+                           "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
             for _ in range(2))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
         self.head.weight = self.words.weight
         self.never, self.at_times = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(width))
-        self.register_buffer("mask", torch.full((LENGTH, LENGTH), float("-inf")).triu(1))
 
     def forward(self, x):
         h = F.dropout(self.words(x) + self.places.weight, 0.1, self.training)
         if int(x[0, 0]) % 3 == 0:  # of a slice's first sample: so it differs by slice
             h = h + self.at_times
         for block in self.blocks:
-            n, length, width = h.shape
-            q, k, v = (t.view(n, length, self.heads, -1).transpose(1, 2)
-                       for t in block["qkv"](block["norm1"](h)).chunk(3, 2))
-            weights = F.dropout((q @ k.transpose(2, 3) / 4 + self.mask).softmax(3), 0.1, self.training)
-            h = h + block["out"]((weights @ v).transpose(1, 2).reshape(n, length, width))
-            h = h + block["down"](F.gelu(block["up"](block["norm2"](h))))
+            mixed = block["mix"](block["norm"](h).mT).mT
+            h = h + F.dropout(block["down"](F.gelu(block["up"](mixed))), 0.1, self.training)
         return self.head(self.norm(h[:, -1]))
 
 
