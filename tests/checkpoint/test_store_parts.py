@@ -260,14 +260,14 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path):
             path = tmp_path / f"{len(cuts)}/part-{replica + 1:05d}/model.safetensors"
             path.parent.mkdir(parents=True)
             files[str(path)] = write_file(path, layout.written(layout.tensors)["model"], layout.rows)
-        for start, end in itertools.combinations_with_replacement(range(8), 2):
-            layout, own = rank(start, end - start)
+        for first, last in itertools.combinations_with_replacement(range(8), 2):
+            layout, own = rank(first, last - first)
             for tensor in own.values():
                 tensor.zero_()
             layout.check(files)
             for path, table in files.items():
                 read_file(Path(path), table, layout.rooms(path, table), count=2)
-            assert torch.equal(own["a"], a[start:end]) and torch.equal(own["b"], b)
+            assert torch.equal(own["a"], a[first:last]) and torch.equal(own["b"], b)
         for path, (_, rows) in zip(files, cuts, strict=True):
             with pytest.raises(Damaged, match="row|this run has") if rows else contextlib.nullcontext():
                 layout.check({name: table for name, table in files.items() if name != path})
