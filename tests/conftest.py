@@ -1,4 +1,5 @@
 """What every test may rely on, and what every test is held to."""
+import gc
 import os
 import shutil
 import signal
@@ -13,6 +14,8 @@ sys.path[:0] = [str(ROOT), *map(str, sorted((ROOT / "tests").glob("[a-z]*/")))]
 
 # Else each process that a test starts compiles common/ anew, 0.1 s, and each worker of xdist all tests.
 sys.dont_write_bytecode = False
+
+gc.disable()  # imports make no garbage, and the search for it is a fifth of their time
 
 # Before anything imports torch. One thread, no GPU: forked ranks (ranks.py) inherit neither of them alive.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -30,7 +33,13 @@ import police  # noqa: E402  (found through the path above)
 TEMPORARY = police.move_in()
 
 
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
+
+
 def pytest_sessionfinish():
+    gc.unfreeze()  # at the end triton counts what is left, and complains
     shutil.rmtree(TEMPORARY, ignore_errors=True)
 
 

@@ -48,7 +48,8 @@ class Campaign(Strikes):
         self.patience = 60  # seconds: the workers of a dead agent save and leave
         self.todo = events.schedule(rng, count, points_names(), short, only)
         self.size = None
-        self.kinds = ["plain", "store"] if short else []  # of the first clusters; then as the dice fall
+        # of the first clusters; then as the dice fall. Under a store each event costs seconds.
+        self.kinds = ["plain", "store", *["plain"] * 9] if short else []
         self.steps = epochs * EPOCH
         self.pace = "0.008"
         self.references = {}

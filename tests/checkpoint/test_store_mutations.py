@@ -184,7 +184,7 @@ def run(killer, folder, mutant=None):
             module = importlib.import_module("_".join(filter(None, ("test_store", killer[0]))))
             test = getattr(module, f"test_{killer[1]}")
             patch = pytest.MonkeyPatch()
-            fixtures = {"tmp_path": folder, "run": folder / "run", "monkeypatch": patch, "every": 11}
+            fixtures = {"tmp_path": folder, "run": folder / "run", "monkeypatch": patch, "every": 29}
             names = inspect.signature(test).parameters
             given = dict(zip([name for name in names if name not in fixtures], killer[2:], strict=True))
             code = 2

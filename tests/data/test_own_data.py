@@ -1,7 +1,4 @@
 """A user's own Datasets: what they may be, and what is told of those that are none."""
-import subprocess
-import sys
-
 import numpy
 import pytest
 import torch
@@ -166,14 +163,14 @@ def test_what_a_users_function_draws_is_the_same_on_every_rank_and_at_every_star
     assert len({*fork_ranks(2, mark), *fork_ranks(1, mark)}) == 1
 
 
-def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_advice_to_seed_it(tmp_path):
+def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_advice_to_seed_it(
+        jobs, tmp_path):
     name = mine(tmp_path, DRAWN.format(draw="torch.tensor(np.random.default_rng().random((9, 6))).float()"))
-    for launcher in (["-m", "torch.distributed.run"], [ROOT / "launch/torchrun.py"]):
-        words = ["--nproc_per_node=2", ROOT / "train_ddp.py", "--model=mlp", f"--dataset={name}"]
-        done = subprocess.run([sys.executable, *launcher, *words, f"--run-dir={tmp_path}/run"],
-                              capture_output=True, text=True)
-        assert done.returncode and "rank 0 has data" in done.stderr, done.stderr
-        assert "seed what is drawn" in done.stderr and "numpy.random.default_rng(0)" in done.stderr
+    for launcher in ("torchrun", ROOT / "launch/torchrun.py"):
+        job = jobs.start(launcher, "--nproc_per_node=2", ROOT / "train_ddp.py", "--model=mlp",
+                         f"--dataset={name}", f"--run-dir={tmp_path}/run")
+        assert job.wait() and "rank 0 has data" in job.output, job.output
+        assert "seed what is drawn" in job.output and "numpy.random.default_rng(0)" in job.output
 
 
 def test_a_sample_that_is_another_one_each_time_is_told(tmp_path, capfd):

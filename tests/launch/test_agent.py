@@ -60,13 +60,13 @@ def serving(jobs, place):
 def machine(jobs, place, script, *flags, nodes="1:3", conf="", **env):
     return jobs.start(ROOT / "launch/torchrun.py", f"--nnodes={nodes}", "--nproc_per_node=1",
                       "--rdzv_backend=c10d", "--rdzv_id=job", f"--rdzv_endpoint={place}",
-                      f"--rdzv_conf=is_host=0{conf}", "--local_addr=127.0.0.1", script, *flags,
-                      PACE="0.02", **env)
+                      f"--rdzv_conf=is_host=0,keep_alive_interval=1{conf}", "--local_addr=127.0.0.1",
+                      script, *flags, PACE="0.02", **env)
 
 
 def handler(place, address="0.0.0.0"):
     conf = {"is_host": "0", "last_call_timeout": "1",
-            "keep_alive_interval": "2", "keep_alive_max_attempt": "3"}
+            "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
     return registry.get_rendezvous_handler(RendezvousParameters(
         "c10d", place, "job", 1, 3, local_addr=address, **conf))
 

@@ -29,7 +29,7 @@ from common.world import world as pinned
 
 GPT = {"model": f"{NETS}:tied", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw",
        "weight_decay": 0.1,
-       "clip_grad_norm": 0.5, "ema_decay": 0.9, "epochs": 3}
+       "clip_grad_norm": 0.5, "ema_decay": 0.9, "epochs": 2}
 MP = {"script": "mp", "hang_timeout": 20}
 
 
@@ -45,7 +45,7 @@ def pictures():
 
 # ---- any number of stages and of replicas ---------------------------------------------------------
 @pytest.mark.parametrize(("given", "cuts"), [
-    (CNN | {"epochs": 2}, ((2, 1), (2, 3), (3, 1), (1, 2))),
+    (CNN | {"epochs": 1}, ((2, 1), (2, 3), (3, 1), (1, 2))),
     (GPT, ((2, 3), (4, 1))),
     (CNN | {"model": f"{NETS}:frozen", "epochs": 1}, ((2, 3),)),
     (CNN | {"epochs": 1, "virtual_ranks": 7, "amp": "bf16", "channels_last": True, "recompute": True},

@@ -9,6 +9,7 @@ importing torch.
     assert fork_ranks(3, sum_of_ones) == [3, 3, 3]
 """
 import ctypes
+import gc
 import os
 import pickle
 import selectors
@@ -92,6 +93,7 @@ def _end(pid):
 def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, function, args):
     """A rank from birth to death; never returns, for pytest's own stack is above it."""
     code, answer = 1, (False, "")
+    gc.freeze()  # a search through all of torch's objects would copy each of their pages, 0.3 s
     try:
         os.setpgid(0, 0)
         if sys.platform == "linux":

@@ -37,7 +37,7 @@ GPT = {"model": f"{NETS}:gpt", "dataset": f"{NETS}:words", "global_batch_size": 
 LSTM = {"model": "lstm", "dataset": f"{NETS}:sentences", "global_batch_size": 27, "clip_grad_norm": 1.0,
         "max_steps": 12}
 RESNET = {"model": "resnet18", "dataset": f"{NETS}:colours", "global_batch_size": 24, "optimizer": "sgd",
-          "max_steps": 3}
+          "max_steps": 2}
 STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 
 
@@ -111,10 +111,10 @@ def one_digest(tmp_path, given, worlds):
 
 # ---- any world ------------------------------------------------------------------------------------
 ANY_WORLD = {
-    "batch norm, dropout, adamw, averages, clipping": (CNN, (1, 2, 3, 4, 5, 8)),
-    "tied weights and unused parameters": (GPT, (1, 3, 8)),
+    "batch norm, dropout, adamw, averages, clipping": (CNN | {"epochs": 3}, (1, 2, 3, 4, 5, 8)),
+    "tied weights and unused parameters": (GPT | {"epochs": 2}, (1, 3, 8)),
     "an lstm over ragged batches": (LSTM | {"global_batch_size": 1500, "epochs": 4}, (1, 2, 5)),
-    "resnet18": (RESNET, (1, 2, 3)),
+    "resnet18": (RESNET, (1, 3)),
     "slices that are no power of two": (CNN | {"virtual_ranks": 7, "epochs": 2}, (1, 2, 3, 7)),
     "bf16 and channels last": (CNN | {"epochs": 2, "amp": "bf16", "channels_last": True}, (1, 3)),
     "two threads": (CNN | {"epochs": 1, "threads": 2}, (1, 3)),
@@ -125,8 +125,8 @@ ANY_WORLD = {
 def test_weights_and_metrics_are_the_same_at_any_world(tmp_path, case):
     given, worlds = ANY_WORLD[case]
     _, metrics = one_digest(tmp_path, given, worlds)
-    if given is CNN:
-        assert len(metrics.splitlines()) == 6 * STEPS + 6, "every step logged, every epoch evaluated"
+    if "batch norm" in case:
+        assert len(metrics.splitlines()) == 3 * STEPS + 3, "every step logged, every epoch evaluated"
 
 
 def test_train_mp_ends_in_the_digest_of_train_ddp_and_takes_over_from_it(tmp_path):

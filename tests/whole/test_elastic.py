@@ -20,7 +20,7 @@ def script(tmp_path):
     loop = "        for batch in run:"
     text = EXAMPLE.replace("runs/mine", str(tmp_path / "run"))
     text = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n{text}"
-    path.write_text(text.replace(loop, f"        import time\n{loop}\n            time.sleep(0.05)"))
+    path.write_text(text.replace(loop, f"        import time\n{loop}\n            time.sleep(0.02)"))
     return path
 
 
@@ -74,7 +74,7 @@ def test_its_errors_have_the_exit_codes_of_the_scripts(jobs, script, tmp_path):
 # ---- twenty users -----------------------------------------------------------------------------------
 CALL, STEP = "run.model(batch.x)", "            run.step(loss, count=len(batch.y))"
 ENDS, REPORT = "            if run.epoch_ended:", "run.report(val_acc=test(run, points))"
-BEGIN, LOOP, AUDIT = "    points = Points()", "            time.sleep(0.05)", "audit=True"
+BEGIN, LOOP, AUDIT = "    points = Points()", "            time.sleep(0.02)", "audit=True"
 RANK = "int(__import__('os').environ.get('RANK', 0))"
 
 
@@ -114,7 +114,7 @@ def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit
 
 def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, tmp_path):
     what = f"if {RANK} and run.state.step == 2: raise __import__('common.errors').errors.UserError('a fact')"
-    change(script, (LOOP.replace("time.sleep(0.05)", "pass"), f"            {what}"))
+    change(script, (LOOP.replace("time.sleep(0.02)", "pass"), f"            {what}"))
     job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
     assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
     assert len(lives(tmp_path / "run")) == 1, "a restart cannot help"
@@ -224,10 +224,9 @@ def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_
     whole = jobs.start(script, "whole", "0", cold=True, **where)
     assert whole.wait() == 0 and "done at step 64: val_mse" in whole.output, whole.output
     run = tmp_path / "broken"
-    job = jobs.start("torchrun", "--nproc_per_node=3", "--max_restarts=3", script, "broken", "0.05",
-                     cold=True, **where)
+    job = jobs.start("torchrun", "--nproc_per_node=3", "--max_restarts=3", script, "broken", "0.02", **where)
     killed_and_stopped(jobs, job, run, 40)
-    assert jobs.start(script, "broken", "0", cold=True, **where).wait() == 0, job.output
+    assert jobs.start(script, "broken", "0", **where).wait() == 0, job.output
     assert audit(run) == CLEAN
     for ours, theirs in zip(rows_of(run), rows_of(tmp_path / "whole"), strict=True):
         for name in {"loss", "val_mse"} & theirs.keys():

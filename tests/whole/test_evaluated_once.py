@@ -32,9 +32,9 @@ def struck(world, script, opts, step, where, how):
     evaluate = script.evaluate
 
     class Mortal(house.Log):
-        def evaluation(self, state, metrics):
-            strike(state.step)
-            super().evaluation(state, metrics)
+        def evaluation(self, step, metrics):
+            strike(step)
+            super().evaluation(step, metrics)
 
     def evaluate_or_die(model, split, state, world):
         strike(state.step)
@@ -53,17 +53,16 @@ def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name
 
     def run(folder, *strike):
         opts = options(folder, PLAIN | extra)
-        fork_ranks(world, struck if strike else life, script, opts, *strike,
-                   may_die=range(world) if strike else ())
+        return fork_ranks(world, struck if strike else life, script, opts, *strike,
+                          may_die=range(world) if strike else ())[0]
 
     run(tmp_path / "whole")
     whole = left_by(tmp_path / "whole")
     assert [line["step"] for line in map(json.loads, whole[1].splitlines()) if "val_acc" in line] == [5, 8]
-    for how in ("killed", "raised"):
+    for how, code in (("killed", -9), ("raised", 2)):
         folder = tmp_path / how
         for step in (5, 8):
-            run(folder, step, "due", how)
-            run(folder, step, "made", how)
+            assert run(folder, step, "due", how) == run(folder, step, "made", how) == code
         run(folder)
         assert left_by(folder) == whole, how
         newest = max((folder / "checkpoints").iterdir())
