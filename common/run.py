@@ -26,7 +26,7 @@ from torch import Tensor, nn, optim
 from common.checkpoint import CheckpointStore, checkpoints, describe
 from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
-from common.ledger import Audit, Clock, Ledger, Log, deaths_of, lives_of, named
+from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
 from common.options import Options, read_options
 from common.place import this_process
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
@@ -72,9 +72,9 @@ class Run:
         world = self.world
         self.parameters = parameters
         self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
-        self.ledger = Ledger(opts.run_dir)
         self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
-        self.store = CheckpointStore(opts, world, str(self.data.fingerprint), self.ledger)
+        self.store = CheckpointStore(opts, world, str(self.data.fingerprint))
+        self.ledger = self.store.ledger
         self.source = self.store.restore(self.state)
         return self.state
 

@@ -53,13 +53,12 @@ class CheckpointStore:
         opts: Options,
         world: World,
         fingerprint: str = "",
-        ledger: Ledger | None = None,
         report: Callable[[str], None] = say,
     ):
         self.opts = opts
         self.world = world
         self.fingerprint = fingerprint
-        self.ledger = ledger
+        self.ledger = Ledger(opts.run_dir)
         self.report = report
         self.root = opts.run_dir / "checkpoints"
         self.fence: Fence | None = None  # of the owner
@@ -297,8 +296,7 @@ class CheckpointStore:
                     f"(step {self.agreed}); put aside"
                 )
                 self.writer.put_aside(folder)
-        if self.ledger:
-            self.ledger.event("withdrawn", step=self.agreed)  # what this life did after it is no progress
+        self.ledger.event("withdrawn", step=self.agreed)  # what this life did after it is no progress
 
     # ---- saving -----------------------------------------------------------------------------------
     @property
@@ -358,7 +356,7 @@ class CheckpointStore:
         """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
         state = self.state
         every = self.opts.digest_every
-        if every and self.fence and self.ledger and state.step % every == 0:
+        if every and self.fence and state.step % every == 0:
             sums = {part: fingerprint_of(tensors) for part, tensors in state.tensors().items()}
             self.ledger.event("digest", step=state.step, **sums)
 
@@ -390,8 +388,7 @@ class CheckpointStore:
                 image.wait()
             if self._write(facts, {part: image.views for part, image in images.items()}):
                 self._prune(facts)
-                if self.ledger:
-                    self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
+                self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
             self.failures = 0
         except Exception as error:
             self.saved = None  # so that the next interval tries again
@@ -466,9 +463,8 @@ class CheckpointStore:
                 f"step {step}: rank {self.world.rank} has saved its stage; "
                 "the step counts once all stages are saved"
             )
-        if self.ledger:
-            seconds = round(time.monotonic() - began, 3)
-            self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
+        seconds = round(time.monotonic() - began, 3)
+        self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
         return f"step {step} saved by rank {self.world.rank}"
 
 

@@ -359,4 +359,5 @@ def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start_and_only_th
     monkeypatch.setattr(os, "rename", rename)
     assert resumes_at(opts, 1)
     assert sorted(os.listdir(root)) == [".snapshot", "step-00000001"]
-    assert sorted(os.listdir(opts.run_dir)) == ["checkpoints", "lock", "mine.77.new", "options.json"]
+    assert sorted(os.listdir(opts.run_dir)) == ["checkpoints", "ledger.jsonl", "lock", "mine.77.new",
+                                                "options.json"]

@@ -37,7 +37,7 @@ def a_run(world, run, *flags):
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
     ledger = Ledger(opts.run_dir)
-    store = CheckpointStore(opts, world, ledger=ledger)
+    store = CheckpointStore(opts, world)
     store.restore(state)
     return state, store, ledger
 
