@@ -86,18 +86,6 @@ def test_a_doctored_note_is_found(run, life, rank, step, event, change, expected
     assert code == int(bool(expected.keys() & {"wrong", "unproven"}))
 
 
-def test_a_life_that_forgot_the_position_has_missed_and_repeated(tmp_path):
-    """What torch's ElasticDistributedSampler does: after a restart the epoch is cut anew."""
-    live(tmp_path, "aa", world=2, resumed=0, until=3)
-    Ledger(tmp_path).event("life", life="bb", world=1, step=3, n=N, seed=SEED, stages=1)
-    log = Audit(tmp_path, "bb", 0)
-    for step, ids in enumerate(ElasticSampler(N, BATCH, seed=SEED), start=4):
-        log.begin(step, 0, 0, ids)
-        log.done(step)
-    counts = audit(tmp_path)
-    assert counts["missed"] > 0 and counts["repeated"] > 0
-
-
 def test_torn_lines_copies_and_missing_files_of_a_rank_are_no_missed_samples(run):
     path = run / "audit" / "life-cc-rank0.jsonl"
     with path.open("a") as file:

@@ -11,7 +11,6 @@ from types import ModuleType
 import pytest
 import torch
 from ranks import fork_ranks
-from test_state import resume
 from torch import nn
 from torch.nn import functional as F
 
@@ -79,6 +78,15 @@ def made(name, settings, *more):
     opts = parse_options("", [*flags_of(name, settings), *more], "ddp")
     net = net_for(name)
     return TrainState(net, build_optimizer(net, opts), opts, 1000)
+
+
+@torch.no_grad()
+def resume(state, other):
+    """As a restart does: the tensors of another state are copied into this one's, then its counters."""
+    for part, tensors in other.tensors().items():
+        for name, tensor in tensors.items():
+            state.tensors()[part][name].copy_(tensor)
+    state.load(other.facts())
 
 
 def captured(state):

@@ -34,29 +34,6 @@ def held(state):
     return {name: t.clone() for part in state.tensors().values() for name, t in part.items()}
 
 
-@torch.no_grad()
-def resume(state, other):
-    """As a restart does: the tensors of another state are copied into this one's, then its counters."""
-    for part, tensors in other.tensors().items():
-        for name, tensor in tensors.items():
-            state.tensors()[part][name].copy_(tensor)
-    state.load(other.facts())
-
-
-@pytest.mark.parametrize("flags",
-                         [{"optimizer": "sgd"}, {"optimizer": "sgd", "momentum": 0.0}, {"optimizer": "adam"},
-                          {"optimizer": "adamw", "weight_decay": 0.1, "ema_decay": 0.9,
-                           "clip_grad_norm": 1.0}])
-def test_loading_what_was_captured_at_any_step_goes_on_bit_for_bit(flags):
-    whole = train(make(**flags), 6)
-    for step in range(6):
-        before, after = train(make(**flags), step), make(**flags)
-        resume(after, before)
-        train(after, 6 - step)
-        assert after.facts() == whole.facts()
-        assert all(torch.equal(tensor, held(after)[name]) for name, tensor in held(whole).items()), step
-
-
 def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_has_begun():
     norm = nn.BatchNorm1d(3)
     net = nn.Sequential(norm, nn.Linear(3, 3), norm)

@@ -244,11 +244,6 @@ def test_finish_makes_numbers_of_whole_numbers_and_best_may_be_any_of_them():
     life.state.record_evaluation(metrics)
     life.state.record_evaluation(metrics | {"val_iou": metrics["val_iou"] / 2})
     assert life.state.best == {"val_iou": metrics["val_iou"], "loss": metrics["val_loss"], "step": 3}
-    for best, wanted in (("-mae", 1.0), ("mae", 3.0), ("", 1.0), ("loss", 1.0)):
-        state = Life(options("regression", best=best)).state
-        for value in (2.0, 3.0, 1.0):
-            state.record_evaluation({"val_loss": value, "val_mae": value})
-        assert next(iter(state.best.values())) == wanted
 
 
 def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
