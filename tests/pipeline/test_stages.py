@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import PACED, TESTS, audit, last_loss, lives, reached, wait_for, weights
+from jobs import PACED, TESTS, audit, lives, reached, wait_for, weights
 from ranks import fork_ranks
 from samples import Samples
 from torch import nn
@@ -177,10 +177,11 @@ def test_stages_that_pass_on_another_shape_than_at_the_start_are_refused():
 # ---- elastic: the same checkpoint whatever the cut ------------------------------------------------
 def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(jobs, tmp_path):
     deep = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
-    alone = tmp_path / "alone"
-    run = tmp_path / "run"
-    job = jobs.python("train_ddp.py", *deep, f"--run-dir={alone}", PACE="0")
-    assert job.wait() == 0, job.output
+    alone, run = tmp_path / "alone", tmp_path / "run"
+
+    def uncut(folder):
+        job = jobs.python("train_ddp.py", *deep, f"--run-dir={folder}", PACE="0")
+        assert job.wait() == 0, job.output
 
     def start(*flags):
         return jobs.torchrun(4, "train_mp.py", *deep, f"--run-dir={run}", *flags)
@@ -190,6 +191,7 @@ def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(
         job.wait()
         return reached(run)
 
+    uncut(alone)
     job = start("--save-every=2")
     # no replica of this stage is left: the periodic save stands
     jobs.kill(wait_for(run, 5, job=job)["pids"][1])
@@ -206,12 +208,10 @@ def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(
     job = start("--stages=2", "--shard", "--recompute")
     wait_for(run, lives(run)[-1]["step"] + 3, 4, job)
     stopped = stop(job)
-    job = jobs.python("train_ddp.py", *deep, f"--run-dir={run}", PACE="0")
-    assert job.wait() == 0, job.output
+    uncut(run)
     assert lives(run)[5]["step"] == stopped
     counts = audit(run)
     assert counts["missed"] == counts["repeated"] == 0
-    assert abs(last_loss(run) - last_loss(alone)) < 1e-9
     ours, theirs = weights(run), weights(alone)
     assert ours.keys() == theirs.keys()
     assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)

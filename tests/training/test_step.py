@@ -144,29 +144,6 @@ def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(worl
     assert all(n <= (micro or size) for seen in forwards for n in seen)
 
 
-class Fails(nn.Module):
-    def __init__(self, error):
-        super().__init__()
-        self.layer, self.error = nn.Linear(6, 3), error
-
-    def forward(self, x):
-        if self.error:
-            raise self.error
-        return self.layer(x.view(-1, 5))  # batches have six numbers in a row
-
-
-@pytest.mark.parametrize("error, said", [
-    (None, "RuntimeError: shape '[-1, 5]' is invalid"), (KeyError("mine"), "KeyError: 'mine'"),
-    (ValueError("broken between two starts"), "ValueError: broken")])
-def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_line(error, said):
-    net, batch = Fails(error), batch_of(4)
-    state = make_state(net, model=f"{__file__}:net")
-    state.step = 400
-    with pytest.raises(UserError, match=r"test_step.py, line \d+") as caught:
-        forward(net, (batch.x.float(), batch.y), state, state.task.zeros(torch.device("cpu")))
-    assert said in str(caught.value) and caught.value.code == 2 and str(caught.value).count("\n") <= 2
-
-
 class Turning(nn.Module):
     """Rotates by a complex buffer, as language models do, and counts."""
 

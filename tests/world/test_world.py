@@ -69,22 +69,6 @@ def test_what_a_step_frees_stays_with_the_process_for_the_next_step():
     assert min(found[:4]) > 25_000 and max(found[5:]) < 1000, found
 
 
-def speak_up(world, wrong):
-    try:
-        with world.all_or_none():
-            if world.rank == wrong:
-                raise UserError("the fact\nthe way out", code=3)
-        return "went on"
-    except UserError as error:
-        return str(error), error.code
-
-
-@pytest.mark.parametrize("wrong", [0, 2])
-def test_what_one_rank_refuses_is_refused_on_all(wrong):
-    assert fork_ranks(3, speak_up, wrong) == [("the fact\nthe way out", 3)] * 3
-    assert fork_ranks(3, speak_up, -1) == ["went on"] * 3
-
-
 def meet_twice_at_one_agent(world):
     """Two lives at one shared store, as torchrun makes them: what the first one left must not be read by the
     second.
