@@ -258,7 +258,8 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
         started(opts)
     with a_life(opts):
         pass
-    for k in range(1, 12, 2):  # whatever fails at the start: a clear word, and then it works
+    monkeypatch.setattr("common.checkpoint.fence.STALE_SECONDS", 0.5)
+    for k in range(1, 7):  # whatever fails at the start: a clear word, and then it works
         shutil.rmtree(tmp_path / "deep")
         for name in ("fsync", "rename", "pwrite", "fdatasync"):
             with Failing(name, k, errno.ENOSPC) as fault:

@@ -290,7 +290,7 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
     go.unlink(), here.unlink(), path.unlink()
     with child(lambda: rescue(lambda: 7)):  # it lives, and waits for what never comes
         until(here.exists, "the rescue has begun")
-        timer = threading.Timer(12, go.touch)
+        timer = threading.Timer(6, go.touch)
         timer.start()
         assert waited() > 1.0 and not go.exists()
         timer.cancel()

@@ -1,14 +1,12 @@
 import multiprocessing.connection
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
+from jobs import ROOT, TESTS, until
 from ranks import fork_ranks
 from test_data import Noisy, options
 from test_rescue import a_run
@@ -70,31 +68,20 @@ def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, tmp_path):
 
 LEAVING = """
 import os, sys
-sys.path[:0] = {path!r}
 from test_data import *
 import multiprocessing
 kept = batches(noisy(64), ElasticSampler(64, 2), options("trouble", workers=2))
 next(kept)
 print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
-{how}
 """
-
-
-def is_alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("how, code", [("sys.exit(3)", 3), ("raise KeyError", 1), ("os._exit(4)", 4),
                                        ("os.kill(os.getpid(), 9)", -9)])
-def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(how, code):
-    here = Path(__file__).parent
-    script = LEAVING.format(path=[str(here.parents[1]), str(here.parent / "tools"), str(here)], how=how)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert done.returncode == code and len(done.stdout.split()) == 2, done.stderr
-    deadline = time.monotonic() + 20
-    while any(is_alive(pid) for pid in done.stdout.split()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(jobs, tmp_path, how, code):
+    script = tmp_path / "leaving.py"
+    script.write_text(LEAVING + how)
+    path = f"{ROOT}:{TESTS}:{Path(__file__).parent}"
+    job = jobs.start(script, cold=code == 3, PYTHONPATH=path)  # an interpreter of its own ends in its own way
+    assert job.wait() == code and len(job.output.splitlines()[0].split()) == 2, job.output
+    until(lambda: not jobs.alive(), "the end of its workers")
