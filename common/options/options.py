@@ -388,20 +388,20 @@ def _inherited(given, script):
             "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
         )
     source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
-    with blamed(f"--fork: {source}", "name the folder of a run"):
-        flags = read_options(source)["options"]
+    flags = read_options(source)["options"]
     taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"].split()}
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     return {name: flags[name] for name in (taken & flags.keys()) - NOT_INHERITED} | given
 
 
 def read_options(run_dir: Path | str) -> dict[str, Values]:
-    """What a run's options.json holds: the options of its newest life; ValueError if it is damaged."""
-    facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
-    seal = facts.pop("seal", "")
-    text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
-    if hashlib.sha256(text.encode()).hexdigest() != seal:
-        raise ValueError("options.json is damaged")
+    """What a run's options.json holds: the options of its newest life; UserError if it is damaged."""
+    with blamed(str(run_dir), "name the folder of a run"):
+        facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
+        seal = facts.pop("seal", "")
+        text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
+        if hashlib.sha256(text.encode()).hexdigest() != seal:
+            raise ValueError("options.json is damaged")
     return facts
 
 

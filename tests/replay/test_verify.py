@@ -124,4 +124,4 @@ def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, capsys):
 
 def test_what_cannot_be_verified_is_said_in_words(tmp_path, capsys):
     code, output = replay(capsys, "verify", Path(tmp_path))
-    assert code == 2 and "cannot be verified" in output and "options.json" in output
+    assert code == 2 and "options.json" in output and "name the folder of a run" in output
