@@ -5,16 +5,15 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from common.checkpoint import CheckpointStore
 from common.options import parse_options
-from common.training import TrainState, build_optimizer
-from common.world import World
+from common.training import TrainState
 
 
 def stuck_stream(*flags):
@@ -47,14 +46,12 @@ def little_memory(*flags):
 
 def late_copy(device="cuda:0"):
     """A save that is still copied when an evaluation puts the averages into the net: it has the weights."""
+    from tests.tools.stores import options, started, world_of_one
     width = 4096 if device != "cpu" else 64
-    with tempfile.TemporaryDirectory() as run:
-        opts = parse_options("", [f"--run-dir={run}/run", "--ema-decay=0.5"], script="ddp")
-        world = World(0, 1, 0, 1, (torch.device(device),), "life", 0)
+    with tempfile.TemporaryDirectory() as folder:
+        world = replace(world_of_one(), devices=(torch.device(device),))
         net = nn.Sequential(*(nn.Linear(width, width) for _ in range(16))).to(device)
-        state = TrainState(net, build_optimizer(net, opts), opts, 64)
-        store = CheckpointStore(opts, world)
-        store.restore(state)
+        store, state = started(options(Path(folder), ema_decay=0.5), world, net=net)
         for _ in range(2):
             net(torch.ones(8, width, device=device)).square().mean().backward()
             state.update(8)

@@ -117,19 +117,6 @@ def test_a_line_says_epoch_step_eta_numbers_and_samples_per_second_and_the_last_
         f"done at step 564: val_acc 0.9712 (best, step 188), {tmp_path}"]
 
 
-def test_the_bar_is_as_wide_as_the_terminal_with_notes_above_it_and_the_result_in_its_place(
-        tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "60")
-    with closing(Log(options(tmp_path, progress="on"), 0, 0, 4)) as log:
-        for step in (2, 4):
-            log.step({"step": step, "epoch": 0, "loss": 1.0})
-        log.note("a note")
-        log.done(4, {"step": 0})
-    *bars, note, done = capsys.readouterr().out.split("\r\x1b[K")[1:-1]
-    assert [bar[:26] for bar in bars] == [" 50%|█████     | epoch 1/3", "100%|██████████| epoch 1/3"]
-    assert {len(bar) for bar in bars} == {59} and note == f"a note\n{bars[-1]}" and done.startswith("done at")
-
-
 def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
     opts = options(tmp_path / "run", tensorboard=True, progress="on")
     with closing(Log(opts, 1, 3, 100, records=[{"step": 3}])) as log:

@@ -160,15 +160,6 @@ def test_an_epoch_ends_only_when_its_samples_are_all_trained_on():
     assert (state.epoch, state.position) == (0, 16)
 
 
-def test_a_loss_that_is_no_number_is_said_and_never_saved():
-    state = train(make(), 1)
-    with pytest.raises(UserError, match="loss is nan.*; nothing after the newest") as caught:
-        state.note(torch.tensor([float("nan"), 8.0, 0.0, 8.0]))
-    assert not state.savable and caught.value.code == 5
-    with pytest.raises(UserError, match="loss is nan"):
-        train(state, 1)
-
-
 def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restart_knows_it():
     state = make(samples=16, global_batch_size=8, epochs=9, patience=2, eval_every=1)
     for epoch, accuracy in enumerate([0.5, 0.7, 0.6, 0.7]):

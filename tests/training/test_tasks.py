@@ -224,10 +224,12 @@ GOOD = "return {'loss': (error.sum(), len(y))}"
 ])
 def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, more, given, words):
     with pytest.raises(UserError) as caught:
-        Life(own_task(tmp_path, body, more, **given)).epoch(1)
+        life = Life(own_task(tmp_path, body, more, **given))
+        life.epoch(1)
     text = str(caught.value)
     assert words in text and text.count("\n") <= 2
     assert caught.value.code == (5 if "nan" in words else 2)
+    assert "nan" not in words or not life.state.savable, "nothing is kept"
 
 
 @pytest.mark.parametrize("body", ["out = out + net(x)", "out = net(x.flip(0))", "out = net[0](x)"])
