@@ -326,7 +326,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
 def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_path, monkeypatch):
     staging, new = tmp_path / "run/checkpoints/.life-a", fence.Fence(tmp_path / "run", "b")
     staging.mkdir(parents=True)
-    monkeypatch.setattr(fence, "NODES_SECONDS", 1.0)
+    monkeypatch.setattr(fence, "NODES_SECONDS", 0.4)
     waits, real = [], fence.wait_for
     monkeypatch.setattr(fence, "wait_for", lambda path, still, deadline: (waits.append(deadline),
                                                                            real(path, still, deadline)))
