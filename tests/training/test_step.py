@@ -119,6 +119,21 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     assert seen == [torch.float16]
 
 
+class Fails(nn.Linear):
+    def forward(self, x):
+        return super().forward(x.view(-1, 5))  # batches have six numbers in a row
+
+
+def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_line():
+    net = Fails(5, 3)
+    state = make_state(net, model=f"{__file__}:net")
+    state.step = 400
+    batch, said = batch_of(4), r"RuntimeError: shape '\[-1, 5\]'.*\n.*test_step.py, line \d+"
+    with pytest.raises(UserError, match=said) as caught:
+        forward(net, (batch.x.float(), batch.y), state, state.task.zeros(torch.device("cpu")))
+    assert caught.value.code == 2 and str(caught.value).count("\n") <= 2
+
+
 def test_compiled_code_is_not_copied_to_many_devices():
     net, opts, one = small_net(), Options(script="dp", compile=True), torch.device("cpu")
     with pytest.raises(UserError, match="--compile: train_dp.py copies the net to its devices") as caught:
