@@ -37,7 +37,7 @@ def main(opts):
                 odd = cross_check(model, run.data.train, state, run.world)  # all ranks vote on a slice's bits
                 if odd is not None:
                     run.store.trust(state, odd)
-                run.share(totals)
+                run.sum_up(totals)
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

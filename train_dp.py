@@ -33,7 +33,7 @@ def main(opts):
             net.train()
             for batch in run.batches():
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch
-                run.share(totals)
+                run.sum_up(totals)
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

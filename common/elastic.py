@@ -199,7 +199,7 @@ class Elastic(Run):
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
         state.count(totals[1], size, self.world.all_sum)
-        self.share(totals)
+        self.sum_up(totals)
         state.update(size)
         self.trained = True
         self.rates = self._rates()

@@ -190,7 +190,6 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
     With `shared` all ranks have it for sure, and only one of a machine prints it. Else a rank that is not the
     first gives the agent some seconds to end it, if all have the error.
     """
-    is_rank = "RANK" in os.environ
     first = here().speaks
     if not first and not shared:
         time.sleep(OTHER_RANKS_SECONDS)
@@ -200,7 +199,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
         if error.code != 1 and not here().launched:  # 1: a restart may cure it; our own agent reads the code
             dismiss_agent()
     Outlet(sys.stdout).write()
-    if shared or not is_rank:
+    if shared or not here().is_rank:
         sys.exit(error.code)
     if first:  # other ranks may still have to read what they waited for in rank 0's store
         time.sleep(RANK_0_SECONDS)

@@ -29,6 +29,7 @@ class Place:
     local_size: int
     address: str  # where rank 0 listens
     port: int
+    is_rank: bool  # RANK is set: others may be
     agent: str  # run id of torchrun's agent above this process; empty without one
     agent_pid: int  # of the agent, if there is one
     agent_store: bool  # the agent keeps a store at `address`, for all its lives
@@ -68,6 +69,7 @@ def here() -> Place:
         local_size=local_size,
         address=environ.get("MASTER_ADDR", ""),
         port=_number("MASTER_PORT", NO_NUMBER),
+        is_rank="RANK" in environ,
         agent=environ.get("TORCHELASTIC_RUN_ID", ""),
         agent_pid=_number("LAUNCHER_PID", os.getppid()),  # above its fork server
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

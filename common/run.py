@@ -43,7 +43,7 @@ class Run:
         self.clock = Clock()
         refuse_a_crash_loop()
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
-        if own_data is None:  # a script of one's own may have more to do
+        if own_data is None:  # not for Elastic: its script may go on after its loop
             self._leave_if_complete()
         self.data = load_data(opts, own_data)
         self.order = ElasticSampler(
@@ -87,7 +87,7 @@ class Run:
             self.opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated)
         )
         self.rescue = Rescue(
-            self.store, state, self.world, self.ledger, closing=[self.log.close, self.clock.enter]
+            self.store, state, self.world, self.ledger, closing=[self.log.close, self.clock.write_down]
         )
         with contextlib.closing(self.log), self.rescue, blamed():
             self._open()
@@ -96,7 +96,7 @@ class Run:
                 self.record(evaluate())
             self.store.save(state)  # a loop of one's own may be left at any step
             self.store.close()
-            self.clock.enter()
+            self.clock.write_down()
             if state.finished:
                 self.log.done(state.step, state.best)
         leave(self.world)
@@ -209,8 +209,8 @@ class Run:
             if state.finished:
                 return
 
-    def share(self, totals: Tensor) -> None:
-        """Before the update: a rank that makes the step knows its loss, and what RUN/control/ asks for."""
+    def sum_up(self, totals: Tensor) -> None:
+        """Before the update of a logged step: sums totals over ranks, and tells them what is asked for."""
         if (self.state.step + 1) % self.opts.log_every == 0:
             self.rescue.all_sum(totals)
 
@@ -227,6 +227,8 @@ class Run:
             self.log.step(state.note(totals) | self.world.memory())
         if opts.check_every and state.step % opts.check_every == 0:
             self.store.agree(state)
+        if overdue is None:
+            overdue = self.store.overdue()
         if self.rescue.save_asked or self.store.due(state, overdue):
             self.rescue.save_asked = False
             self.store.save(state)  # copies; a thread writes
@@ -265,7 +267,7 @@ def complete(opts: Options) -> str:
         step, folder = checkpoints(opts.run_dir / "checkpoints")[0]
         facts = json.loads((folder / "state.json").read_bytes())
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
-        last = lives_of(opts.run_dir)[-1]  # else an evaluation may be saved, and not written down
+        last = lives_of(opts.run_dir)[-1]  # without "done" an evaluation may be saved, and not written down
         ended_well = any(event["event"] == "done" and event["step"] == step for event in last)
         same = not opts.compare(read_options(opts.run_dir)["identity"])
         if ended and ended_well and same and describe(step, folder)[0]:

@@ -2,10 +2,10 @@
 
 Each owner tells the names of its checkpoints, and all ranks try them together, the newest first. Each rank
 reads what it needs out of the folder it sees, straight into its tensors, and compares it with the manifest.
-The first rank that could tells facts and tables to all; one that could not, or that has another checkpoint of
-that name, gets each tensor from it. If no rank has all bytes, all try the next name, which overwrites the
-tensors. What cannot be read, though nothing shows that it is damaged, is not passed over: the life ends, and
-the next one tries again.
+Of the ranks that could read it, the first sends facts and tables to all. A rank that could not, or that has
+other bytes under this name, gets each tensor from that one. If no rank has all bytes, all try the next name,
+which overwrites the tensors. What cannot be read, though nothing shows that it is damaged, is not passed
+over: the life ends, and the next one tries again.
 """
 
 import contextlib
@@ -36,14 +36,15 @@ class Layout:
         self.parts = world.stages * (world.replicas if shard else 1)
         self.number = world.stage * world.replicas + world.replica if shard else world.stage
         self.writes = shard or world.replica == 0  # while all live; in a rescue any rank that holds the part
-        self.alone = not (shard and world.replica)  # of a sharded net one replica writes what is not sharded
+        self.writes_unsharded = not (shard and world.replica)  # of a sharded net one replica does
         self.kinds = {part: self._kinds(tensors) for part, tensors in self.tensors.items()}
         # the ranks of the first replica tell what they hold
         stages = [json.loads(send(world, to_json(self.kinds), rank)) for rank in range(world.stages)]
         self.whole = {
             part: {name: kind for stage in stages for name, kind in stage[part].items()} for part in TENSORS
         }
-        self.mark = sha(to_json([self.whole, self.kinds == stages[world.stage]]))  # equal on all ranks
+        # The store compares it: another one has a rank that is unlike the first replica's of its stage.
+        self.mark = sha(to_json([self.whole, self.kinds == stages[world.stage]]))
 
     def _kinds(self, tensors):
         """{name: [type, shape of the whole]}"""
@@ -64,7 +65,7 @@ class Layout:
                         "no checkpoint would hold it: make it in the first step, as a tensor"
                     )
         return {
-            part: {name: tensor for name, tensor in own.items() if self.alone or name in self.rows}
+            part: {name: tensor for name, tensor in own.items() if self.writes_unsharded or name in self.rows}
             for part, own in tensors.items()
         }
 
@@ -94,6 +95,7 @@ class Layout:
             own_first, _ = self.rows.get(name, (0, 0))
             at = (first - own_first) * size_of(dtype, shape[1:])
             size = size_of(dtype, shape)
+            # The file's rows may begin above ours, at < 0; one of their bytes at least is ours.
             if at < tensor.numel() * tensor.itemsize and at + size > 0:
                 rooms[name] = partial(_room, tensor, at, size)
         return rooms
@@ -132,8 +134,8 @@ def load_newest(world, layout, root, own, report):
 
     `own` are (step, folder) that this rank offers. One that another rank offers may lie here too.
     """
-    own = [numbers_of(folder.name) for _, folder in own]
-    names = {tuple(row) for rows in gather(world, own) for row in rows}
+    offered = [numbers_of(folder.name) for _, folder in own]
+    names = {tuple(row) for rows in gather(world, offered) for row in rows}
     skipped = []
     for step, k in sorted(names, reverse=True):
         folder = root / folder_name(step, k)
@@ -142,14 +144,16 @@ def load_newest(world, layout, root, own, report):
         damages = gather(world, damage)
         source = _first(marks)
         is_here = bool(checkpoint) and marks[world.rank] == marks[source]
-        loaded = False
+        loaded = len(set(marks)) == 1 and source >= 0
         if source >= 0:
             files, facts = json.loads(send(world, to_json(checkpoint), source))
-            loaded = len(set(marks)) == 1 or _relay(world, source, layout, folder, files)
+            if not loaded:
+                loaded = _relay(world, source, layout, folder, files)
         if damage and world.rank == _first(damages):
             way = "received from another rank" if loaded else "trying the one before"
             report(f"checkpoints/{folder.name}: {damage}; {way}")
-        if (step, k) in own and (damage or is_here and not loaded):
+        passed_over = is_here and not loaded
+        if (step, k) in offered and (damage or passed_over):
             skipped.append(folder)
         if loaded:
             return Found(step, f"checkpoints/{folder.name}", is_here, facts, skipped, len(names))

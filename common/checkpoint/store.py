@@ -309,13 +309,11 @@ class CheckpointStore:
         seconds = self.opts.save_seconds
         return float(bool(self.fence and seconds and time.monotonic() - self.saved_at >= seconds))
 
-    def due(self, state: "TrainState", overdue: float | None = None) -> bool:
+    def due(self, state: "TrainState", overdue: float) -> bool:
         """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
 
         Stages must save at the same step: they give the sum of all ranks' `overdue`.
         """
-        if overdue is None:
-            overdue = self.overdue()
         at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
         return self.writes and bool(overdue or at) and state.facts() != self.saved
 

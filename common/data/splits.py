@@ -36,7 +36,7 @@ class Data:
     vocab: int | None = None
     mean: float | tuple = 0.0  # of uint8 pixels scaled to 0..1, or of their channels
     std: float | tuple = 1.0
-    augment: Callable | None = None  # of tensors, as `flip` of files.py
+    augment: Callable | None = None  # of tensors, as `flip` of datasets.py
     fingerprint: str = ""  # "": of its contents
     name: str = ""
     sample_shape: tuple = ()

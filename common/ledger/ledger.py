@@ -149,7 +149,7 @@ class Clock:
             yield batch
             self.add("save_stall")
         self.add("data_wait")
-        self.enter()  # a kill in the evaluation costs no time of steps
+        self.write_down()  # a kill in the evaluation costs no time of steps
 
     def add(self, bucket: str) -> None:
         """The time since the last call goes to this bucket; before the first step it belongs to the start."""
@@ -169,10 +169,10 @@ class Clock:
             self.entered = self.mark
         age = time.time() - self.began
         if self.mark - self.entered > min(ENTRY_SECONDS, 0.05 + ENTRY_SHARE * age):
-            self.enter()
+            self.write_down()
 
-    def enter(self) -> None:
-        """Write down the seconds since the last entry."""
+    def write_down(self) -> None:
+        """An entry in the ledger: the seconds since the last one."""
         if self.ledger is not None and self.spent:
             seconds = {f"{name}_s": round(s, 6) for name, s in self.spent.items()}
             self.ledger.event("steps", step=self.step, **seconds)

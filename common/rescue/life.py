@@ -17,7 +17,7 @@ LIVES_IN_VAIN = 3  # in a row: they could not train, or began on one step and en
 LIVES_KILLED = 10  # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512  # in an error
 OPENED = "opened"  # in the agent's folder: the newest of its lives that could train
-ENDED_WELL = {"stop", "refused", "done"}  # events
+ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life with one of these is not one in a row
 FAILED = {"error", "hang"}  # events
 
 
@@ -31,7 +31,8 @@ def refuse_a_crash_loop() -> None:
     if place.notes is None:
         return
     opened = place.notes / OPENED
-    failed = place.restart - 1 - (int(opened.read_text()) if opened.exists() else -1)
+    last_that_trained = int(opened.read_text()) if opened.exists() else -1
+    failed = place.restart - last_that_trained - 1
     if failed >= LIVES_IN_VAIN:
         raise UserError(
             f"{failed} lives in a row ended before they could train; their errors are above\n"
@@ -49,27 +50,29 @@ def note_that_it_trains() -> None:
 
 
 def refuse_without_progress(lives: list[Life], opts: Options, data: Data, state: "TrainState") -> None:
-    """Exit code 5 if life after life begins on this step, and ends; the next start has as many again.
+    """Exit code 5 if life after life begins on this step, and ends. This ends the row: a start has all again.
 
     A step that was saved and then withdrawn is no progress: the next life began on the same step.
     """
     in_vain = 0
-    failed = []
+    row = []
     for life in reversed(lives):
         names = {event["event"] for event in life}
-        if life[0]["step"] != state.step or names & ENDED_WELL:
+        if life[0]["step"] != state.step or names & ENDS_A_ROW:
             break
-        failed.append(life)
-        in_vain += bool(names & FAILED) or "first_step" not in names
-    if state.finished or in_vain < LIVES_IN_VAIN and len(failed) < LIVES_KILLED:
+        row.append(life)
+        if names & FAILED or "first_step" not in names:
+            in_vain += 1
+    too_many = in_vain >= LIVES_IN_VAIN or len(row) >= LIVES_KILLED
+    if state.finished or not too_many:
         return
-    errors = [event["why"] for event in named(chain(*reversed(failed)), "error")]
+    errors = [event["why"] for event in named(chain(*reversed(row)), "error")]
     first = [*errors, "killed, no error was noted"][0]
     order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed)
     order.set_epoch(state.epoch, state.position)
     samples = ", ".join(map(str, next(iter(order))[:SAMPLES_NAMED]))
     raise UserError(
-        f"no progress in {len(failed)} lives on step {state.step + 1}; the first error: {first}\n"
+        f"no progress in {len(row)} lives on step {state.step + 1}; the first error: {first}\n"
         f"its samples: {samples} (of epoch {state.epoch + 1})\n"
         "mend the cause (a bad sample? too little memory?), then start again",
         code=5,

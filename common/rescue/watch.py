@@ -2,7 +2,8 @@
 
 Rank 0 has a connection to each rank, a lifeline: the kernel ends it with either process. Over it the ranks
 tell that they move, so a rank that waits for another's evaluation, or for a slow disk, does not hang. If none
-moves for the limit, each prints where it stands and tells rank 0, which names those that are silent.
+moves for the limit, each prints where it stands and tells rank 0, which names those that are silent. Then all
+save and leave with code 1 (rescue.py).
 """
 
 import contextlib

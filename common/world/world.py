@@ -121,14 +121,15 @@ class World:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """A UserError on one rank inside this block is raised on every rank."""
+        """A UserError of one rank in this block is raised on all, which wait for each other at its end."""
         error = None
         try:
             yield
         except UserError as own:
             error = [str(own), own.code]
-        for other in filter(None, gather(self, error)):
-            raise UserError(*other)
+        errors = [other for other in gather(self, error) if other]
+        if errors:
+            raise UserError(*errors[0])
 
 
 # ---- what the ranks of one life tell each other, never as pickles ---------------------------------
@@ -146,7 +147,7 @@ def gather(world: World, value: object, patience: timedelta = WORKING) -> list:
     if world.rank == 0:
         _wait_for_all(world, names, patience)
         store.set(f"texts/{turn}", f"[{','.join(text.decode() for text in store.multi_get(names))}]")
-        for name in (*names, f"texts/{turn - 1}"):  # which all have read
+        for name in (*names, f"texts/{turn - 1}"):  # read by rank 0; by all, who have written again
             store.delete_key(name)
     store.wait([f"texts/{turn}"], patience)
     return json.loads(store.get(f"texts/{turn}"))

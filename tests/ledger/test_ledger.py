@@ -115,7 +115,7 @@ def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
         now[0] += 0.25  # a save
     now[0] += 3
     clock.add("evaluation")
-    clock.enter()
+    clock.write_down()
     first, *entries = read(tmp_path / "ledger.jsonl")
     total = {name: sum(entry.get(name, 0) for entry in entries) for name in entries[0] if name.endswith("_s")}
     assert total == {"data_wait_s": 0, "steps_s": 39 * 0.5, "save_stall_s": 40 * 0.25}

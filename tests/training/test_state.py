@@ -100,7 +100,7 @@ def hung(steps):
 
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_rescue_has_the_newest_step_that_the_gpu_has_made_also_if_one_begins_while_it_copies(step):
-    """The update of step 4 stands behind a collective that hangs; or that was only slow, and ends meanwhile."""
+    """The update of step 4 stands behind a collective that hangs; or that was slow, and ends meanwhile."""
     wanted = train(make(), step).tensors()["model"]
     with hung(3) as (state, default, gate):
         train(state, 1)
