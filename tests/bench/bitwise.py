@@ -1,6 +1,6 @@
 """Step time of --virtual-ranks against plain DDP with the same micro batches, in the same processes.
 
-    python tests/bench/bitwise.py                 # W = 2; V = 2, 4, 8; a small CNN, an MLP
+    python tests/bench/bitwise.py                 # W = 2; V = 2, 4, 8; a small CNN, an MLP, a ResNet-18
     python tests/bench/bitwise.py --nets cnn --slices 2,8 --rounds 40
 """
 import argparse
@@ -34,8 +34,14 @@ def mlp():
                          nn.Linear(5888, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
+def resnet():
+    """11.2 million parameters, 20 BatchNorms."""
+    from torchvision.models import resnet18
+    return resnet18(num_classes=10)
+
+
 NETS = {  # with the shape of a sample, samples a slice, steps a turn
-    "cnn": (cnn, (1, 28, 28), 8, 4), "mlp": (mlp, (1, 28, 28), 8, 1)}
+    "cnn": (cnn, (1, 28, 28), 8, 4), "mlp": (mlp, (1, 28, 28), 8, 1), "resnet": (resnet, (3, 32, 32), 4, 1)}
 
 
 def measure(world, name, slices, rounds):

@@ -1,16 +1,17 @@
-"""Ours against the DDP loop that people write by hand.
+"""Ours against the DDP loop that people write by hand; and what feeds it.
 
     python tests/bench/loops.py                               # all of it, about ten minutes
-    python tests/bench/loops.py --what resnet18 --rounds 40   # net, resnet18
+    python tests/bench/loops.py --what resnet18 --rounds 40   # net, resnet18, memory, index
 
-The whole of train_ddp.py and the loop by hand are started with torchrun, in turn. The figure is the CPU time
-of all processes, ours by theirs.
+`net` and `resnet18` start the whole of train_ddp.py, and the loop by hand, with torchrun, in turn. The figure
+is the CPU time of all processes, ours by theirs.
 """
 import argparse
 import itertools
 import os
 import runpy
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,11 @@ import torch.nn.functional as F
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from common.data import batches, load_data
+from common.options import Options
+from common.sampler import ElasticSampler
+from common.world.world import keep_memory
 
 DATA = """
 import torch
@@ -124,10 +130,38 @@ def loop(kind, rounds, folder):
     return f"{ratio(costs['ours'], costs['bare'])} the CPU time of a DDP loop by hand"
 
 
+def memory(rounds):
+    """Out of memory, with everything a batch needs."""
+    keep_memory()
+    opts = Options(dataset="digits", device="cpu")
+    data = load_data(opts)
+    speeds = []
+    for epoch in range(rounds):
+        order = ElasticSampler(data.train, 64)
+        order.set_epoch(epoch)
+        began = time.process_time()
+        for _ in batches(data.train, order, opts):
+            pass
+        speeds.append(len(data.train) / (time.process_time() - began))
+    return f"{statistics.median(speeds):,.0f} images per CPU second"
+
+
+def index(rounds):
+    """Anywhere in an epoch."""
+    times = []
+    for epoch in range(rounds):
+        order = ElasticSampler(10**12, 64)
+        began = time.perf_counter()
+        order.set_epoch(epoch, 64 * epoch**3)
+        next(iter(order))
+        times.append(1e3 * (time.perf_counter() - began))
+    return f"{statistics.median(times):.2f} ms to the first batch of ids of 10^12 samples"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="net,resnet18")
+    parser.add_argument("--what", default="net,resnet18,memory,index")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--turn", choices=["ours", "bare"], help="for the processes that this one starts")
     parser.add_argument("--folder", type=Path)
@@ -137,7 +171,11 @@ def main():
         turn(args.what, args.turn, args.folder)
     for name in args.what.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            print(f"{name:>9}: {loop(name, args.rounds, Path(folder))}", flush=True)
+            if name in LOOPS:
+                found = loop(name, args.rounds, Path(folder))
+            else:
+                found = {"memory": memory, "index": index}[name](args.rounds)
+        print(f"{name:>9}: {found}", flush=True)
 
 
 if __name__ == "__main__":
