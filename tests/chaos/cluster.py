@@ -9,10 +9,10 @@ from jobs import ROOT, children, loaders, until
 
 WORKER = ROOT / "tests/chaos/worker.py"
 NODES = 3
-# What torchrun's defaults make slow or fragile: 1 s instead of 30 to wait for more nodes, 3 s instead of 15
+# What torchrun's defaults make slow or fragile: 1 s instead of 30 to wait for more nodes, 5 s instead of 15
 # until a dead agent counts as dead, and no restart budget that preemptions could eat up (a run without
 # progress stops by itself).
-CONF = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=120"
+CONF = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5,join_timeout=120"
 
 
 class Cluster:
