@@ -245,5 +245,10 @@ class Elastic(Run):
             self.net.train()
 
     def report(self, **metrics: float) -> None:
-        """Logs an evaluation; the best one keeps its checkpoint. Where ranks differ, rank 0's counts."""
-        self.record({"val_" + name.removeprefix("val_"): float(value) for name, value in metrics.items()})
+        """Logs an evaluation; the best one keeps its checkpoint. Where ranks differ, rank 0's counts.
+
+        The best is that of `best`, else of the highest "acc", else of the lowest "loss".
+        """
+        numbers = {name.removeprefix("val_"): float(value) for name, value in metrics.items()}
+        self.state.task.shown = [*numbers]
+        self.record({f"val_{name}": value for name, value in numbers.items()})

@@ -138,7 +138,7 @@ class Run:
                     lines = []
         self.log.start([*lines, line], deaths)
         saved = named(chain(*lives), "save", "rescue")
-        if saved and not self.state.step:  # a disk is not mounted, say
+        if saved and self.source in (None, opts.init_from):  # a disk is not mounted, say
             step = saved[-1]["step"]
             self.log.note(
                 f"{opts.run_dir}: step {step} was saved, but no checkpoint is left; training begins again"

@@ -43,6 +43,16 @@ def pytest_sessionfinish():
     shutil.rmtree(TEMPORARY, ignore_errors=True)
 
 
+def pytest_terminal_summary(terminalreporter):
+    """How many of README's promises held, if they were tested."""
+    results = {name: [report for report in terminalreporter.stats.get(name, [])
+                      if report.nodeid.startswith("tests/test_promises.py") and report.when == "call"]
+               for name in ("passed", "failed")}
+    held, broken = len(results["passed"]), len(results["failed"])
+    if held + broken:
+        terminalreporter.write_line(f"promises: {held} of the {held + broken} tests of test_promises.py held")
+
+
 @pytest.fixture(autouse=True)
 def away_from_the_checkout(tmp_path, monkeypatch):
     """runs/ is the default folder: whoever forgets --run-dir must not see the runs of a person."""

@@ -87,7 +87,7 @@ class CheckpointStore:
                 "python": ".".join(platform.python_version_tuple()[:2]),
                 "torch": torch.__version__,
                 "data": self.fingerprint[:12],
-                "options": run[:12],
+                **self.opts.of_all_ranks(),
                 "net (names, shapes or types)": self.layout.mark[:12],
                 "samples": str(state.samples),
                 **bit_facts(self.opts, world.device),

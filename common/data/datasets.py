@@ -180,7 +180,7 @@ def decode(path):
     """The image in a file, in RGB."""
     from PIL import Image
 
-    way_out = "replace or remove it, then resume with --accept-data-change; or use --bad-samples skip"
+    way_out = "mend it and resume with --accept-data-change; or --run-dir NEW with --bad-samples skip"
     with blamed(f"{path} is not an image that can be read", way_out), Image.open(path) as image:
         if image.mode[0] in "IF":
             raise ValueError(f"mode {image.mode}: in RGB, of 8 bits, it would be white")

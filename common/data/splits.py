@@ -150,7 +150,10 @@ class DatasetSplit(Split):
         for id in ids:
             try:
                 with (
-                    blamed(f"{self.name}: sample {id}", "mend it, or use --bad-samples skip"),
+                    blamed(
+                        f"{self.name}: sample {id}",
+                        "mend it, or in another run (--run-dir NEW) use --bad-samples skip",
+                    ),
                     seeded(self.seed, epoch, id),
                 ):
                     samples.append(self.dataset[id])

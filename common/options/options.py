@@ -52,6 +52,18 @@ RATE = 1e-3
 NUMBERS = {int: "a whole number", float: "a number"}
 SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
 NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a --fork
+OF_A_MACHINE = {  # may be others on other machines of one life
+    "run_dir",
+    "data_dir",
+    "download",
+    "workers",
+    "device",
+    "devices",
+    "threads",
+    "progress",
+    "tensorboard",
+    "debug",
+}
 SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 
 
@@ -97,7 +109,9 @@ class Options:
         "what is minimised and shown: classify, tokens, or path/to/file.py:function "
         "(default: tokens for gpt, text and tokens, else classify)",
     )
-    data_dir: str = free("data", "where the dataset's files are: of imagefolder train/ and val/")
+    data_dir: str = free(
+        "data", "where the dataset's files are: of imagefolder train/ and val/; text's own file"
+    )
     image_size: int = fixed(224, "images become squares of so many pixels a side", low=8)
     vocab_size: int = free(0, "different tokens of train.bin and val.bin")
     download: bool = free(False, "fetch missing files (one process per machine does)")
@@ -224,12 +238,15 @@ class Options:
         values = self.to_json()
         return {flag.name: values[flag.name] for flag in FLAGS.values() if flag.metadata["fixed"]}
 
+    def of_all_ranks(self) -> Values:
+        """{flag: value} of all that the machines of a life must have in common; of a file the name."""
+        values = self.to_json()
+        return {
+            flag: plain(values[field.name]) for flag, field in FLAGS.items() if field.name not in OF_A_MACHINE
+        }
+
     def compare(self, old: Values) -> list[tuple]:
         """[(field, old, new)] where these options contradict `old`; of a file only the name counts."""
-
-        def plain(value):
-            return value.rpartition("/")[2] if isinstance(value, str) else value
-
         return [
             (name, old.get(name), new)
             for name, new in self.identity().items()
@@ -252,6 +269,11 @@ class Options:
         opts = cls(**Parser(None, "ddp").read(words) | own)
         check_files(opts)
         return opts
+
+
+def plain(value):
+    """Of a file its name alone: it may lie elsewhere on another machine."""
+    return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]}

@@ -90,7 +90,9 @@ def check_names(opts):
         path = name.rpartition(":")[0]
         if ".py" in name:
             if not Path(path).is_file():
-                raise UserError(f"{flag_of(flag)}: there is no file {path!r}\nwrite path/to/file.py:function")
+                raise UserError(
+                    f"{flag_of(flag)} {name}: there is no file {path!r}\nwrite path/to/file.py:function"
+                )
         elif known and kind_of(name) not in known:
             more = torchvision_models() if flag == "model" else []
             if name not in more:

@@ -159,9 +159,11 @@ class TrainState:
 
     def condemn(self, fact: str) -> NoReturn:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
+        last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
+        resume = f" --resume {last}" if last else ""
         verdict = UserError(
             f"{fact}; nothing after the newest checkpoint is kept\n"
-            f"lower --lr in another run: --lr X --run-dir NEW, from there: --resume {self.opts.run_dir}\n"
+            f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit",
             code=5,
         )
@@ -182,7 +184,7 @@ class TrainState:
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
         value = numbers.get(name, math.nan)
         loss = numbers.get(f"val_{self.task.names[0]}", 0.0)
-        best = self.best[name]
+        best = self.best.get(name)  # --best may name another metric from now on
         better = best is None or (sign * value, -loss) > (sign * best, -self.best["loss"])
         with self.lock:
             self.evaluated = {"step": self.step} | numbers
@@ -359,8 +361,7 @@ class TrainState:
         self.position = facts["position"]
         self.record = facts["record"]
         self.evaluated = facts["judged"]
-        if self.best.keys() == facts["best"].keys():  # --best may name another metric from now on
-            self.best = facts["best"]
+        self.best = facts["best"]
         if self.scaler and facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
 

@@ -190,7 +190,7 @@ class Task:
             self.names = [name for name, value in values.items() if not isinstance(value, Tensor)]
             self.shapes = {name: values[name].shape for name in values if name not in self.names}
             if any(values[name].is_floating_point() for name in self.shapes):
-                raise TypeError(f"{', '.join(self.shapes)}: not whole numbers, without a count")
+                raise TypeError(f"{', '.join(self.shapes)}: numbers without a count")
             if not self.names:
                 raise TypeError("no value is a (sum, count)")
             metrics = self.metrics(self.add(self.zeros("cpu"), values))
@@ -224,7 +224,9 @@ class Answer(nn.Module):
 def find_task(opts: Options) -> Task:
     """The task that --task names."""
     if opts.task == OWN:
-        return Task(None, ["loss"])
+        task = Task(None, ["loss"])
+        task.shown = []  # until it reports
+        return task
     if opts.task == "classify":
         return Task(classify, ["loss", "acc"], ahead=opts.bad_samples == "stop")
     if opts.task == "tokens":
@@ -245,7 +247,7 @@ def best_of(opts: Options, task: Task) -> tuple[str, int]:
     """(name, 1 or -1) of the metric whose best evaluation is kept; -1 if a lower one is better."""
     minimised = task.names[0]
     name = opts.best.removeprefix("-") or ("acc" if "acc" in task.shown else minimised)
-    if name not in task.shown and opts.task != OWN:
+    if opts.best and task.shown and name not in task.shown:
         raise UserError(
             f"--best {opts.best}: the task has no {name!r}{did_you_mean(name, task.shown)}\n"
             f"it has {', '.join(task.shown)}; -NAME if lower is better"

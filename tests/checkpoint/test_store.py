@@ -147,9 +147,10 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
             life.store.check()
         assert error.value.code == 5 and not life.state.savable
         assert not announced_rescue(life.store, life.state)
-        assert (f"--lr X --run-dir NEW, from there: --resume {opts.run_dir}" in str(error.value)
+        newest = opts.run_dir / "checkpoints/step-00000002"
+        assert (f"--run-dir NEW --resume {newest} --lr X" in str(error.value)
                 and "nothing after the newest checkpoint is kept" in str(error.value))
-    with a_life(options(tmp_path / "new", resume=str(opts.run_dir), lr=1e-9)) as life:  # what it says works
+    with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:  # what it says works
         assert life.state.step == 2
     assert steps_of(opts) == [2, 1]
 

@@ -3,6 +3,7 @@ differ end the life.
 """
 import os
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ import common.run
 import train_ddp
 from common.errors import UserError
 from common.options import Options
+from common.world import same_everywhere
 
 
 def of_node(folder, world):
@@ -109,6 +111,25 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
     owned, written, commits = zip(*fork_ranks(4, rescue, node_size=2), strict=True)
     assert owned == (True, False, False, False) and sum(written) == sum(commits) == 1
     assert steps_of(opts) == [5]  # a thousand that save in turn over a network come to their end too late
+
+
+@pytest.mark.parametrize("flag, values, may_differ", [
+    ("epochs", (2, 4), False), ("max_steps", (200, 100), False), ("eval_every", (1, 2), False),
+    ("seed", (0, 1), False), ("task", ("/a/mine.py:loss", "/b/mine.py:loss"), True),
+    ("workers", (0, 2), True), ("data_dir", ("/a", "/b"), True)])
+def test_what_ranks_must_have_in_common_is_named_by_its_flag(tmp_path, flag, values, may_differ):
+    """Other --epochs gave other rates to ranks of one step: their weights drifted apart without a word."""
+    def begin(world):
+        facts = {"task": "classify"} if flag == "task" else {}
+        opts = replace(options(tmp_path, **facts), **{flag: values[world.rank]})
+        try:
+            return same_everywhere(world, opts.of_all_ranks())
+        except UserError as error:
+            return str(error).splitlines()[0]
+
+    said = f"the ranks run different things: rank 0 has --{flag.replace('_', '-')} {values[0]}, rank 1 has " \
+           f"--{flag.replace('_', '-')} {values[1]}"
+    assert fork_ranks(2, begin) == [None if may_differ else said] * 2
 
 
 def test_ranks_of_other_code_data_or_options_are_named_with_their_values(tmp_path):

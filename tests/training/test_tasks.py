@@ -212,7 +212,7 @@ GOOD = "return {'loss': (error.sum(), len(y))}"
 @pytest.mark.parametrize("body, more, given, words", [
     # at the start
     ("return error.mean()", "", {}, "wanted each time"),
-    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "n: not whole numbers"),
+    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "n: numbers without a count"),
     ("return {'loss': (out.summ(), len(y))}", "", {}, "own.py, line 8"),
     (GOOD, "", {"best": "f1"}, "the task has no 'f1'"),
     (GOOD, "def finish(m): return m['f1']", {}, "own.py, line 9"),
