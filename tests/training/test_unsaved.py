@@ -73,13 +73,3 @@ def test_what_changes_outside_of_the_checkpoint_is_warned_of_once(act, name, cap
                                  lambda net: net.cache.fill_(math.nan)])
 def test_nothing_is_printed_of_what_is_saved_or_computed_afresh(act, capsys):
     assert after_three_steps(act, capsys) == ""
-
-
-def test_complex_weights_train():
-    net = nn.Module()
-    net.weight = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    opts = Options()
-    state = TrainState(net, build_optimizer(net, opts), opts, 100)
-    net.weight.abs().sum().backward()
-    state.update(4)
-    assert net.weight.abs().max() < 1

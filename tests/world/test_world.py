@@ -1,16 +1,13 @@
-import ctypes
 import gc
 import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from jobs import PACED, ROOT, listening, until, wait_for
+from jobs import PACED, listening, until, wait_for
 from ranks import fork_ranks
 
 from common.errors import UserError
@@ -38,35 +35,6 @@ def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
 def clean_environment():
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         os.environ.pop(name, None)
-
-
-FAULTS = """
-import ctypes, resource
-from common.world.world import keep_memory
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
-libc.memset.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
-for keep in (False, True):
-    if keep:
-        keep_memory()
-    for _ in range(4):
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        blocks = [libc.malloc(40_000_000) for _ in range(3)]
-        for block in blocks:
-            libc.memset(block, 1, 40_000_000)
-        for block in blocks:
-            libc.free(block)
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-"""
-
-
-def test_what_a_step_frees_stays_with_the_process_for_the_next_step():
-    if not hasattr(ctypes.CDLL(None), "mallopt"):
-        pytest.skip("not glibc")
-    done = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60, check=True)
-    found = list(map(int, done.stdout.split()))  # pages the kernel had to find for the same 120 MB
-    assert min(found[:4]) > 25_000 and max(found[5:]) < 1000, found
 
 
 def meet_twice_at_one_agent(world):
