@@ -131,6 +131,7 @@ def folder(tmp_path, monkeypatch):
     for path in ("my_own.py", "data/train.bin", "data/val.bin", "data/train/x", "data/val/x", "runs/wide/x"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
+    monkeypatch.setattr("os.access", lambda *_: True)  # not everybody may write to /shared
     monkeypatch.chdir(tmp_path)
 
 

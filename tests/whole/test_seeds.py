@@ -62,7 +62,7 @@ def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_enviro
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
     outs = [rank.output for rank in ranks]
     assert "world 2 " in outs[0] and "model mlp: 67 parameters" in outs[0]  # 10*5 + 5 + 5*2 + 2
-    assert outs[1] == ""
+    assert not [line for line in outs[1].splitlines() if not line.startswith("[W")]  # of torch
     assert [m["step"] for m in metrics(tmp_path) if "loss" in m] == list(range(1, 9))  # 4 steps an epoch
 
 
