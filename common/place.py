@@ -29,7 +29,7 @@ class Place:
     local_size: int
     address: str  # where rank 0 listens
     port: int
-    is_rank: bool  # RANK is set: others may be
+    is_rank: bool  # RANK is set: there may be other ranks
     agent: str  # run id of torchrun's agent above this process; empty without one
     agent_pid: int  # of the agent, if there is one
     agent_store: bool  # the agent keeps a store at `address`, for all its lives

@@ -114,7 +114,7 @@ class Run:
                 refuse_without_progress(lives, self.opts, self.data, self.state)
         if self.world.rank == 0:
             self._introduce(lives)
-            self._enter()
+            self._note_life()
         note_that_it_trains()
 
     def _introduce(self, lives):
@@ -138,7 +138,7 @@ class Run:
                     lines = []
         self.log.start([*lines, line], deaths)
         saved = named(chain(*lives), "save", "rescue")
-        if saved and self.source in (None, opts.init_from):  # a disk is not mounted, say
+        if saved and not (self.source or "").startswith("checkpoints/"):  # a disk is not mounted, say
             step = saved[-1]["step"]
             self.log.note(
                 f"{opts.run_dir}: step {step} was saved, but no checkpoint is left; training begins again"
@@ -176,8 +176,8 @@ class Run:
         line = f"{doing} at step {state.step}, epoch {epoch}, position {state.position:,}"
         return f"{line}, from {self.source}" if self.source else line
 
-    def _enter(self):
-        """The life, as the reports and the audit need it."""
+    def _note_life(self):
+        """Writes into the ledger what the reports and the audit need of this life."""
         processes = self.rescue.watch.processes
         self.clock.ledger = self.ledger
         self.ledger.event(

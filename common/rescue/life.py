@@ -17,7 +17,7 @@ LIVES_IN_VAIN = 3  # in a row: they could not train, or began on one step and en
 LIVES_KILLED = 10  # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512  # in an error
 OPENED = "opened"  # in the agent's folder: the newest of its lives that could train
-ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life with one of these is not one in a row
+ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life that has one ends the row
 FAILED = {"error", "hang"}  # events
 
 
@@ -50,9 +50,10 @@ def note_that_it_trains() -> None:
 
 
 def refuse_without_progress(lives: list[Life], opts: Options, data: Data, state: "TrainState") -> None:
-    """Exit code 5 if life after life begins on this step, and ends. This ends the row: a start has all again.
+    """Exit code 5 if too many lives in a row have begun on this step and ended.
 
-    A step that was saved and then withdrawn is no progress: the next life began on the same step.
+    The refusal ends the row: the next start may try as often again. A step that was saved and then withdrawn
+    is no progress: the next life began on the same step.
     """
     in_vain = 0
     row = []

@@ -154,11 +154,11 @@ def gather(world: World, value: object, patience: timedelta = WORKING) -> list:
 
 
 def _wait_for_all(world, names, patience):
-    """Rank 0, for what every rank writes, unless one has ended. Its store ends the wait of the others."""
+    """Rank 0 waits until all ranks have written, or one has ended. The others wait for rank 0's answer."""
     end = time.monotonic() + patience.total_seconds()
     pause = 0.001
     while not world.store.check(names):
-        if any(map(_has_ended, world.lines)):
+        if any(map(_is_closed, world.lines)):
             raise dist.DistNetworkError("another rank has ended")
         if time.monotonic() > end:
             raise dist.DistNetworkError(f"not all ranks came within {patience}")
@@ -166,7 +166,7 @@ def _wait_for_all(world, names, patience):
         pause = min(1.2 * pause, 0.1)
 
 
-def _has_ended(line):
+def _is_closed(line):
     try:
         return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -177,17 +177,19 @@ def _has_ended(line):
 
 def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
     """UserError, naming two ranks and their values, if {name: value} differs between ranks."""
-    first, *others = gather(world, facts)
-    for rank, other in enumerate(others, 1):
-        for name, value in other.items():
-            if value != first.get(name):
-                raise UserError(
-                    f"the ranks run different things: rank 0 has {name} {first.get(name)}, "
-                    f"rank {rank} has {name} {value}\n"
-                    "give every node the same code, environment, data and options\n"
-                    "seed what is drawn at random: torch.manual_seed(0), "
-                    "numpy.random.default_rng(0)"
-                )
+    text = json.dumps(facts).encode()
+    first = json.loads(send(world, text, 0))  # so that of a thousand ranks each tells only what differs
+    differences = [[name, value] for name, value in json.loads(text).items() if value != first.get(name)]
+    for rank, difference in enumerate(gather(world, differences[:1])):
+        if difference:
+            name, value = difference[0]
+            raise UserError(
+                f"the ranks run different things: rank 0 has {name} {first.get(name)}, "
+                f"rank {rank} has {name} {value}\n"
+                "give every node the same code, environment, data and options\n"
+                "seed what is drawn at random: torch.manual_seed(0), "
+                "numpy.random.default_rng(0)"
+            )
 
 
 def send(world: World, data: bytes | None, source: int) -> bytes:
@@ -241,7 +243,11 @@ def join(opts: Options) -> World:
     )
     world = world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
     world.set_patience(WORKING)  # all have met
-    return replace(world, lines=lifelines(store, place.rank, place.size)) if store else world
+    if store:
+        world = replace(world, lines=lifelines(store, place.rank, place.size))
+    for line in world.lines:  # a process for loading must not keep it open
+        os.register_at_fork(after_in_child=line.close)
+    return world
 
 
 def leave(world: World) -> None:
