@@ -130,10 +130,10 @@ def test_a_mistake_in_a_script_of_ones_own_is_told_and_not_tried_again(jobs, tmp
 
 
 def test_a_script_beside_a_package_named_common_finds_ours(jobs, tmp_path):
-    (jobs.folder / "common").mkdir()
-    (jobs.folder / "common/__init__.py").touch()
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/__init__.py").touch()
     imports = script(tmp_path, "from common.elastic import Elastic\n")
-    job = jobs.start(TORCHRUN, "--max_restarts=0", imports, cold=True)
+    job = jobs.start(TORCHRUN, "--max_restarts=0", imports, cold=True, cwd=tmp_path)
     assert job.wait() == 0, job.output
 
 
