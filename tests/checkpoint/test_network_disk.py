@@ -5,7 +5,7 @@ import threading
 import time
 
 import pytest
-from jobs import PACED, audit, events, wait_for
+from jobs import CLEAN, PACED, audit, events, wait_for
 from jobs import lives as lives_of
 from jobs import until as wait_until
 from netfs import served
@@ -57,9 +57,9 @@ def test_a_training_with_a_kill_on_a_slow_disk_ends_like_any_other(jobs, tmp_pat
         fs.set(away=True)
         time.sleep(1)
         fs.set(away=False)
-        assert job.wait() == 0, job.output
+        job.ends_with(0)
         assert len(lives_of(run)) == 2 and events(run, "rescue")
-        assert audit(run) == {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
+        assert audit(run) == CLEAN
 
 
 def test_a_second_job_on_another_machine_is_refused_and_takes_over_after_a_lease(tmp_path):

@@ -2,8 +2,9 @@
 again, and says so.
 """
 import pytest
+from jobs import CLEAN
 from stores import a_life, at_step, is_at, options, refused, save, steps_of, two_checkpoints
-from test_audit import BATCH, CLEAN, SEED, N
+from test_audit import BATCH, SEED, N
 
 from common.ledger import Audit, Ledger, audit
 from common.sampler import ElasticSampler

@@ -2,9 +2,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from jobs import audit, events
+from jobs import CLEAN, audit, events
 from ranks import fork_ranks
-from test_audit import CLEAN
 from test_bitwise import run, through_kills
 from test_tasks import Life
 

@@ -4,13 +4,13 @@ fail.
 import json
 
 import pytest
+from jobs import CLEAN
 
 from common.ledger import Audit, Ledger, audit
 from common.ledger.__main__ import main
 from common.sampler import ElasticSampler
 
 N, BATCH, SEED = 50, 8, 3  # 7 steps an epoch, the last with 2 samples
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 def live(run, life, world, resumed, until, behind=0, dies_in=None):

@@ -1,20 +1,17 @@
 """The log: each step once after any crashes, and no stream and no disk that stops a training."""
 import errno
-import json
 import os
 import stat
 import subprocess
 import sys
 import time
 from contextlib import closing
-from pathlib import Path
 
 import pytest
+from jobs import ROOT, rows
 
 from common.ledger import Log
 from common.options import Options
-
-ROOT = Path(__file__).parents[2]
 
 
 def options(run_dir, **kwargs):
@@ -26,10 +23,6 @@ def life(opts, first, last, **kwargs):
     with closing(Log(opts, 0, first, 100, **kwargs)) as log:
         for step in range(first + 1, last + 1):
             log.step({"step": step, "epoch": 0, "loss": float(step), "lr": 1e-3})
-
-
-def rows(run_dir):
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps(run_dir):

@@ -238,18 +238,15 @@ def test_a_complete_run_says_so_before_net_and_data_are_made(jobs, tmp_path):
                    "def data():\n    note()\n    x, y = torch.ones(16, 4), torch.ones(16).long()\n"
                    "    return x, y, x, y\n")
     flags = [f"--model={own}:net", f"--dataset={own}:data", f"--run-dir={tmp_path / 'run'}", "--epochs=1"]
-    assert jobs.python("train_ddp.py", *flags).wait() == 0
+    jobs.python("train_ddp.py", *flags).ends_with(0)
     made = (tmp_path / "made").read_text()
     for job in (jobs.python("train_ddp.py", *flags), jobs.torchrun(2, "train_ddp.py", *flags)):
-        assert job.wait() == 0 and job.output.count("nothing left to train") == 1, job.output
+        assert job.ends_with(0).count("nothing left to train") == 1
     assert (tmp_path / "made").read_text() == made
-    other = jobs.python("train_ddp.py", *flags, "--lr=0.5")
-    assert other.wait() == 2 and "is another run" in other.output
-    more = jobs.python("train_ddp.py", *flags, "--epochs=2")
-    assert more.wait() == 0 and "resuming at step 1" in more.output
+    assert "is another run" in jobs.python("train_ddp.py", *flags, "--lr=0.5").ends_with(2)
+    assert "resuming at step 1" in jobs.python("train_ddp.py", *flags, "--epochs=2").ends_with(0)
     next((tmp_path / "run/checkpoints").glob("step-00000002/model.safetensors")).write_bytes(b"")
-    again = jobs.python("train_ddp.py", *flags, "--epochs=2")
-    assert again.wait() == 0 and "trying the one before" in again.output, again.output
+    assert "trying the one before" in jobs.python("train_ddp.py", *flags, "--epochs=2").ends_with(0)
 
 
 # ---- as a command ---------------------------------------------------------------------------------

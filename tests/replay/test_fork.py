@@ -3,13 +3,11 @@ import json
 import shutil
 
 import pytest
-from jobs import audit
+from jobs import CLEAN, audit
 from test_verify import own, train  # noqa: F401  (own is a fixture)
 
 from common.options import parse_options
 from common.replay import digest
-
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(jobs, tmp_path, own):  # noqa: F811
@@ -42,5 +40,5 @@ def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path, 
 
 def test_a_step_that_is_not_there_is_refused(jobs, tmp_path, own):  # noqa: F811
     run = train(jobs, tmp_path / "run", "--keep-every=4", *own)
-    job = jobs.python("train_ddp.py", f"--run-dir={tmp_path}/new", f"--fork={run}", "--at=5")
-    assert job.wait() == 2 and "no whole checkpoint of step 5" in job.output, job.output
+    said = jobs.python("train_ddp.py", f"--run-dir={tmp_path}/new", f"--fork={run}", "--at=5").ends_with(2)
+    assert "no whole checkpoint of step 5" in said, said

@@ -42,7 +42,7 @@ def train(jobs, run, *flags, processes=1, **env):
     flags = [f"--run-dir={run}", *FLAGS, *flags]
     job = jobs.torchrun(processes, "train_ddp.py", *flags, **env) if processes > 1 else \
         jobs.python("train_ddp.py", *flags, **env)
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     return run
 
 
@@ -101,8 +101,8 @@ def test_an_honest_run_whose_epochs_were_raised_is_the_same_and_its_fork_has_the
         code, output = replay(capsys, "verify", run, "--from", begin, "--to", end)
         assert code == 0 and results(output) == {(begin, end): "same"}, output
     fork = tmp_path / "fork"
-    job = jobs.python("train_ddp.py", f"--fork={run}", "--at=20", f"--run-dir={fork}")
-    assert job.wait() == 0 and max(event["step"] for event in events(fork, "save")) == 30, job.output
+    jobs.python("train_ddp.py", f"--fork={run}", "--at=20", f"--run-dir={fork}").ends_with(0)
+    assert max(event["step"] for event in events(fork, "save")) == 30
 
 
 def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs, tmp_path, own, capsys):
@@ -117,7 +117,7 @@ def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, capsys):
     job = jobs.torchrun(2, "train_mp.py", f"--run-dir={run}", "--model=gpt:1x2x16", "--dataset=text:16",
                         f"--data-dir={tmp_path}/story.txt", "--stages=2", "--max-steps=4", "--keep-every=2",
                         "--virtual-ranks=4", "--global-batch-size=16", "--no-tensorboard")
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     code, output = replay(capsys, "verify", run, "--all")
     assert code == 0 and results(output) == {(0, 2): "same", (2, 4): "same"}, output
 

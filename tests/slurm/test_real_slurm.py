@@ -11,10 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import PACED, ROOT, audit, children, command, lives, reached, until, wait_for
+from jobs import CLEAN, PACED, ROOT, audit, children, command, lives, reached, until, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 CONF = """
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)

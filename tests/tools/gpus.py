@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from jobs import ROOT, rows
 
-ROOT = Path(__file__).resolve().parents[2]
 CHECKS = ROOT / "tests/gpu/checks.py"
 ASK = ("import json, torch; n = torch.cuda.device_count(); "
        "print(json.dumps([n, list(torch.cuda.nccl.version()) if n else []]))")
@@ -76,5 +76,4 @@ def digest(jobs, run):
 
 
 def losses(run):
-    lines = map(json.loads, (Path(run) / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    return [row["loss"] for row in rows(run) if "loss" in row]

@@ -24,6 +24,7 @@ PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "-
          "--epochs=2",
          "--audit", "--no-tensorboard", "--log-every=1", "--lr=0.01")
 STEPS = 22                               # of PACED
+CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}  # the audit of a run that lost nothing
 SHARED_PORT = tuple(map(int, version("torch").split(".")[:2])) < (2, 15)  # all jobs of a machine have 29500
 
 
@@ -35,6 +36,11 @@ def until(condition, what, deadline=120):
             raise AssertionError(f"waited {deadline} s for {what}")
         time.sleep(0.005)
     return value
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 class Jobs:
@@ -85,15 +91,14 @@ class Jobs:
             self.news.wait_for(lambda: self.count in self.pids, 120)
             return Job(self, self.pids[self.count], out, number=self.count)
 
-    def torchrun(self, nproc, script, *flags, restarts=10, cold=False, **env):
+    def torchrun(self, nproc, script, *flags, restarts=10, **env):
         if SHARED_PORT:
-            with socket.create_server(("localhost", 0)) as free:
-                env.setdefault("PET_MASTER_PORT", str(free.getsockname()[1]))
+            env.setdefault("PET_MASTER_PORT", str(free_port()))
         return self.start("torchrun", f"--nproc_per_node={nproc}", f"--max_restarts={restarts}",
-                          ROOT / script, *flags, cold=cold, **env)
+                          ROOT / script, *flags, **env)
 
-    def python(self, script, *flags, cold=False, **env):
-        return self.start(ROOT / script, *flags, cold=cold, **env)
+    def python(self, script, *flags, **how):
+        return self.start(ROOT / script, *flags, **how)
 
     def owns(self, pid):
         """Whether that process carries our token: a pid alone may be somebody else's by now."""
@@ -153,6 +158,11 @@ class Job:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.output}") from None
         return self.poll()
+
+    def ends_with(self, code):
+        """Its output, once it has ended with this exit code."""
+        assert self.wait() == code, self.output
+        return self.output
 
     def kill(self, number=signal.SIGKILL):
         return self.jobs.kill(self.pid, number)
@@ -229,11 +239,11 @@ def lives(run):
     return events(run, "life")
 
 
-def reached(run, life=None):
-    """The last step done by any rank (of the newest life), from the ends of the audit files; 0 if none is."""
-    names = [life["life"]] if life else [e["life"] for e in lives(run)[-1:]]
+def reached(run):
+    """The last step done by any rank of the newest life, from the ends of the audit files; 0 if none is."""
+    newest = [life["life"] for life in lives(run)[-1:]]
     best = 0
-    for path in [p for name in names for p in (Path(run) / "audit").glob(f"life-{name}-rank*.jsonl")]:
+    for path in [p for name in newest for p in (Path(run) / "audit").glob(f"life-{name}-rank*.jsonl")]:
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             steps = re.findall(rb'"event": "done", "step": (\d+)', file.read())
@@ -241,7 +251,7 @@ def reached(run, life=None):
     return best
 
 
-def wait_for(run, step, life=0, job=None, deadline=300):
+def wait_for(run, step, life=0, job=None):
     """The newest life (at least number `life`, from 0), once a rank of it has done `step`."""
     def there():
         if job and job.poll() is not None and not (lives(run) and reached(run) >= step):
@@ -249,7 +259,7 @@ def wait_for(run, step, life=0, job=None, deadline=300):
         found = lives(run)
         return len(found) > life and reached(run) >= step and found[-1]
     try:
-        return until(there, f"step {step} of life {life} in {run}", deadline)
+        return until(there, f"step {step} of life {life} in {run}", 300)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.output if job else ''}") from None
 
@@ -260,9 +270,9 @@ def audit(run):
     return count(run)
 
 
-def last_loss(run):
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    return [line["val_loss"] for line in lines if "val_loss" in line][-1]
+def rows(run):
+    """The lines of its metrics.jsonl."""
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
 
 
 def weights(run):

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import lives, rows
 from ranks import fork_ranks
 from samples import share_of
 
@@ -93,10 +94,9 @@ def run(folder, world, given, script=train_ddp, kill=None):
 
 def left_by(folder):
     newest = max((folder / "checkpoints").glob("step-*"))
-    lines = [json.loads(line) | {"time": 0} for line in (folder / "metrics.jsonl").read_text().splitlines()]
     # A record that its writer's death had swallowed comes back from a checkpoint, with its names in another
     # order.
-    metrics = "\n".join(json.dumps(line, sort_keys=True) for line in lines)
+    metrics = "\n".join(json.dumps(row | {"time": 0}, sort_keys=True) for row in rows(folder))
     return json.loads((newest / "manifest.json").read_text())["digest"], metrics
 
 
@@ -160,9 +160,7 @@ def test_kills_and_resizes_leave_no_trace_in_the_bits(tmp_path):
              (8, 0, 21, "within"),
              (2, 1, 29, "before")]
     assert through_kills(tmp_path / "killed", CNN, kills, 4) == unbroken
-    lives = [json.loads(line) for line in (tmp_path / "killed" / "ledger.jsonl").read_text().splitlines()
-             if '"life"' in line]
-    assert [event["world"] for event in lives if event["event"] == "life"] == [3, 2, 1, 5, 8, 2, 4]
+    assert [life["world"] for life in lives(tmp_path / "killed")] == [3, 2, 1, 5, 8, 2, 4]
 
 
 # ---- what is pinned, and who is refused -----------------------------------------------------------

@@ -5,8 +5,7 @@ import re
 import shlex
 
 import pytest
-from jobs import PACED, audit, lives
-from test_audit import CLEAN
+from jobs import CLEAN, PACED, audit, lives
 from test_datasets import write_images
 
 
@@ -35,25 +34,23 @@ def pictures(tmp_path):
 def test_a_bad_picture_stops_the_run_saved_and_once_it_is_mended_the_same_command_goes_on(jobs, tmp_path,
                                                                                           pictures, workers):
     root, bad, whole, flags = pictures
-    job = jobs.python(*flags, f"--workers={workers}")
-    assert job.wait(60) == 2, job.output
-    assert f"error: {bad} is not an image" in job.output and "--bad-samples skip" in job.output
-    assert [p.name for p in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000002"], job.output
+    said = jobs.python(*flags, f"--workers={workers}").ends_with(2)
+    assert f"error: {bad} is not an image" in said and "--bad-samples skip" in said, said
+    assert [p.name for p in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000002"]
     bad.write_bytes(whole)
-    job = jobs.python(*flags, "--workers=0")
-    assert job.wait(60) == 2 and "--accept-data-change" in job.output, job.output
-    job = jobs.python(*flags, "--workers=0", "--accept-data-change")
-    assert job.wait(60) == 0 and "resuming at step 2, epoch 1, position 4" in job.output, job.output
+    assert "--accept-data-change" in jobs.python(*flags, "--workers=0").ends_with(2)
+    said = jobs.python(*flags, "--workers=0", "--accept-data-change").ends_with(0)
+    assert "resuming at step 2, epoch 1, position 4" in said, said
     assert audit(tmp_path / "run") == CLEAN and len(lives(tmp_path / "run")) == 2
 
 
 def test_a_bad_picture_that_is_removed_lets_the_epoch_begin_again(jobs, tmp_path, pictures):
     _, bad, _, flags = pictures
-    assert jobs.python(*flags, "--workers=0").wait(60) == 2
+    jobs.python(*flags, "--workers=0").ends_with(2)
     bad.unlink()
-    job = jobs.python(*flags, "--workers=0", "--accept-data-change")
-    assert job.wait(60) == 0 and "resuming at step 2, epoch 1, position 0" in job.output, job.output
-    assert "the epoch begins again with 7 samples" in job.output
+    said = jobs.python(*flags, "--workers=0", "--accept-data-change").ends_with(0)
+    assert "resuming at step 2, epoch 1, position 0" in said, said
+    assert "the epoch begins again with 7 samples" in said
     assert audit(tmp_path / "run") == CLEAN and (tmp_path / "run/checkpoints/step-00000006").is_dir()
 
 
@@ -63,9 +60,8 @@ def test_after_a_loss_that_is_no_number_the_command_it_names_begins_another_run_
     flags = [*PACED, "--optimizer=sgd", f"--save-every={every}"]
     # a save has its time
     job = jobs.python("train_ddp.py", *flags, f"--run-dir={tmp_path}/run", "--lr=1e308", PACE="0.2")
-    assert job.wait(60) == 5, job.output
-    words = re.search("--run-dir NEW.*", job.output)[0].replace("NEW", f"{tmp_path}/new").replace("X",
-                                                                                                  "0.001")
+    command = re.search("--run-dir NEW.*", job.ends_with(5))[0]
+    words = command.replace("NEW", f"{tmp_path}/new").replace("X", "0.001")
     job = jobs.python("train_ddp.py", *flags, *shlex.split(words), PACE="0")
     job.wait(60)  # what was saved at such a rate may be lost
     assert begins in job.output, job.output

@@ -1,16 +1,14 @@
 """A loop of one's own (common/elastic.py): the example of common/README.md, through kills and worlds."""
-import json
+from functools import partial
 
 import pytest
 import torch
-from jobs import ROOT, audit, lives, wait_for
-from safetensors.torch import load_file
+from jobs import CLEAN, ROOT, audit, lives, rows, wait_for, weights
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
 
 EXAMPLE = fenced(section(COMMON, "A loop of your own"), "python")[0]
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 
 
 @pytest.fixture
@@ -24,12 +22,8 @@ def script(tmp_path):
     return path
 
 
-def rows_of(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def evaluations(run):
-    return {row["step"]: row["val_acc"] for row in rows_of(run) if "val_acc" in row}
+    return {row["step"]: row["val_acc"] for row in rows(run) if "val_acc" in row}
 
 
 def killed_and_stopped(jobs, job, run, step):
@@ -41,13 +35,12 @@ def killed_and_stopped(jobs, job, run, step):
 
 def test_a_loop_of_ones_own_loses_nothing_through_a_kill_and_another_world(jobs, script, tmp_path):
     run = tmp_path / "run"
-    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
-    killed_and_stopped(jobs, job, run, 20)
-    assert jobs.start(script).wait() == 0, job.output
+    killed_and_stopped(jobs, jobs.torchrun(2, script), run, 20)
+    jobs.start(script).ends_with(0)
     assert audit(run) == CLEAN and lives(run)[-1]["world"] == 1
     assert sorted(evaluations(run)) == [9, 18, 27, 36], "each epoch was reported once, 513 samples by 64"
     (tmp_path / "run").rename(tmp_path / "killed")
-    assert jobs.start(script).wait() == 0
+    jobs.start(script).ends_with(0)
     assert evaluations(tmp_path / "killed") == pytest.approx(evaluations(run), abs=0.02)
     assert checkpoints([str(run)]) == 0
 
@@ -55,25 +48,24 @@ def test_a_loop_of_ones_own_loses_nothing_through_a_kill_and_another_world(jobs,
 def test_a_life_that_died_before_its_report_is_followed_by_one_that_does(jobs, script, tmp_path):
     text, first = script.read_text(), "    run.net.eval()\n"
     script.write_text(text.replace(first, f"{first}    assert sys.argv[1:]\n"))
-    job = jobs.start(script)
-    assert job.wait() == 2 and "AssertionError" in job.output and not evaluations(tmp_path / "run")
-    assert jobs.start(script, "on").wait() == 0
+    assert "AssertionError" in jobs.start(script).ends_with(2)
+    assert not evaluations(tmp_path / "run")
+    jobs.start(script, "on").ends_with(0)
     assert sorted(evaluations(tmp_path / "run")) == [9, 18, 27, 36] and audit(tmp_path / "run") == CLEAN
 
 
 def test_its_errors_have_the_exit_codes_of_the_scripts(jobs, script, tmp_path):
-    assert jobs.start(script).wait() == 0
+    jobs.start(script).ends_with(0)
     for path in (tmp_path / "run/checkpoints").rglob("model.safetensors"):
         path.write_bytes(b"")
-    damaged, lost = jobs.start(script), jobs.start(script, RANK="3")
-    assert damaged.wait() == 3 and "error: " in damaged.output, damaged.output
-    assert lost.wait() == 2 and "WORLD_SIZE is not set" in lost.output, lost.output
-    assert "Traceback" not in damaged.output + lost.output
+    damaged = jobs.start(script).ends_with(3)
+    lost = jobs.start(script, RANK="3").ends_with(2)
+    assert "error: " in damaged and "WORLD_SIZE is not set" in lost and "Traceback" not in damaged + lost
 
 
 # ---- twenty users -----------------------------------------------------------------------------------
 CALL, STEP = "run.model(batch.x)", "            run.step(loss, count=len(batch.y))"
-ENDS, REPORT = "            if run.epoch_ended:", "run.report(val_acc=test(run, points))"
+REPORT = "run.report(val_acc=test(run, points))"
 BEGIN, LOOP, AUDIT = "    points = Points()", "            time.sleep(0.02)", "audit=True"
 RANK = "int(__import__('os').environ.get('RANK', 0))"
 
@@ -85,6 +77,13 @@ def change(script, *edits):
         assert old in text, old
         text = text.replace(old, new)
     script.write_text(text)
+
+
+def trained_by_one_and_by_two(jobs, script, folder):
+    """The run of one process, then that of two."""
+    for start, name in ((jobs.start, "one"), (partial(jobs.torchrun, 2, restarts=0), "two")):
+        start(script).ends_with(0)
+        yield (folder / "run").rename(folder / name)
 
 
 def after(line, new, indent="            "):
@@ -106,23 +105,23 @@ def after(line, new, indent="            "):
 ], ids=lambda value: value[:30] if isinstance(value, str) else "")
 def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit):
     change(script, edit)
-    job = jobs.start(script)
-    assert job.wait() == 2 and "Traceback" not in job.output, job.output
-    told = job.output[job.output.index("error: "):].splitlines()
+    said = jobs.start(script).ends_with(2)
+    assert "Traceback" not in said, said
+    told = said[said.index("error: "):].splitlines()
     assert fact in told[0] and len(told) <= 3, told
 
 
 def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, tmp_path):
     what = f"if {RANK} and run.state.step == 2: raise __import__('common.errors').errors.UserError('a fact')"
     change(script, (LOOP.replace("time.sleep(0.02)", "pass"), f"            {what}"))
-    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
+    job = jobs.torchrun(2, script)
     assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
     assert len(lives(tmp_path / "run")) == 1, "a restart cannot help"
 
 
 def test_ranks_that_would_wait_for_the_gradient_of_an_unused_weight_say_so(jobs, script):
     change(script, after(BEGIN, "net.forward = lambda x: net[2](net[1](net[0](x).detach()))", "    "))
-    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=3", script)
+    job = jobs.torchrun(2, script)
     assert job.wait() != 0 and "have finished reduction in the prior iteration" in job.output, job.output
 
 
@@ -130,23 +129,21 @@ def test_ranks_that_would_wait_for_the_gradient_of_an_unused_weight_say_so(jobs,
                                            ("raise KeyboardInterrupt", 130)])
 def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, tmp_path, how, code):
     change(script, after(STEP, f"if run.state.step == 7: {how}"))
-    job = jobs.start(script)
-    assert job.wait() == code, job.output
+    jobs.start(script).ends_with(code)
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000007"]
 
 
 def test_a_last_save_that_fails_has_its_exit_code(jobs, script):
     fails = "def full(): raise __import__('common.errors').errors.UserError('the disk is full', code=4)"
     change(script, after(STEP, f"{fails}\n            run.store.close = full\n            break"))
-    job = jobs.start(script)
-    assert job.wait() == 4 and "error: the disk is full" in job.output and "Traceback" not in job.output
+    said = jobs.start(script).ends_with(4)
+    assert "error: the disk is full" in said and "Traceback" not in said, said
 
 
 def test_ranks_may_begin_with_other_weights_and_only_one_may_report(jobs, script, tmp_path):
     change(script, ("manual_seed(0)", f"manual_seed({RANK})"), (AUDIT, "audit=True, patience=1"),
            (REPORT, f"{RANK} or run.report(acc=0.5)"))
-    job = jobs.start("torchrun", "--nproc_per_node=2", "--max_restarts=0", script)
-    assert job.wait() == 0, job.output
+    jobs.torchrun(2, script, restarts=0).ends_with(0)
     assert evaluations(tmp_path / "run") == {9: 0.5, 18: 0.5}, "patience ends it after two of four epochs"
     assert audit(tmp_path / "run") == CLEAN
 
@@ -155,21 +152,16 @@ def test_a_rank_without_samples_needs_no_special_case(jobs, script, tmp_path):
     """513 samples by 64: the last step has one. The net's output has no batch of 0 rows, and is a dict."""
     wrap = "net.forward = lambda x: {'out': net[2](net[1](net[0](x))).view(-1, len(x) // len(x) * 2)}"
     change(script, after(BEGIN, wrap, "    "), (CALL, f"{CALL}['out']"), (REPORT, "pass"))
-    weights = []
-    for start in ([script], ["torchrun", "--nproc_per_node=2", "--max_restarts=0", script]):
-        job = jobs.start(*start)
-        assert job.wait() == 0, job.output
-        weights.append(load_file(max((tmp_path / "run/checkpoints").glob("step-*")) / "model.safetensors"))
-        (tmp_path / "run").rename(tmp_path / f"run-{len(weights)}")
-    for name, one in weights[0].items():
-        torch.testing.assert_close(one, weights[1][name], rtol=1e-3, atol=1e-4)
+    alone, together = map(weights, trained_by_one_and_by_two(jobs, script, tmp_path))
+    for name, tensor in alone.items():
+        torch.testing.assert_close(tensor, together[name], rtol=1e-3, atol=1e-4)
 
 
 def test_a_first_group_without_a_rate_leaves_the_others_theirs(jobs, script):
     groups = "[{'params': net[0].parameters(), 'lr': 0.0}, {'params': net[2].parameters()}]"
     change(script, ("net.parameters()", groups), (
         STEP, f"{STEP}\n            assert [group['lr'] > 0 for group in optimizer.param_groups] == [0, 1]"))
-    assert jobs.start(script).wait() == 0
+    jobs.start(script).ends_with(0)
 
 
 # ---- in a repository of somebody else ---------------------------------------------------------------
@@ -221,14 +213,12 @@ def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_
     script = tmp_path / "theirs/multigpu_torchrun.py"
     script.write_text(MULTIGPU)
     where = {"PYTHONPATH": f"{ROOT}:{tmp_path}/theirs", "PYTHONSAFEPATH": "1"}
-    whole = jobs.start(script, "whole", "0", cold=True, **where)
-    assert whole.wait() == 0 and "done at step 64: val_mse" in whole.output, whole.output
+    assert "done at step 64: val_mse" in jobs.start(script, "whole", "0", cold=True, **where).ends_with(0)
     run = tmp_path / "broken"
-    job = jobs.start("torchrun", "--nproc_per_node=3", "--max_restarts=3", script, "broken", "0.02", **where)
-    killed_and_stopped(jobs, job, run, 40)
-    assert jobs.start(script, "broken", "0", **where).wait() == 0, job.output
+    killed_and_stopped(jobs, jobs.torchrun(3, script, "broken", "0.02", **where), run, 40)
+    jobs.start(script, "broken", "0", **where).ends_with(0)
     assert audit(run) == CLEAN
-    for ours, theirs in zip(rows_of(run), rows_of(tmp_path / "whole"), strict=True):
+    for ours, theirs in zip(rows(run), rows(tmp_path / "whole"), strict=True):
         for name in {"loss", "val_mse"} & theirs.keys():
             assert ours[name] == pytest.approx(theirs[name], rel=1e-4), (ours, theirs)
 
@@ -237,9 +227,6 @@ def test_mixed_precision_trains_and_an_evaluation_counts_each_sample_once(jobs, 
     judge = "lambda batch: {'acc': ((run.model(batch.x).argmax(1) == batch.y).sum(), len(batch.y))}"
     judged = f"run.report(**run.evaluate({judge}))"
     change(script, (REPORT, judged), (AUDIT, "audit=True, amp='bf16', clip_grad_norm=1.0"))
-    for start in ([script], ["torchrun", "--nproc_per_node=2", "--max_restarts=0", script]):
-        job = jobs.start(*start)
-        assert job.wait() == 0, job.output
-        last = evaluations(tmp_path / "run")[36]
+    for run in trained_by_one_and_by_two(jobs, script, tmp_path):
+        last = evaluations(run)[36]
         assert last > 0.7 and last * 513 == pytest.approx(round(last * 513))
-        (tmp_path / "run").rename(tmp_path / f"run-{len(start)}")

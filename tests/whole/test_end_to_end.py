@@ -2,29 +2,29 @@
 result of a run that nobody disturbed. Worlds agree to 1e-9 here (float64, no dropout), so that a sample or a
 step too many would show.
 """
-import json
 import signal
 import time
+from functools import partial
 
 import pytest
 from jobs import (
+    CLEAN,
     PACED,
     STEPS,
     TESTS,
     audit,
     command,
     events,
-    last_loss,
     lives,
     loaders,
     reached,
+    rows,
     state,
     until,
     wait_for,
-    weights,
 )
+from test_promises import assert_same_model
 
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"),
            "ddp": ("train_ddp.py",)}
 
@@ -33,8 +33,7 @@ SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--
 def unbroken(warm, tmp_path_factory):
     """A run of one process from the first step to the last."""
     run = tmp_path_factory.mktemp("unbroken") / "run"
-    job = warm.python("train_ddp.py", *PACED, f"--run-dir={run}", PACE="0")
-    assert job.wait() == 0, job.output
+    warm.python("train_ddp.py", *PACED, f"--run-dir={run}", PACE="0").ends_with(0)
     return run
 
 
@@ -46,15 +45,9 @@ def run(tmp_path):
 def assert_same(run, unbroken, **counts):
     """Every sample once, and the weights of the undisturbed run."""
     assert audit(run) == CLEAN | counts
-    assert abs(last_loss(run) - last_loss(unbroken)) < 1e-9
-    ours, theirs = weights(run), weights(unbroken)
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert (tensor - theirs[name]).abs().max() < 1e-9, name
-    assert [json.loads(line)["step"] for line in open(run / "metrics.jsonl")
-            if "val_loss" not in line] == list(range(1, STEPS + 1))
-    left = [p.name for p in run.rglob("*") if p.name.startswith(".life")
-            or p.name.endswith((".gone", ".new"))]
+    assert abs(rows(run)[-1]["val_loss"] - rows(unbroken)[-1]["val_loss"]) < 1e-9
+    assert_same_model(run, unbroken)
+    left = [p.name for p in run.rglob("*") if p.name.endswith((".gone", ".new"))]
     assert not left, left
 
 
@@ -71,18 +64,17 @@ def test_a_run_moves_from_dp_to_ddp_to_mp_and_relaunches_to_a_no_op(jobs, run, u
     job = plain(jobs, "dp", run)
     wait_for(run, 6, 0, job)
     job.kill(signal.SIGINT)
-    assert job.wait() == 143
+    job.ends_with(143)
     job = ddp(jobs, 2, run)
     wait_for(run, 12, 1, job)
     job.kill(signal.SIGTERM)
     job.wait()
-    job = plain(jobs, "mp", run)
-    assert job.wait() == 0, job.output
+    plain(jobs, "mp", run).ends_with(0)
     assert_same(run, unbroken)
     files = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()}
     lines = (run / "metrics.jsonl").read_bytes()
     for again in (plain(jobs, "dp", run), ddp(jobs, 2, run), plain(jobs, "mp", run)):
-        assert again.wait() == 0 and "complete" in again.output, again.output
+        assert "complete" in again.ends_with(0)
     assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()} == files
     assert (run / "metrics.jsonl").read_bytes() == lines
     assert_same(run, unbroken)
@@ -94,8 +86,8 @@ def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unb
     wait_for(run, 6, 0, job)
     until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
     job.kill()
-    assert job.wait() == -9
-    assert plain(jobs, script, run, "--save-every=4").wait() == 0
+    job.ends_with(-9)
+    plain(jobs, script, run, "--save-every=4").ends_with(0)
     lost = audit(run)["lost"]
     assert lost <= 4 + 4  # the interval, and the save that was under way
     assert_same(run, unbroken, lost=lost, redone=lost)
@@ -105,7 +97,7 @@ def test_plain_torchrun_without_a_variable_survives_a_kill(jobs, run, unbroken):
     """The only one here that pays for real starts; the campaign is its long form."""
     job = ddp(jobs, 2, run, cold=True, PACE="0.02")
     jobs.kill(wait_for(run, 2, 0, job)["pids"][1])
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     assert len(lives(run)) == 2
     assert_same(run, unbroken)
 
@@ -116,7 +108,7 @@ def test_workers_die_with_their_agent_and_the_next_job_loses_nothing(jobs, run, 
     job.kill()
     until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent")
     job.wait()
-    assert ddp(jobs, 2, run).wait() == 0
+    ddp(jobs, 2, run).ends_with(0)
     assert_same(run, unbroken)
 
 
@@ -152,7 +144,8 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
     (tmp_path / "dying.py").write_text(DYING.format(tests=str(TESTS), mark=str(mark)))
     # four forwards a step: in step 6
     job = ddp(jobs, 2, run, f"--model={tmp_path}/dying.py:net", "--micro-batch-size=4")
-    assert job.wait() == 0 and mark.exists(), job.output
+    job.ends_with(0)
+    assert mark.exists()
     assert lives(run)[-1]["step"] == 5
     assert_same(run, unbroken)
 
@@ -164,7 +157,7 @@ def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
     job = ddp(jobs, 2, run, *files, PACE="0.05")
     life = wait_for(run, 4, 0, job)
     assert any(jobs.kill(child) for pid in life["pids"] for child in loaders(pid))
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     assert "its loading process" in job.output and "Traceback" not in job.output, job.output
     assert len(lives(run)) == 2
     assert_same(run, unbroken)
@@ -175,8 +168,8 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
     flags = ("--model=mlp", f"--dataset={TESTS}/poisoned.py:data", "--workers=2", "--global-batch-size=10",
              "--no-tensorboard",
              f"--run-dir={run}")
-    job = jobs.torchrun(nproc, "train_ddp.py", *flags, restarts=0) if nproc else jobs.python("train_ddp.py",
-                                                                                             *flags)
+    start = partial(jobs.torchrun, nproc, restarts=0) if nproc else jobs.python
+    job = start("train_ddp.py", *flags)
     assert job.wait() != 0
     assert "sample 37 cannot be read" in job.output, job.output
     assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
@@ -184,8 +177,7 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
 
 def test_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
     """With no rate to speak of no evaluation is better than the first."""
-    job = plain(jobs, "ddp", run, "--epochs=4", "--lr=1e-300", "--save-every=1000000", PACE="0")
-    assert job.wait() == 0, job.output
+    plain(jobs, "ddp", run, "--epochs=4", "--lr=1e-300", "--save-every=1000000", PACE="0").ends_with(0)
     assert [event["step"] for event in events(run, "save")] == [STEPS // 2, 2 * STEPS]
 
 
@@ -198,14 +190,13 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, s
     wait_for(run, 3, 0, job)
     for name in signals:
         job.kill(getattr(signal, name))
-    assert job.wait() == 143, job.output
-    assert "Traceback" not in job.output and any(f"stopped on {name}" in job.output
-                                                 for name in signals), job.output
+    said = job.ends_with(143)
+    assert "Traceback" not in said and any(f"stopped on {name}" in said for name in signals), said
     step = reached(run)
     # what was made counts, however it ended
     assert sum(event["steps_s"] for event in events(run, "steps")) > 0.05
     assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
-    assert plain(jobs, script, run, PACE="0").wait() == 0
+    plain(jobs, script, run, PACE="0").ends_with(0)
     assert lives(run)[1]["step"] == step
     assert_same(run, unbroken)
 
@@ -217,7 +208,7 @@ def test_a_signal_to_the_agent_stops_all_workers_with_nothing_to_redo(jobs, run,
     job.kill(getattr(signal, name))
     assert job.wait() != 0
     assert any(word in job.output for word in ("exitcode: 143", "exitcode  : 143", "stopped on")), job.output
-    assert ddp(jobs, 2, run).wait() == 0
+    ddp(jobs, 2, run).ends_with(0)
     assert_same(run, unbroken)
 
 
@@ -226,7 +217,7 @@ def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, unbroken, rank, n
     job = ddp(jobs, 2, run)
     life = wait_for(run, 4, 0, job)
     jobs.kill(life["pids"][rank], getattr(signal, name))
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     assert len(lives(run)) == 2
     assert_same(run, unbroken)
 
@@ -239,14 +230,13 @@ def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
     woken = time.monotonic() + 6.2  # at 6 s faulthandler would have ended it
     until(lambda: time.monotonic() > woken, "a while")
     job.kill(signal.SIGCONT)
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     assert_same(run, unbroken)
 
 
 # ---- how it is started ----------------------------------------------------------------------------
 def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
-    first = ddp(jobs, 2, run, "--max-steps=1")
-    assert first.wait() == 0
+    ddp(jobs, 2, run, "--max-steps=1").ends_with(0)
     job = ddp(jobs, 2, run, "--max-steps=1", "--seed=1", restarts=0)
     assert job.wait() != 0
     assert job.output.count("error: ") == 1 and "--seed was 0, now 1" in job.output, job.output
@@ -259,7 +249,5 @@ def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
     (["train_ddp.py", "--init-from", __file__], "not a file of weights"),
 ])
 def test_a_mistake_is_one_short_message_and_exit_code_2(jobs, run, argv, words):
-    job = jobs.python(*argv, f"--run-dir={run}", "--no-tensorboard", CUDA_VISIBLE_DEVICES="")
-    assert job.wait() == 2, job.output
-    assert words in job.output and "Traceback" not in job.output
-    assert len(job.output.strip().splitlines()) <= 3, job.output
+    said = jobs.python(*argv, f"--run-dir={run}", "--no-tensorboard", CUDA_VISIBLE_DEVICES="").ends_with(2)
+    assert words in said and "Traceback" not in said and len(said.strip().splitlines()) <= 3, said

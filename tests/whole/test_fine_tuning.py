@@ -2,10 +2,9 @@
 import json
 
 import torch
-from jobs import audit
+from jobs import CLEAN, audit
 from ranks import fork_ranks
 from safetensors.torch import load_file, save_file
-from test_audit import CLEAN
 from test_bitwise import NETS, life, options, run, through_kills
 
 import train_ddp

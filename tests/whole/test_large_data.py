@@ -6,8 +6,7 @@ import io
 import tarfile
 
 import pytest
-from jobs import audit, lives
-from test_audit import CLEAN
+from jobs import CLEAN, audit, lives
 from test_bitwise import run, through_kills
 from test_datasets import write_images, write_tokens
 

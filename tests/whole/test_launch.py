@@ -12,13 +12,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import PACED, ROOT, audit, children, listening, lives, state, until, wait_for
+from jobs import CLEAN, PACED, ROOT, audit, children, free_port, listening, lives, state, until, wait_for
 
 from launch import agent, torchrun
 
 LOCAL, TORCHRUN = ROOT / "launch" / "local.sh", ROOT / "launch" / "torchrun.py"
 HOME = Path(sys.prefix)
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 # as the kernel writes 127.0.0.1 and ::1
 LOOPBACK = re.compile("0100007F|0{24}01000000|0{16}FFFF00000100007F")
 needs_an_environment = pytest.mark.skipif(not (HOME / "bin" / "python").exists(),
@@ -127,8 +126,8 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_exit_code_2_before_any_proc
 def test_a_wrong_flag_of_torchruns_own_and_a_script_that_is_not_there_are_refused(jobs):
     for words, text in ((["--nproc_per_node=none", "train_ddp.py"], "torchrun cannot start so"),
                         (["no_such_script.py"], "no_such_script.py")):
-        job = jobs.start(TORCHRUN, *words)
-        assert job.wait() == 2 and text in job.output and len(job.output.splitlines()) <= 3, job.output
+        said = jobs.start(TORCHRUN, *words).ends_with(2)
+        assert text in said and len(said.splitlines()) <= 3, said
 
 
 def settled(*words):
@@ -253,24 +252,18 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     job.kill()
     until(lambda: all(state(pid) in "ZX" for pid in workers), "the workers to follow their agent")
 
-    job = jobs.start(*warm, PACE="0")
-    assert job.wait() == 0, job.output
+    jobs.start(*warm, PACE="0").ends_with(0)
     assert audit(run) == CLEAN and len(lives(run)) == 4
     texts = [out, *(path.read_bytes().decode(errors="replace") for path in run.rglob("*") if path.is_file())]
     assert not any("secret-4711" in text for text in texts)  # nobody writes down the environment
-    job = jobs.start(*warm, "--seed", 7)  # what only the workers can see is handed on too
-    assert job.wait() == 2 and job.output.count("error: ") == 1, job.output
+    # what only the workers can see is handed on too
+    assert jobs.start(*warm, "--seed", 7).ends_with(2).count("error: ") == 1
 
 
-@pytest.fixture
-def port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
-
-
-def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, tmp_path, port):
+def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, tmp_path):
     """`--node_rank --master_addr --master_port`: what most people type."""
-    env = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port), "PACE": "0.02"}
+    env = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()),
+           "PACE": "0.02"}
     nodes = [jobs.start(TORCHRUN, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run",
                         PET_NODE_RANK=str(rank), **env) for rank in (0, 1)]
     life = wait_for(tmp_path / "run", 3, job=nodes[0])
@@ -279,10 +272,10 @@ def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill
     assert audit(tmp_path / "run") == CLEAN
 
 
-def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path, port):
+def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):
     text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*",
                      (ROOT / "train_ddp.py").read_text())[0].replace("\\", "")
-    for old, new in (("=8", "=1"), ("=1:4", "=1:2"), ("HOST:29400", f"127.0.0.1:{port}"),
+    for old, new in (("=8", "=1"), ("=1:4", "=1:2"), ("HOST:29400", f"127.0.0.1:{free_port()}"),
                      ("/shared/run", str(tmp_path / "run"))):
         text = text.replace(old, new)
     setting, *words = text.split()

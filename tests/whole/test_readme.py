@@ -1,6 +1,5 @@
 """No README and no file of launch/ says what is not so: commands are parsed by what they start, or run."""
 import ast
-import json
 import re
 import shlex
 import sys
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from jobs import rows
 from ranks import fork_ranks
 from torch.distributed.run import get_args_parser
 
@@ -15,7 +15,7 @@ from common.options import Options, parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("common", "launch", "tests"))]
-README, COMMON, LAUNCH, TESTS = (page.read_text(encoding="utf-8") for page in PAGES)
+README, COMMON, *_ = (page.read_text(encoding="utf-8") for page in PAGES)
 LONGEST = {"README.md": 120, "common/README.md": 250, "launch/README.md": 120, "tests/README.md": 80}
 MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "model.", "optimizer.", "state.json",
         "manifest.json", "tb/", "audit/", "control/")  # by a reader or by a run
@@ -208,9 +208,7 @@ def test_what_is_to_be_changed_is_in_the_file_that_is_named():
 
 # ---- a user's first hour --------------------------------------------------------------------------
 def train(jobs, folder, *words):
-    job = jobs.python("train_ddp.py", *words, cwd=folder)
-    assert job.wait() == 0, job.output
-    return job.output
+    return jobs.python("train_ddp.py", *words, cwd=folder).ends_with(0)
 
 
 def own_code():
@@ -226,7 +224,7 @@ def test_the_readmes_own_model_and_dataset_train_and_load_again(jobs, tmp_path):
     code, flags = own_code()
     (tmp_path / "my_own.py").write_text(code)
     train(jobs, tmp_path, *flags, "--max-steps", "30", "--no-tensorboard")
-    last = json.loads((tmp_path / "runs/wide/metrics.jsonl").read_text().splitlines()[-1])
+    last = rows(tmp_path / "runs/wide")[-1]
     assert last["val_acc"] > 0.8
     accuracy, = fork_ranks(1, accuracy_in_a_notebook, tmp_path, code)
     assert abs(accuracy - last["val_acc"]) < 1e-9

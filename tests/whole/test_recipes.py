@@ -25,7 +25,7 @@ def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jo
     job = jobs.python("train_ddp.py", "--model=mlp", f"--dataset={file}:rare", f"--task={file}:mixup",
                       "--epochs=2", "--log-every=5", "--workers=0", "--no-tensorboard",
                       f"--run-dir={tmp_path / 'run'}")
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     names, rows = {}, []
     exec(CODE, names)
     names["send"](tmp_path / "run", lambda row, step: rows.append((step, row)))
@@ -44,7 +44,7 @@ def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
                     f"        profiler.export_chrome_trace({str(tmp_path / 'trace.json')!r})\n\n\n{rest}")
     job = jobs.start(copy, "--model=mlp", "--dataset=random", "--max-steps=3", "--no-tensorboard",
                      f"--run-dir={tmp_path / 'run'}", PYTHONPATH=str(TESTS.parents[1]))
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     assert "aten::" in (tmp_path / "trace.json").read_text()
 
 
@@ -53,7 +53,7 @@ def test_a_gpt_of_a_run_writes_on(jobs, tmp_path):
     file.write_text("the cat sat on the mat. " * 600)
     job = jobs.python("train_ddp.py", "--model=gpt:1x2x16", "--dataset=text:64", f"--data-dir={file}",
                       "--max-steps=2", "--no-tensorboard", f"--run-dir={tmp_path / 'run'}")
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     names = {"torch": torch}
     with torch.no_grad():
         exec(WRITES.replace("runs/wide", str(tmp_path / "run")).replace("range(200)", "range(70)"), names)

@@ -6,12 +6,11 @@ import signal
 import time
 
 import pytest
-from jobs import PACED, ROOT, TESTS, audit, children, command, events, lives, until, wait_for
+from jobs import CLEAN, PACED, ROOT, TESTS, audit, children, command, events, lives, until, wait_for
 
 from common.ledger import summarize
 
 TORCHRUN = ROOT / "launch" / "torchrun.py"
-CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}
 NOHUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN           # these tests run under nohup
 
 
@@ -39,7 +38,7 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
         assert jobs.kill(pid)
         killed.append(time.time())
         deaths.append(f"rank {life % 2} (pid {pid}) was killed by SIGKILL")
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     assert all(f"{death}; step" in job.output for death in deaths), job.output
     assert "torchrun:" not in job.output and "is gone" not in job.output  # a survivor knows how
     assert audit(run) == CLEAN
@@ -56,7 +55,7 @@ def test_a_killed_fork_server_is_replaced_too(jobs, tmp_path):
     job = warm(jobs, *PACED, "--run-dir", tmp_path / "run", PACE="0.02")
     wait_for(tmp_path / "run", 3, 0, job)
     assert jobs.kill(fork_server(job))
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
     assert audit(tmp_path / "run") == CLEAN
 
 
@@ -75,9 +74,8 @@ def test_a_stop_on_request_leaves_143_and_the_same_command_goes_on_to_0(jobs, tm
     job = warm(jobs, *PACED, "--run-dir", run)
     wait_for(run, 3, 0, job)
     job.kill(number)
-    assert job.wait() == 143, job.output
-    again = warm(jobs, *PACED, "--run-dir", run, nproc=3)
-    assert again.wait() == 0, again.output
+    job.ends_with(143)
+    warm(jobs, *PACED, "--run-dir", run, nproc=3).ends_with(0)
     assert audit(run) == CLEAN
     assert [life["world"] for life in lives(run)] == [2, 3]
 
@@ -86,7 +84,7 @@ def test_a_stop_before_the_first_step_leaves_143_too(jobs, tmp_path):
     job = warm(jobs, *PACED, "--run-dir", tmp_path / "run")
     until(lambda: any(map(children, children(job.pid))), "a worker")
     job.kill(signal.SIGTERM)
-    assert job.wait() == 143, job.output
+    job.ends_with(143)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -94,8 +92,8 @@ def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, tmp_pat
     job = warm(jobs, *PACED, "--run-dir", tmp_path / "run", PACE="0.02")
     assert jobs.kill(wait_for(tmp_path / "run", 3, 0, job)["pids"][rank], signal.SIGSTOP)
     job.kill(signal.SIGTERM)
-    assert job.wait() == 143, job.output
-    assert warm(jobs, *PACED, "--run-dir", tmp_path / "run").wait() == 0
+    job.ends_with(143)
+    warm(jobs, *PACED, "--run-dir", tmp_path / "run").ends_with(0)
     assert audit(tmp_path / "run") == CLEAN
 
 
@@ -106,7 +104,7 @@ def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(
     job = jobs.start(TORCHRUN, deaf, tmp_path / "begun", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     until((tmp_path / "begun").exists, "the script")
     job.kill(signal.SIGTERM)
-    assert job.wait() == 1
+    job.ends_with(1)
 
 
 @pytest.mark.parametrize("text, code, method", [
@@ -116,34 +114,30 @@ def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(
 def test_a_script_of_any_kind_ends_the_job_with_its_own_code(jobs, tmp_path, text, code, method):
     one_fails = script(tmp_path, f"import os\nif os.environ['RANK'] == '0':\n    {text}\n")
     job = jobs.start(TORCHRUN, "--nproc_per=2", "--max_restarts=0", f"--start_method={method}", one_fails)
-    assert job.wait() == code, job.output
-    assert ("no restart is left" in job.output) == (code == 1)
+    said = job.ends_with(code)
+    assert ("no restart is left" in said) == (code == 1)
 
 
 def test_a_mistake_in_a_script_of_ones_own_is_told_and_not_tried_again(jobs, tmp_path):
     mistaken = script(tmp_path, "import torch\ntorch.manual_seeed(0)\n")
-    job = jobs.start(TORCHRUN, "--nproc_per_node=2", mistaken)
-    assert job.wait() == 2, job.output
-    assert job.output.count("manual_seeed'") in (1, 2), job.output  # the second rank waits for the agent
-    assert "script.py, line 2: torch.manual_seeed(0)" in job.output
-    assert "Traceback" not in job.output
+    said = jobs.start(TORCHRUN, "--nproc_per_node=2", mistaken).ends_with(2)
+    assert said.count("manual_seeed'") in (1, 2), said  # the second rank waits for the agent
+    assert "script.py, line 2: torch.manual_seeed(0)" in said and "Traceback" not in said
 
 
 def test_a_script_beside_a_package_named_common_finds_ours(jobs, tmp_path):
     (tmp_path / "common").mkdir()
     (tmp_path / "common/__init__.py").touch()
     imports = script(tmp_path, "from common.elastic import Elastic\n")
-    job = jobs.start(TORCHRUN, "--max_restarts=0", imports, cold=True, cwd=tmp_path)
-    assert job.wait() == 0, job.output
+    jobs.start(TORCHRUN, "--max_restarts=0", imports, cold=True, cwd=tmp_path).ends_with(0)
 
 
 def test_forks_draw_different_numbers_as_processes_do_that_are_started_afresh(jobs, tmp_path):
     """Else data drawn without a seed is the same on all ranks, trains, and cannot be resumed."""
     draws = script(tmp_path, "import random, numpy, torch\n"
                              "print('drawn', torch.rand(()).item(), numpy.random.rand(), random.random())\n")
-    job = jobs.start(TORCHRUN, "--nproc_per_node=2", draws)
-    assert job.wait() == 0, job.output
-    first, second = (line.split()[1:] for line in job.output.splitlines() if line.startswith("drawn"))
+    said = jobs.start(TORCHRUN, "--nproc_per_node=2", draws).ends_with(0)
+    first, second = (line.split()[1:] for line in said.splitlines() if line.startswith("drawn"))
     assert not {*first} & {*second}
 
 
@@ -153,17 +147,16 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
     data = script(tmp_path, f"import os\n{deadly}")
     flags = ("--model", "mlp", "--dataset", f"{data}:data", "--workers", "0", "--no-tensorboard",
              "--run-dir", run, "--global-batch-size", "20")
-    job = warm(jobs, *flags)
-    assert job.wait() == 5, job.output
-    word = job.output[job.output.index("error: no progress"):]
-    assert "the first error: " in word and job.output.count("error: no progress") == 1
+    said = warm(jobs, *flags).ends_with(5)
+    word = said[said.index("error: no progress"):]
+    assert "the first error: " in word and said.count("error: no progress") == 1
     samples = re.search(r"its samples: ([\d, ]+)", word)[1].split(", ")
     assert "37" in samples and len(samples) == 20
     step = int(re.search(r"on step (\d+)", word)[1])
     starts = [life["step"] for life in lives(run)]
     assert starts == [0] + [step - 1] * 3 if step > 1 else starts == [0] * 3
-    again = warm(jobs, *flags)  # somebody says it is mended: it is tried, and said once more
-    assert again.wait() == 5 and len(lives(run)) == len(starts) + 3, again.output
+    warm(jobs, *flags).ends_with(5)  # somebody says it is mended: it is tried, and said once more
+    assert len(lives(run)) == len(starts) + 3
 
 
 @pytest.mark.parametrize("agent", ["ours", "torchrun"])
@@ -173,5 +166,5 @@ def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path, agent):
     flags = ("--dataset", "random", "--model", tmp_path / "net.py:killed")
     job = warm(jobs, *flags, nproc=1) if agent == "ours" else jobs.torchrun(2, "train_ddp.py", *flags,
                                                                             restarts=5)
-    assert job.wait() == (5 if agent == "ours" else 1), job.output  # torchrun turns every code into 1
-    assert job.output.count("lives in a row ended before they could train") == 1, job.output
+    said = job.ends_with(5 if agent == "ours" else 1)  # torchrun turns every code into 1
+    assert said.count("lives in a row ended before they could train") == 1, said

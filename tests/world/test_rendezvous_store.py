@@ -33,8 +33,8 @@ def test_what_is_no_address_of_ours_is_refused_in_two_lines(jobs):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         for address, word in ((f"127.0.0.1:{taken.getsockname()[1]}", "in use"), ("192.0.2.1:0", "assign"),
                               ("127.0.0.1", "usage")):
-            job = jobs.start(STORE, address)
-            assert job.wait(30) == 2 and word in job.output and len(job.output.splitlines()) <= 2, job.output
+            said = jobs.start(STORE, address).ends_with(2)
+            assert word in said and len(said.splitlines()) <= 2, said
 
 
 def test_a_name_that_only_this_machine_can_reach_is_refused(monkeypatch, capsys):
