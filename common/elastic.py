@@ -14,10 +14,10 @@ From another folder: `PYTHONPATH=CLONE torchrun ... mine.py`; where that has a `
 nothing: a script needs no special case.
 """
 
-import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,15 +76,15 @@ class Elastic(Run):
             "workers": 0,
         } | options
 
-    def __enter__(self) -> "Elastic":
+    def __enter__(self):
         self.living = self._live()
         self.living.__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error):
         self.living.__exit__(*error)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _live(self):
         """From the arguments to the clean end; mistakes are told as a script does, by names of arguments."""
         try:
@@ -142,7 +142,7 @@ class Elastic(Run):
                     "add it to a group, or set its requires_grad to False"
                 )
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self):
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
         state = self.state
         while not state.finished:

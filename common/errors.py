@@ -8,7 +8,6 @@ fails again after a restart. So it ends the job with exit code 2, at any step. W
 network, memory, a peer) is raised as it is: a crash, exit code 1, and a restart.
 """
 
-import contextlib
 import difflib
 import errno
 import os
@@ -18,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn, TextIO
 
@@ -75,7 +75,7 @@ def may_pass(error: BaseException | None) -> bool:
     return False
 
 
-@contextlib.contextmanager
+@contextmanager
 def blamed(what: str = "", way_out: str = MEND) -> Iterator[None]:
     """Any error of the block becomes a UserError if it is one of `what` or of a user's file.
 
@@ -127,7 +127,7 @@ class Outlet:
             self.stream.flush()
         except (OSError, ValueError):
             # Text left in the buffer would raise again in every later print, and at exit (exit code 120).
-            with contextlib.suppress(OSError, ValueError):
+            with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
             self.stream = None
 
@@ -152,7 +152,7 @@ def ready_streams() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-@contextlib.contextmanager
+@contextmanager
 def guarded(what: str = "", debug: bool = False) -> Iterator[None]:
     """Round a whole training or command: its errors are told in three lines, with their exit code.
 
@@ -210,7 +210,7 @@ def note_reason(text: str) -> None:
     """Where the launcher asks for it, as launch/slurm.sbatch does for the job's comment."""
     path = os.environ.get("TERMINATION_LOG")
     if path:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             Path(path).write_text(f"{text}\n")
 
 

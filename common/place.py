@@ -4,12 +4,12 @@ Only this file reads what torchrun, launch/torchrun.py, Slurm or a person set in
 here, and nothing of common/.
 """
 
-import contextlib
 import ctypes
 import os
 import signal
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -100,7 +100,7 @@ def note_that_it_waits(yes: bool) -> None:
     place = here()
     if place.notes:
         note = place.notes / f"start-{place.rank}"
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             note.touch() if yes else note.unlink(missing_ok=True)
 
 
@@ -111,7 +111,7 @@ def die_with_the_parent() -> None:
     """
     ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG
     parent = os.getppid()  # if it died before this line: init or a user's systemd
-    with contextlib.suppress(OSError):  # in a container the agent itself can be process 1
+    with suppress(OSError):  # in a container the agent itself can be process 1
         name = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
         if parent == 1 and not name.startswith((b"python", b"torchrun")) or name.startswith(b"systemd"):
             os._exit(1)

@@ -12,11 +12,11 @@ with run.life(evaluate):                    # saves and leaves when asked, or wh
         run.end_epoch()                     # evaluates, counts the epoch, saves if it is worth it
 """
 
-import contextlib
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from itertools import chain
 from typing import Any
 
@@ -78,7 +78,7 @@ class Run:
         self.source = self.store.restore(self.state)
         return self.state
 
-    @contextlib.contextmanager
+    @contextmanager
     def life(self, evaluate: Callable[[], dict] | None = None) -> Iterator[None]:
         """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
         state = self.state
@@ -89,7 +89,7 @@ class Run:
         self.rescue = Rescue(
             self.store, state, self.world, self.ledger, closing=[self.log.close, self.clock.write_down]
         )
-        with contextlib.closing(self.log), self.rescue, blamed():
+        with closing(self.log), self.rescue, blamed():
             self._open()
             yield
             if evaluate and state.evaluation_due:  # --eval-only, or stopped before the last one
@@ -109,7 +109,7 @@ class Run:
         lives = []
         with self.world.all_or_none():
             if self.world.rank == 0:
-                with contextlib.suppress(UserError):  # this life is the first
+                with suppress(UserError):  # this life is the first
                     lives = lives_of(self.opts.run_dir)
                 refuse_without_progress(lives, self.opts, self.data, self.state)
         if self.world.rank == 0:
@@ -263,7 +263,7 @@ def complete(opts: Options) -> str:
     """One line, if the last life of this run ended well with a whole checkpoint of its last step; else ""."""
     if opts.eval_only or opts.resume != "auto":
         return ""
-    with contextlib.suppress(OSError, ValueError, LookupError, UserError):  # the store says what is wrong
+    with suppress(OSError, ValueError, LookupError, UserError):  # the store says what is wrong
         step, folder = checkpoints(opts.run_dir / "checkpoints")[0]
         facts = json.loads((folder / "state.json").read_bytes())
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step

@@ -5,12 +5,12 @@ computes the sample at any position, so one integer is the whole data state of a
 samples of this epoch it has trained on. A restart at another world size continues at that integer.
 """
 
-import contextlib
 import hashlib
 import math
 import operator
 import random
 from collections.abc import Iterator, Sized
+from contextlib import contextmanager
 from typing import SupportsIndex
 
 import numpy
@@ -143,7 +143,7 @@ class ElasticSampler(Sampler):
         self.epoch = epoch
         self.position = position
 
-    def __len__(self) -> int:
+    def __len__(self):
         return -(-(self.length - self.position) // self.global_batch_size)
 
     def batch_sizes(self) -> Iterator[int]:
@@ -151,7 +151,7 @@ class ElasticSampler(Sampler):
         for start in range(self.position, self.length, self.global_batch_size):
             yield min(self.global_batch_size, self.length - start)
 
-    def __iter__(self) -> Iterator[list[int]]:
+    def __iter__(self):
         epoch = self.epoch
         start = self.position
         size = self.global_batch_size
@@ -172,7 +172,7 @@ class ElasticSampler(Sampler):
             count *= 2
 
 
-@contextlib.contextmanager
+@contextmanager
 def seeded(*key: SupportsIndex | str) -> Iterator[None]:
     """Inside the block, the CPU generators of torch, random and numpy are seeded by `key`; then restored."""
     of_torch = torch.get_rng_state()

@@ -1,6 +1,5 @@
 """What lies under a name: folders that are synced, small files, JSON that is checked. No torch, no pickle."""
 
-import contextlib
 import errno
 import functools
 import hashlib
@@ -9,6 +8,7 @@ import os
 import shutil
 import stat
 import time
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 SMALL_BYTES = 1 << 16  # of our largest JSON beside the manifest: a longer one is not ours, and is not parsed
@@ -42,7 +42,7 @@ def patient(read):
     return again
 
 
-@contextlib.contextmanager
+@contextmanager
 def opened(path, is_right=stat.S_ISREG):
     """The descriptor of a regular file, or of what has a mode that `is_right`."""
     fd = os.open(path, READ)
@@ -101,7 +101,7 @@ def sealed(value):
     return to_json(value | {"seal": sha(to_json(value))})
 
 
-@contextlib.contextmanager
+@contextmanager
 def new_file(path):
     """The descriptor of a new file, which is synced at the end.
 
@@ -146,11 +146,11 @@ def sync_lines(run_dir, life):
     """Syncs what this machine's processes have logged of the run; a log that cannot be synced is no error."""
     logs = [*run_dir.glob("*.jsonl"), *run_dir.glob(f"audit/life-{life}-*")]
     for path in (*logs, run_dir, run_dir / "audit"):  # the folders for the names in them
-        with contextlib.suppress(OSError), opened(path, is_right=bool) as fd:
+        with suppress(OSError), opened(path, is_right=bool) as fd:
             os.fdatasync(fd)
 
 
 def delete(path):
     shutil.rmtree(path, ignore_errors=True)  # does nothing to a file or a link
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.unlink(path)

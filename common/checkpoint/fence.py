@@ -13,13 +13,13 @@ sweeps them. So of two that claim at once, the later one sweeps the earlier one,
 """
 
 import atexit
-import contextlib
 import json
 import math
 import os
 import threading
 import time
 import uuid
+from contextlib import contextmanager, suppress
 
 from common.checkpoint.disk import NEW, Damaged, delete, opened, parse_json, read_small
 from common.errors import UserError
@@ -105,7 +105,7 @@ class Held:
 
     def is_ours(self):
         """Whether our file still has the name; opened anew, as NFS asks the server only then."""
-        with contextlib.suppress(OSError, Damaged), opened(self.path) as fd:
+        with suppress(OSError, Damaged), opened(self.path) as fd:
             return os.path.samestat(os.fstat(self.fd), os.fstat(fd))
         return False
 
@@ -117,7 +117,7 @@ class Held:
         if self.thread:
             self.thread.join()  # one that wakes in a dying interpreter aborts it
         self.record["left"] = True
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.write()
         os.close(self.fd)
 
@@ -126,7 +126,7 @@ class Held:
         while not self.stop.wait(self.seconds):
             if still(self.progress()) < HUNG_SECONDS:
                 self.record["beat"] += 1
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     self.write()
 
 
@@ -168,7 +168,7 @@ class Fence:
         return self.held
 
     def release(self):
-        with contextlib.suppress(OSError):  # or the next life does it
+        with suppress(OSError):  # or the next life does it
             move_away(self.staging)
         if self.held:
             self.held.close()
@@ -203,7 +203,7 @@ class Fence:
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
         deadline = time.monotonic() + NODES_SECONDS
         for name in names:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 for node in (self.root / name).glob(f"{NODE}*"):
                     wait_for(node, NODE_STILL_SECONDS, deadline)
                 for lock in (self.root / name).glob(f"*{RESCUE}"):
@@ -211,7 +211,7 @@ class Fence:
             move_away(self.root / name)
 
 
-@contextlib.contextmanager
+@contextmanager
 def rescuing(path, progress, needless):
     """Inside, only this process of its node saves; a new owner waits while it lives and `progress()` grows.
 
@@ -219,7 +219,7 @@ def rescuing(path, progress, needless):
     """
     held = None
     while held is None and not needless():
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             held = Held(path, progress=progress)
         if held is None:  # another one saves; if it is gone, its file goes
             wait_for(path, needless=needless)
@@ -268,6 +268,6 @@ def read_record(path):
 def move_away(path):
     """Renames it in one step, then deletes it: no process can rename half a folder out of it."""
     gone = path.with_name(f"{path.name}.gone-{uuid.uuid4().hex[:12]}")
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         os.rename(path, gone)
         delete(gone)

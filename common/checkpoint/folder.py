@@ -24,13 +24,13 @@ Nothing is parsed before it is verified, and no file decides how much memory is 
 bounded and sealed, its tables are compared with what this run needs, hashes with what was read.
 """
 
-import contextlib
 import errno
 import json
 import os
 import re
 import stat
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -70,7 +70,7 @@ def checkpoints(root: Path | str) -> list[tuple[int, Path]]:
     return [(step, Path(root, folder_name(step, k))) for step, k in rows]
 
 
-def choices_at(path: Path) -> tuple[Path, list[tuple[int, Path]]]:
+def choices_at(path):
     """(folder, its checkpoints) of the run at `path`; or that one, if `path` is a checkpoint."""
     one = [choice for choice in checkpoints(path.parent) if choice[1].name == path.name]
     root = path.parent if one else path / "checkpoints"
@@ -182,7 +182,7 @@ def describe(step: int, folder: Path) -> tuple[bool, str]:
     return True, f"{folder.name}  whole  {size:,} bytes  {manifest['digest']}"
 
 
-def choose(path: Path, which: str | int) -> tuple[int, Path, str]:
+def choose(path, which):
     """(step, folder, line about it) of the "newest" whole checkpoint at `path`, the "best", or a step's."""
     root, choices = choices_at(path)
     if not root.is_dir():
@@ -227,7 +227,7 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
 def is_there(root, facts):
     """Whether another process of this life has committed this state or a later one."""
     for step, folder in checkpoints(root):
-        with contextlib.suppress(Damaged, OSError):
+        with suppress(Damaged, OSError):
             return _how_far(read_facts(step, folder)[1]) >= _how_far(facts)
     return False
 
@@ -349,7 +349,7 @@ class Writer:
         step = facts["step"]
         state = sha(facts_to_json(facts | {"record": None}))[:12]  # what ranks noted last may differ
         gathered = self.staging / f"gathered-{step:08d}-{state}"
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             os.mkdir(gathered, 0o700)
         if not _rename(aside, gathered / part_name(self.layout.number)):
             delete(aside)
@@ -370,7 +370,7 @@ class Writer:
             self._describe(mine, files, facts | {"record": record})
             folder = self._name(mine, step)
         except OSError as error:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.rename(mine, gathered)
             if not isinstance(error, FileNotFoundError):
                 raise
@@ -386,7 +386,7 @@ class Writer:
         """Renames a checkpoint, so that no start takes it; it is kept until a newer one is saved."""
         aside = self.root / f"{ASIDE}{folder.name}"
         delete(aside)
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.rename(folder, aside)
 
     def prune(self, kept):
@@ -398,6 +398,6 @@ class Writer:
             extra += self.root.glob(f"{ASIDE}*")
         for folder in extra:
             gone = self.staging / f"{uuid.uuid4().hex[:12]}.gone"
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
                 delete(gone)

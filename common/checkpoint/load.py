@@ -8,8 +8,8 @@ which overwrites the tensors. What cannot be read, though nothing shows that it 
 over: the life ends, and the next one tries again.
 """
 
-import contextlib
 import json
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -101,7 +101,7 @@ class Layout:
         return rooms
 
 
-@contextlib.contextmanager
+@contextmanager
 def _room(tensor, at, size):
     """A buffer for `size` bytes that begin at byte `at` of the tensor: its own memory, if they fill it.
 
@@ -201,10 +201,8 @@ def _relay(world, source, layout, folder, files):
             piece = torch.zeros(size_of(dtype, shape), dtype=torch.uint8)
             data = memoryview(piece.numpy())
             if world.rank == source:
-                with contextlib.suppress(
-                    Damaged, OSError
-                ):  # then the bytes are wrong, and all ranks see that
-                    read_file(folder / path, table, {name: partial(contextlib.nullcontext, data)})
+                with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
+                    read_file(folder / path, table, {name: partial(nullcontext, data)})
             world.broadcast(piece, source)
             right = right and sha(data) == stated  # a rank that left here would let the others hang
             if name in rooms:

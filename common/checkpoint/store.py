@@ -3,12 +3,12 @@
 folder.py explains the crash points of a save, fence.py who may write, load.py how all ranks load.
 """
 
-import contextlib
 import os
 import platform
 import time
 from collections.abc import Callable
 from concurrent import futures
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -159,7 +159,7 @@ class CheckpointStore:
                 )
         foreign = []
         for step, folder in choices:
-            with contextlib.suppress(Damaged, OSError):
+            with suppress(Damaged, OSError):
                 if read_manifest(step, folder)["run"] != self.writer.run:
                     foreign.append(folder)
         try:
@@ -466,7 +466,7 @@ class CheckpointStore:
         return f"step {step} saved by rank {self.world.rank}"
 
 
-def run_of(opts: Options) -> str:
+def run_of(opts):
     """The run's hash, for each manifest: over all fixed options; a user's file may lie elsewhere now."""
     fixed = opts.identity()
     names = {name: value.rpartition("/")[2] for name, value in fixed.items() if isinstance(value, str)}

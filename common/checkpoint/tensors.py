@@ -5,12 +5,12 @@ follows from it. A file with another header is refused, so no header is ever par
 where a tensor lies in several files (train_mp.py --shard).
 """
 
-import contextlib
 import hashlib
 import json
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
 from math import prod
 
 import torch
@@ -82,7 +82,7 @@ def threads(processes=1):
 def spread(act, count, items):
     """[act(item) of all items], on `count` threads; on the caller's if one is enough or none can start."""
     if min(count, len(items)) > 1:
-        with contextlib.suppress(RuntimeError), ThreadPoolExecutor(count) as pool:
+        with suppress(RuntimeError), ThreadPoolExecutor(count) as pool:
             return list(pool.map(act, items))
     return list(map(act, items))
 
@@ -134,7 +134,7 @@ def read_file(path, table, rooms=None, count=1):
         def read(name):
             start, end = places[name]
             digest = hashlib.sha256()
-            with rooms[name]() if rooms else contextlib.nullcontext() as room:
+            with rooms[name]() if rooms else nullcontext() as room:
                 for at in range(start, end, CHUNK_BYTES):
                     stop = min(at + CHUNK_BYTES, end)
                     chunk = room[at - start : stop - start] if rooms else memoryview(bytearray(stop - at))
@@ -183,7 +183,7 @@ class Image:
         buffer = self._pinned(size) if len(self.gpus) == 1 else None
         if buffer is None:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with contextlib.suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
+            with suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
                 memory.madvise(WIPE_ON_FORK)
             buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
         for name, (start, end) in places.items():
@@ -191,7 +191,7 @@ class Image:
             self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
 
     def _pinned(self, size):
-        with contextlib.suppress(RuntimeError):  # the driver may refuse to lock so much memory
+        with suppress(RuntimeError):  # the driver may refuse to lock so much memory
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self.stream = torch.cuda.Stream(*self.gpus)
             self.copied = torch.cuda.Event()

@@ -9,11 +9,11 @@ no edit here: use `--dataset path/to/file.py:function`. Nothing in a file is eve
 --dataset tokens:1024 --data-dir DIR --vocab-size 50304    # DIR/train.bin and DIR/val.bin, on disk
 """
 
-import contextlib
 import hashlib
 import operator
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -137,7 +137,7 @@ def published(name, opts, **facts):
     from filelock import FileLock
     from torchvision import datasets
 
-    one_rank = FileLock(Path(opts.data_dir, ".download")) if opts.download else contextlib.nullcontext()
+    one_rank = FileLock(Path(opts.data_dir, ".download")) if opts.download else nullcontext()
     pairs = []
     for train in (True, False):
         with one_rank:

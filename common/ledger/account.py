@@ -7,7 +7,7 @@ import socket
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -114,7 +114,7 @@ def summarize(*run_dirs: Path | str) -> Record:
     }
 
 
-def account(events: Life, accounted: float, kept: float) -> dict[str, float]:
+def account(events, accounted, kept):
     """Return {bucket: seconds} of a life from `accounted`, the end of the life before.
 
     Rank 0 has measured what lies between its first step and its last entry. The rest is "other". Later lives
@@ -135,7 +135,7 @@ def account(events: Life, accounted: float, kept: float) -> dict[str, float]:
     return seconds
 
 
-def now(lives: list[Life]) -> Record:
+def now(lives):
     """How the run is: state, step, rate, ages of the last step and save, pids of its ranks, how many live.
 
     The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen.
@@ -200,9 +200,9 @@ def _follow(lives, folders):
 
     A step that a later life has made again counts as that life made it.
     """
-    ids: dict[int, array] = {}
+    ids = {}
     whole = set()
-    made: Counter[int] = Counter()  # how often each step was made
+    made = Counter()  # how often each step was made
     reached = 0
     lost = 0
     for number, events in enumerate(lives):
@@ -211,7 +211,7 @@ def _follow(lives, folders):
         lost += max(0, reached - resumed)
         ids = {step: samples for step, samples in ids.items() if step <= resumed}
         whole = {step for step in whole if step <= resumed}
-        ranks: Counter[int] = Counter()  # that noted each step
+        ranks = Counter()  # that noted each step
         ends = [event["step"] for event in named(events, "life", "save", "rescue")]
         for note in _notes_of(life, folders):
             step = note["step"]
@@ -239,7 +239,7 @@ def _notes_of(life, folders):
                 yield from read(path)
 
 
-def planned(lives: list[Record], last: int) -> Iterator[tuple[int, int, range, int]]:
+def planned(lives, last):
     """Yield (step, epoch, positions, samples) of each step of an undisturbed run; `lives` are first events.
 
     If a life found another number of samples than the life before, the epoch begins again.
@@ -248,7 +248,7 @@ def planned(lives: list[Record], last: int) -> Iterator[tuple[int, int, range, i
     samples = first["n"]
     epoch = first["epoch"]
     position = first["position"]
-    sizes: dict[int, int] = {}  # {step: the number of samples after it}
+    sizes = {}  # {step: the number of samples after it}
     for life in lives:
         sizes = {step: size for step, size in sizes.items() if step < life["step"]}  # others were undone
         sizes[life["step"]] = life["n"]

@@ -20,7 +20,7 @@ ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
 Record = dict[str, Any]  # a line of JSON
 
 
-def warn(text: str) -> None:
+def warn(text):
     say(f"warning: {text}", sys.stderr)
 
 
@@ -30,12 +30,12 @@ class Lines:
     It warns of the first failure. Later lines are tried all the same, as a disk may be emptied.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         self.path = path
         self.warned = False
-        self.fd: int | None = None
+        self.fd = None
 
-    def append(self, record: Record) -> None:
+    def append(self, record):
         line = json.dumps(record, default=str) + "\n"
         try:
             if self.fd is None:
@@ -47,7 +47,7 @@ class Lines:
         except OSError as error:
             self.give_up(error)
 
-    def open(self) -> int:
+    def open(self):
         """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -57,7 +57,7 @@ class Lines:
             os.write(fd, b"\n")
         return fd
 
-    def give_up(self, error: OSError) -> None:
+    def give_up(self, error):
         self.close()
         if not self.warned:
             warn(
@@ -66,14 +66,14 @@ class Lines:
             )
         self.warned = True
 
-    def close(self) -> None:
+    def close(self):
         if self.fd is not None:
             with suppress(OSError):  # a network disk may report only now that it is full
                 os.close(self.fd)
         self.fd = None
 
 
-def read(path: Path, name: str = "event") -> Iterator[Record]:
+def read(path, name="event"):
     """Yield the objects of a file of JSON lines that have this name; torn lines are left out."""
     with open(path, "rb") as file:
         for line in file:

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 from common.errors import Outlet
 from common.ledger.ledger import Lines, Record, read, warn
@@ -122,7 +121,7 @@ class Log:
 class Metrics:
     """RUN/metrics.jsonl, cleaned for a life that resumed at `step`: no later, no torn line, no step twice."""
 
-    def __init__(self, run_dir: Path | str, step: int) -> None:
+    def __init__(self, run_dir, step):
         self.lines = Lines(Path(run_dir) / "metrics.jsonl")
         self.last = {False: -1, True: -1}  # the newest step of a training row, and of an evaluation's
         self.on = True
@@ -139,7 +138,7 @@ class Metrics:
             self.lines.give_up(error)
             self.on = False  # a file that was not cleaned would hold steps twice
 
-    def write(self, row: Record) -> bool:
+    def write(self, row):
         """Append a row with its "step"; False if the file has that step already."""
         new = self._is_new(row)
         if new and self.on:
@@ -163,14 +162,14 @@ class Metrics:
 class Curves:
     """RUN/tb for TensorBoard."""
 
-    def __init__(self, opts: Options, step: int) -> None:
+    def __init__(self, opts, step):
         self.folder = Path(opts.run_dir) / "tb"
         self.step = step
         self.on = opts.tensorboard
         self.life = ""  # how it began, told with its first point
-        self.writer: Any = None  # TensorBoard is imported late
+        self.writer = None  # TensorBoard is imported late
 
-    def put(self, record: Record) -> None:
+    def put(self, record):
         if not self.on:
             return
         tags = {
@@ -200,7 +199,7 @@ class Curves:
             path.chmod(0o600)
         return writer
 
-    def close(self) -> None:
+    def close(self):
         if self.writer:
             with suppress(Exception):  # a disk is full
                 self.writer.close()
@@ -209,13 +208,13 @@ class Curves:
 class Console:
     """Lines on stdout, or one bar below them on a terminal."""
 
-    def __init__(self, progress: str) -> None:
+    def __init__(self, progress):
         self.out = Outlet(sys.stdout)
         self.bar = ""
         # Other processes may have written over the bar: its line is erased first.
         self.erase = "\r\x1b[K" if progress == "on" or progress == "auto" and self.out.terminal else ""
 
-    def step(self, text: str, share: float) -> None:
+    def step(self, text, share):
         """Show a step as a line, or in the bar, which is full when all of the run is done."""
         if self.erase:
             bar = f"{share:4.0%}|{'█' * int(share * BAR_CHARACTERS):{BAR_CHARACTERS}}| {text}"
@@ -224,9 +223,9 @@ class Console:
         else:
             self.show(text + "\n")
 
-    def show(self, text: str) -> None:
+    def show(self, text):
         self.out.write(self.erase + text + self.bar)
 
-    def close(self) -> None:
+    def close(self):
         self.bar = ""
         self.show("")

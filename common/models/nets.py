@@ -80,27 +80,16 @@ def build_torchvision(name, data):
     return net
 
 
-MODELS = {  # each with the kinds of samples that it takes
-    "net": (build_net, ("images",)),
-    "mlp": (build_mlp, ("numbers", "images")),
-    "lstm": (build_lstm, ("words", "tokens")),
-    "gpt": (build_gpt, ("tokens",)),
-}
+MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}
 
 
 def build_named(name, size, data):
-    """A net of MODELS, or of torchvision; UserError for data of another kind than it takes."""
-    build, takes = MODELS.get(name, (partial(build_torchvision, name), ("images",)))
-    kind = "images" if len(data.sample_shape) == 3 else "numbers"
-    if data.vocab:
-        kind = "tokens" if data.classes == data.vocab else "words"
-    if kind not in takes:
-        suited = [model for model, (_, kinds) in MODELS.items() if kind in kinds]
-        raise UserError(
-            f"model {name} takes {' or '.join(takes)}, dataset {data.name} has {kind} of shape "
-            f"{tuple(data.sample_shape)}\nchoose --model {' or '.join(suited)}, or another --dataset"
-        )
-    return build(data, size) if size else build(data)
+    """A net of MODELS, or of torchvision."""
+    build = MODELS.get(name, partial(build_torchvision, name))
+    shape = tuple(data.sample_shape)
+    way_out = f"dataset {data.name} has samples of shape {shape}: choose another --model or --dataset"
+    with blamed(f"model {name}", way_out):
+        return build(data, size) if size else build(data)
 
 
 def build_model(opts: Options, data: Data) -> nn.Module:

@@ -4,14 +4,12 @@ import zipfile
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
 
 from common.errors import UserError, blamed
-from common.options import Options
 
 
 @torch.no_grad()
-def load_weights(net: nn.Module, opts: Options) -> None:
+def load_weights(net, opts):
     """--init-from: copies the weights of a file into the net; prefixes of wrappers are removed from names.
 
     Weights whose names begin with one of --init-skip keep their own first values.
@@ -69,7 +67,7 @@ def read_weights(path):
     return weights
 
 
-def freeze(net: nn.Module, prefixes: tuple[str, ...]) -> None:
+def freeze(net, prefixes):
     """--freeze: weights with these prefixes do not train, and their modules stay in evaluation mode.
 
     So their BatchNorm uses the statistics it has and keeps them, and their dropout is off.
@@ -84,9 +82,9 @@ def freeze(net: nn.Module, prefixes: tuple[str, ...]) -> None:
             module.eval().train = lambda mode=True, module=module: module
 
 
-def tied_names(net: nn.Module) -> dict[str, str]:
+def tied_names(net):
     """{name: first name} of weights with several names."""
-    first: dict[Tensor, str] = {}
+    first = {}
     named = list(net.named_parameters(remove_duplicate=False))
     for name, weight in named:
         first.setdefault(weight, name)

@@ -5,7 +5,6 @@ change a `free` one. Nothing here imports torch, so `--help` and a wrong flag an
 """
 
 import argparse
-import contextlib
 import dataclasses
 import functools
 import gc
@@ -17,10 +16,11 @@ import os
 import re
 import sys
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 from common.errors import UserError, blamed, did_you_mean, end, ready_streams, say
 from common.options.rules import (
@@ -98,7 +98,8 @@ class Options:
 
     model: str = fixed(
         "net",
-        "net, mlp, lstm, gpt, gpt:tiny|small|medium|LxHxD, a torchvision name, or path/to/file.py:function",
+        "of images: net, a torchvision name; of numbers: mlp; of words: lstm; of tokens: gpt, "
+        "gpt:tiny|small|medium|LxHxD; or path/to/file.py:function",
         "model, data",
     )
     dataset: str = fixed(
@@ -282,7 +283,7 @@ FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]
 class Parser(argparse.ArgumentParser):
     """--help begins with the script's own commands; every mistake is a UserError."""
 
-    def __init__(self, doc: str | None, script: str) -> None:
+    def __init__(self, doc, script):
         super().__init__(
             prog=f"train_{script}.py",
             description=doc,
@@ -300,9 +301,9 @@ class Parser(argparse.ArgumentParser):
             if script in facts["scripts"].split():
                 group.add_argument(flag, dest=field.name, **how_to_read(field))
 
-    def read(self, argv: list[str]) -> Values:
+    def read(self, argv):
         """{field: value} of the flags in argv; --a_b counts as --a-b."""
-        words: list[str] = []
+        words = []
         for text in argv:
             flag, equals, value = text.partition("=")
             if flag.startswith("--"):
@@ -321,7 +322,7 @@ class Parser(argparse.ArgumentParser):
             raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
         self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, FLAGS)}")
 
-    def error(self, message: str) -> NoReturn:
+    def error(self, message):
         raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
 
 
@@ -345,7 +346,7 @@ def read_value(field, text):
     if field.type in NUMBERS:
         low = field.metadata["low"]
         below = field.metadata["below"]
-        with contextlib.suppress(ValueError):
+        with suppress(ValueError):
             value = field.type(text)
             if low <= value < below:
                 return value
@@ -453,7 +454,7 @@ def call_user(spec: str, *facts: object, first: bool = False) -> Any:
 
 
 @functools.cache
-def load_file(path: Path) -> ModuleType:
+def load_file(path):
     """The module in a file, loaded once in this process; it can import files of its own folder."""
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))  # last: it must not hide common or the standard library

@@ -59,22 +59,22 @@ CLASHES = (  # the first cannot take effect with the second, because ...
 )
 
 
-def flag_of(name: str) -> str:
+def flag_of(name):
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
 
 
-def uses(dataset: str) -> tuple[str, ...]:
+def uses(dataset):
     """The flags of DATASETS that can take effect with this dataset."""
     return OWN_DATASET if ".py:" in dataset else DATASETS.get(kind_of(dataset), ())
 
 
-def kind_of(name: str) -> str:
+def kind_of(name):
     """A built-in name without its size."""
     kind = name.partition(":")[0]
     return kind if kind in SIZED else name
 
 
-def keywords(text: str) -> dict[str, object]:
+def keywords(text):
     """{name: value} of the text `name=value,name=value`."""
     with blamed(f"--optimizer-args {text!r}", "write eps=1e-6,amsgrad=True"):
         call = ast.parse(f"f({text})", mode="eval").body
@@ -103,7 +103,7 @@ def check_names(opts):
                 )
 
 
-def torchvision_models() -> list[str]:
+def torchvision_models():
     """The names, read where they stand: to import them takes seconds; none if torchvision is not there."""
     spec = find_spec("torchvision")
     if not spec or not spec.origin:

@@ -1,7 +1,7 @@
 """Stage and Pipeline: a net in stages, over ranks with micro batches in flight, or over local devices."""
 
-import contextlib
 import itertools
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ class Stage(nn.Module):
             if self.opts.recompute and torch.is_grad_enabled():
                 if not self.opts.compile:  # compiled code does not repeat a change of a buffer
                     again = _unchanged(call)
-                    kwargs["context_fn"] = lambda again=again: (contextlib.nullcontext(), again)
+                    kwargs["context_fn"] = lambda again=again: (nullcontext(), again)
                 x = checkpoint(call, *args, use_reentrant=False, **kwargs)
             else:
                 x = call(*args, **kwargs)
@@ -230,7 +230,7 @@ class Pipeline(nn.Module):
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _unchanged(call):
     """For the repetition of a forward, which must not change running statistics again."""
     kept = [(buffer, buffer.clone()) for buffer in call.buffers()]

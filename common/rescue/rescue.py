@@ -9,14 +9,13 @@ for the others, as after a death: a collective raises (gloo), or hangs (NCCL), a
 `Watch` calls `end`. The Python signal handler does nothing: an exception there could cut an optimizer step.
 """
 
-import contextlib
 import enum
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -91,14 +90,14 @@ class Rescue:
         self.watch = Watch(state, world, self.end)
 
     # ---- a good day -------------------------------------------------------------------------------
-    def __enter__(self) -> "Rescue":
-        with contextlib.suppress(OSError):
+    def __enter__(self):
+        with suppress(OSError):
             self._control("").mkdir(mode=0o700, exist_ok=True)
         self.world.watched()
         self.watch.start()
         return self
 
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, kind, error, trace):
         stops = bool(self.asked)
         if error is None and not stops:
             self.watch.parting = True
@@ -161,7 +160,7 @@ class Rescue:
     def _forget(self, name):
         """A person's wish is done: the file goes."""
         if self.world.rank == 0:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._control(name).unlink()
 
     # ---- the way out ------------------------------------------------------------------------------
@@ -216,7 +215,7 @@ class Rescue:
         self.ledger.event("left", life=self.world.life, rank=self.world.rank, stepped=stepped)
         if code is not None:
             for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
-                with contextlib.suppress(Exception):
+                with suppress(Exception):
                     close()
             os._exit(code)  # without destructors, which may wait for a dead peer
 
@@ -252,7 +251,7 @@ class Rescue:
         return True
 
 
-def in_words(error: BaseException) -> str:
+def in_words(error):
     """One line that names the cause."""
     name = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
     return name + one_line(error)

@@ -6,7 +6,6 @@ moves for the limit, each prints where it stands and tells rank 0, which names t
 save and leave with code 1 (rescue.py).
 """
 
-import contextlib
 import faulthandler
 import functools
 import math
@@ -18,16 +17,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from common.errors import say
 from common.place import end_of, here, this_process
-from common.world import World, gather
-
-if TYPE_CHECKING:
-    from common.training import TrainState
+from common.world import gather
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -55,7 +51,7 @@ class Death(NamedTuple):
 class Watch:
     """The thread; it calls `end` if the main thread does not come: with the report of a hang, or ""."""
 
-    def __init__(self, state: "TrainState", world: World, end: Callable[[str], None]) -> None:
+    def __init__(self, state, world, end):
         self.state = state
         self.world = world
         self.lines = world.lines
@@ -68,14 +64,14 @@ class Watch:
         self.stopped = threading.Event()
         self.deadline = math.inf  # then this thread ends the life
         self.told = 0.0  # when this rank last told that it moves
-        self.places: dict[int, str] = {}  # of ranks that stand still, once the run hangs
+        self.places = {}  # of ranks that stand still, once the run hangs
         self.main = threading.get_ident()
         self.selector = selectors.DefaultSelector()
         self.limit = state.opts.hang_timeout or HANG_SECONDS
         self.progress = state.progress
         self.moved = time.monotonic()  # when some rank last did
 
-    def start(self) -> None:
+    def start(self):
         """Call it on every rank, in the main thread."""
         world = self.world
         process = this_process()
@@ -97,13 +93,13 @@ class Watch:
         self.thread = threading.Thread(target=self._run, daemon=True, name="watch")
         self.thread.start()
 
-    def stop(self) -> None:
+    def stop(self):
         """From now on nothing here ends this process; call it in the main thread."""
         self.stopped.set()
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
-        with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake already
+        with suppress(BlockingIOError):  # it is full: the thread is awake already
             os.write(self.pipe[1], bytes(1))  # to close it is not enough: forked processes have it open too
         self.thread.join()  # a thread that wakes in a dying interpreter aborts it
         self.selector.close()
@@ -150,7 +146,7 @@ class Watch:
     def _hear(self, line):
         """What another rank tells, or its end."""
         data = b""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             data = line.recv(1 << 16)
         if not data:
             self.selector.unregister(line)
@@ -169,7 +165,7 @@ class Watch:
     def _tell(self, message):
         """Rank 0 tells all, another rank tells rank 0."""
         for line in self.lines:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 line.send(f"{message}\n".encode(), socket.MSG_DONTWAIT)
 
     def _tell_move(self):
@@ -185,12 +181,12 @@ class Watch:
         elif not self.parting and not self.lost.is_set():
             self.lost.set()
             for line in self.lines:  # rank 0 passes it on
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     line.shutdown(socket.SHUT_RDWR)
             self._leave_within(PEER_SECONDS)
             self.find_death(DEATH_SECONDS)
 
-    def find_death(self, seconds: float = 0.0) -> Death:
+    def find_death(self, seconds=0.0):
         """How a rank of this machine has ended, one that was killed if any; its launcher knows it late."""
         deadline = time.monotonic() + seconds
         while True:
@@ -216,7 +212,7 @@ class Watch:
     def _report(self):
         """Who is where; rank 0 alone knows of all."""
         ranks = range(self.world.size) if self.world.rank == 0 else [0, self.world.rank]
-        groups: dict[str, list[str]] = {}
+        groups = {}
         for rank in ranks:
             groups.setdefault(self.places.get(rank, SILENT), []).append(str(rank))
         places = [f"rank {','.join(names)}: {place}" for place, names in groups.items()]

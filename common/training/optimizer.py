@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections import UserDict, defaultdict
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +69,7 @@ class FirstValues(UserDict):
 
 
 @torch.no_grad()
-def make_state(optimizer: torch.optim.Optimizer) -> None:
+def make_state(optimizer):
     """Gives each weight the state that the optimizer makes in its first step, as it is before that step.
 
     So a checkpoint has the same names at step 0 and at step 1000. The step is made without a gradient, and
@@ -97,7 +96,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
-def finish_gradient(state) -> None:
+def finish_gradient(state):
     """Unscales, divides and clips; call it on every rank, for ranks with parts of one net add their norms."""
     clip = state.opts.clip_grad_norm
     divisor = state.updates.divisor
@@ -146,9 +145,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 # ---- the learning rate ----
-def learning_rate(
-    step: int, opts: Options, steps_per_epoch: int, schedule: Callable[[int, int], float] | None = None
-) -> float:
+def learning_rate(step, opts, steps_per_epoch, schedule=None):
     """A pure function of the step, so nothing is stored and nothing is lost with a node.
 
     `schedule` is that of a loop of one's own: a function of (step, steps in all), as --lr-schedule names one.

@@ -1,7 +1,7 @@
 """A net made ready: on its device, with the layers of the options, and a replica on each rank or device."""
 
-import contextlib
 import inspect
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -68,7 +68,7 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
 def replicate(net, opts, world):
     """One process, which scatters the batch over its devices."""
     casting = Replica(net, casting=partial(autocast, opts, world.device))
-    model: nn.Module = casting
+    model = casting
     if len(world.devices) == 1:
         model = torch.compile(net) if opts.compile else net
     elif opts.compile:
@@ -89,7 +89,7 @@ class Replica(nn.Module):
     `tree` sums gradients of slices. `casting`: nn.DataParallel's threads cast to another type than --amp.
     """
 
-    def __init__(self, net, tree=None, casting=contextlib.nullcontext):
+    def __init__(self, net, tree=None, casting=nullcontext):
         super().__init__()
         self.net = net
         self.tree = tree

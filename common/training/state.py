@@ -3,7 +3,6 @@
 Not stored is what follows from (options, step): order, learning rate, draws of dropout and augmentation.
 """
 
-import contextlib
 import io
 import math
 import pickle
@@ -11,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -84,7 +84,7 @@ class TrainState:
         self.updates = Updates(gpu)
 
     # ---- one step ----
-    @contextlib.contextmanager
+    @contextmanager
     def changing(self) -> Iterator[None]:
         """Weights change only in this block: it waits for a save that copies them, and none begins in it."""
         updates = self.updates
@@ -199,7 +199,7 @@ class TrainState:
                 self.epoch += 1
                 self.position = 0
 
-    @contextlib.contextmanager
+    @contextmanager
     def averaged(self) -> Iterator[None]:
         """Inside this block the net has the averaged weights (--ema-decay), outside its own."""
         self._exchange()
@@ -374,10 +374,10 @@ class Buffers:
     counts. Changes are computed in double precision, which holds every counter below 2**53.
     """
 
-    def __init__(self, net: nn.Module):
+    def __init__(self, net):
         named = dict(net.named_buffers(remove_duplicate=False))
         self.committed = {path: b.detach().clone() for path, b in named.items()}
-        self.places: list[tuple[dict, str]] = []  # instead of tensors, because a module may replace a tensor
+        self.places = []  # instead of tensors, because a module may replace a tensor
         for path in named:
             owner, _, name = path.rpartition(".")
             self.places.append((net.get_submodule(owner)._buffers, name))
@@ -390,26 +390,26 @@ class Buffers:
         self.views = [row.view(b.shape) for row, b in zip(self.flat.split(sizes), numbers, strict=True)]
         self.means = self._flat([torch.full_like(b, b.is_floating_point()) for b in numbers]).bool()
 
-    def take(self) -> None:
+    def take(self):
         """The live buffers become those of the last whole step."""
         _copy(self.committed.values(), self._live())
 
-    def restore(self) -> None:
+    def restore(self):
         _copy(self._live(), self.committed.values())
 
-    def renew(self) -> None:
+    def renew(self):
         """Like `restore`, into new tensors: the backward of slices in flight may still need the old ones."""
-        renewed: dict[Tensor, Tensor] = {}  # a buffer may have two names
+        renewed = {}  # a buffer may have two names
         for (owner, name), committed in zip(self.places, self.committed.values(), strict=True):
             owner[name] = renewed.setdefault(owner[name], committed.clone())
 
-    def average(self, world: World, weight: float) -> None:
+    def average(self, world, weight):
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
         if self.numel and world.replicas > 1:
             self.apply(world.sum_over_replicas(self.moves(weight, world.replica == 0)))
 
     @torch.no_grad()
-    def moves(self, weight: float, counts: bool, kind: torch.dtype = torch.float64) -> Tensor:
+    def moves(self, weight, counts, kind=torch.float64):
         """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
         base = self._flat(self.committed.values()).clone()
         new = self._flat(self._live())
@@ -418,7 +418,7 @@ class Buffers:
         return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
 
     @torch.no_grad()
-    def apply(self, moved: Tensor) -> None:
+    def apply(self, moved):
         """Sets the live buffers to the committed ones plus their summed changes."""
         self._flat(self.committed.values()).add_(moved.to(self.flat))
         _copy(_numbers(self._live()), self.views)
@@ -449,32 +449,32 @@ class Updates:
     it: until the first of them has come, the weights are those of the step before.
     """
 
-    def __init__(self, gpu: torch.device | None):
+    def __init__(self, gpu):
         self.gpu = gpu  # None on CPUs, where an update is made at once
         self.side = torch.cuda.Stream(gpu) if gpu else None
-        self.launched: tuple | None = None  # the last one: (facts before it, event before it, event after it)
-        self.images: dict = {}  # the store's buffers: a save may be copying into them
+        self.launched = None  # the last one: (facts before it, event before it, event after it)
+        self.images = {}  # the store's buffers: a save may be copying into them
         self.ready = 0  # size of the batch whose gradient is ready
-        self.divisor: Tensor | None = None  # what that gradient must still be divided by
+        self.divisor = None  # what that gradient must still be divided by
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self):
         return torch.cuda.current_stream().record_event() if self.gpu else None
 
-    def settle(self) -> None:
+    def settle(self):
         """Waits until the last update is made."""
         if self.launched:
             self.launched[2].synchronize()
 
-    def aside(self) -> contextlib.AbstractContextManager[None]:
+    def aside(self):
         """For a rescue: a stream of its own; the usual one may stand behind a dead collective."""
-        return torch.cuda.stream(self.side) if self.side else contextlib.nullcontext()
+        return torch.cuda.stream(self.side) if self.side else nullcontext()
 
 
 # ---- what a net remembers, and no checkpoint holds: a resumed run lacks it ----
 TORCHS = frozenset(vars(nn.Module()))  # what each module has for itself
 
 
-def warn_of_unsaved(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def warn_of_unsaved(net, optimizer):
     """Compares the net after the first two steps of a life, and warns of what changed and is not saved."""
     seen = []
 
@@ -504,7 +504,7 @@ def remembered(net):
             values[name] = module._buffers[name]
         for name, value in values.items():
             file = io.BytesIO()
-            with contextlib.suppress(Exception):  # a function, a file: no memory that could be compared
+            with suppress(Exception):  # a function, a file: no memory that could be compared
                 Memory(file, saved).dump(value)
                 hashes[f"{path}.{name}".lstrip(".")] = hash(file.getvalue())
     return hashes

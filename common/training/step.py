@@ -4,10 +4,10 @@ The gradient is the exact mean over the samples at any number of ranks and micro
 the size of the global batch before the backward; `state.update` corrects for what else a task counts.
 """
 
-import contextlib
 import random
 import socket
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
@@ -39,7 +39,7 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
     for i, (_, part) in enumerate(parts, 1):
         exchanges = i == len(parts) or world.size == 1
-        with contextlib.nullcontext() if exchanges else model.no_sync():
+        with nullcontext() if exchanges else model.no_sync():
             loss = forward(model, placed(part, world.device, opts), state, totals)
             # DDP divides by the number of ranks: the factor world.size undoes that.
             scale(loss * (world.size / batch.size), state).backward()
@@ -148,7 +148,7 @@ def placed(part: Any, device: torch.device, opts: Options, own: bool = False) ->
     return map_tensors(move, part)
 
 
-def forward(model: nn.Module, part: Any, state: TrainState, totals: Tensor) -> Tensor:
+def forward(model, part, state, totals):
     """The summed loss of some samples, or of none; adds all that the task returns to `totals`.
 
     A task may call the net as it likes, so DDP wraps all of it: it must know when a forward begins and ends.

@@ -7,9 +7,9 @@ a tensor of whole numbers, such as a confusion matrix: these are added up, and `
 function of {name: number or tensor}, makes numbers of them.
 """
 
-import contextlib
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -29,7 +29,7 @@ WANTED = 'wanted each time: {"loss": (sum, count), ...}, or after the first whol
 
 
 # ---- the built-in tasks ----
-def criterion(out: Tensor, targets: Tensor, smoothing: float) -> Tensor:
+def criterion(out, targets, smoothing):
     """The loss of training and of evaluation, summed over rows of outputs: change it here, and only here."""
     return F.cross_entropy(out, targets, reduction="sum", label_smoothing=smoothing)
 
@@ -87,9 +87,9 @@ def judged(net, batch, state):
     return loss, (answers == y).sum(), y
 
 
-def autocast(opts: Options, device: torch.device) -> contextlib.AbstractContextManager:
+def autocast(opts: Options, device: torch.device) -> AbstractContextManager:
     if opts.amp == "off":
-        return contextlib.nullcontext()
+        return nullcontext()
     return torch.autocast(device.type, AMP[opts.amp])
 
 
@@ -243,7 +243,7 @@ def find_task(opts: Options) -> Task:
     return Task(own, [], finish, opts.task)
 
 
-def best_of(opts: Options, task: Task) -> tuple[str, int]:
+def best_of(opts, task):
     """(name, 1 or -1) of the metric whose best evaluation is kept; -1 if a lower one is better."""
     minimised = task.names[0]
     name = opts.best.removeprefix("-") or ("acc" if "acc" in task.shown else minimised)

@@ -1,11 +1,11 @@
 """The key-value store over which the ranks of one life find each other; empty at the start of a life."""
 
-import contextlib
 import fcntl
 import socket
 import struct
 import time
 import uuid
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,7 +18,7 @@ MEETING = timedelta(seconds=120)  # for all ranks to come; then this life fails,
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
-def fresh_store(rank: int, size: int) -> dist.TCPStore:
+def fresh_store(rank, size):
     """A key-value store that belongs to this life only.
 
     torchrun keeps ONE store for all restarts and gives it to every life without a prefix. So a new life can
@@ -108,13 +108,13 @@ def lifelines(store, rank, size):
         return tuple(listener.accept()[0] for _ in range(size - 1))
 
 
-def interface_towards(host: str) -> str | None:
+def interface_towards(host):
     """The name of the interface from which packets to `host` leave; None if it has no IPv4 address."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         udp.connect((host, 9))  # sends nothing
         address = socket.inet_aton(udp.getsockname()[0])
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no address
+            with suppress(OSError):  # it has no address
                 if fcntl.ioctl(udp, SIOCGIFADDR, struct.pack("256s", name.encode()))[20:24] == address:
                     return name
     return None

@@ -1,7 +1,6 @@
 """The processes of one life: who is who, the device of each, and what they say to each other."""
 
 import atexit
-import contextlib
 import ctypes
 import gc
 import json
@@ -11,6 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -119,7 +119,7 @@ class World:
         """Waits for all ranks while the rescue ends hangs."""
         gather(self, name, WATCHED)
 
-    @contextlib.contextmanager
+    @contextmanager
     def all_or_none(self) -> Iterator[None]:
         """A UserError of one rank in this block is raised on all, which wait for each other at its end."""
         error = None
@@ -257,25 +257,25 @@ def leave(world: World) -> None:
     """
     if world.store:
         deadline = time.monotonic() + ANSWER.total_seconds()
-        with contextlib.suppress(RuntimeError):
+        with suppress(RuntimeError):
             world.store.add("left", 1)
             while world.rank == 0 and world.store.add("left", 0) < world.size and time.monotonic() < deadline:
                 time.sleep(0.01)
             dist.destroy_process_group()
 
 
-def prepare_process() -> None:
+def prepare_process():
     """Makes this process a good one to train in."""
     gc.freeze()  # imported modules stay: the collector need not look at them again
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
     keep_memory()
-    with contextlib.suppress(ValueError, OSError):  # rank 0 holds connections to all
+    with suppress(ValueError, OSError):  # rank 0 holds connections to all
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def keep_memory() -> None:
+def keep_memory():
     """Keeps freed memory for the next step: the kernel would clear it, a quarter of a ResNet's time."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):  # glibc; other libraries do not give memory back, or offer no choice
@@ -284,7 +284,7 @@ def keep_memory() -> None:
             libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions accept
 
 
-def choose_devices(opts: Options, local_rank: int, local_size: int) -> tuple[torch.device, ...]:
+def choose_devices(opts, local_rank, local_size):
     """The devices of this process: one per rank, or the list of a script that drives many."""
     count = torch.cuda.device_count() if opts.device != "cpu" else 0
     if opts.device == "cuda" and not count:
@@ -335,7 +335,7 @@ def _init_process_group(store, place, device):
 
 
 # ---- what decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start ---
-def pin(opts: Options) -> None:
+def pin(opts):
     """Call before the first tensor is computed; plain `python` needs it too, for it sets no thread count."""
     if opts.threads or opts.virtual_ranks:
         torch.set_num_threads(opts.threads or 1)
