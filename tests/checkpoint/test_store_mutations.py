@@ -62,10 +62,10 @@ MUTANTS = {
         "checkpoint.disk", SYNC, SYNC.replace("        os.fsync(fd)\n", "        try:\n            os.fsync(fd)\n"
                                               "        except OSError:\n            os.fsync(fd)\n"), *FSYNC, 1),
     "a failed fsync is overlooked": (
-        "checkpoint.disk", SYNC, SYNC.replace("        os.fsync(fd)\n", "        with contextlib.suppress(OSError):\n            os.fsync(fd)\n"), *FSYNC, 1),
+        "checkpoint.disk", SYNC, SYNC.replace("        os.fsync(fd)\n", "        with suppress(OSError):\n            os.fsync(fd)\n"), *FSYNC, 1),
     "a rename of which nobody knows is taken for committed": (
         "checkpoint.folder", "        disk.sync_folder(self.root)\n",
-        "        with contextlib.suppress(OSError):\n            disk.sync_folder(self.root)\n", *FSYNC, 6),
+        "        with suppress(OSError):\n            disk.sync_folder(self.root)\n", *FSYNC, 6),
     "a short write is taken for a whole one": ("checkpoint.disk", "        data = data[count:]\n", "        data = data[:0]\n",
                                                "faults", "a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all"),
     # what is believed
