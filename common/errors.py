@@ -227,10 +227,10 @@ def dismiss_agent() -> None:
         os.kill(place.agent_pid, signal.SIGTERM)
 
 
-def did_you_mean(name: str, known: Collection[str], most: int = 1) -> str:
+def did_you_mean(name: str, known: Collection[str]) -> str:
     """The nearest of the known names as a question that ends a sentence; empty if none is near."""
-    near = difflib.get_close_matches(name, known, most) or [entry for entry in known if name.lower() in entry]
-    return f"; did you mean {' or '.join(near[:most])}?" if near else ""
+    near = difflib.get_close_matches(name, known, 1) or [entry for entry in known if name.lower() in entry]
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def one_line(error: BaseException) -> str:

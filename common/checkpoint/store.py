@@ -32,7 +32,7 @@ from common.checkpoint.tensors import Image, not_finite
 from common.errors import UserError, say
 from common.ledger import Ledger
 from common.options import Options
-from common.world import World, bit_differences, bit_facts, fingerprint_of, gather, same_everywhere
+from common.world import MAY_DIFFER, World, bit_facts, fingerprint_of, gather, same_everywhere
 
 if TYPE_CHECKING:
     from common.training import TrainState
@@ -80,7 +80,7 @@ class CheckpointStore:
         world = self.world
         self.state = state
         self.layout = Layout(state, world, self.opts.shard)
-        run = run_of(self.opts)
+        run = sha(to_json(self.opts.identity()))  # for each manifest
         same_everywhere(
             world,
             {
@@ -169,7 +169,13 @@ class CheckpointStore:
                 f"{path}: {reason}; without it this could be another run\n"
                 f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
             ) from reason
-        wrong, changed = bit_differences(first["pinned"], ours["pinned"])
+        wrong = []
+        changed = []
+        for name, was in first["pinned"].items():
+            now = ours["pinned"].get(name)
+            if was != now:
+                differences = changed if name in MAY_DIFFER else wrong
+                differences.append(f"{name} was {was}, now {now}")
         for name, was, now in opts.compare(first["identity"]):
             wrong.append(f"--{name.replace('_', '-')} was {was!r}, now {now!r}")
         if first["data"] != self.fingerprint:
@@ -464,10 +470,3 @@ class CheckpointStore:
         seconds = round(time.monotonic() - began, 3)
         self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
         return f"step {step} saved by rank {self.world.rank}"
-
-
-def run_of(opts):
-    """The run's hash, for each manifest: over all fixed options; a user's file may lie elsewhere now."""
-    fixed = opts.identity()
-    names = {name: value.rpartition("/")[2] for name, value in fixed.items() if isinstance(value, str)}
-    return sha(to_json(fixed | names))

@@ -235,9 +235,9 @@ class Options:
             return name, dict(**arguments, **more)  # not twice the same
 
     def identity(self) -> Values:
-        """All fixed flags, as JSON gives them back; the same on every restart of a run."""
+        """All fixed flags, as JSON gives them back, of a file the name; the same on every restart."""
         values = self.to_json()
-        return {flag.name: values[flag.name] for flag in FLAGS.values() if flag.metadata["fixed"]}
+        return {flag.name: plain(values[flag.name]) for flag in FLAGS.values() if flag.metadata["fixed"]}
 
     def of_all_ranks(self) -> Values:
         """{flag: value} of all that the machines of a life must have in common; of a file the name."""
@@ -247,12 +247,8 @@ class Options:
         }
 
     def compare(self, old: Values) -> list[tuple]:
-        """[(field, old, new)] where these options contradict `old`; of a file only the name counts."""
-        return [
-            (name, old.get(name), new)
-            for name, new in self.identity().items()
-            if plain(old.get(name)) != plain(new)
-        ]
+        """[(field, old, new)] where these options contradict the identity `old`."""
+        return [(name, old.get(name), new) for name, new in self.identity().items() if old.get(name) != new]
 
     def to_json(self) -> Values:
         """Every field, as json.dumps can write it."""

@@ -39,8 +39,6 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--compile", "--virtual-ranks", "compiled code depends on the shapes a process saw, so on the world"),
     ("--cross-check", "--virtual-ranks=0", "without slices no two ranks compute the same bits"),
     ("--sync-bn", "--bad-samples", "it needs a sample in each forward of each rank"),
-    ("--sync-bn", "--device=cpu", "it works on GPUs only"),
-    ("--amp=fp16", "--device=cpu", "it works on GPUs only, --amp bf16 on all"),
     ("--devices=*cuda*", "--device=cpu", "one asks for a GPU"),
     ("--devices=*cpu*", "--device=cuda", "one asks for none"),
     ("--patience", "--eval-every=0", "it counts evaluations"),

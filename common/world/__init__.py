@@ -1,8 +1,8 @@
 """The processes of one life: they meet, agree, compute alike, leave."""
 
 from common.world.world import (
+    MAY_DIFFER,
     World,
-    bit_differences,
     bit_facts,
     fingerprint_of,
     gather,

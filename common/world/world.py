@@ -364,14 +364,3 @@ def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
         "build of torch": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
         "CPU or GPU": processor,
     }
-
-
-def bit_differences(was: dict[str, str | int], now: dict[str, str | int]) -> tuple[list[str], list[str]]:
-    """(differences to refuse, differences to warn of) between two lives' `bit_facts`, in words."""
-    firm = []
-    soft = []
-    for name, value in was.items():
-        if value != now.get(name):
-            differences = soft if name in MAY_DIFFER else firm
-            differences.append(f"{name} was {value}, now {now.get(name)}")
-    return firm, soft
