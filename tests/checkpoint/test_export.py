@@ -20,9 +20,9 @@ class Tied(nn.Module):
         self.brief = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
 
 
-def trained(folder, net=None, steps=(1, 2), best=1, **flags):
-    opts = options(folder, **flags)
-    with a_life(opts, net) as life:
+def trained(folder, steps=(1, 2), best=1):
+    opts = options(folder)
+    with a_life(opts) as life:
         for step in steps:
             at_step(life.state, step)
             if step == best:

@@ -5,9 +5,8 @@ import threading
 import time
 
 import pytest
-from jobs import CLEAN, PACED, audit, events, wait_for
+from jobs import CLEAN, PACED, audit, events, until, wait_for
 from jobs import lives as lives_of
-from jobs import until as wait_until
 from netfs import served
 from ranks import fork_ranks
 from stores import (
@@ -18,6 +17,7 @@ from stores import (
     is_at,
     lives,
     options,
+    refused,
     resumes_at,
     save,
     started,
@@ -26,13 +26,8 @@ from stores import (
 
 from common import place
 from common.checkpoint import disk, fence
-from common.errors import UserError
 
 LATE = 2.0      # seconds; NFS: up to 60
-
-
-def until(condition, what):
-    return wait_until(condition, what, 20)
 
 
 def becomes(machine):
@@ -67,9 +62,7 @@ def test_a_second_job_on_another_machine_is_refused_and_takes_over_after_a_lease
         mine, theirs = (options(mount, keep=9) for mount in fs.mounts)
         with lives(theirs, lambda life: (save(life, 1), signal.pause()), lambda: becomes(1)) as pid:
             becomes(0)
-            with pytest.raises(UserError, match=f"in use by another job: host .*, pid {pid}") as error:
-                started(mine)
-            assert error.value.code == 6
+            refused(mine, f"in use by another job: host .*, pid {pid}", code=6)
             os.kill(pid, signal.SIGSTOP)
             began = time.monotonic()
             with a_life(mine) as life:
@@ -137,8 +130,7 @@ def test_a_server_that_was_away_for_longer_than_a_lease_costs_no_job_its_run(tmp
             threading.Timer(0.5, fs.set, kwargs={"away": True}).start()
             back = threading.Timer(0.5 + 2 * fence.LEASE_SECONDS, fs.set, kwargs={"away": False})
             back.start()
-            with pytest.raises(UserError, match="in use by another job"):
-                started(mine)
+            refused(mine, "in use by another job", code=6)
             back.join()
             (tmp_path / "go").touch()
             until(saved.exists, "the first job goes on")

@@ -7,12 +7,14 @@ import shutil
 
 import pytest
 import torch
+from refusals import refusal
 from stores import (
     a_life,
     announced_rescue,
     at_step,
     is_at,
     options,
+    refused,
     resumes_at,
     save,
     steps_of,
@@ -23,7 +25,6 @@ from torch import nn
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
 from common.checkpoint.folder import verify
-from common.errors import UserError
 
 
 class Odd(nn.Module):
@@ -106,10 +107,8 @@ def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path):
     opts, root = two_checkpoints(tmp_path)
     for folder in root.iterdir():
         os.truncate(folder / "state.json", 3)
-    with pytest.raises(UserError, match="2 checkpoints found, none verifies") as error:
-        with a_life(opts):
-            pass
-    assert error.value.code == 3 and "--run-dir NEW" in str(error.value) and steps_of(opts) == [2, 1]
+    assert "--run-dir NEW" in refused(opts, "2 checkpoints found, none verifies", code=3)
+    assert steps_of(opts) == [2, 1]
 
 
 def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_path, monkeypatch):
@@ -143,13 +142,13 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         life.state.step = 3
         life.store.save(life.state)
         life.store.wait()
-        with pytest.raises(UserError, match="0.weight is no longer finite") as error:
+        with refusal("0.weight is no longer finite", code=5) as told:
             life.store.check()
-        assert error.value.code == 5 and not life.state.savable
+        assert not life.state.savable
         assert not announced_rescue(life.store, life.state)
         newest = opts.run_dir / "checkpoints/step-00000002"
-        assert (f"--run-dir NEW --resume {newest} --lr X" in str(error.value)
-                and "nothing after the newest checkpoint is kept" in str(error.value))
+        assert (f"--run-dir NEW --resume {newest} --lr X" in str(told.value)
+                and "nothing after the newest checkpoint is kept" in str(told.value))
     with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:  # what it says works
         assert life.state.step == 2
     assert steps_of(opts) == [2, 1]
@@ -195,10 +194,8 @@ def test_a_checkpoint_of_another_run_can_be_the_start_of_a_new_one(tmp_path):
             save(life, 6)
         assert resumes_at(opts, 6)  # the same command goes on with its own
     os.truncate(root / "step-00000003" / "model.safetensors", 9)
-    with pytest.raises(UserError, match="no whole checkpoint") as error:
-        with a_life(options(tmp_path / "new3", resume=str(root / "step-00000003"))):
-            pass
-    assert error.value.code == 3
+    again = options(tmp_path / "new3", resume=str(root / "step-00000003"))
+    refused(again, "no whole checkpoint", code=3)
 
 
 def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):

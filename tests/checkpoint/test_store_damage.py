@@ -12,7 +12,7 @@ import zipfile
 
 import pytest
 import torch
-from stores import a_life, damaged, end, flips, images_for, load, load_into, options, started, two_checkpoints
+from stores import a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
 
 from common.checkpoint.disk import sealed, sha, to_json
 from common.checkpoint.folder import checkpoints, digest_of, read_manifest
@@ -233,9 +233,8 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     (root / "step-00000009").write_text("a file")
     (root / "step-00000003.tmp").mkdir()
     assert load(root, images_for(opts)) == (1, True) and [step for step, _ in checkpoints(root)] == [9, 2, 1]
-    store, state = started(opts)
-    assert state.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
-    end(store)
+    with a_life(opts) as life:
+        assert life.state.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
 def test_planted_links_are_never_written_through(tmp_path):

@@ -13,17 +13,17 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
-from jobs import until
+from jobs import state, until
 from ranks import fork_ranks
 from stores import (
     a_life,
     announced_rescue,
     at_step,
     child,
-    end,
     is_at,
     lives,
     options,
+    refused,
     resumes_at,
     save,
     started,
@@ -32,7 +32,6 @@ from stores import (
 
 from common.checkpoint import disk, fence
 from common.checkpoint.fence import Fenced
-from common.errors import UserError
 
 
 def rank_0_dies(life):
@@ -42,11 +41,6 @@ def rank_0_dies(life):
     mine.thread.join()
     mine.record["process"] = "1073741824/1"
     mine.write()
-
-
-def state_of(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return file.read().rsplit(")", 1)[1].split()[0]
 
 
 def elsewhere(patch):
@@ -63,15 +57,13 @@ def test_a_second_job_is_refused_within_ten_seconds_and_takes_over_within_one_af
         until(lambda: steps_of(opts) == [3], "the first job has saved")
         began = time.monotonic()
         owner = f"in use by another job: host {os.uname().nodename}, pid {pid}"
-        with pytest.raises(UserError, match=owner) as error:
-            started(opts)
-        assert time.monotonic() - began < 10 and error.value.code == 6
+        refused(opts, owner, code=6)
+        assert time.monotonic() - began < 10
         os.kill(pid, signal.SIGKILL)  # until then it is unaffected
         os.waitpid(pid, 0)
         began = time.monotonic()
-        store, state = started(opts)
-        assert time.monotonic() - began < 1 and is_at(state, 3)
-        end(store)
+        with a_life(opts) as life:
+            assert time.monotonic() - began < 1 and is_at(life.state, 3)
 
 
 def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, monkeypatch):
@@ -102,13 +94,13 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
             end.write_text("rescued")
 
     with lives(opts, stop_in_mid_save) as pid:
-        until(lambda: ready.exists() and state_of(pid) == "T", "the first job stands still in mid-save")
+        until(lambda: ready.exists() and state(pid) == "T", "the first job stands still in mid-save")
         with a_life(opts) as life:
             assert is_at(life.state, 1)
             save(life, 2)
             go.touch()
             os.kill(pid, signal.SIGCONT)
-            until(lambda: state_of(pid) == "Z", "the first job has ended")
+            until(lambda: state(pid) == "Z", "the first job has ended")
             assert end.read_text().startswith(f"fenced: {opts.run_dir} was taken over by another life")
             save(life, 3)
         assert steps_of(opts) == [3, 2]
@@ -123,8 +115,7 @@ def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(fence, "BEAT_SECONDS", 1.0)
         with lives(opts):
-            with pytest.raises(UserError, match="in use by another job"):
-                started(opts)
+            refused(opts, "in use by another job", code=6)
 
 
 def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypatch):
@@ -303,9 +294,9 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
     opts, here, lock = options(tmp_path), tmp_path / "here", tmp_path / "run" / "lock"
 
     def live(world):
-        store, state = started(opts, world)
+        store, tiny = started(opts, world)
         if world.rank == 0:
-            save(SimpleNamespace(store=store, state=state), 10)
+            save(SimpleNamespace(store=store, state=tiny), 10)
         world.barrier("begun")
         mine = os.stat(lock).st_ino
         if world.rank == 0:
@@ -315,7 +306,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
         world.store.set("ready", "1")
         until(lambda: os.stat(lock).st_ino != mine, "the next life has claimed the run")
         time.sleep(1)                                               # the rest of its step
-        announced_rescue(store, at_step(state, 11))
+        announced_rescue(store, at_step(tiny, 11))
         os._exit(0)
 
     with child(lambda: fork_ranks(2, live, node_size=1, may_die=[0, 1])):

@@ -4,11 +4,11 @@ import torch
 import torch.nn.functional as F
 from jobs import CLEAN, audit, events
 from ranks import fork_ranks
+from refusals import refusal
 from test_bitwise import run, through_kills
 from test_tasks import Life
 
 from common.data import load_data
-from common.errors import UserError
 from common.models import build_model
 from common.options import Options
 from common.sampler import ElasticSampler
@@ -105,7 +105,7 @@ def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path
 def test_without_the_flag_a_bad_sample_is_an_error_and_so_is_a_dataset_of_bad_ones_with_it(tmp_path):
     given, other = flags(tmp_path), tmp_path / "other"
     other.mkdir()
-    with pytest.raises(UserError, match="sample 3: ValueError: row 3 is torn"):
+    with refusal("sample 3: ValueError: row 3 is torn"):
         load_data(Options(**given | {"bad_samples": "stop"})).train.fetch([3])
-    with pytest.raises(UserError, match="none of its 100 samples"):
+    with refusal("none of its 100 samples"):
         load_data(Options(**flags(other, bad="range(1000)")))

@@ -6,11 +6,11 @@ import sys
 import pytest
 import torch
 from jobs import ROOT
+from refusals import refusal
 from test_bitwise import run
 
 import train_mp
 from common.data import load_data
-from common.errors import UserError
 from common.models import load
 from common.options import Options
 
@@ -66,6 +66,6 @@ def test_a_net_trained_in_stages_is_loaded_whole_without_torchrun_or_a_word(tmp_
 
 def test_a_run_without_a_whole_checkpoint_or_such_a_step_says_what_lists_them(tmp_path):
     run(tmp_path / "run", 1, ROWS | {"model": "mlp", "epochs": 1})
-    for folder, which in ((tmp_path / "none", "best"), (tmp_path / "run", 77)):
-        with pytest.raises(UserError, match="python -m common.checkpoint"):
+    for folder, which, code in ((tmp_path / "none", "best", 2), (tmp_path / "run", 77, 3)):
+        with refusal("python -m common.checkpoint", code):
             load(folder, which)

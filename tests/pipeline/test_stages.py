@@ -8,11 +8,11 @@ import pytest
 import torch
 from jobs import PACED, TESTS, audit, lives, reached, wait_for, weights
 from ranks import fork_ranks
+from refusals import refusal
 from samples import Samples
 from torch import nn
 
 from common.data import batches
-from common.errors import UserError
 from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
@@ -169,7 +169,7 @@ def test_stages_that_pass_on_another_shape_than_at_the_start_are_refused():
     world = SimpleNamespace(stage=0, stages=2, stage_group=None)
     transfer = Ranks(world, [((4,), torch.float32)], torch.default_generator)
     for other in (torch.zeros(2, 3), torch.zeros(2, 4).double()):
-        with pytest.raises(UserError, match="in stages all batches have one shape"):
+        with refusal("in stages all batches have one shape"):
             transfer.move(give=(1, other))
 
 

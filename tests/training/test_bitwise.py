@@ -16,13 +16,14 @@ import pytest
 import torch
 from jobs import lives, rows
 from ranks import fork_ranks
+from refusals import refusal
 from samples import share_of
 
 import common.run as house
 import train_ddp
 import train_mp
 from common.checkpoint.disk import sealed
-from common.errors import UserError, guarded
+from common.errors import guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
@@ -179,7 +180,7 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, cap
 
 
 def test_more_processes_than_slices_are_refused():
-    with pytest.raises(UserError, match="makes 3 replicas, more than --virtual-ranks 2"):
+    with refusal("makes 3 replicas, more than --virtual-ranks 2"):
         check_world(Options(virtual_ranks=2), 3)
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 from ranks import fork_ranks
+from refusals import refusal
 from torch import nn
 from torch.nn import functional as F
 
@@ -212,9 +213,8 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
     ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
     ("--optimizer=muon", "Muon only supports 2D")])
 def test_an_optimizer_or_a_schedule_that_cannot_be_right_is_refused(own, flag, words):
-    with pytest.raises(UserError) as caught:
+    with refusal(words):
         own(flag)
-    assert words in str(caught.value) and str(caught.value).count("\n") <= 2 and caught.value.code == 2
 
 
 def test_flags_of_the_update_rule_reach_it(own):

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from jobs import PACED, listening, until, wait_for
 from ranks import fork_ranks
+from refusals import refusal
 
-from common.errors import UserError
 from common.options import Options
 from common.world import gather, join
 from common.world import rendezvous as meeting
@@ -65,12 +65,12 @@ def test_every_life_has_a_store_of_its_own_although_torchrun_shares_one(size):
 
 
 def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
-    with pytest.raises(UserError, match="--device cuda"):
+    with refusal("--device cuda"):
         choose_devices(Options(device="cuda"), 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_devices(Options(), 1, 2) == (torch.device("cuda", 1),)
     for rank in range(3):
-        with pytest.raises(UserError, match="3 processes on this machine but 2 GPUs"):
+        with refusal("3 processes on this machine but 2 GPUs"):
             choose_devices(Options(), rank, 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # each process sees a GPU of its own
@@ -93,7 +93,7 @@ def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_g
         monkeypatch.setenv(name, str(value))
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    with pytest.raises(UserError, match="MASTER_ADDR=node01 is 127.0.1.1 .*\n.*--local_addr=ADDRESS"):
+    with refusal("MASTER_ADDR=node01 is 127.0.1.1 .*\n.*--local_addr=ADDRESS"):
         meeting._open_store("node01", 0)
     assert meeting.interface_towards("127.0.0.1") == "lo"
 
