@@ -17,6 +17,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import types
@@ -52,6 +53,7 @@ def become(argv, env, cwd):
         atexit._clear()
         os.environ.clear()
         os.environ.update(env)
+        tempfile.tempdir = env.get("TMPDIR")  # looked for by a trial, it would leave that file when killed
         os.chdir(cwd or ".")
         sys.argv = argv
         if argv[0] == "torchrun":
