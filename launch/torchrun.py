@@ -136,4 +136,6 @@ def start_importing(script: Path, options: Options | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # to take torch down again would be half a second
