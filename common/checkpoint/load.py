@@ -126,7 +126,7 @@ class Found:
     own: bool  # whether the disk that this rank sees has it
     facts: dict
     skipped: list  # the damaged ones of this rank
-    offered: int  # how many names there were on all ranks
+    names: set  # (step, k) of all ranks' checkpoints
 
 
 def load_newest(world, layout, root, own, report):
@@ -156,8 +156,8 @@ def load_newest(world, layout, root, own, report):
         if (step, k) in offered and (damage or passed_over):
             skipped.append(folder)
         if loaded:
-            return Found(step, f"checkpoints/{folder.name}", is_here, facts, skipped, len(names))
-    return Found(-1, "", False, {}, skipped, len(names))
+            return Found(step, f"checkpoints/{folder.name}", is_here, facts, skipped, names)
+    return Found(-1, "", False, {}, skipped, names)
 
 
 def _first(texts):

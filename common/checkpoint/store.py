@@ -213,9 +213,9 @@ class CheckpointStore:
                 if self.fence:
                     self._prune(found.facts)
             return found.name, not found.own
-        if found.offered:
+        if found.names:
             raise UserError(
-                f"{self.root}: {found.offered} checkpoints found, none verifies "
+                f"{self.root}: {len(found.names)} checkpoints found, none verifies "
                 f"(python -m common.checkpoint {opts.run_dir} says why)\n"
                 f"to start afresh, move {opts.run_dir} away or give --run-dir NEW",
                 code=3,
@@ -245,6 +245,9 @@ class CheckpointStore:
         found = load_newest(self.world, self.layout, root, choices if self.fence else [], self.report)
         if found.step >= 0:
             state.load(found.facts)
+            best = state.best["step"]  # it was being saved when rank 0 died; or another run has it
+            if best and not (root == self.root and best in dict(found.names)):
+                state.forget_best()
             if state.position < found.facts["position"] and self.fence:
                 self.report(
                     f"step {state.step} was saved at position {found.facts['position']:,} of other "

@@ -5,9 +5,11 @@ import ctypes
 import hashlib
 import itertools
 import operator
+import os
 import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -202,7 +204,7 @@ def from_workers(load, cuts, count, pin):
             collate_fn=sent,
             pin_memory=pin,
             generator=torch.Generator(),  # the default one belongs to training
-            worker_init_fn=shelter,
+            worker_init_fn=partial(shelter, os.getpid()),
             multiprocessing_context="fork",
         )
     )
@@ -232,7 +234,7 @@ def from_workers(load, cuts, count, pin):
         atexit.unregister(kill)
 
 
-def shelter(number):
+def shelter(rank, number):
     """Ignore signals: torchrun and Slurm signal every process, but only the rank should react.
 
     A worker that dies would break its rank's save. (Blocking signals is not enough: torch starts threads in
@@ -241,3 +243,5 @@ def shelter(number):
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: for a rank that was killed
+    if os.getppid() != rank:  # before this line
+        os._exit(1)

@@ -64,7 +64,8 @@ class TrainState:
         self.epoch = 0
         self.position = 0  # samples of this epoch trained on so far
         self.samples = samples
-        self.best: Facts = {best_of(opts, self.task)[0]: None, "loss": 0.0, "step": 0}
+        self.best: Facts = {}
+        self.forget_best()
         self.record: Facts = {}  # of the last logged step; saved, as rank 0 may die before it logs
         self.evaluated: Facts = {}  # the last evaluation, likewise
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
@@ -191,6 +192,10 @@ class TrainState:
             if math.isfinite(value) and better:
                 self.best = {name: value, "loss": loss, "step": self.step}
         return metrics
+
+    def forget_best(self) -> None:
+        """No checkpoint has the best evaluation: until there is one, this step counts as the best."""
+        self.best = {best_of(self.opts, self.task)[0]: None, "loss": 0.0, "step": self.step}
 
     def end_epoch(self) -> None:
         """Counts the epoch, unless --max-steps has ended it before its last sample."""

@@ -46,6 +46,22 @@ def test_without_an_evaluation_there_is_no_best(tmp_path, capsys):
     assert "no whole checkpoint (evaluated)" in capsys.readouterr().err
 
 
+def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_next(tmp_path, capsys):
+    """Rank 0 has died as it saved step 2, the best, and a survivor has saved step 3; or another run."""
+    run = trained(tmp_path, steps=(1, 3), best=3)
+    opts = options(tmp_path)
+    with a_life(options(tmp_path / "new", resume=str(run / "checkpoints/step-00000003"))) as life:
+        assert life.state.best == {"val_acc": None, "loss": 0.0, "step": 3}
+    with a_life(opts) as life:
+        assert life.state.best["val_acc"] == 0.5
+        life.state.best["step"] = 2
+        save(life, 4)
+    with a_life(opts) as life:
+        assert life.state.best == {"val_acc": None, "loss": 0.0, "step": 4}
+        save(life, 5)
+    assert main([str(run), "--best"]) == 0 and "step-00000004" in capsys.readouterr().out
+
+
 def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys):
     run, file = trained(tmp_path), tmp_path / "w.safetensors"
     model = run / "checkpoints/step-00000001/model.safetensors"

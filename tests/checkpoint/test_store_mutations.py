@@ -84,7 +84,7 @@ MUTANTS = {
     "the digest is not compared": ("checkpoint.folder", '    if manifest["digest"] != digest_of(files):', "    if False:", *MANIFEST, "another digest"),
     "another format is taken for damage": ("checkpoint.folder", "        raise UserError(\n            f\"{folder} has format", "        raise Damaged(\n            f\"{folder} has format",
                                            "identity", "a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is_touched", 1),
-    "when all are damaged, it starts afresh": ("checkpoint.store", "        if found.offered:\n", "        if False:\n", "",
+    "when all are damaged, it starts afresh": ("checkpoint.store", "        if found.names:\n", "        if False:\n", "",
                                                "when_all_are_damaged_nothing_starts_afresh_by_itself"),
     "a damaged one stays in the way": ("checkpoint.folder", '        aside = self.root / f"{ASIDE}{folder.name}"\n', "        return\n", "",
                                        "a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again"),

@@ -1,3 +1,4 @@
+import multiprocessing
 import multiprocessing.connection
 import os
 import signal
@@ -12,6 +13,7 @@ from test_data import Noisy, options
 from test_rescue import a_run
 
 from common.data import Data, batches
+from common.data.loading import shelter
 from common.data.splits import DatasetSplit
 from common.errors import UserError
 from common.rescue import Rescue
@@ -74,6 +76,15 @@ kept = batches(noisy(64), ElasticSampler(64, 2), options("trouble", workers=2))
 next(kept)
 print(*(worker.pid for worker in multiprocessing.active_children()), flush=True)
 """
+
+
+def test_a_worker_that_begins_after_its_rank_was_killed_ends_at_once():
+    """Else it would wait for ever: torch's own watch takes process 1 for its rank."""
+    for rank, code in ((os.getpid(), 0), (os.getppid(), 1)):
+        worker = multiprocessing.get_context("fork").Process(target=shelter, args=(rank, 0))
+        worker.start()
+        worker.join()
+        assert worker.exitcode == code
 
 
 @pytest.mark.parametrize("how, code", [("sys.exit(3)", 3), ("raise KeyError", 1), ("os._exit(4)", 4),

@@ -46,12 +46,16 @@ def little_memory(*flags):
 
 def late_copy(device="cuda:0"):
     """A save that is still copied when an evaluation puts the averages into the net: it has the weights."""
-    from tests.tools.stores import options, started, world_of_one
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+    from stores import new_store, options, tiny_state, world_of_one
     width = 4096 if device != "cpu" else 64
     with tempfile.TemporaryDirectory() as folder:
         world = replace(world_of_one(), devices=(torch.device(device),))
         net = nn.Sequential(*(nn.Linear(width, width) for _ in range(16))).to(device)
-        store, state = started(options(Path(folder), ema_decay=0.5), world, net=net)
+        opts = options(Path(folder), ema_decay=0.5)
+        store = new_store(opts, world)
+        state = tiny_state(opts, net)
+        store.restore(state)
         for _ in range(2):
             net(torch.ones(8, width, device=device)).square().mean().backward()
             state.update(8)

@@ -16,7 +16,7 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(j
     assert digest(run, 10) == digest(again, 10)
     fork = [f"--fork={run}", "--at=4", "--lr=0.1"]
     other = train(jobs, tmp_path / "other", *fork, "--max-steps=6")
-    facts = json.loads((other / "options.json").read_text())["identity"]
+    facts = json.loads((other / "options.json").read_text())["options"]
     assert (facts["fork"], facts["at"], facts["lr"], facts["model"]) == (str(run), 4, 0.1, "mlp")
     shutil.rmtree(run)
     train(jobs, other, *fork, processes=2)

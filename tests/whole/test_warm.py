@@ -30,7 +30,7 @@ def fork_server(job):
 
 def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path):
     run = tmp_path / "run"
-    job = warm(jobs, *PACED, "--run-dir", run)
+    job = warm(jobs, *PACED, "--run-dir", run, "--epochs=999")  # it must not end before the last kill
     killed, deaths = [], []
     for life in range(3):
         pid = wait_for(run, 2 + 4 * life, life, job)["pids"][life % 2]
@@ -38,7 +38,9 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
         assert jobs.kill(pid)
         killed.append(time.time())
         deaths.append(f"rank {life % 2} (pid {pid}) was killed by SIGKILL")
-    job.ends_with(0)
+    wait_for(run, 14, 3, job)
+    (run / "control/stop").touch()
+    job.ends_with(143)
     assert all(f"{death}; step" in job.output for death in deaths), job.output
     assert "torchrun:" not in job.output and "is gone" not in job.output  # a survivor knows how
     assert audit(run) == CLEAN
