@@ -16,7 +16,7 @@ nothing: a script needs no special case.
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,7 @@ class Elastic(Run):
             "workers": 0,
         } | options
 
-    def __enter__(self):
+    def __enter__(self) -> "Elastic":
         self.living = self._live()
         self.living.__enter__()
         return self
@@ -142,7 +142,7 @@ class Elastic(Run):
                     "add it to a group, or set its requires_grad to False"
                 )
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
         state = self.state
         while not state.finished:

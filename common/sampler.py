@@ -143,7 +143,7 @@ class ElasticSampler(Sampler):
         self.epoch = epoch
         self.position = position
 
-    def __len__(self):
+    def __len__(self) -> int:
         return -(-(self.length - self.position) // self.global_batch_size)
 
     def batch_sizes(self) -> Iterator[int]:
@@ -151,7 +151,7 @@ class ElasticSampler(Sampler):
         for start in range(self.position, self.length, self.global_batch_size):
             yield min(self.global_batch_size, self.length - start)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch
         start = self.position
         size = self.global_batch_size

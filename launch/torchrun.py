@@ -78,7 +78,7 @@ def launch(arguments: list[str], folder: str) -> int:
     asked = glance(arguments[:position])
     options = check_options(script, count(asked)) if script else None
     if options and count(asked):  # one machine
-        line = what_is_complete(options)
+        line = line_if_complete(options)
         if line:
             say(line)
             return 0
@@ -128,8 +128,8 @@ def check_options(script: list[str], processes: int) -> Options | None:
     return parse_options(ast.get_docstring(ast.parse(text)) or "", processes=processes)
 
 
-def what_is_complete(options: Options) -> str:
-    """A line, if no process has to be started: each would find the same."""
+def line_if_complete(options: Options) -> str:
+    """What each process would say of a complete run; empty if there is something to train."""
     with suppress(UserError, OSError):
         if named(lives_of(options.run_dir)[-1], "done"):
             from common.run import complete  # imports torch

@@ -98,7 +98,7 @@ class Options:
 
     model: str = fixed(
         "net",
-        "of images: net, a torchvision name; of numbers: mlp; of words: lstm; of tokens: gpt, "
+        "for images: net, mlp, a torchvision name; for numbers: mlp; for words: lstm; for tokens: gpt, "
         "gpt:tiny|small|medium|LxHxD; or path/to/file.py:function",
         "model, data",
     )
