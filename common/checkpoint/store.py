@@ -245,9 +245,12 @@ class CheckpointStore:
         found = load_newest(self.world, self.layout, root, choices if self.fence else [], self.report)
         if found.step >= 0:
             state.load(found.facts)
-            best = state.best["step"]  # it was being saved when rank 0 died; or another run has it
-            if best and not (root == self.root and best in dict(found.names)):
+            best = state.best["step"]
+            kept = dict(found.names) if root == self.root else {}
+            if best and best not in kept:  # rank 0 died as it saved it; or another run has it
                 state.forget_best()
+                if self.fence:
+                    self.report(f"this run has no checkpoint of step {best}, the best one: the next counts")
             if state.position < found.facts["position"] and self.fence:
                 self.report(
                     f"step {state.step} was saved at position {found.facts['position']:,} of other "

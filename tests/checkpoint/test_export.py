@@ -56,7 +56,8 @@ def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_nex
         assert life.state.best["val_acc"] == 0.5
         life.state.best["step"] = 2
         save(life, 4)
-    with a_life(opts) as life:
+    with a_life(opts, said=(said := [])) as life:
+        assert "no checkpoint of step 2" in said[0]
         assert life.state.best == {"val_acc": None, "loss": 0.0, "step": 4}
         save(life, 5)
     assert main([str(run), "--best"]) == 0 and "step-00000004" in capsys.readouterr().out
