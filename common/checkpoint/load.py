@@ -8,7 +8,6 @@ which overwrites the tensors. What cannot be read, though nothing shows that it 
 over: the life ends, and the next one tries again.
 """
 
-import json
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +18,7 @@ from common.checkpoint.disk import Damaged, sha, to_json
 from common.checkpoint.folder import TENSORS, checkpoints, folder_name, numbers_of, part_of, read_facts
 from common.checkpoint.tensors import flat_bytes, kinds_of, read_file, size_of, threads
 from common.errors import UserError
-from common.world import gather, send
+from common.world import gather
 
 
 class Layout:
@@ -39,7 +38,7 @@ class Layout:
         self.writes_unsharded = not (shard and world.replica)  # of a sharded net one replica does
         self.kinds = {part: self._kinds(tensors) for part, tensors in self.tensors.items()}
         # the ranks of the first replica tell what they hold
-        stages = [json.loads(send(world, to_json(self.kinds), rank)) for rank in range(world.stages)]
+        stages = gather(world, None if world.replica else self.kinds)[: world.stages]
         self.whole = {
             part: {name: kind for stage in stages for name, kind in stage[part].items()} for part in TENSORS
         }
@@ -146,7 +145,7 @@ def load_newest(world, layout, root, own, report):
         is_here = bool(checkpoint) and marks[world.rank] == marks[source]
         loaded = len(set(marks)) == 1 and source >= 0
         if source >= 0:
-            files, facts = json.loads(send(world, to_json(checkpoint), source))
+            files, facts = gather(world, checkpoint if world.rank == source else None)[source]
             if not loaded:
                 loaded = _relay(world, source, layout, folder, files)
         if damage and world.rank == _first(damages):
@@ -203,7 +202,7 @@ def _relay(world, source, layout, folder, files):
             if world.rank == source:
                 with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
                     read_file(folder / path, table, {name: partial(nullcontext, data)})
-            world.broadcast(piece, source)
+            world.all_sum(piece)  # zeros, but for those of `source`
             right = right and sha(data) == stated  # a rank that left here would let the others hang
             if name in rooms:
                 with rooms[name]() as room:

@@ -102,7 +102,7 @@ class Rescue:
         if error is None and not stops:
             self.watch.parting = True
             try:
-                self.world.barrier("end")  # the last save may take long; a hang is ended by `Watch`
+                self.world.barrier()  # the last save may take long; a hang is ended by `Watch`
             except RuntimeError as broken:  # a peer has died
                 error = broken
         if error is not None or stops:

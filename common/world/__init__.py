@@ -9,5 +9,4 @@ from common.world.world import (
     join,
     leave,
     same_everywhere,
-    send,
 )

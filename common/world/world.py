@@ -24,7 +24,6 @@ from common.place import here
 from common.sampler import hash_seed
 from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards, lifelines
 
-BROADCAST_BYTES = 1 << 28  # of one broadcast: bounds what the transport allocates
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
@@ -85,13 +84,6 @@ class World:
         """Sum over the ranks of this replica, in place."""
         return self.all_sum(tensor, self.stage_group, self.stages)
 
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """The source's bytes everywhere, in place; a flat tensor of any length."""
-        if self.size > 1:
-            for piece in tensor.view(-1).split(BROADCAST_BYTES // tensor.element_size()):
-                dist.broadcast(piece, source)
-        return tensor
-
     def in_stages(self, stages: int) -> "World":
         """This world as size / stages replicas of so many ranks each; call on every rank."""
         if stages == 1:
@@ -114,10 +106,9 @@ class World:
             for group in (None, self.stage_group, self.peers):
                 set_timeout(patience, group)
 
-    # ---- over the key-value store -----------------------------------------------------------------
-    def barrier(self, name: str) -> None:
-        """Waits for all ranks while the rescue ends hangs."""
-        gather(self, name, WATCHED)
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        gather(self, None)
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:
@@ -133,73 +124,32 @@ class World:
 
 
 # ---- what the ranks of one life tell each other, never as pickles ---------------------------------
-def gather(world: World, value: object, patience: timedelta = WORKING) -> list:
-    """What every rank says, in rank order; call on every rank. Rank 0 reads it, the others ask rank 0 alone.
-
-    It may be anything that JSON knows, of less than 8 MB on all ranks together.
-    """
-    store = world.store
-    if store is None:
-        return [value]
-    turn = store.add(f"turn/{world.rank}", 1)
-    names = [f"texts/{turn}/{rank}" for rank in range(world.size)]
-    store.set(names[world.rank], json.dumps(value))
-    if world.rank == 0:
-        _wait_for_all(world, names, patience)
-        store.set(f"texts/{turn}", f"[{','.join(text.decode() for text in store.multi_get(names))}]")
-        for name in (*names, f"texts/{turn - 1}"):  # read by rank 0; by all, who have written again
-            store.delete_key(name)
-    store.wait([f"texts/{turn}"], patience)
-    return json.loads(store.get(f"texts/{turn}"))
-
-
-def _wait_for_all(world, names, patience):
-    """Rank 0 waits until all ranks have written, or one has ended. The others wait for rank 0's answer."""
-    end = time.monotonic() + patience.total_seconds()
-    pause = 0.001
-    while not world.store.check(names):
-        if any(map(_is_closed, world.lines)):
-            raise dist.DistNetworkError("another rank has ended")
-        if time.monotonic() > end:
-            raise dist.DistNetworkError(f"not all ranks came within {patience}")
-        time.sleep(pause)
-        pause = min(1.2 * pause, 0.1)
-
-
-def _is_closed(line):
-    try:
-        return not line.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
+def gather(world: World, value: object) -> list:
+    """What every rank says, in rank order; anything that JSON knows. Call on every rank."""
+    text = json.dumps(value).encode()
+    sizes = torch.zeros(world.size, dtype=torch.int64)
+    sizes[world.rank] = len(text)
+    world.all_sum(sizes)
+    flat = torch.zeros(int(sizes.sum()), dtype=torch.uint8)
+    texts = flat.split(sizes.tolist())
+    texts[world.rank].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    world.all_sum(flat)
+    return [json.loads(text.numpy().tobytes()) for text in texts]
 
 
 def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
     """UserError, naming two ranks and their values, if {name: value} differs between ranks."""
-    text = json.dumps(facts).encode()
-    first = json.loads(send(world, text, 0))  # so that of a thousand ranks each tells only what differs
-    differences = [[name, value] for name, value in json.loads(text).items() if value != first.get(name)]
-    for rank, difference in enumerate(gather(world, differences[:1])):
-        if difference:
-            name, value = difference[0]
-            raise UserError(
-                f"the ranks run different things: rank 0 has {name} {first.get(name)}, "
-                f"rank {rank} has {name} {value}\n"
-                "give every node the same code, environment, data and options\n"
-                "seed what is drawn at random: torch.manual_seed(0), "
-                "numpy.random.default_rng(0)"
-            )
-
-
-def send(world: World, data: bytes | None, source: int) -> bytes:
-    """The bytes of rank `source`, on every rank."""
-    room = bytearray(data or b"")
-    length = world.broadcast(torch.tensor([len(room)]), source)
-    if world.rank != source:
-        room = bytearray(int(length))
-    world.broadcast(torch.frombuffer(room, dtype=torch.uint8), source)
-    return bytes(room)
+    first, *others = gather(world, facts)
+    for rank, row in enumerate(others, 1):
+        for name, value in row.items():
+            if value != first.get(name):
+                raise UserError(
+                    f"the ranks run different things: rank 0 has {name} {first.get(name)}, "
+                    f"rank {rank} has {name} {value}\n"
+                    "give every node the same code, environment, data and options\n"
+                    "seed what is drawn at random: torch.manual_seed(0), "
+                    "numpy.random.default_rng(0)"
+                )
 
 
 @torch.no_grad()

@@ -78,12 +78,12 @@ def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_on
             becomes(world.rank)
             opts = options(fs.mounts[world.rank])
             assert not os.path.exists(opts.run_dir / "checkpoints")
-            world.barrier("looked")
+            world.barrier()
             store, state = started(opts, world)
             if store.fence:
                 store.save(at_step(state, 3))
                 store.wait()
-            world.barrier("saved")
+            world.barrier()
             return bool(store.fence), store.writer.staging.name, end(store)
 
         found = fork_ranks(3, begin, node_size=1)
@@ -99,7 +99,7 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
             store, state = started(opts, world)
             if store.fence:
                 store.save(at_step(state, 3))
-            world.barrier("saved")
+            world.barrier()
             if world.rank == 0:
                 world.store.wait(["rescued"])
                 os._exit(1)

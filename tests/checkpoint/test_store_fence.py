@@ -297,7 +297,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
         store, tiny = started(opts, world)
         if world.rank == 0:
             save(SimpleNamespace(store=store, state=tiny), 10)
-        world.barrier("begun")
+        world.barrier()
         mine = os.stat(lock).st_ino
         if world.rank == 0:
             world.store.get("ready")

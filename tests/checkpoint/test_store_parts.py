@@ -84,7 +84,7 @@ def flip(path):
 def saved(store, state, step):
     store.save(at_step(state, step))
     store.wait()
-    store.world.barrier(f"saved {step}")
+    store.world.barrier()
     error, store.error = store.error, None
     return str(error or "")
 
@@ -95,7 +95,7 @@ def staged(world, folder, said=None):
     store, state = store_of(world, folder, [] if said is None else said)
     store.restore(state)
     yield store, state
-    world.barrier("end")
+    world.barrier()
     end(store)
 
 
@@ -203,9 +203,9 @@ def test_the_first_of_two_ranks_with_the_same_part_is_taken_and_two_may_finish_a
     def live(world):
         with staged(world, tmp_path) as (store, state):
             at_step(state, 5)
-            world.barrier("go")
+            world.barrier()
             told = announced_rescue(store, state)
-            world.barrier("told")
+            world.barrier()
             return told.startswith("step 5 saved"), [step for step, _ in checkpoints(store.root)]
 
     results = fork_ranks(2 * STAGES, live)
@@ -226,9 +226,9 @@ def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_nex
             if world.rank == 0:
                 store.save(at_step(state, 2))
                 store.wait()
-            world.barrier("half")
+            world.barrier()
             half = [step for step, _ in checkpoints(store.root)], gathered()
-            world.barrier("seen")
+            world.barrier()
             errors += saved(store, state, 3)
             return errors, half, gathered()
 
@@ -236,17 +236,18 @@ def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_nex
     assert steps_of(options(tmp_path)) == [3, 1]
 
 
-def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path):
+def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(monkeypatch, tmp_path):
     """What --shard does: a rank owns some rows."""
     a, b = torch.arange(14, dtype=torch.float64).view(7, 2), torch.arange(5, dtype=torch.int16)
+    kinds = {"model": {"a": ["F64", [7, 2]], "b": ["I16", [5]]}, "optimizer": {}}
+    monkeypatch.setattr(load, "gather", lambda world, value: [kinds])
 
     def rank(start, count, replica=0, replicas=1):
         """(its layout, its tensors)"""
         own = {"a": a[start:start + count].clone(), "b": b.clone()}
         tensors, rows = {"model": own, "optimizer": {}}, {"a": (start, 7)}
         state = SimpleNamespace(tensors=lambda: tensors, rows=lambda: rows)
-        world = SimpleNamespace(stages=1, stage=0, replica=replica, replicas=replicas, rank=0,
-                                broadcast=lambda tensor, source: tensor)
+        world = SimpleNamespace(stages=1, stage=0, replica=replica, replicas=replicas)
         return load.Layout(state, world, shard=replicas > 1), own
 
     for cuts in ([(0, 7)], [(0, 4), (4, 3)], [(0, 3), (3, 3), (6, 1)],

@@ -104,7 +104,7 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
         commit, commits = store.writer.commit, []
         store.writer.commit = lambda *args: (commits.append(1), time.sleep(0.5), commit(*args))[2]
         written = announced_rescue(store, at_step(state, 5))
-        world.barrier("rescued")
+        world.barrier()
         owned = bool(store.fence)
         store.close()
         return owned, bool(written), len(commits)
@@ -195,7 +195,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
             store.agree(state)
         store.save(state)
         rescued = announced_rescue(store, state)
-        world.barrier("both have tried")  # as in Rescue: the end takes the staging folder away
+        world.barrier()  # as in Rescue: the end takes the staging folder away
         return state.savable, rescued, end(store)
 
     assert fork_ranks(2, diverge) == [(False, "", None)] * 2

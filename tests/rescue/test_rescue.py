@@ -75,7 +75,7 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger):
             step(state), step(state)
-            world.barrier("two steps")
+            world.barrier()
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             stuck(world)
 
@@ -124,7 +124,7 @@ def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
         state, store, ledger = a_run(world, run)
         with Rescue(store, state, world, ledger):
             step(state), step(state)
-            world.barrier("two steps")
+            world.barrier()
             if world.rank == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             in_a_lock(world)
@@ -143,7 +143,7 @@ def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_l
         try:
             with Rescue(store, state, world, ledger) as rescue:
                 step(state)
-                world.barrier("a step")
+                world.barrier()
                 if world.rank == 1:
                     Path(f"{run}.met").touch()
                     until(rescue.watch.lost.is_set, "the end of rank 0")
@@ -290,9 +290,9 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
         store._write = lambda *args: (writes.append(args[0]["step"]), real(*args))
         for _ in range(4 if world.rank == 5 else 3):  # one rank had finished one step more
             step(state)
-        world.barrier("steps")
+        world.barrier()
         store.rescue(state, "death")
-        world.barrier("rescued")
+        world.barrier()
         return writes
 
     writes = sorted(sum(fork_ranks(8, live), []))
@@ -305,7 +305,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
     def live(world):
         state, store, _ = a_run(world, run)
         step(state)
-        world.barrier("step")
+        world.barrier()
         if world.rank:
             store._write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         else:

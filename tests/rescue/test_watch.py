@@ -66,7 +66,7 @@ def wait_for_rank_1(world):
     state, thread, reports = watched(world, 2)
     if world.rank == 1:
         move_for(6, state)
-    world.barrier("waited")
+    world.barrier()
     thread.stop()
     return reports
 

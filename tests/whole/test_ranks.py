@@ -11,7 +11,7 @@ from ranks import fork_ranks
 
 def test_ranks_meet_and_each_returns_its_result():
     def sum_of_ranks(world, offset):
-        world.barrier("here")
+        world.barrier()
         total = int(world.all_sum(torch.tensor([world.rank])))
         return world.rank + offset, total, world.local_rank, world.local_size
 

@@ -54,7 +54,7 @@ def meet_twice_at_one_agent(world):
             store.set("word", f"life {life}")
             assert listening(os.getpid()) == {"0100007F"}, "on the master address alone"
         assert store.get("word") == f"life {life}".encode()
-        world.barrier(f"end of {life}")  # its host must stay until all have read
+        world.barrier()  # its host must stay until all have read
     return ports
 
 
