@@ -139,10 +139,10 @@ def load_newest(world, layout, root, own, report):
     for step, k in sorted(names, reverse=True):
         folder = root / folder_name(step, k)
         checkpoint, damage = _read(world, layout, step, folder)
-        marks = gather(world, sha(to_json(checkpoint)) if checkpoint else "")
-        damages = gather(world, damage)
+        mark = sha(to_json(checkpoint)) if checkpoint else ""
+        marks, damages = zip(*gather(world, [mark, damage]), strict=True)
         source = _first(marks)
-        is_here = bool(checkpoint) and marks[world.rank] == marks[source]
+        is_here = mark != "" and mark == marks[source]
         loaded = len(set(marks)) == 1 and source >= 0
         if source >= 0:
             files, facts = gather(world, checkpoint if world.rank == source else None)[source]

@@ -327,7 +327,7 @@ class CheckpointStore:
         Stages must save at the same step: they give the sum of all ranks' `overdue`.
         """
         at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
-        return self.writes and bool(overdue or at) and state.facts() != self.saved
+        return bool(overdue or at)
 
     def save(self, state: "TrainState") -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""

@@ -103,14 +103,11 @@ def finish_gradient(state):
     if state.scaler and (clip or state.stages or divisor is not None):
         unscale(state)
     gradients = [p.grad for p in state.names if p.grad is not None]
-    norm = None
+    if divisor is not None:
+        divide(gradients, divisor)
     if clip:
         norm_of = state.stages.norm if state.stages else torch.nn.utils.get_total_norm
-        norm = norm_of(gradients)
-    if divisor is not None:
-        divide(gradients, divisor, clip, norm)
-    elif clip:
-        torch.nn.utils.clip_grads_with_norm_(state.names, clip, norm)
+        torch.nn.utils.clip_grads_with_norm_(state.names, clip, norm_of(gradients))
 
 
 def unscale(state):
@@ -127,10 +124,8 @@ def unscale(state):
         by_device[none.device] = overflows
 
 
-def divide(gradients, divisor, clip, norm):
-    """Ends the mean over the global count, in one pass with the clipping."""
-    if norm is not None:
-        divisor = divisor / (clip / (norm.double() / divisor + 1e-6)).clamp(max=1.0)
+def divide(gradients, divisor):
+    """Ends the mean over the global count."""
     alike = defaultdict(list)
     for gradient in gradients:
         rows = local(gradient)

@@ -173,28 +173,22 @@ def join(opts: Options) -> World:
     pin(opts)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
-    store = None
-    life = uuid.uuid4().hex[:12]
-    if place.size > 1:
-        store = fresh_store(place.rank, place.size)
-        _init_process_group(store, place, devices[0])
-        if place.rank == 0:
-            store.set("life", life)
-        life = store.get("life").decode()
     world = World(
         place.rank,
         place.size,
         place.local_rank,
         place.local_size,
         devices,
-        life,
+        uuid.uuid4().hex[:12],
         place.restart,
-        store,
     )
-    world = world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
-    world.set_patience(WORKING)  # all have met
-    if store:
-        world = replace(world, lines=lifelines(store, place.rank, place.size))
+    if place.size > 1:
+        store = fresh_store(place.rank, place.size)
+        _init_process_group(store, place, devices[0])
+        life = gather(world, world.life)[0]
+        world = replace(world, life=life, store=store, lines=lifelines(store, place.rank, place.size))
+        world = world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
+        world.set_patience(WORKING)  # all have met
     for line in world.lines:  # a process for loading must not keep it open
         os.register_at_fork(after_in_child=line.close)
     return world
