@@ -13,8 +13,6 @@ from common.options import parse_options
 if __name__ == "__main__":
     OPTIONS = parse_options(__doc__)  # before torch is imported: --help and a typo answer at once
 
-import torch
-
 from common.errors import guarded
 from common.models import build_model
 from common.pipeline import backward, describe, split
@@ -38,10 +36,9 @@ def main(opts):
             for batch in run.batches():
                 totals = backward(model, batch, state, world)  # one gradient of one global batch
                 state.finish_gradient(batch.size)  # clip; from here on this rank can make the step alone
-                totals = torch.tensor([*totals.tolist(), run.store.overdue()], dtype=torch.float64)
-                run.rescue.all_sum(totals)  # no stage updates before all of them can
+                totals = run.rescue.all_sum(totals.double().cpu())  # no stage updates before all of them can
                 state.update(batch.size)  # optimizer, averages, counters: or nothing
-                run.stepped(totals[:-1], float(totals[-1]))  # logs, saves, leaves when asked
+                run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it
 
 

@@ -214,11 +214,8 @@ class Run:
         if (self.state.step + 1) % self.opts.log_every == 0:
             self.rescue.all_sum(totals)
 
-    def stepped(self, totals: Tensor, overdue: float | None = None) -> None:
-        """After the update: logs, compares the replicas, saves when due, does what it is told.
-
-        `overdue`: whether the clock of any rank asks for a save, where all ranks must save together.
-        """
+    def stepped(self, totals: Tensor) -> None:
+        """After the update: logs, compares the replicas, saves when due, does what it is told."""
         state = self.state
         opts = self.opts
         self.audit.done(state.whole)
@@ -227,9 +224,7 @@ class Run:
             self.log.step(state.note(totals) | self.world.memory())
         if opts.check_every and state.step % opts.check_every == 0:
             self.store.agree(state)
-        if overdue is None:
-            overdue = self.store.overdue()
-        if self.rescue.save_asked or self.store.due(state, overdue):
+        if self.rescue.save_asked or self.store.due(state):
             self.rescue.save_asked = False
             self.store.save(state)  # copies; a thread writes
         self.store.check()
@@ -244,7 +239,7 @@ class Run:
             self.record(self.judge())
         state.end_epoch()
         best = state.evaluated_now and state.best["step"] == state.step
-        if best or state.finished or self.store.due(state, 0.0):
+        if best or state.finished or self.store.due(state):
             self.store.save(state)
 
     def record(self, numbers: dict) -> None:

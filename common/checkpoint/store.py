@@ -316,18 +316,18 @@ class CheckpointStore:
         """Whether this rank saves while all live."""
         return self.layout.writes if self.layout.parts > 1 else self.fence is not None
 
-    def overdue(self) -> float:
-        """1.0 where this rank owns the folder and its clock asks for a save (--save-seconds), else 0.0."""
-        seconds = self.opts.save_seconds
-        return float(bool(self.fence and seconds and time.monotonic() - self.saved_at >= seconds))
+    @property
+    def overdue(self) -> bool:
+        """Whether this rank owns the folder and its clock asks for a save (--save-seconds)."""
+        return self.fence is not None and 0 < self.opts.save_seconds <= time.monotonic() - self.saved_at
 
-    def due(self, state: "TrainState", overdue: float) -> bool:
+    def due(self, state: "TrainState") -> bool:
         """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
 
-        Stages must save at the same step: they give the sum of all ranks' `overdue`.
+        Stages must save at the same step: `Rescue.all_sum` tells them that a clock asks for it.
         """
         at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
-        return bool(overdue or at)
+        return at or self.layout.parts == 1 and self.overdue
 
     def save(self, state: "TrainState") -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""

@@ -83,7 +83,7 @@ class Rescue:
         self.world = world
         self.ledger = ledger
         self.closing = closing  # called before this process ends early
-        self.save_asked = False  # a person has asked for a save
+        self.save_asked = False  # a person has asked for a save, or a rank's clock
         self.stop_asked = ""  # a person has asked for the end: a file in RUN/control/
         self.all_know = False  # of a signal to any rank
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
@@ -136,12 +136,12 @@ class Rescue:
         self.end()
 
     def all_sum(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place; it also tells all ranks of a signal, and what a person asks for.
+        """Sum over ranks, in place; it also tells all ranks of a signal, and what a person or a clock wants.
 
         Call it at each logged step, on every rank: rank 0 looks into RUN/control/.
         """
-        asks = [self.world.rank == 0 and self._control(name).exists() for name in CONTROLS]
-        asks.append(bool(self.watch.asked))
+        save, stop = (self.world.rank == 0 and self._control(name).exists() for name in CONTROLS)
+        asks = [save or self.store.overdue, stop, bool(self.watch.asked)]
         sums = self.world.all_sum(torch.cat([totals.flatten(), torch.tensor(asks).to(totals)]))
         totals.copy_(sums[: -len(asks)].view_as(totals))
         save, stop, signalled = sums[-len(asks) :].tolist()

@@ -117,7 +117,7 @@ def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_
 
     def due(step, later=0):
         now[0] += later
-        return life.store.due(at_step(life.state, step), life.store.overdue())
+        return life.store.due(at_step(life.state, step))
 
     with a_life(options(tmp_path, save_every=10, save_seconds=60)) as life:
         assert [step for step in range(1, 31) if due(step)] == [10, 20, 30]

@@ -137,7 +137,7 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
         save(life, 2)
         monkeypatch.setattr(tensors, "write_file", full)
         for number, step in enumerate((4, 6, 8), 1):
-            assert not store.due(at_step(state, step - 1), 0.0) and store.due(at_step(state, step), 0.0)
+            assert not store.due(at_step(state, step - 1)) and store.due(at_step(state, step))
             store.save(state)
             store.wait()
             if number < MOST_FAILURES:
