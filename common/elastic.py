@@ -175,7 +175,7 @@ class Elastic(Run):
         self.state.progress += 1
         training = torch.is_grad_enabled()  # else it is an evaluation, maybe of one rank alone
         self.called |= training
-        model = self.wrapped if training else self.net
+        model: Any = self.wrapped if training else self.net
         with autocast(self.opts, self.world.device):
             out = model(*inputs, **named)
         if isinstance(out, Tensor) and self.opts.amp != "off":

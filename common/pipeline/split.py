@@ -8,7 +8,6 @@ stages are nn.Identity. A piece is a tuple of names: parts that stay together; (
 import functools
 import itertools
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
     if opts.shard:
         shard(model.stages[0], world)
     if opts.virtual_ranks:
-        model.tree = distribute(net, opts, world).tree
+        model.tree = distribute(model, opts, world)
     return model
 
 
@@ -63,8 +62,7 @@ def backward(model: Pipeline, batch: Batch, state: TrainState, world: World) -> 
     """`backward` of common.training for a pipeline: one gradient of one global batch, on every rank."""
     if world.size > 1:
         return model.backward(batch, state)
-    whole = SimpleNamespace(net=model, tree=model.tree) if model.tree else model
-    return plain_backward(whole, batch, state, world)
+    return plain_backward(model.tree or model, batch, state, world)
 
 
 # ---- where ----

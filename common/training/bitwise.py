@@ -38,12 +38,13 @@ BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
 class Tree:
-    """In each step: `begin`, a `backward` for each of this rank's slices that has samples, `finish`.
+    """A net whose gradient is that sum. In each step: `begin`, `backward` of slices with samples, `finish`.
 
     A slice's totals and its changes of buffers are summed as the gradient of one more tensor, `tail`.
     """
 
     def __init__(self, net, world, slices):
+        self.net = net
         self.world = world
         self.count = slices
         self.slices = share(slices, world.replica, world.replicas)

@@ -48,12 +48,12 @@ def prepare(
     return net
 
 
-def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
+def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module | Tree:
     """A replica on every rank; gradients are averaged while backward runs. In train_dp.py one a device."""
-    if opts.script == "dp":
-        return replicate(net, opts, world)
     if opts.virtual_ranks:
-        return Replica(net, Tree(net, world, opts.virtual_ranks))
+        return Tree(net, world, opts.virtual_ranks)
+    if len(world.devices) > 1:
+        return replicate(net, opts, world)
     net = torch.compile(net) if opts.compile else net
     if world.size == 1:
         return net
@@ -67,32 +67,26 @@ def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module:
 
 def replicate(net, opts, world):
     """One process, which scatters the batch over its devices."""
-    casting = Replica(net, casting=partial(autocast, opts, world.device))
-    model = casting
-    if len(world.devices) == 1:
-        model = torch.compile(net) if opts.compile else net
-    elif opts.compile:
+    if opts.compile:
         raise UserError(
             "--compile: train_dp.py copies the net to its devices in each forward, which breaks "
             "compiled code\nleave it out, or use train_ddp.py, or one device"
         )
-    elif world.device.type == "cuda":
-        model = Replicas(casting, device_ids=[d.index for d in world.devices])
-    else:
-        model = CpuReplicas(casting, len(world.devices))
-    return model
+    replica = Replica(net, partial(autocast, opts, world.device))
+    if world.device.type == "cuda":
+        return Replicas(replica, device_ids=[d.index for d in world.devices])
+    return CpuReplicas(replica, len(world.devices))
 
 
 class Replica(nn.Module):
     """The net; or, given a function of the net, what this returns: DDP then wraps a whole task.
 
-    `tree` sums gradients of slices. `casting`: nn.DataParallel's threads cast to another type than --amp.
+    `casting`: nn.DataParallel's threads cast to another type than --amp.
     """
 
-    def __init__(self, net, tree=None, casting=nullcontext):
+    def __init__(self, net, casting=nullcontext):
         super().__init__()
         self.net = net
-        self.tree = tree
         self.casting = casting
 
     def forward(self, *args, **kwargs):

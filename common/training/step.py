@@ -20,20 +20,20 @@ from common.data import Batch, batches, map_tensors
 from common.errors import blamed
 from common.options import Options
 from common.sampler import ElasticSampler, hash_seed
-from common.training.bitwise import bits_of, checked
+from common.training.bitwise import Tree, bits_of
 from common.training.state import TrainState
 from common.training.tasks import nothing
 from common.world import World, gather
 
 
-def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) -> Tensor:
+def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: World) -> Tensor:
     """Leaves the mean gradient of the global batch in `.grad`; returns the totals of this rank's forwards.
 
     Call it on every rank for every global batch, with an empty share too: it synchronises exactly once.
     """
     opts = state.opts
-    if opts.virtual_ranks:
-        return backward_slices(model.net, model.tree, batch, state)
+    if isinstance(model, Tree):
+        return backward_slices(model, batch, state)
     seed(world, opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
     totals = state.task.zeros(world.device)
     parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
@@ -48,7 +48,7 @@ def backward(model: nn.Module, batch: Batch, state: TrainState, world: World) ->
     return totals
 
 
-def backward_slices(net, tree, batch, state):
+def backward_slices(tree, batch, state):
     """Slices are summed along a fixed tree, so no bit depends on the world.
 
     Each slice is computed as if it were alone; the number of ranks only decides which rank computes it.
@@ -57,12 +57,12 @@ def backward_slices(net, tree, batch, state):
     for v, piece in zip(tree.slices, batch.parts, strict=True):
         n, _ = piece
         if n:  # in a short last batch a slice may be without samples
-            tail, loss = slice_loss(net, tree, v, piece, batch.size, state)
+            tail, loss = slice_loss(tree, v, piece, batch.size, state)
             tree.backward(v, tail, loss)
     return tree.finish(batch, state)
 
 
-def slice_loss(net, tree, v, piece, size, state):
+def slice_loss(tree, v, piece, size, state):
     """Forward of slice v, a piece of a global batch of `size` samples: (its tail, its loss)."""
     n, part = piece
     device = tree.world.device
@@ -70,11 +70,11 @@ def slice_loss(net, tree, v, piece, size, state):
     seed(tree.world, state.opts.seed, "step", state.step, v)
     totals = state.task.zeros(device, tree.kind)
     part = placed(part, device, state.opts, own=True)
-    loss = forward(net, part, state, totals)
+    loss = forward(tree.net, part, state, totals)
     return tree.measured(v, n / size, totals), scale(loss / size, state)
 
 
-def cross_check(model: nn.Module, split: object, state: TrainState, world: World) -> str | None:
+def cross_check(model: nn.Module | Tree, split: object, state: TrainState, world: World) -> str | None:
     """--cross-check: every N steps all ranks compute one slice, and vote on its bits.
 
     A device that computes wrong numbers now and then raises no error, and the sum over ranks hides whose
@@ -82,16 +82,15 @@ def cross_check(model: nn.Module, split: object, state: TrainState, world: World
     rank between backward and update. None if this step is not compared, empty if all ranks have the same
     bits; else which rank has others, as all ranks find.
     """
-    v = checked(state.opts, state.step, world.size)
-    if v is None:
+    if not isinstance(model, Tree) or model.checked is None:
         return None
 
-    tree = model.tree
-    mine = v in tree.slices  # this rank has computed it in this step
-    votes = gather(world, tree.seen if mine else slice_bits(model.net, tree, v, split, state))
+    v = model.checked
+    mine = v in model.slices  # this rank has computed it in this step
+    votes = gather(world, model.seen if mine else slice_bits(model, v, split, state))
     if len(set(votes)) == 1:
         return ""
-    again = gather(world, slice_bits(model.net, tree, v, split, state))
+    again = gather(world, slice_bits(model, v, split, state))
     bits, count = Counter(votes + again).most_common(1)[0]
     odd = [rank for rank in range(world.size) if {votes[rank], again[rank]} != {bits}]
     if count <= world.size:  # no majority: it may be any of them
@@ -101,7 +100,7 @@ def cross_check(model: nn.Module, split: object, state: TrainState, world: World
     return f"step {state.step + 1}: {names} computes slice {v} with other bits than another rank"
 
 
-def slice_bits(net, tree, v, split, state):
+def slice_bits(tree, v, split, state):
     """The bits of slice v's gradient, computed here; leaves no trace."""
     opts = replace(state.opts, workers=0)
     alone = ElasticSampler(state.samples, opts.global_batch_size, v, opts.virtual_ranks, opts.seed)
@@ -111,7 +110,7 @@ def slice_bits(net, tree, v, split, state):
     n, _ = piece
     gradients = [torch.full_like(tensor, -0.0) for tensor in tree.tensors]
     if n:
-        gradients[-1], loss = slice_loss(net, tree, v, piece, batch.size, state)
+        gradients[-1], loss = slice_loss(tree, v, piece, batch.size, state)
         for i, gradient in enumerate(torch.autograd.grad(loss, tree.params, allow_unused=True)):
             if gradient is not None:
                 gradients[i] = gradient
