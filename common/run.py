@@ -204,7 +204,7 @@ class Run:
         """Those of this epoch that are left, up to --max-steps."""
         state = self.state
         for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
-            self.audit.begin(state.step + 1, state.epoch, state.position, batch.ids)
+            self.audit.begin(state.step + 1, batch.ids)
             yield batch
             if state.finished:
                 return

@@ -102,27 +102,16 @@ class Audit:
 
     def __init__(self, run_dir: Path | str, life: str, rank: int, on: bool = True) -> None:
         self.on = on
-        self.made = 0  # the newest step that is made
         self.lines = Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
 
-    def begin(self, step: int, epoch: int, position: int, ids: list[int]) -> None:
+    def begin(self, step: int, ids: list[int]) -> None:
         if self.on:
-            self.made = self.made or step - 1
-            self.lines.append(
-                {
-                    "event": "begin",
-                    "step": step,
-                    "epoch": epoch,
-                    "position": position,
-                    "ids": ids,
-                }
-            )
+            self.lines.append({"event": "begin", "step": step, "ids": ids})
 
     def done(self, step: int) -> None:
-        """`step` is the newest whole one: a GPU may end it after the next one has begun."""
-        if self.on and step > self.made:
+        """`step` is the newest whole one: a GPU may end it late, and then it is noted twice."""
+        if self.on:
             self.lines.append({"event": "done", "step": step})
-            self.made = step
 
 
 class Clock:

@@ -235,7 +235,7 @@ def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, mon
         audits = [Audit(opts.run_dir, world.life, rank) for rank in range(2)]
         for step in (1, 2):
             for audit in audits:
-                audit.begin(step, 0, 0, [step])
+                audit.begin(step, [step])
             ledger.event("first_step", step=step)
             metrics.write({"step": step, "loss": 0.5})
             save(life, step)

@@ -82,7 +82,7 @@ def a_life_of(run, life, n, resumed, until, position, epoch=0):
         for ids in order:
             if step < until:
                 step += 1
-                log.begin(step, epoch, 0, ids)
+                log.begin(step, ids)
                 log.done(step)
         epoch, position = epoch + 1, 0
 

@@ -25,10 +25,10 @@ def live(run, life, world, resumed, until, behind=0, dies_in=None):
         log, order, step = Audit(run, life, rank), ElasticSampler(N, BATCH, rank, world, SEED), 0
         for epoch in range(4):
             order.set_epoch(epoch)
-            for number, ids in enumerate(order):
+            for ids in order:
                 step += 1
                 if resumed < step <= max(until, dies_in or 0):
-                    log.begin(step, epoch, number * BATCH, ids)
+                    log.begin(step, ids)
                     if step <= until - (rank >= world - behind):
                         log.done(step)
 
@@ -116,5 +116,5 @@ def test_what_cannot_be_audited_is_refused_in_words(tmp_path, capsys):
     is_refused()
     Ledger(tmp_path).event("life", life="aa", world=1, step=0, stages=1)
     is_refused()
-    Audit(tmp_path, "aa", 0).begin(1, 0, 0, [1])  # no step was finished
+    Audit(tmp_path, "aa", 0).begin(1, [1])  # no step was finished
     is_refused()
