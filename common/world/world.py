@@ -89,11 +89,9 @@ class World:
         if stages == 1:
             return self
         ranks = range(self.size)
-        replicas = [dist.new_group(ranks[first : first + stages], MEETING) for first in ranks[::stages]]
-        peers = [dist.new_group(ranks[stage::stages], MEETING) for stage in range(stages)]
-        return replace(
-            self, stages=stages, stage_group=replicas[self.rank // stages], peers=peers[self.rank % stages]
-        )
+        replica, _ = dist.new_subgroups(stages, timeout=MEETING)
+        peers, _ = dist.new_subgroups_by_enumeration([ranks[i::stages] for i in range(stages)], MEETING)
+        return replace(self, stages=stages, stage_group=replica, peers=peers)
 
     def watched(self) -> None:
         """From now on the rescue ends hangs: collectives wait, however long a step or a save takes."""
@@ -155,13 +153,13 @@ def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
 @torch.no_grad()
 def fingerprint_of(tensors: dict[str, Tensor]) -> int:
     """A cheap number that depends on every bit of named tensors; equal weights give it on every device."""
-    sums = [torch.zeros((), dtype=torch.int64)]
+    sums = [0]
     for tensor in tensors.values():
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if flat.numel() % 8 or flat.storage_offset() % 8:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
-        sums.append(flat.view(torch.int64).sum().cpu())  # 64-bit sums wrap, so their order does not matter
-    return hash_seed(*torch.stack(sums).tolist())
+        sums.append(int(flat.view(torch.int64).sum()))  # 64-bit sums wrap, so their order does not matter
+    return hash_seed(*sums)
 
 
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------
