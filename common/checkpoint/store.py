@@ -332,7 +332,7 @@ class CheckpointStore:
     def save(self, state: "TrainState") -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
         state.updates.settle()  # not under the lock: a rescue needs it if a collective hangs
-        if not self.writes or self.opts.eval_only or not state.savable or state.facts() == self.saved:
+        if not self.writes or self.opts.eval_only or state.verdict or state.facts() == self.saved:
             return
         self.wait()
         with state.lock:
@@ -440,15 +440,14 @@ class CheckpointStore:
         alone = rescuing(
             self.writer.staging / name,
             progress=lambda: self.writer.moved,
-            needless=lambda: state.savable and is_there(self.root, state.facts()),
+            needless=lambda: not state.verdict and is_there(self.root, state.facts()),
         )
         with state.updates.aside(), alone:
             if not state.lock.acquire(timeout=STEP_SECONDS):
                 raise UserError(f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1)
             try:
-                if not state.savable:
-                    code = state.verdict.code if state.verdict else 1
-                    raise UserError("the step was cut in two, the newest checkpoint stands", code)
+                if state.verdict:
+                    raise state.verdict
                 self.wait()
                 words = self._write_live(state, why, began)
                 if self.layout.parts > 1 and state.updates.ready:

@@ -175,10 +175,6 @@ class TrainState:
         """From now on this state is neither saved nor updated: an update raises the verdict."""
         self.verdict = verdict or UserError("the weights are not those of one step", code=1)
 
-    @property
-    def savable(self) -> bool:
-        return self.verdict is None
-
     def record_evaluation(self, metrics: Facts) -> Facts:
         """Keeps this evaluation, and the best one: of equals the last, if its loss is lower."""
         name, sign = best_of(self.opts, self.task)

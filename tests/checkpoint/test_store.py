@@ -146,7 +146,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         life.store.wait()
         with refusal("0.weight is no longer finite", code=5) as told:
             life.store.check()
-        assert not life.state.savable
+        assert life.state.verdict
         assert not announced_rescue(life.store, life.state)
         newest = opts.run_dir / "checkpoints/step-00000002"
         assert (f"--run-dir NEW --resume {newest} --lr X" in str(told.value)

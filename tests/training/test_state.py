@@ -83,7 +83,7 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(MemoryError):
         train(state, 1)
-    assert not state.savable
+    assert state.verdict
     with pytest.raises(UserError, match="not those of one step"):
         train(state, 1)
 

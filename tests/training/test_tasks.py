@@ -226,7 +226,7 @@ def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, mor
     with refusal(words, code=5 if "nan" in words else 2):
         life = Life(own_task(tmp_path, body, more, **given))
         life.epoch(1)
-    assert "nan" not in words or not life.state.savable, "nothing is kept"
+    assert "nan" not in words or life.state.verdict, "nothing is kept"
 
 
 @pytest.mark.parametrize("body", ["out = out + net(x)", "out = net(x.flip(0))", "out = net[0](x)"])
