@@ -34,9 +34,9 @@ def main(opts):
             run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
             net.train()
             for batch in run.batches():
-                totals = backward(model, batch, state, world)  # one gradient of one global batch
+                totals = backward(model, batch, state, world).cpu()  # one gradient of one global batch
                 state.finish_gradient(batch.size)  # clip; from here on this rank can make the step alone
-                totals = run.rescue.all_sum(totals.double().cpu())  # no stage updates before all of them can
+                run.sum_up(totals)  # no stage updates before all of them can
                 state.update(batch.size)  # optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

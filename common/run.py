@@ -210,9 +210,15 @@ class Run:
                 return
 
     def sum_up(self, totals: Tensor) -> None:
-        """Before the update of a logged step: sums totals over ranks, and tells them what is asked for."""
-        if (self.state.step + 1) % self.opts.log_every == 0:
-            self.rescue.all_sum(totals)
+        """Before the update: sums the totals of a logged step over ranks, and tells all what is asked for.
+
+        Stages save and leave at the same step: they tell each other at every one.
+        """
+        logged = (self.state.step + 1) % self.opts.log_every == 0
+        if logged or self.opts.script == "mp":
+            self.rescue.consult()
+        if logged:
+            self.world.all_sum(totals)
 
     def stepped(self, totals: Tensor) -> None:
         """After the update: logs, compares the replicas, saves when due, does what it is told."""

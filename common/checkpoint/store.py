@@ -324,7 +324,7 @@ class CheckpointStore:
     def due(self, state: "TrainState") -> bool:
         """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
 
-        Stages must save at the same step: `Rescue.all_sum` tells them that a clock asks for it.
+        Stages must save at the same step: `Rescue.consult` tells them that a clock asks for it.
         """
         at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
         return at or self.layout.parts == 1 and self.overdue

@@ -125,7 +125,7 @@ class Rescue:
     def leaves(self) -> bool:
         """Whether this rank leaves after this step.
 
-        Stages save parts of one step: all leave after that in which `all_sum` told all of the signal.
+        Stages save parts of one step: all leave after that in which `consult` told all of the signal.
         """
         together = self.state.opts.script == "mp"
         return bool(self.stop_asked or (self.all_know if together else self.watch.asked))
@@ -135,16 +135,14 @@ class Rescue:
         self.watch.asked = self.watch.asked or "a signal to another rank"
         self.end()
 
-    def all_sum(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place; it also tells all ranks of a signal, and what a person or a clock wants.
+    def consult(self) -> None:
+        """Tells all ranks of a signal to any, and what a person or a clock wants; call it on every rank.
 
-        Call it at each logged step, on every rank: rank 0 looks into RUN/control/.
+        Rank 0 looks into RUN/control/.
         """
         save, stop = (self.world.rank == 0 and self._control(name).exists() for name in CONTROLS)
-        asks = [save or self.store.overdue, stop, bool(self.watch.asked)]
-        sums = self.world.all_sum(torch.cat([totals.flatten(), torch.tensor(asks).to(totals)]))
-        totals.copy_(sums[: -len(asks)].view_as(totals))
-        save, stop, signalled = sums[-len(asks) :].tolist()
+        asks = torch.tensor([save or self.store.overdue, stop, bool(self.watch.asked)]).int()
+        save, stop, signalled = self.world.all_sum(asks).tolist()
         self.all_know = self.all_know or bool(signalled)
         if save:
             self.save_asked = True
@@ -152,7 +150,6 @@ class Rescue:
         if stop:
             self.stop_asked = "control/stop"
             self._forget("stop")
-        return totals
 
     def _control(self, name):
         return self.state.opts.run_dir / "control" / name

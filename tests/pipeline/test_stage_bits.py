@@ -161,6 +161,9 @@ def test_each_stage_takes_its_own_of_foreign_weights_and_refuses_those_of_anothe
     assert ends == [2, 2] and "1 tensors do not fit this model" in capfd.readouterr().err
 
 
+ASKS_AND_TOTALS = torch.int32, torch.float64
+
+
 # ---- between the last gradient and the first update -----------------------------------------------
 def cut_off(world, opts, step, passes):
     """Rank 3 dies when its gradient is complete; rank `passes`, if it is one, takes the step for agreed on by
@@ -176,7 +179,7 @@ def cut_off(world, opts, step, passes):
         return totals
 
     train_mp.backward = backward
-    World.all_sum = lambda world, tensor, *group: (tensor if armed[-1] and tensor.dtype == torch.float64
+    World.all_sum = lambda world, tensor, *group: (tensor if armed[-1] and tensor.dtype in ASKS_AND_TOTALS
                                                    else all_sum(world, tensor, *group))
     return life(world, train_mp, opts)
 
