@@ -182,7 +182,6 @@ class Run:
         self.clock.ledger = self.ledger
         self.ledger.event(
             "life",
-            life=self.world.life,
             world=self.world.size,
             restart=self.world.restart,
             job=this_process()["job"],

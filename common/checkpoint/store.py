@@ -58,7 +58,7 @@ class CheckpointStore:
         self.opts = opts
         self.world = world
         self.fingerprint = fingerprint
-        self.ledger = Ledger(opts.run_dir)
+        self.ledger = Ledger(opts.run_dir, life=world.life, rank=world.rank)
         self.report = report
         self.root = opts.run_dir / "checkpoints"
         self.fence: Fence | None = None  # of the owner
@@ -473,5 +473,5 @@ class CheckpointStore:
                 "the step counts once all stages are saved"
             )
         seconds = round(time.monotonic() - began, 3)
-        self.ledger.event("rescue", step=step, rank=self.world.rank, why=why, rescue_s=seconds)
+        self.ledger.event("rescue", step=step, why=why, rescue_s=seconds)
         return f"step {step} saved by rank {self.world.rank}"

@@ -85,13 +85,17 @@ def read(path, name="event"):
 
 
 class Ledger:
-    """RUN/ledger.jsonl. Fields ending in `_s` are seconds; account.py tells what the events mean."""
+    """RUN/ledger.jsonl. Fields ending in `_s` are seconds; account.py tells what the events mean.
 
-    def __init__(self, run_dir: Path | str) -> None:
+    `writer` is in each event, unless the event itself says otherwise: the life and the rank that tell it.
+    """
+
+    def __init__(self, run_dir: Path | str, **writer: object) -> None:
         self.lines = Lines(Path(run_dir) / "ledger.jsonl")
+        self.writer = writer
 
     def event(self, name: str, /, **fields: object) -> None:
-        self.lines.append({"t": round(time.time(), 3), "event": name, **fields})
+        self.lines.append({"t": round(time.time(), 3), "event": name} | self.writer | fields)
 
 
 class Audit:

@@ -112,7 +112,7 @@ class Rescue:
         self.watch.stop()
         if error is None:
             if self.world.rank == 0:
-                self.ledger.event("done", life=self.world.life, step=self.state.step)
+                self.ledger.event("done", step=self.state.step)
             self._forget("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
 
@@ -198,18 +198,15 @@ class Rescue:
             cause = death.words
             code = STOPPED if self.asked else code
 
-        self.ledger.event(
-            reason.value, life=self.world.life, step=self.state.whole, rank=self.world.rank, why=cause
-        )
+        self.ledger.event(reason.value, step=self.state.whole, why=cause)
         if line and self._is_first(saved):
             if reason is Reason.PEER_DIED and death.killed:
-                self.ledger.event("death", life=self.world.life, rank=death.rank, why=death.how)
+                self.ledger.event("death", rank=death.rank, why=death.how)
             line = line.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
             note_reason(line)
 
-        stepped = round(self.state.stepped, 3)
-        self.ledger.event("left", life=self.world.life, rank=self.world.rank, stepped=stepped)
+        self.ledger.event("left", stepped=round(self.state.stepped, 3))
         if code is not None:
             for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):

@@ -21,7 +21,6 @@ import common.rescue.watch
 from common.checkpoint import CheckpointStore
 from common.checkpoint.folder import checkpoints
 from common.errors import UserError
-from common.ledger import Ledger
 from common.options import parse_options
 from common.rescue import Rescue
 from common.training import TrainState, build_optimizer
@@ -36,10 +35,9 @@ def a_run(world, run, *flags):
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
-    ledger = Ledger(opts.run_dir)
     store = CheckpointStore(opts, world)
     store.restore(state)
-    return state, store, ledger
+    return state, store, store.ledger
 
 
 def step(state):
