@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from common.errors import say
 from common.place import end_of, here, this_process
-from common.world import gather
+from common.world import gather, lifelines
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -54,7 +54,7 @@ class Watch:
     def __init__(self, state, world, end):
         self.state = state
         self.world = world
-        self.lines = world.lines
+        self.lines = []
         self.end = end
         self.asked = ""  # the name of the signal by which this rank shall stop
         self.lost = threading.Event()  # another rank has ended
@@ -76,7 +76,10 @@ class Watch:
         world = self.world
         process = this_process()
         self.processes = gather(world, [process["pid"], process["host"], process["machine"]])
+        if world.store:
+            self.lines = lifelines(world.store, world.rank, world.size)
         for line in self.lines:
+            os.register_at_fork(after_in_child=line.close)  # a process for loading must not keep it open
             self.selector.register(line, selectors.EVENT_READ, self._hear)
         self.pipe = os.pipe()
         os.set_blocking(self.pipe[1], False)

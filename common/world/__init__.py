@@ -1,5 +1,6 @@
 """The processes of one life: they meet, agree, compute alike, leave."""
 
+from common.world.rendezvous import lifelines
 from common.world.world import (
     MAY_DIFFER,
     World,

@@ -99,13 +99,11 @@ def lifelines(store, rank, size):
     """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process."""
     if rank:
         port = int(store.get("lifelines"))
-        line = socket.create_connection((store.host, port), ANSWER.total_seconds())
-        line.settimeout(None)
-        return (line,)
+        return [socket.create_connection((store.host, port))]
     with _listen(store.host, 0) as listener:
         store.set("lifelines", str(listener.getsockname()[1]))
-        listener.settimeout(6 * ANSWER.total_seconds())
-        return tuple(listener.accept()[0] for _ in range(size - 1))
+        listener.settimeout(MEETING.total_seconds())
+        return [listener.accept()[0] for _ in range(size - 1)]
 
 
 def interface_towards(host):

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import resource
-import socket
 import time
 import uuid
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ from common.errors import UserError
 from common.options import Options
 from common.place import here
 from common.sampler import hash_seed
-from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards, lifelines
+from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towards
 
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
@@ -43,7 +42,6 @@ class World:
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
     restart: int
     store: dist.TCPStore | None = None  # of this life; None if there is one process
-    lines: tuple[socket.socket, ...] = ()  # to other ranks; they end with these
     stages: int = 1  # ranks that hold one replica of the net together, a stage each
     stage_group: dist.ProcessGroup | None = None  # of this rank's replica, if it is more than this rank
     peers: dist.ProcessGroup | None = None  # the ranks with the same stage, if they are not all
@@ -184,11 +182,9 @@ def join(opts: Options) -> World:
         store = fresh_store(place.rank, place.size)
         _init_process_group(store, place, devices[0])
         life = gather(world, world.life)[0]
-        world = replace(world, life=life, store=store, lines=lifelines(store, place.rank, place.size))
+        world = replace(world, life=life, store=store)
         world = world.in_stages(opts.stages or place.size if opts.script == "mp" else 1)
         world.set_patience(WORKING)  # all have met
-    for line in world.lines:  # a process for loading must not keep it open
-        os.register_at_fork(after_in_child=line.close)
     return world
 
 

@@ -26,7 +26,6 @@ import torch.distributed as dist
 
 from common import errors
 from common.world import World
-from common.world.rendezvous import lifelines
 
 AFTERWARDS = 15  # seconds the others have once a rank has failed: peers fail of it too
 
@@ -108,7 +107,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=str(port),
                           LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size), GROUP_RANK=str(node),
                           GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0")
-        store, lines, socket_fd = None, (), listener.detach()
+        store, socket_fd = None, listener.detach()
         if rank or size == 1:
             os.close(socket_fd)  # rank 0's alone: its death must show
         if size > 1:
@@ -117,9 +116,8 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
             dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank,
                                     world_size=size,
                                     timeout=patience)
-            lines = lifelines(store, rank, size)
         world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size,
-                      devices=(torch.device("cpu"),), life=life, restart=0, store=store, lines=lines)
+                      devices=(torch.device("cpu"),), life=life, restart=0, store=store)
         answer, code = (True, function(world, *args)), 0
     except SystemExit as error:
         answer, code = (False, f"sys.exit({error.code!r})"), error.code if isinstance(error.code, int) else 1

@@ -154,7 +154,7 @@ def test_lifelines_go_over_ipv6_too(monkeypatch):
 
     store = Store()
     with ThreadPoolExecutor() as pool:
-        lines = sum(pool.map(lambda rank: meeting.lifelines(store, rank, 2), (0, 1)), ())
+        lines = sum(pool.map(lambda rank: meeting.lifelines(store, rank, 2), (0, 1)), [])
     assert len(lines) == 2
     for line in lines:
         line.close()
