@@ -97,17 +97,13 @@ def make_state(optimizer):
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
 def finish_gradient(state):
-    """Unscales, divides and clips; call it on every rank, for ranks with parts of one net add their norms."""
+    """Unscales and clips; call it on every rank, for ranks with parts of one net add their norms."""
     clip = state.opts.clip_grad_norm
-    divisor = state.updates.divisor
-    if state.scaler and (clip or state.stages or divisor is not None):
+    if state.scaler and (clip or state.stages):
         unscale(state)
-    gradients = [p.grad for p in state.names if p.grad is not None]
-    if divisor is not None:
-        divide(gradients, divisor)
     if clip:
         norm_of = state.stages.norm if state.stages else torch.nn.utils.get_total_norm
-        torch.nn.utils.clip_grads_with_norm_(state.names, clip, norm_of(gradients))
+        torch.nn.utils.clip_grads_with_norm_(state.names, clip, norm_of(state.gradients))
 
 
 def unscale(state):

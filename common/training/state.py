@@ -20,7 +20,7 @@ from common.errors import UserError, say
 from common.models import facts_of
 from common.options import Options
 from common.place import here
-from common.training.optimizer import finish_gradient, learning_rate, local, make_state
+from common.training.optimizer import divide, finish_gradient, learning_rate, local, make_state
 from common.training.tasks import Task, best_of, find_task
 from common.world import World, fingerprint_of
 
@@ -99,13 +99,17 @@ class TrainState:
                 updates.launched = before, begun, updates.mark()
 
     def count(self, counted: Tensor, size: int, add: Callable[[Tensor], Tensor]) -> None:
-        """Notes by what the gradient must still be divided; call it on all ranks, over which `add` sums."""
+        """Ends the mean where a task counts other things than samples; `add` sums over all ranks."""
         if not self.task.ahead:
             total = add(counted.clone())
-            self.updates.divisor = torch.where(total == 0, 1.0, total / size)
+            divide(self.gradients, torch.where(total == 0, 1.0, total / size))
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.names if p.grad is not None]
 
     def finish_gradient(self, size: int) -> None:
-        """Overflow check, division, clipping: ranks that hold parts of a net need each other up to here."""
+        """Overflow check and clipping: ranks that hold parts of a net need each other up to here."""
         finish_gradient(self)
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         if self.updates.gpu and (self.stages or not fused):
@@ -114,7 +118,6 @@ class TrainState:
             torch.cuda.synchronize()
         self.updates.settle()  # without the lock, as a collective may hang
         self.updates.ready = size
-        self.updates.divisor = None
 
     def update(self, size: int) -> None:
         """One optimizer step for a global batch of `size` samples; a save sees all of it or nothing."""
@@ -456,7 +459,6 @@ class Updates:
         self.launched = None  # the last one: (facts before it, event before it, event after it)
         self.images = {}  # the store's buffers: a save may be copying into them
         self.ready = 0  # size of the batch whose gradient is ready
-        self.divisor = None  # what that gradient must still be divided by
 
     def mark(self):
         return torch.cuda.current_stream().record_event() if self.gpu else None

@@ -1,7 +1,7 @@
 """Forward and backward: a global batch becomes one gradient.
 
 The gradient is the exact mean over the samples at any number of ranks and micro batches: sums are divided by
-the size of the global batch before the backward; `state.update` corrects for what else a task counts.
+the size of the global batch before the backward; `state.count` corrects for what else a task counts.
 """
 
 import random
