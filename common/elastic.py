@@ -14,7 +14,6 @@ From another folder: `PYTHONPATH=CLONE torchrun ... mine.py`; where that has a `
 nothing: a script needs no special case.
 """
 
-import copy
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
-from common.training import autocast, distribute, evaluate, placed, seed
+from common.training import Task, autocast, distribute, evaluate, placed, scale, seed
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
@@ -133,14 +132,6 @@ class Elastic(Run):
                     f"{did_you_mean(name, TAKEN)}\n"
                     "the script has the net, the optimizer and the loss"
                 )
-        held = {p for group in self.optimizer.param_groups for p in group["params"]}
-        for name, p in self.net.named_parameters():
-            if p.requires_grad and p not in held:
-                raise UserError(
-                    f"Elastic: {name} trains, but is in no group of the optimizer\n"
-                    "what another one does differs between ranks, and is in no checkpoint\n"
-                    "add it to a group, or set its requires_grad to False"
-                )
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
@@ -192,9 +183,7 @@ class Elastic(Run):
         samples = len(self.batch.ids)
         real = float(samples > 0)
         mean = loss * (self.world.size / size * real)
-        if state.scaler:
-            mean = state.scaler.scale(mean)
-        mean.backward()
+        scale(mean, state).backward()
         state.buffers.average(self.world, samples / size)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
@@ -232,16 +221,11 @@ class Elastic(Run):
 
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.
         """
-        state = self.state
-        script = state.task
-        state.task = copy.copy(script)
-        state.task.function = lambda net, part, state: judge(Batch([(1, part)], [], 0))
-        state.task.spec = "judge"
+        task = Task(lambda net, part, state: judge(Batch([(1, part)], [], 0)), [], spec="judge")
         try:
-            state.task.try_out(self.net, self.data, self.opts, self.world.device)
-            return evaluate(self.net, self.data.test, state, self.world)
+            task.try_out(self.net, self.data, self.opts, self.world.device)
+            return evaluate(self.net, self.data.test, self.state, self.world, task)
         finally:
-            state.task = script
             self.net.train()
 
     def report(self, **metrics: float) -> None:

@@ -9,8 +9,8 @@ from torch import nn
 from common.data import loaded
 from common.training.state import TrainState
 from common.training.step import placed
-from common.training.tasks import SHOWN_SAMPLES
-from common.world import World
+from common.training.tasks import SHOWN_SAMPLES, Task
+from common.world import World, gather
 
 BLOCK = 256  # samples per forward: the same blocks at every world size
 BLOCK_TOKENS = 4096  # tokens per forward, if these are fewer samples
@@ -18,10 +18,10 @@ BLOCK_LOGITS = 1 << 24  # outputs per forward, if these are fewer samples: 64 Mi
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> dict:
+def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task: Task | None = None) -> dict:
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
-    task = state.task
+    task = task or state.task
     judge = getattr(model, "judge", partial(task, model))  # of stages: None where the last one is not
     blocks = list(torch.arange(len(split)).split(block_size(split, state.opts)))
     end = len(blocks)
@@ -32,7 +32,6 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
     pairs = 2 * len(task.names)
     rows = torch.zeros(len(blocks), pairs, dtype=torch.float64, device=world.device)
     totals = task.zeros(world.device)
-    shown = torch.zeros(2, len(split) if len(split) <= SHOWN_SAMPLES else 0)
     with state.averaged():
         for number, (((_, part),), _) in zip(mine, loaded(split, cuts, state.opts), strict=True):
             state.progress += 1
@@ -44,14 +43,15 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World) -> d
             found = task.add(task.zeros(world.device), values)
             rows[number] = found[:pairs]
             totals += found
-            if task.predictions is not None and task.predictions.shape == shown.shape:
-                shown += 1 + task.predictions.cpu()  # 0: there are none
     rows = world.all_sum(rows.cpu())
     totals = world.all_sum(totals.cpu())  # whole numbers, which are the same in any order
     totals[:pairs] = rows.cumsum(0)[-1]  # in one order
     metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
-    if shown.numel() and world.all_sum(shown).any():
-        metrics["predictions"], metrics["labels"] = (shown.long() - 1).tolist()
+    if len(split) <= SHOWN_SAMPLES:
+        last = task.predictions  # of all samples, if they are one block
+        shown = last is not None and last.shape == (2, len(split)) and last.tolist()
+        for pair in filter(None, gather(world, shown)):
+            metrics["predictions"], metrics["labels"] = pair
     return metrics
 
 

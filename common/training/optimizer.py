@@ -14,7 +14,7 @@ from common.options import Options, call_user
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
     if ".py" in opts.optimizer:
-        return checked(call_user(opts.optimizer, net, opts, first=True), net, opts)
+        return checked(call_user(opts.optimizer, net, opts, first=True), opts)
     weights = [p for p in net.parameters() if p.requires_grad]
     name, arguments = opts.torch_optimizer
     if any(p.is_complex() or name == "SGD" and hasattr(p, "to_local") for p in weights):
@@ -32,25 +32,31 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(groups, **arguments)
 
 
-def checked(optimizer, net, opts):
-    """A user's optimizer; UserError unless it has all weights that train, at the rate of --lr."""
+def checked(optimizer, opts):
+    """A user's optimizer; UserError unless it is one, at the rate of --lr."""
     flag = f"--optimizer {opts.optimizer}"
     with blamed(flag, "return a torch.optim.Optimizer of the net's weights"):
-        held = {p for group in optimizer.param_groups for p in group["params"]}
-    for name, p in net.named_parameters():
-        if p.requires_grad != (p in held):
-            raise UserError(
-                f"{flag}: {name} trains, but is in no group, or the reverse\n"
-                "put all that trains into groups, and freeze the rest with --freeze"
-            )
+        groups = optimizer.param_groups
     usual = inspect.signature(type(optimizer)).parameters.get("lr")
-    for group in optimizer.param_groups:
+    for group in groups:
         if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
             raise UserError(
                 f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
                 "give --lr, and a group with another rate a `scale`"
             )
     return optimizer
+
+
+def check_groups(optimizer, net):
+    """UserError if a weight trains that the optimizer does not have."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    for name, p in net.named_parameters():
+        if p.requires_grad and p not in held:
+            raise UserError(
+                f"{name} trains, but is in no group of the optimizer\n"
+                "what another one does differs between ranks, and is in no checkpoint\n"
+                "add it to a group, or freeze it"
+            )
 
 
 # ---- the state it begins with ----

@@ -20,7 +20,7 @@ from common.errors import UserError, say
 from common.models import facts_of
 from common.options import Options
 from common.place import here
-from common.training.optimizer import divide, finish_gradient, learning_rate, local, make_state
+from common.training.optimizer import check_groups, divide, finish_gradient, learning_rate, local, make_state
 from common.training.tasks import Task, best_of, find_task
 from common.world import World, fingerprint_of
 
@@ -79,6 +79,7 @@ class TrainState:
         self.stepped = time.time()  # the end of the last step
         self.progress = 0  # of any kind: a rank whose number stands still hangs
         self.rate(0)  # a schedule of one's own that fails does so before the first step
+        check_groups(optimizer, net)
         make_state(optimizer)
         warn_of_unsaved(net, optimizer)
         gpu = next((p.device for p in self.names if p.is_cuda), None)
