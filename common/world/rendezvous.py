@@ -43,16 +43,14 @@ def fresh_store(rank, size):
 def _tell_the_port(agent, store, size):
     """Answers each nonce that a rank has drawn, until all have joined."""
     hellos = [f"hello/{rank}" for rank in range(1, size)]
-    answered = set()
     deadline = time.monotonic() + MEETING.total_seconds()
     while store.add("joined", 0) < size - 1:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{1 + store.add('joined', 0)} of {size} processes came within {MEETING}")
-        # two requests a turn, however many ranks: none can begin before the last one has come
+        # three requests a turn, however many ranks: none can begin before the last one has come
         if agent.check(hellos):
-            for nonce in set(agent.multi_get(hellos)) - answered:
-                agent.set(f"port/{nonce.decode()}", str(store.port))
-                answered.add(nonce)
+            answers = [f"port/{nonce.decode()}" for nonce in agent.multi_get(hellos)]
+            agent.multi_set(answers, [str(store.port)] * len(answers))
         time.sleep(0.01)
 
 

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import resource
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -194,11 +193,10 @@ def leave(world: World) -> None:
     Rank 0 leaves last: its end would be a death for a rank that still asks its store.
     """
     if world.store:
-        deadline = time.monotonic() + ANSWER.total_seconds()
         with suppress(RuntimeError):
-            world.store.add("left", 1)
-            while world.rank == 0 and world.store.add("left", 0) < world.size and time.monotonic() < deadline:
-                time.sleep(0.01)
+            world.store.set(f"left/{world.rank}", "")
+            if world.rank == 0:
+                world.store.wait([f"left/{rank}" for rank in range(world.size)], ANSWER)
             dist.destroy_process_group()
 
 
