@@ -35,7 +35,7 @@ QUIET = [
 
 def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> None:
     """Trains steps `begin` + 1 to `end` once more, in another run folder."""
-    is_dp = read_options(run)["options"]["script"] == "dp"
+    is_dp = read_options(run)["script"] == "dp"
     script = "train_dp.py" if is_dp else "train_ddp.py"  # for train_mp.py too
     life = [life for life, *_ in lives_of(run) if life["step"] <= begin][-1]
     command = [sys.executable]
@@ -106,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
 def verify(args: argparse.Namespace) -> int:
     """Prints a line a segment; the exit code is 1 if one ends differently."""
     run = args.run
-    if not read_options(run)["options"]["virtual_ranks"]:
+    if not read_options(run)["virtual_ranks"]:
         say("without --virtual-ranks other bits prove nothing: processes and starts decide them, too")
     segments = chosen(args)
     wrong = 0

@@ -269,7 +269,7 @@ def complete(opts: Options) -> str:
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
         last = lives_of(opts.run_dir)[-1]  # without "done" an evaluation may be saved, and not written down
         ended_well = any(event["event"] == "done" and event["step"] == step for event in last)
-        same = not opts.compare(read_options(opts.run_dir)["identity"])
+        same = not opts.compare(read_options(opts.run_dir))
         if ended and ended_well and same and describe(step, folder)[0]:
             return f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole"
     return ""

@@ -143,7 +143,6 @@ class CheckpointStore:
         path = opts.run_dir / "options.json"
         ours = {
             "options": opts.to_json(),
-            "identity": opts.identity(),
             "data": self.fingerprint,
             "pinned": bit_facts(opts, self.world.device),
         }
@@ -176,7 +175,7 @@ class CheckpointStore:
             if was != now:
                 differences = changed if name in MAY_DIFFER else wrong
                 differences.append(f"{name} was {was}, now {now}")
-        for name, was, now in opts.compare(first["identity"]):
+        for name, was, now in opts.compare(first["options"]):
             wrong.append(f"--{name.replace('_', '-')} was {was!r}, now {now!r}")
         if first["data"] != self.fingerprint:
             data = f"data's fingerprint was {first['data'][:12]}, now {self.fingerprint[:12]}"
@@ -198,7 +197,7 @@ class CheckpointStore:
             )
         for text in changed:
             self.report(f"the {text}: from here on the bits may be others")
-        return first | {"options": ours["options"], "data": self.fingerprint}
+        return ours | {"pinned": first["pinned"]}
 
     def _load(self):
         """(the newest checkpoint that verifies on any machine's disk, whether this disk lacks it)."""

@@ -127,7 +127,7 @@ def load(run: str | Path, which: str | int = "best") -> nn.Module:
             f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt"
         )
     own = {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
-    opts = Options(**read_options(run)["options"] | own)
+    opts = Options(**read_options(run) | own)
     data = Data(None, None, **facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
     net = build_model(opts, data)
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})

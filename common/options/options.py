@@ -241,14 +241,14 @@ class Options:
 
     def of_all_ranks(self) -> Values:
         """{flag: value} of all that the machines of a life must have in common; of a file the name."""
-        values = self.to_json()
         return {
-            flag: plain(values[field.name]) for flag, field in FLAGS.items() if field.name not in OF_A_MACHINE
+            flag_of(name): plain(value) for name, value in self.to_json().items() if name not in OF_A_MACHINE
         }
 
     def compare(self, old: Values) -> list[tuple]:
-        """[(field, old, new)] where these options contradict the identity `old`."""
-        return [(name, old.get(name), new) for name, new in self.identity().items() if old.get(name) != new]
+        """[(field, old, new)] where these options contradict the `old` ones, those of an earlier start."""
+        both = [(name, plain(old.get(name)), new) for name, new in self.identity().items()]
+        return [(name, was, new) for name, was, new in both if was != new]
 
     def to_json(self) -> Values:
         """Every field, as json.dumps can write it."""
@@ -407,21 +407,21 @@ def _inherited(given, script):
             "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
         )
     source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
-    flags = read_options(source)["options"]
+    flags = read_options(source)
     taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"].split()}
     flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
     return {name: flags[name] for name in (taken & flags.keys()) - NOT_INHERITED} | given
 
 
-def read_options(run_dir: Path | str) -> dict[str, Values]:
-    """What a run's options.json holds: the options of its newest life; UserError if it is damaged."""
+def read_options(run_dir: Path | str) -> Values:
+    """The options of a run's newest life, from its options.json; UserError if that is damaged."""
     with blamed(str(run_dir), "name the folder of a run"):
         facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
         seal = facts.pop("seal", "")
         text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
         if hashlib.sha256(text.encode()).hexdigest() != seal:
             raise ValueError("options.json is damaged")
-    return facts
+        return facts["options"]
 
 
 # ---- a function of a user's own, as `path/to/file.py:function` ----------------------------------------
