@@ -158,7 +158,7 @@ class Elastic(Run):
             batch = batch._replace(parts=[(0, two)], ids=[])
         parts = [(n, placed(part, self.world.device, self.opts)) for n, part in batch.parts]
         self.batch = batch._replace(parts=parts)
-        seed(self.world, self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
+        seed(self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
         return self.batch
 
     def model(self, *inputs: object, **named: object) -> Any:

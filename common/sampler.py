@@ -165,17 +165,23 @@ class ElasticSampler(Sampler):
                 yield part.tolist()
 
 
+def seed_cpu(*key: SupportsIndex | str) -> int:
+    """Seeds the CPU generators of torch, random and numpy by `key`; returns the seed."""
+    seed = hash_seed(*key)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
+    random.seed(seed)
+    numpy.random.seed(seed)
+    return seed
+
+
 @contextmanager
 def seeded(*key: SupportsIndex | str) -> Iterator[None]:
     """Inside the block, the CPU generators of torch, random and numpy are seeded by `key`; then restored."""
     of_torch = torch.get_rng_state()
     of_python = random.getstate()
     of_numpy = numpy.random.get_state()
-    seed = hash_seed(*key)
     try:
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' generators too
-        random.seed(seed)
-        numpy.random.seed(seed)
+        seed_cpu(*key)
         yield
     finally:
         torch.set_rng_state(of_torch)

@@ -166,7 +166,7 @@ class Pipeline(nn.Module):
             v, n, samples = flights[i]
             if first or last:
                 samples = placed(samples, stage.device, opts, own=bool(tree))
-            seed(world, opts.seed, "step", state.step, *([v] if tree else [world.replica, v]))
+            seed(opts.seed, "step", state.step, *([v] if tree else [world.replica, v]))
             if first:
                 x = None if last else task.input_of(samples)
             else:

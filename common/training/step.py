@@ -4,14 +4,12 @@ The gradient is the exact mean over the samples at any number of ranks and micro
 the size of the global batch before the backward; `state.count` corrects for what else a task counts.
 """
 
-import random
 import socket
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, SupportsIndex
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -19,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data import Batch, batches, map_tensors
 from common.errors import blamed
 from common.options import Options
-from common.sampler import ElasticSampler, hash_seed
+from common.sampler import ElasticSampler, seed_cpu
 from common.training.bitwise import Tree, bits_of
 from common.training.state import TrainState
 from common.training.tasks import nothing
@@ -34,7 +32,7 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
     opts = state.opts
     if isinstance(model, Tree):
         return backward_slices(model, batch, state)
-    seed(world, opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
+    seed(opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
     totals = state.task.zeros(world.device)
     parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
     for i, (_, part) in enumerate(parts, 1):
@@ -67,7 +65,7 @@ def slice_loss(tree, v, piece, size, state):
     n, part = piece
     device = tree.world.device
     state.buffers.restore()
-    seed(tree.world, state.opts.seed, "step", state.step, v)
+    seed(state.opts.seed, "step", state.step, v)
     totals = state.task.zeros(device, tree.kind)
     part = placed(part, device, state.opts, own=True)
     loss = forward(tree.net, part, state, totals)
@@ -122,13 +120,10 @@ def scale(loss: Tensor, state: TrainState) -> Tensor:
     return state.scaler.scale(loss) if state.scaler else loss
 
 
-def seed(world: World, *key: SupportsIndex | str) -> None:
+def seed(*key: SupportsIndex | str) -> None:
     """Seeds the generators in use from a key; torch.manual_seed would take 0.3 ms for absent devices."""
-    number = hash_seed(*key)
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    numpy.random.seed(number)
-    if world.device.type == "cuda":
+    number = seed_cpu(*key)
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(number)
 
 

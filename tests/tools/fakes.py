@@ -150,8 +150,8 @@ def fake_generators(*devices):
         finally:
             own[self.device].set_state(generator.get_state())
 
-    def seeded(world, *key):
-        seed(world, *key)
+    def seeded(*key):
+        seed(*key)
         for each in own.values():
             each.set_state(generator.get_state())
 
