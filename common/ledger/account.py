@@ -39,7 +39,7 @@ def lives_of(*run_dirs: Path | str) -> list[Life]:
     no life of its own, and ends the row of lives before it.
     """
     paths = [Path(run_dir) / "ledger.jsonl" for run_dir in run_dirs]
-    events = [event for path in paths if path.is_file() for event in read(path)]
+    events = [event for path in paths for event in read(path)]
     if len(paths) > 1:
         events.sort(key=itemgetter("t"))
     lives: list[Life] = []
@@ -234,9 +234,7 @@ def _follow(lives, folders):
 def _notes_of(life, folders):
     for rank in range(life["world"]):
         for folder in folders:
-            path = folder / f"life-{life['life']}-rank{rank}.jsonl"
-            if path.is_file():
-                yield from read(path)
+            yield from read(folder / f"life-{life['life']}-rank{rank}.jsonl")
 
 
 def planned(lives, last):

@@ -74,8 +74,8 @@ class Lines:
 
 
 def read(path, name="event"):
-    """Yield the objects of a file of JSON lines that have this name; torn lines are left out."""
-    with open(path, "rb") as file:
+    """Yield the objects of a file of JSON lines, if it is there, that have this name; no torn lines."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
         for line in file:
             record = None
             with suppress(ValueError):

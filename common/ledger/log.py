@@ -128,12 +128,10 @@ class Metrics:
         path = self.lines.path
         aside = path.with_suffix(".new")
         try:
-            self.lines.fd = self.lines.open()
             rows = [row for row in read(path, "step") if row["step"] <= step and self._is_new(row)]
             aside.touch(mode=0o600)
             aside.write_text("".join(json.dumps(row) + "\n" for row in rows))  # a log needs no fsync
             aside.rename(path)
-            self.lines.close()  # the next line opens the new file
         except OSError as error:
             self.lines.give_up(error)
             self.on = False  # a file that was not cleaned would hold steps twice
