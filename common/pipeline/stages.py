@@ -75,7 +75,6 @@ class Pipeline(nn.Module):
         self.parts = len(groups)
         self.devices = devices
         self.example = example  # two samples, for a forward without any
-        self.even = opts.shard  # replicas of a stage then need as many forwards
         self.tree = None  # of the sums of --virtual-ranks
         self.parameters_of = [weight(net, sum(group, ())) for group in groups]
         here = [world.stage] if world.stages > 1 else range(self.parts)
@@ -157,7 +156,7 @@ class Pipeline(nn.Module):
         trained = [p for p in self.net.parameters() if p.requires_grad]
         flights = []
         for k, (n, part) in enumerate(batch.parts):  # slices without samples do not travel
-            if n or self.even:  # with --shard a replica without samples runs an example
+            if n or opts.shard:  # with --shard a replica without samples runs an example
                 flights.append((tree.slices[k] if tree else k, n, part if n else self.example))
         if tree:
             tree.begin(state)
@@ -218,14 +217,14 @@ class Pipeline(nn.Module):
 
     def norm(self, gradients):
         """The norm of the whole net's gradient; those of its weights are added in one order at any cut."""
-        if self.world.stages == 1 and not self.even:
+        if self.world.stages == 1 and not self.opts.shard:
             return torch.nn.utils.get_total_norm(gradients)
         lengths = torch.zeros_like(self.lengths)
         if gradients:
             used = [p.grad is not None for p in self.net.parameters() if p.requires_grad]
             here = [local(gradient) for gradient in gradients]
             lengths[list(itertools.compress(self.places, used))] = torch.stack(torch._foreach_norm(here))
-        if self.even:  # these have some rows each
+        if self.opts.shard:  # these have some rows each
             lengths = self.world.sum_over_replicas(lengths.square()).sqrt()
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
 

@@ -25,7 +25,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     judge = getattr(model, "judge", partial(task, model))  # of stages: None where the last one is not
     blocks = list(torch.arange(len(split)).split(block_size(split, state.opts)))
     end = len(blocks)
-    if getattr(model, "even", False):  # all replicas run as many blocks: some one that does not count
+    if state.opts.shard:  # all replicas run as many blocks: some one that does not count
         end = -(-end // world.replicas) * world.replicas
     mine = range(world.replica, end, world.replicas)
     cuts = [[blocks[number % len(blocks)].tolist()] for number in mine]
