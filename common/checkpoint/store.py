@@ -262,7 +262,7 @@ class CheckpointStore:
         """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
         if self.opts.shard or self.world.size == 1:  # a shard is like no other
             return
-        rows = gather(self.world, [fingerprint_of(state.tensors()["model"]), state.step])
+        rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), state.step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.stages]]
         if odd:
             self._withdraw(state)
@@ -366,7 +366,7 @@ class CheckpointStore:
         state = self.state
         every = self.opts.digest_every
         if every and self.fence and state.step % every == 0:
-            sums = {part: fingerprint_of(tensors) for part, tensors in state.tensors().items()}
+            sums = {part: fingerprint_of(tensors.values()) for part, tensors in state.tensors().items()}
             self.ledger.event("digest", step=state.step, **sums)
 
     def wait(self) -> None:

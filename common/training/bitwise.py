@@ -92,7 +92,7 @@ class Tree:
                 output.backward(gradient)
         self._collect(also_waiting=True)  # for what this slice does not use
         if self.next == self.checked:
-            self.seen = bits_of([gradient_of(tensor) for tensor in self.tensors])
+            self.seen = fingerprint_of(map(gradient_of, self.tensors))
         self.next += 1
 
     def _ready(self, p):
@@ -192,11 +192,6 @@ class Bucket:
     def wait(self):
         while self.works:
             self.works.pop(0).wait()
-
-
-def bits_of(gradients):
-    """A sum over all bits of the gradients that one slice leaves in a tree's tensors."""
-    return fingerprint_of(dict(enumerate(gradients)))
 
 
 def gradient_of(tensor):

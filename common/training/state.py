@@ -35,12 +35,6 @@ class Stages(Protocol):
     def norm(self, gradients: list[Tensor]) -> Tensor: ...
 
 
-class Averages(dict[str, Tensor]):
-    """--ema-decay: the averaged weights by name; `in_net` while they have changed places with the net's."""
-
-    in_net = False
-
-
 class TrainState:
     """Net, optimizer, averages and counters; `lock` is held while a step changes them."""
 
@@ -71,9 +65,10 @@ class TrainState:
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.names = {p: name for name, p in net.named_parameters()}
         self.buffers = Buffers(net)
-        self.ema = Averages()
+        self.ema: dict[str, Tensor] = {}  # --ema-decay: the averaged weights by name
         if opts.ema_decay:
-            self.ema.update((name, p.detach().clone()) for p, name in self.names.items())
+            self.ema = {name: p.detach().clone() for p, name in self.names.items()}
+        self.exchanged = False  # the net has the averages now, and `ema` has the net's weights
         self.lock = threading.RLock()
         self.verdict: UserError | None = None  # why this state may neither be saved nor updated
         self.stepped = time.time()  # the end of the last step
@@ -223,7 +218,7 @@ class TrainState:
                 weight = p.clone()
                 p.copy_(self.ema[name])
                 self.ema[name].copy_(weight)
-            self.ema.in_net = not self.ema.in_net
+            self.exchanged = not self.exchanged
             if self.updates.gpu:
                 torch.cuda.synchronize()
 
@@ -306,7 +301,7 @@ class TrainState:
                     optimizer[f"{self.names[p]}/{key}"] = value
         for name, p in self.net.named_parameters(remove_duplicate=False):
             average = self.ema.get(self.names[p])
-            if self.ema.in_net:
+            if self.exchanged:
                 model[name] = average
                 average = p.detach()
             if average is not None:
@@ -528,5 +523,5 @@ class Memory(pickle.Pickler):
             return thing.get_state().tolist()
         if isinstance(thing, Tensor):
             follows = thing.grad_fn is not None or thing.data_ptr() in self.saved
-            return "saved" if follows else fingerprint_of({"": thing})
+            return "saved" if follows else fingerprint_of([thing])
         return None

@@ -18,10 +18,10 @@ from common.data import Batch, batches, map_tensors
 from common.errors import blamed
 from common.options import Options
 from common.sampler import ElasticSampler, seed_cpu
-from common.training.bitwise import Tree, bits_of
+from common.training.bitwise import Tree
 from common.training.state import TrainState
 from common.training.tasks import nothing
-from common.world import World, gather
+from common.world import World, fingerprint_of, gather
 
 
 def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: World) -> Tensor:
@@ -113,7 +113,7 @@ def slice_bits(tree, v, split, state):
             if gradient is not None:
                 gradients[i] = gradient
     tree.move_buffers()
-    return bits_of(gradients)
+    return fingerprint_of(gradients)
 
 
 def scale(loss: Tensor, state: TrainState) -> Tensor:

@@ -7,7 +7,7 @@ import json
 import os
 import resource
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -148,10 +148,10 @@ def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
 
 
 @torch.no_grad()
-def fingerprint_of(tensors: dict[str, Tensor]) -> int:
-    """A cheap number that depends on every bit of named tensors; equal weights give it on every device."""
+def fingerprint_of(tensors: Iterable[Tensor]) -> int:
+    """A cheap number that depends on every bit of some tensors; equal weights give it on every device."""
     sums = [0]
-    for tensor in tensors.values():
+    for tensor in tensors:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if flat.numel() % 8 or flat.storage_offset() % 8:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
