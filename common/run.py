@@ -251,7 +251,8 @@ class Run:
         """Keeps and logs an evaluation."""
         state = self.state
         self.clock.add("evaluation")
-        self.log.evaluation(state.step, state.record_evaluation(numbers))
+        state.record_evaluation(numbers)
+        self.log.evaluation(state.evaluated, numbers)
         if state.impatient:
             self.log.note(
                 f"stopped: no better evaluation since step {state.best['step']} "

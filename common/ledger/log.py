@@ -76,15 +76,15 @@ class Log:
         shown.append(f"{rate:,.0f} samples/s")
         self.console.step("  ".join(shown), step / self.total)
 
-    def evaluation(self, step: int, metrics: Record) -> None:
-        """Log an evaluation, as {"val_acc", "val_loss"}; lists are shown only."""
+    def evaluation(self, record: Record, metrics: Record) -> None:
+        """Log an evaluation, as {"val_acc", "val_loss"}: its `metrics` are shown, its `record` is written."""
         if not self.speaks:
             return
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
-        self._keep({"step": step} | numbers)
+        self._keep(record)
+        step = record["step"]
         shown = [f"step {step}"]
         for name, value in metrics.items():
-            text = f"{value:.4f}" if name in numbers else str(value).replace(",", "")
+            text = f"{value:.4f}" if name in record else str(value).replace(",", "")
             shown.append(f"{name} {text}")
         self.note("  ".join(shown))
         self.previous = time.monotonic(), step  # the time of an evaluation is no time of steps

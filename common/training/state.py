@@ -174,7 +174,7 @@ class TrainState:
         """From now on this state is neither saved nor updated: an update raises the verdict."""
         self.verdict = verdict or UserError("the weights are not those of one step", code=1)
 
-    def record_evaluation(self, metrics: Facts) -> Facts:
+    def record_evaluation(self, metrics: Facts) -> None:
         """Keeps this evaluation, and the best one: of equals the last, if its loss is lower."""
         name, sign = best_of(self.opts, self.task)
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}
@@ -186,7 +186,6 @@ class TrainState:
             self.evaluated = {"step": self.step} | numbers
             if math.isfinite(value) and better:
                 self.best = {name: value, "loss": loss, "step": self.step}
-        return metrics
 
     def forget_best(self) -> None:
         """No checkpoint has the best evaluation: until there is one, this step counts as the best."""

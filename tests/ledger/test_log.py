@@ -56,7 +56,8 @@ def test_a_step_has_one_training_row_and_one_evaluation_row_with_time_and_epochs
     for first in (0, 4):  # the second life evaluates step 4 once more
         life(opts, first, 4)
         with closing(Log(opts, 0, 4, 100)) as log:
-            log.evaluation(4, {"val_acc": 0.97, "val_loss": float("nan"), "labels": [1, 2]})
+            metrics = {"val_acc": 0.97, "val_loss": float("nan")}
+            log.evaluation({"step": 4} | metrics, metrics | {"labels": [1, 2]})
     assert steps(tmp_path) == [1, 2, 3, 4, 4]
     assert all(abs(row["time"] - now) < 60 for row in rows(tmp_path))
     assert {row.get("epoch", 1) for row in rows(tmp_path)} == {1}
@@ -98,7 +99,8 @@ def test_a_line_says_epoch_step_eta_numbers_and_samples_per_second_and_the_last_
         now[0] += 1
         log.step({"step": 120, "epoch": 0, "loss": 0.48123, "acc": 0.8611, "lr": 1e-3})
         now[0] += 60
-        log.evaluation(188, {"val_acc": 0.9712, "val_loss": 0.09})
+        metrics = {"val_acc": 0.9712, "val_loss": 0.09}
+        log.evaluation({"step": 188} | metrics, metrics)
         now[0] += 1
         log.step({"step": 189, "epoch": 1, "f1": 1.23456})  # a minute of evaluation left out
         log.done(564, {"val_acc": 0.9712, "step": 188})
@@ -115,7 +117,7 @@ def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
     with closing(Log(opts, 1, 3, 100, records=[{"step": 3}])) as log:
         log.start(["a"])
         log.step({"step": 4})
-        log.evaluation(4, {})
+        log.evaluation({"step": 4}, {})
         log.done(4, {"step": 0})
     assert capsys.readouterr() == ("", "") and not opts.run_dir.exists()
 
@@ -165,7 +167,7 @@ def test_curves_do_not_overlap_after_restarts(tmp_path):
     with closing(Log(opts, 0, 4, 100)) as log:
         log.start(["resuming at step 4"], ["rank 1 was killed by SIGKILL", "step 4 saved by rank 0"])
         log.step({"step": 5, "epoch": 0, "loss": 50.0})
-        log.evaluation(5, {"val_acc": 0.5, "val_loss": 0.7})
+        log.evaluation({"step": 5, "val_acc": 0.5, "val_loss": 0.7}, {})
     board = accumulator.EventAccumulator(str(tmp_path / "tb"))
     board.Reload()
     loss, accuracy = ([(point.step, point.value) for point in board.Scalars(tag)]

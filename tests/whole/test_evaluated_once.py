@@ -32,9 +32,9 @@ def struck(world, script, opts, step, where, how):
     evaluate = script.evaluate
 
     class Mortal(house.Log):
-        def evaluation(self, step, metrics):
-            strike(step)
-            super().evaluation(step, metrics)
+        def evaluation(self, record, metrics):
+            strike(record["step"])
+            super().evaluation(record, metrics)
 
     def evaluate_or_die(model, split, state, world):
         strike(state.step)
