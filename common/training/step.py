@@ -34,14 +34,14 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
         return backward_slices(model, batch, state)
     seed(opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
     totals = state.task.zeros(world.device)
-    parts = batch.parts or [(0, None)] * (world.size > 1)  # DDP waits for a rank without samples, too
+    parts = batch.parts or [(0, None)]  # DDP waits for a rank without samples, too
     for i, (_, part) in enumerate(parts, 1):
         exchanges = i == len(parts) or world.size == 1
         with nullcontext() if exchanges else model.no_sync():
             loss = forward(model, placed(part, world.device, opts), state, totals)
             # DDP divides by the number of ranks: the factor world.size undoes that.
             scale(loss * (world.size / batch.size), state).backward()
-    state.buffers.average(world, sum(n for n, _ in parts) / batch.size)
+    state.buffers.average(world, len(batch.ids) / batch.size)
     state.count(totals[1], batch.size, world.all_sum)
     return totals
 
