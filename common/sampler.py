@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6  # fewer are visibly not random (a test shows it); 6 look like torch.randperm
-BATCHES = 32  # whose positions are permuted in one call: hides torch's cost per call
+WINDOW = 8192  # positions per call of permute: hides torch's cost per call, fits the L2 cache
 
 
 def hash_seed(*key: SupportsIndex | str) -> int:
@@ -153,16 +153,23 @@ class ElasticSampler(Sampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch = self.epoch
+        start = self.position
         size = self.global_batch_size
-        starts = range(self.position, self.length, size)
-        for i in range(0, len(starts), BATCHES):
-            shares = []
-            for start in starts[i : i + BATCHES]:
-                mine = share(min(size, self.length - start), self.rank, self.world, self.slices)
-                shares.append(torch.arange(start + mine.start, start + mine.stop))
-            ids = permute(torch.cat(shares), self.length, self.seed, epoch)
-            for part in ids.split([len(positions) for positions in shares]):
-                yield part.tolist()
+        mine = share(size, self.rank, self.world, self.slices)
+        most = max(1, WINDOW // max(1, len(mine)))
+        count = 1  # global batches per call of permute: the first one comes at once, then the calls double
+        while start < self.length:
+            count = min(count, most, (self.length - start) // size)
+            if count == 0:  # fewer samples are left than a global batch has: one short batch
+                count = 1
+                size = self.length - start
+                mine = share(size, self.rank, self.world, self.slices)
+            starts = torch.arange(start, start + count * size, size)
+            positions = starts[:, None] + torch.arange(mine.start, mine.stop)
+            ids = permute(positions.flatten(), self.length, self.seed, epoch)
+            yield from ids.reshape(count, len(mine)).tolist()
+            start += count * size
+            count *= 2
 
 
 def seed_cpu(*key: SupportsIndex | str) -> int:
