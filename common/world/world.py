@@ -147,7 +147,6 @@ def same_everywhere(world: World, facts: dict[str, str | int]) -> None:
                 )
 
 
-@torch.no_grad()
 def fingerprint_of(tensors: Iterable[Tensor]) -> int:
     """A cheap number that depends on every bit of some tensors; equal weights give it on every device."""
     sums = [0]
@@ -289,14 +288,12 @@ def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
     """{what it is: value} for options.json; empty without --virtual-ranks, when bits are not promised."""
     if not opts.virtual_ranks:
         return {}
-    fused = opts.torch_optimizer[1].get("fused")
     processor = torch.backends.cpu.get_cpu_capability()
     if device.type == "cuda":
         processor = f"{torch.cuda.get_device_name(device)} cudnn {torch.backends.cudnn.version()}"
     return {
         "CPU threads per process": torch.get_num_threads(),
         "kind of device": device.type,
-        "implementation of the optimizer": "fused" if fused else "torch's choice",
         "build of torch": f"{torch.__version__} {hash_seed(torch.__config__.show()):08x}",
         "CPU or GPU": processor,
     }
