@@ -286,13 +286,12 @@ class CheckpointStore:
             self.agreed = state.step
             return
         self._withdraw(state)
-        verdict = UserError(
+        state.verdict = UserError(
             f"{fact}; going back to step {self.agreed} or before, on which ranks agreed\n"
             "keep the run off that device, then start the same command again",
             code=7,
         )
-        state.distrust(verdict)
-        raise verdict
+        raise state.verdict
 
     def _withdraw(self, state):
         """Puts aside what was saved since all ranks agreed: it may be a diverged rank's, as this state is."""

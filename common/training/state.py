@@ -35,6 +35,12 @@ class Stages(Protocol):
     def norm(self, gradients: list[Tensor]) -> Tensor: ...
 
 
+class Averages(dict[str, Tensor]):
+    """--ema-decay: the averaged weights by name; `in_net` while they have changed places with the net's."""
+
+    in_net = False
+
+
 class TrainState:
     """Net, optimizer, averages and counters; `lock` is held while a step changes them."""
 
@@ -65,10 +71,9 @@ class TrainState:
         self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
         self.names = {p: name for name, p in net.named_parameters()}
         self.buffers = Buffers(net)
-        self.ema: dict[str, Tensor] = {}  # --ema-decay: the averaged weights by name
+        self.ema = Averages()
         if opts.ema_decay:
-            self.ema = {name: p.detach().clone() for p, name in self.names.items()}
-        self.exchanged = False  # the net has the averages now, and `ema` has the net's weights
+            self.ema.update((name, p.detach().clone()) for p, name in self.names.items())
         self.lock = threading.RLock()
         self.verdict: UserError | None = None  # why this state may neither be saved nor updated
         self.stepped = time.time()  # the end of the last step
@@ -161,18 +166,17 @@ class TrainState:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
         last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
         resume = f" --resume {last}" if last else ""
-        verdict = UserError(
+        self.verdict = UserError(
             f"{fact}; nothing after the newest checkpoint is kept\n"
             f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit",
             code=5,
         )
-        self.distrust(verdict)
-        raise verdict
+        raise self.verdict
 
-    def distrust(self, verdict: UserError | None = None) -> None:
-        """From now on this state is neither saved nor updated: an update raises the verdict."""
-        self.verdict = verdict or UserError("the weights are not those of one step", code=1)
+    def distrust(self) -> None:
+        """From now on this state is neither saved nor updated: a rescue and an update raise the verdict."""
+        self.verdict = UserError("the weights are not those of one step", code=1)
 
     def record_evaluation(self, metrics: Facts) -> None:
         """Keeps this evaluation, and the best one: of equals the last, if its loss is lower."""
@@ -217,7 +221,7 @@ class TrainState:
                 weight = p.clone()
                 p.copy_(self.ema[name])
                 self.ema[name].copy_(weight)
-            self.exchanged = not self.exchanged
+            self.ema.in_net = not self.ema.in_net
             if self.updates.gpu:
                 torch.cuda.synchronize()
 
@@ -300,7 +304,7 @@ class TrainState:
                     optimizer[f"{self.names[p]}/{key}"] = value
         for name, p in self.net.named_parameters(remove_duplicate=False):
             average = self.ema.get(self.names[p])
-            if self.exchanged:
+            if self.ema.in_net:
                 model[name] = average
                 average = p.detach()
             if average is not None:
