@@ -21,14 +21,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
-from common.ledger import Ledger
 from common.place import here
 from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, Watch
-from common.world import World
 
 if TYPE_CHECKING:
     from common.checkpoint import CheckpointStore
-    from common.training import TrainState
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
@@ -70,24 +67,17 @@ class Saved(NamedTuple):
 class Rescue:
     """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.leaves` each step."""
 
-    def __init__(
-        self,
-        store: "CheckpointStore",
-        state: "TrainState",
-        world: World,
-        ledger: Ledger,
-        closing: Iterable[Callable[[], None]] = (),
-    ) -> None:
-        self.store = store
-        self.state = state
-        self.world = world
-        self.ledger = ledger
+    def __init__(self, store: "CheckpointStore", closing: Iterable[Callable[[], None]] = ()) -> None:
+        self.store = store  # it has restored the state
+        self.state = store.state
+        self.world = store.world
+        self.ledger = store.ledger
         self.closing = closing  # called before this process ends early
         self.save_asked = False  # a person has asked for a save, or a rank's clock
         self.stop_asked = ""  # a person has asked for the end: a file in RUN/control/
         self.all_know = False  # of a signal to any rank
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
-        self.watch = Watch(state, world, self.end)
+        self.watch = Watch(self.state, self.world, self.end)
 
     # ---- a good day -------------------------------------------------------------------------------
     def __enter__(self):

@@ -59,8 +59,8 @@ def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, tmp_path):
     asked to stop.
     """
     def live(world):
-        state, store, ledger = a_run(world, tmp_path / "run")
-        with Rescue(store, state, world, ledger) as rescue:
+        state, store = a_run(world, tmp_path / "run")
+        with Rescue(store) as rescue:
             drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)),
                   workers=1)
         return rescue.asked

@@ -29,7 +29,7 @@ SAMPLES = 64
 
 
 def a_run(world, run, *flags):
-    """(state, store, ledger) of a small net at step 0, owned as train_ddp.py would own it."""
+    """(state, store) of a small net at step 0, owned as train_ddp.py would own it."""
     opts = parse_options("", [f"--run-dir={run}", "--global-batch-size=8", "--optimizer=adam", *flags],
                          script="ddp")
     torch.manual_seed(0)
@@ -37,7 +37,7 @@ def a_run(world, run, *flags):
     state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
     store = CheckpointStore(opts, world)
     store.restore(state)
-    return state, store, store.ledger
+    return state, store
 
 
 def step(state):
@@ -70,8 +70,8 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
     def live(world):
         common.rescue.watch.STEP_SECONDS = 0.2
         common.checkpoint.store.STEP_SECONDS = 0.2
-        state, store, ledger = a_run(world, run)
-        with Rescue(store, state, world, ledger):
+        state, store = a_run(world, run)
+        with Rescue(store):
             step(state), step(state)
             world.barrier()
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -88,12 +88,12 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
         common.rescue.watch.STEP_SECONDS = 0.2
         common.checkpoint.store.STEP_SECONDS = 0.2
         with fake_streams() as default:
-            state, store, ledger = a_run(world, run)
+            state, store = a_run(world, run)
             late_updates(state, default)
             state.scaler = SimpleNamespace(  # reads the GPU in the stream of the thread that asks
                 step=lambda optimizer: optimizer.step(), update=lambda: None,
                 state_dict=lambda: torch.cuda.current_stream().synchronize() or {"scale": 1.0})
-            with Rescue(store, state, world, ledger):
+            with Rescue(store):
                 step(state), step(state)
                 default.hang()
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -119,8 +119,8 @@ def assert_same_as_undisturbed(run):
 def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
     """As with NCCL: no collective fails. Rank 1 is no neighbour of rank 3."""
     def live(world):
-        state, store, ledger = a_run(world, run)
-        with Rescue(store, state, world, ledger):
+        state, store = a_run(world, run)
+        with Rescue(store):
             step(state), step(state)
             world.barrier()
             if world.rank == 3:
@@ -137,9 +137,9 @@ def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
 
 def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_last(run):
     def live(world):
-        state, store, ledger = a_run(world, run)
+        state, store = a_run(world, run)
         try:
-            with Rescue(store, state, world, ledger) as rescue:
+            with Rescue(store) as rescue:
                 step(state)
                 world.barrier()
                 if world.rank == 1:
@@ -189,11 +189,11 @@ def ends(world, state, store, rescue):
     (2, saves_again, ["done"] * 2, [2, 1]), (2, ends, ["done"] * 2, [1])])
 def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, size, case, codes, steps):
     def live(world):
-        state, store, ledger = a_run(world, run)
+        state, store = a_run(world, run)
         object.__setattr__(state.opts, "hang_timeout", LIMIT)
         commit = store.writer.commit
         store.writer.commit = lambda *args: (time.sleep(SLOW), commit(*args))[1]
-        with contextlib.suppress(RuntimeError), Rescue(store, state, world, ledger) as rescue:
+        with contextlib.suppress(RuntimeError), Rescue(store) as rescue:
             step(state)
             case(world, state, store, rescue)
         return "done"
@@ -205,8 +205,8 @@ def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, size, c
 def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
     """Twenty median steps may be longer than any time-out of the process group."""
     def live(world):
-        state, store, ledger = a_run(world, run)
-        with Rescue(store, state, world, ledger):
+        state, store = a_run(world, run)
+        with Rescue(store):
             if world.rank == 0:
                 time.sleep(2.5)  # of a time-out of one second
             return world.all_sum(torch.ones(1)).item()
@@ -218,8 +218,8 @@ def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
 @pytest.mark.parametrize("what, code", [("a full disk", 4), ("a NaN", 5), ("nothing", 143)])
 def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
     def live(world):
-        state, store, ledger = a_run(world, run)
-        with Rescue(store, state, world, ledger) as rescue:
+        state, store = a_run(world, run)
+        with Rescue(store) as rescue:
             step(state)
             if what == "a full disk":
                 def full(*args):
@@ -238,7 +238,7 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
     """The watcher's patience ends within the step, so only the lock holds it back."""
     def live(world):
         common.rescue.watch.STEP_SECONDS = 1.0
-        state, store, ledger = a_run(world, run)
+        state, store = a_run(world, run)
         real, weight = state.optimizer.step, state.net[0].weight
 
         def slow_step():
@@ -250,7 +250,7 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
             weight.data.copy_(whole)
             real()
 
-        with Rescue(store, state, world, ledger):
+        with Rescue(store):
             step(state)
             state.optimizer.step = slow_step
             step(state)
@@ -268,8 +268,8 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
 def test_an_error_is_raised_on_and_costs_no_step_unless_the_state_must_not_be_saved(run, error, kept):
     """A bad sample or a full /dev/shm says nothing against the steps made so far."""
     def live(world):
-        state, store, ledger = a_run(world, run)
-        with pytest.raises(type(error)), Rescue(store, state, world, ledger):
+        state, store = a_run(world, run)
+        with pytest.raises(type(error)), Rescue(store):
             step(state)
             raise error
 
@@ -282,7 +282,7 @@ def test_an_error_is_raised_on_and_costs_no_step_unless_the_state_must_not_be_sa
 # ---- many at once ---------------------------------------------------------------------------------
 def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
     def live(world):
-        state, store, _ = a_run(world, run)
+        state, store = a_run(world, run)
         writes = []
         real = store._write
         store._write = lambda *args: (writes.append(args[0]["step"]), real(*args))
@@ -301,7 +301,7 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
 def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
     """Rank 0, which holds the meeting place, is the one that lives."""
     def live(world):
-        state, store, _ = a_run(world, run)
+        state, store = a_run(world, run)
         step(state)
         world.barrier()
         if world.rank:
