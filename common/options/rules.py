@@ -125,7 +125,7 @@ def check_together(opts):
             raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
     keywords(opts.optimizer_args)
     special = {flag for flags in DATASETS.values() for flag in flags} - {*uses(opts.dataset)}
-    idle = [flag_of(flag) for flag in sorted(special) if getattr(opts, flag) != getattr(defaults, flag)]
+    idle = [flag for flag in map(flag_of, sorted(special)) if given(flag)]
     if idle:
         raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
     if opts.shard and opts.optimizer not in OURS:
