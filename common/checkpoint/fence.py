@@ -22,7 +22,7 @@ import uuid
 from contextlib import contextmanager, suppress
 
 from common.checkpoint.disk import NEW, Damaged, delete, opened, parse_json, read_small
-from common.errors import UserError
+from common.errors import UserError, say
 from common.place import has_ended, this_process
 
 BEAT_SECONDS = 0.5  # between two moves of a counter
@@ -153,9 +153,9 @@ class Fence:
         atexit.register(held.close)
         return held
 
-    def claim(self, report=print):
+    def claim(self):
         """Takes the run, or raises UserError with the owner's name; returns the file that says so."""
-        self._wait(report)
+        self._wait()
         self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
         self.elect()
         names = os.listdir(self.root)
@@ -174,7 +174,7 @@ class Fence:
             self.held.close()
             self.held = None
 
-    def _wait(self, report):
+    def _wait(self):
         """Until the owner has left, has ended or does not move. UserError if it is another job that lives.
 
         An earlier life of our own job is waited for, or one whose agent has died: it may save.
@@ -196,7 +196,7 @@ class Fence:
                     code=6,
                 )
             if not reported and waited > MOVING_SECONDS / 2:
-                report(f"{self.path.parent}: waiting for {name}, which has the folder")
+                say(f"{self.path.parent}: waiting for {name}, which has the folder")
                 reported = True
 
     def _sweep(self, names):

@@ -17,7 +17,7 @@ import torch
 from common.checkpoint.disk import Damaged, sha, to_json
 from common.checkpoint.folder import TENSORS, checkpoints, folder_name, numbers_of, part_of, read_facts
 from common.checkpoint.tensors import flat_bytes, kinds_of, read_file, size_of, threads
-from common.errors import UserError
+from common.errors import UserError, say
 from common.world import gather
 
 
@@ -120,15 +120,14 @@ def _room(tensor, at, size):
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
 @dataclass(frozen=True)
 class Found:
-    step: int  # the newest that verifies anywhere, or -1
+    facts: dict  # of the newest that verifies anywhere; empty if there is none
     name: str  # checkpoints/step-N
     own: bool  # whether the disk that this rank sees has it
-    facts: dict
     skipped: list  # the damaged ones of this rank
     names: set  # (step, k) of all ranks' checkpoints
 
 
-def load_newest(world, layout, root, own, report):
+def load_newest(world, layout, root, own):
     """Reads the newest checkpoint into the tensors of every rank; call on every rank.
 
     `own` are (step, folder) that this rank offers. One that another rank offers may lie here too.
@@ -150,13 +149,12 @@ def load_newest(world, layout, root, own, report):
                 loaded = _relay(world, source, layout, folder, files)
         if damage and world.rank == _first(damages):
             way = "received from another rank" if loaded else "trying the one before"
-            report(f"checkpoints/{folder.name}: {damage}; {way}")
-        passed_over = is_here and not loaded
-        if (step, k) in offered and (damage or passed_over):
+            say(f"checkpoints/{folder.name}: {damage}; {way}")
+        if (step, k) in offered and (damage or not loaded):
             skipped.append(folder)
         if loaded:
-            return Found(step, f"checkpoints/{folder.name}", is_here, facts, skipped, names)
-    return Found(-1, "", False, {}, skipped, names)
+            return Found(facts, f"checkpoints/{folder.name}", is_here, skipped, names)
+    return Found({}, "", False, skipped, names)
 
 
 def _first(texts):

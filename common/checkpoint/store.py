@@ -6,7 +6,6 @@ folder.py explains the crash points of a save, fence.py who may write, load.py h
 import os
 import platform
 import time
-from collections.abc import Callable
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
@@ -48,18 +47,11 @@ class CheckpointStore:
     layout: Layout
     writer: Writer
 
-    def __init__(
-        self,
-        opts: Options,
-        world: World,
-        fingerprint: str = "",
-        report: Callable[[str], None] = say,
-    ):
+    def __init__(self, opts: Options, world: World, fingerprint: str = ""):
         self.opts = opts
         self.world = world
         self.fingerprint = fingerprint
         self.ledger = Ledger(opts.run_dir, life=world.life, rank=world.rank)
-        self.report = report
         self.root = opts.run_dir / "checkpoints"
         self.fence: Fence | None = None  # of the owner
         self.held: Held | None = None  # tells the next life that the first rank of this node lives
@@ -122,7 +114,7 @@ class CheckpointStore:
                     "a net in stages over machines needs one run folder that all of them share"
                 )
             identity = self._identity()
-            self.held = fence.claim(self.report)
+            self.held = fence.claim()
             self.writer.put(run_dir / "options.json", sealed(identity))
             sync_folder(run_dir)
         except (OSError, UserError) as error:
@@ -196,16 +188,16 @@ class CheckpointStore:
                 f"{foreign[0]} is of another run than {path}\nmove it away, or use another --run-dir"
             )
         for text in changed:
-            self.report(f"the {text}: from here on the bits may be others")
+            say(f"the {text}: from here on the bits may be others")
         return ours | {"pinned": first["pinned"]}
 
     def _load(self):
         """(the newest checkpoint that verifies on any machine's disk, whether this disk lacks it)."""
         opts = self.opts
         found = self._take(self.root, checkpoints(self.root))
-        if found.step >= 0:
+        if found.facts:
             for folder in found.skipped:
-                self.report(f"checkpoints/{folder.name}: put aside, the run goes on after step {found.step}")
+                say(f"checkpoints/{folder.name}: put aside, the run goes on after step {self.state.step}")
                 self.writer.put_aside(folder)
             if found.own:
                 self.saved = self.state.facts()
@@ -223,7 +215,7 @@ class CheckpointStore:
             source = opts.fork or opts.resume
             root, choices = choices_at(Path(source))
             given = self._take(root, [choice for choice in choices if opts.at in (0, choice[0])])
-            if given.step < 0:
+            if not given.facts:
                 raise UserError(
                     f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
                     f"python -m common.checkpoint {source} says why",
@@ -236,22 +228,22 @@ class CheckpointStore:
         return None, False
 
     def _take(self, root, choices):
-        """Loads the newest of all machines' checkpoints that verifies; its step is -1 if there is none.
+        """Loads the newest of all machines' checkpoints that verifies; without facts there is none.
 
         If another dataset's order was saved, the epoch begins again.
         """
         state = self.state
-        found = load_newest(self.world, self.layout, root, choices if self.fence else [], self.report)
-        if found.step >= 0:
+        found = load_newest(self.world, self.layout, root, choices if self.fence else [])
+        if found.facts:
             state.load(found.facts)
             best = state.best["step"]
             kept = dict(found.names) if root == self.root else {}
             if best and best not in kept:  # rank 0 died as it saved it; or another run has it
                 state.forget_best()
                 if self.fence:
-                    self.report(f"this run has no checkpoint of step {best}, the best one: the next counts")
+                    say(f"this run has no checkpoint of step {best}, the best one: the next counts")
             if state.position < found.facts["position"] and self.fence:
-                self.report(
+                say(
                     f"step {state.step} was saved at position {found.facts['position']:,} of other "
                     f"data or another order; the epoch begins again with {state.samples:,} samples"
                 )
@@ -301,7 +293,7 @@ class CheckpointStore:
             return
         for step, folder in checkpoints(self.root):
             if step > self.agreed:
-                self.report(
+                say(
                     f"checkpoints/{folder.name}: saved after the ranks last agreed "
                     f"(step {self.agreed}); put aside"
                 )
@@ -352,7 +344,7 @@ class CheckpointStore:
             self.error = None
             if isinstance(error, UserError):
                 raise error
-            self.report(f"save failed ({self.failures} in a row), training goes on: {error}")
+            say(f"save failed ({self.failures} in a row), training goes on: {error}")
             if self.failures >= MOST_FAILURES:
                 raise UserError(
                     f"{self.failures} saves in a row have failed, the last one: {error}\n"

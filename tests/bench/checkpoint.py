@@ -32,7 +32,7 @@ def ways_to_save(folder, mb, device, durable):
     opts = Options(run_dir=folder / "run", optimizer="adamw", save_every=1, save_seconds=0)
     state = TrainState(net, build_optimizer(net, opts), opts, samples=10**6)
     world = World(0, 1, 0, 1, (device,), uuid.uuid4().hex[:12], 0)
-    store = CheckpointStore(opts, world, "f" * 64, report=lambda text: None)
+    store = CheckpointStore(opts, world, "f" * 64)
     store.restore(state)
     tensors = [t for part in state.tensors().values() for t in part.values() if t.is_floating_point()]
     size = sum(t.nbytes for t in tensors)

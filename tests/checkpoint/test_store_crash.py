@@ -201,9 +201,9 @@ def record_evaluation(root, tree, ordered, allowed, whole, images):
         if path.startswith("step-"):  # the rest is swept unread
             (root / path).mkdir() if data is None else (root / path).write_bytes(data)
     found = load_into(images, root)
-    step, facts = found.step, found.facts or None
-    assert facts in allowed, (step, allowed)  # None: nothing, before the first was announced
-    assert facts is None or images_are_at(images, step)
+    facts = found.facts or None
+    assert facts in allowed, (facts, allowed)  # None: nothing, before the first was announced
+    assert facts is None or images_are_at(images, facts["step"])
     if ordered:  # as a journal keeps it: nothing that is named is damaged
         good = 0
         for number, folder in checkpoints(root):

@@ -15,6 +15,7 @@ from stores import (
     announced_rescue,
     at_step,
     end,
+    heard,
     is_at,
     options,
     resumes_at,
@@ -39,7 +40,7 @@ def whole_net():
     return nn.Sequential(*(nn.Linear(3, 2 + i) for i in range(STAGES)))
 
 
-def store_of(world, folder, said, odd=None):
+def store_of(world, folder, odd=None):
     """(store, state) of this rank's stage; rank `odd` has another net."""
     world, opts = world.in_stages(STAGES), options(folder, script="mp", stages=STAGES)
     layers = enumerate(whole_net())
@@ -47,7 +48,7 @@ def store_of(world, folder, said, odd=None):
     if world.rank == odd:
         net.append(nn.Linear(2, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
-    return CheckpointStore(opts, world, "f" * 64, report=said.append), state
+    return CheckpointStore(opts, world, "f" * 64), state
 
 
 def test_a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_named(tmp_path, monkeypatch):
@@ -92,10 +93,11 @@ def saved(store, state, step):
 @contextlib.contextmanager
 def staged(world, folder, said=None):
     """(store, state) of this rank's stage, restored, until all ranks are here."""
-    store, state = store_of(world, folder, [] if said is None else said)
-    store.restore(state)
-    yield store, state
-    world.barrier()
+    store, state = store_of(world, folder)
+    with heard(said):
+        store.restore(state)
+        yield store, state
+        world.barrier()
     end(store)
 
 
@@ -136,7 +138,7 @@ def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_p
 def test_a_stage_that_its_replicas_hold_differently_is_refused_by_all(tmp_path, odd):
     """Of the first replica the others take their word; so one of the second may be the only one to see it."""
     def live(world):
-        store, state = store_of(world, tmp_path, [], odd)
+        store, state = store_of(world, tmp_path, odd)
         with refusal("the ranks run different things: rank 0 has net"):
             store.restore(state)
 
@@ -145,7 +147,7 @@ def test_a_stage_that_its_replicas_hold_differently_is_refused_by_all(tmp_path, 
 
 def test_stages_whose_machines_have_run_folders_of_their_own_are_refused_and_leave_nothing_there(tmp_path):
     def live(world):
-        store, state = store_of(world, tmp_path / f"node{world.rank // world.local_size}", [])
+        store, state = store_of(world, tmp_path / f"node{world.rank // world.local_size}")
         with refusal("rank 1 does not see the folder of rank 0"):
             store.restore(state)
         end(store)
