@@ -149,9 +149,9 @@ class CheckpointStore:
                     "leave it out to resume there; to go back to that step, give a --run-dir of its own too"
                 )
         foreign = []
-        for step, folder in choices:
+        for _, folder in choices:
             with suppress(Damaged, OSError):
-                if read_manifest(step, folder)["run"] != self.writer.run:
+                if read_manifest(folder)["run"] != self.writer.run:
                     foreign.append(folder)
         try:
             first = unseal(patient(read_small)(path), path.name)
