@@ -35,6 +35,7 @@ SAME_JOB_SECONDS = 60.0  # an earlier life of our own job may still save; then t
 HUNG_SECONDS = 600.0  # a rescue or a save that writes no byte for so long is given up
 NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
 NODES_SECONDS = 30.0  # survivors may take to the end of their step, until they announce their rescue
+RECORD_BYTES = 1024  # more than a record of a holder needs
 RESCUE = "rescue.lock"  # end of a file's name in a staging folder: a survivor is saving
 NODE = "node."  # file in a staging folder: a rank of another node lives
 
@@ -98,9 +99,12 @@ class Held:
             self.thread = None
 
     def write(self):
-        """Synced, because other machines do not see what is only in this machine's memory."""
-        text = json.dumps(self.record).encode()
-        os.pwrite(self.fd, text.ljust(len(text) // 512 * 512 + 511) + b"\n", 0)
+        """Synced, because other machines do not see what is only in this machine's memory.
+
+        Spaces fill it up: nobody reads it while its size changes.
+        """
+        text = json.dumps(self.record).ljust(RECORD_BYTES)
+        os.pwrite(self.fd, text.encode(), 0)
         os.fdatasync(self.fd)
 
     def is_ours(self):
@@ -257,8 +261,7 @@ def living(path):
 def read_record(path):
     """What the holder wrote; {} if it is unknown, None without a file. Opened anew: NFS asks the server."""
     try:
-        line, _, _ = read_small(path).partition(b"\n")  # then an older, longer one
-        return parse_json(line, path.name)
+        return parse_json(read_small(path), path.name)
     except FileNotFoundError:
         return None
     except Damaged:
