@@ -183,7 +183,8 @@ class Rescue:
         if reason is Reason.STOPPED:
             code = saved.failure or code
         if reason is Reason.PEER_DIED:
-            self._await_the_agent()
+            if here().agent and not self.asked:  # its signal tells that the world changes as planned
+                self.watch.signalled.wait(AGENT_SECONDS)
             death = self.watch.find_death(DEATH_SECONDS)
             cause = death.words
             code = STOPPED if self.asked else code
@@ -214,12 +215,6 @@ class Rescue:
             if code != FENCED or not self.watch.parting:  # else all have met: rank 0 has let go of the run
                 return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
         return Saved(words or f"step {step} was saved already", here=bool(words))
-
-    def _await_the_agent(self):
-        """Waits for a signal: leaving before it would count a planned change of the world as a failure."""
-        deadline = time.monotonic() + (AGENT_SECONDS if here().agent else 0)
-        while not self.asked and time.monotonic() < deadline:
-            time.sleep(0.02)
 
     def _is_first(self, saved):
         """Whether this rank is the first that tells of this end, of those that see one run folder."""

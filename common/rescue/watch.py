@@ -57,6 +57,7 @@ class Watch:
         self.lines = []
         self.end = end
         self.asked = ""  # the name of the signal by which this rank shall stop
+        self.signalled = threading.Event()  # it has come
         self.lost = threading.Event()  # another rank has ended
         self.death = Death()
         self.parting = False  # no step is left: this rank waits for the others, or has met them
@@ -140,6 +141,7 @@ class Watch:
         stops = [number for number in os.read(pipe, 64) if number in STOP]
         if stops and not self.asked:
             self.asked = signal.Signals(stops[0]).name
+            self.signalled.set()
             self._leave_within(0.0 if self.parting else STEP_SECONDS)
 
     def _leave_within(self, seconds):

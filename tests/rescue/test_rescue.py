@@ -107,7 +107,7 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
 
 def assert_same_as_undisturbed(run):
     def two_steps(world):
-        state, *_ = a_run(world, run.with_name("other"))
+        state, _ = a_run(world, run.with_name("other"))
         step(state), step(state)
         return {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
