@@ -146,7 +146,8 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
         return tensor
 
     world = SimpleNamespace(device=device, stages=2, sum_over_stages=tell, sum_over_replicas=tell)
-    Pipeline.norm(SimpleNamespace(lengths=torch.zeros(2, device=device), world=world, even=sharded), [])
+    opts = SimpleNamespace(shard=sharded)
+    Pipeline.norm(SimpleNamespace(lengths=torch.zeros(2, device=device), world=world, opts=opts), [])
     assert [t.device for t in told] == [device] * (1 + sharded)
 
 
