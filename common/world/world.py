@@ -232,7 +232,7 @@ def choose_devices(opts, local_rank, local_size):
         return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
     if not count:
         return (torch.device("cpu"),)
-    if opts.script != "ddp" and local_size == 1:
+    if opts.script != "ddp" and here().size == 1:
         return tuple(torch.device("cuda", i) for i in range(count))
     if count == 1 and here().gpus:  # each process sees its own: --gpus-per-task
         return (torch.device("cuda", 0),)

@@ -69,6 +69,9 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
         choose_devices(Options(device="cuda"), 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_devices(Options(), 1, 2) == (torch.device("cuda", 1),)
+    assert len(choose_devices(Options(script="mp"), 0, 1)) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")  # a process on each of two machines: each drives one GPU
+    assert choose_devices(Options(script="mp"), 0, 1) == (torch.device("cuda", 0),)
     for rank in range(3):
         with refusal("3 processes on this machine but 2 GPUs"):
             choose_devices(Options(), rank, 3)
