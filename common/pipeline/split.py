@@ -40,7 +40,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
             "on one device use train_ddp.py"
         )
     net = prepare(net, opts, world, data, task, HOST)
-    groups = cut(net, len(devices), opts.balance, world.stages == 1)
+    groups = cut(net, len(devices), opts.balance, world.size == 1)
     example = data.train.fetch(2 * [data.train.first])
     shapes = []
     if world.stages > 1:
@@ -189,6 +189,6 @@ def describe(model: Pipeline) -> list[str]:
     lines = ["stage  place     layers                              parameters"]
     for i, group in enumerate(model.groups):
         layers = ", ".join(name for piece in group for name in piece) or "all of it"
-        place = f"rank {i}" if model.world.stages > 1 else str(model.devices[i])
+        place = f"rank {i}" if model.world.stages > 1 else str(model.stages[i].device)
         lines.append(f"{i:5}  {place:8}  {layers[:34]:34}  {model.parameters_of[i]:11,}")
     return lines

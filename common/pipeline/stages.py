@@ -25,10 +25,9 @@ def weight(net, piece):
 class Stage(nn.Module):
     """Some pieces in a row on one device."""
 
-    def __init__(self, net, index, group, device, opts):
+    def __init__(self, net, group, device, opts):
         super().__init__()
         self.net = net
-        self.index = index
         self.device = device
         self.opts = opts
         self.calls = [module(net, piece).to(device) for piece in group]
@@ -73,12 +72,11 @@ class Pipeline(nn.Module):
         self.world = world
         self.groups = groups
         self.parts = len(groups)
-        self.devices = devices
         self.example = example  # two samples, for a forward without any
         self.tree = None  # of the sums of --virtual-ranks
         self.parameters_of = [weight(net, sum(group, ())) for group in groups]
         here = [world.stage] if world.stages > 1 else range(self.parts)
-        self.stages = [Stage(net, i, groups[i], devices[i], opts) for i in here]
+        self.stages = [Stage(net, groups[i], devices[i], opts) for i in here]
         weights = [p for p in net.parameters() if p.requires_grad]
         self.lengths = torch.zeros(len(weights), dtype=weights[0].dtype, device=devices[0])
         for i, group in enumerate(groups):
@@ -149,8 +147,8 @@ class Pipeline(nn.Module):
         task = state.task
         tree = self.tree
         stage = self.stages[0]
-        first = stage.index == 0
-        last = stage.index == self.parts - 1
+        first = world.stage == 0
+        last = world.stage == self.parts - 1
         totals = task.zeros(stage.device)
         in_flight = {}
         trained = [p for p in self.net.parameters() if p.requires_grad]
@@ -175,7 +173,7 @@ class Pipeline(nn.Module):
                 state.buffers.renew()
             y = None
             if x is not None:
-                with blamed(f"model {opts.model}, stage {stage.index}"):
+                with blamed(f"model {opts.model}, stage {world.stage}"):
                     y = stage(x.clone())  # layers may work in place, and x is a leaf or a part of the batch
             found = task.zeros(stage.device, tree.kind if tree else torch.float64)
             if last:
@@ -211,7 +209,6 @@ class Pipeline(nn.Module):
                     p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                     world.sum_over_replicas(p.grad)
             state.buffers.average(world, sum(n for _, n, _ in flights) / batch.size)
-        totals = totals.to(world.device)
         state.count(totals[1], batch.size, world.all_sum)
         return totals
 

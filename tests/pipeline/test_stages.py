@@ -129,7 +129,7 @@ def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeyp
 
     def counted(world):
         net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
-        stage = Stage(net, 0, pieces(net), CPU, Options(script="mp", compile=True, recompute=True))
+        stage = Stage(net, pieces(net), CPU, Options(script="mp", compile=True, recompute=True))
         stage(torch.rand(3, 4, requires_grad=True)).sum().backward()
         return int(net[1].num_batches_tracked), net[0].weight.grad is not None
 
