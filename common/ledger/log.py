@@ -4,7 +4,6 @@ A closed pipe or a full disk costs lines, never a step.
 """
 
 import json
-import math
 import shutil
 import sys
 import time
@@ -141,12 +140,7 @@ class Metrics:
         new = self._is_new(row)
         if new and self.on:
             # JSON has no nan and no infinity: null stands for both.
-            self.lines.append(
-                {
-                    name: None if isinstance(value, float) and not math.isfinite(value) else value
-                    for name, value in row.items()
-                }
-            )
+            self.lines.append(json.loads(json.dumps(row), parse_constant=lambda name: None))
         return new
 
     def _is_new(self, row):
