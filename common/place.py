@@ -194,6 +194,13 @@ def end_of(pid: int) -> Ending | None:
     if found[0] not in DEAD:
         return None
     code = os.waitstatus_to_exitcode(found[2])
-    if code < 0:
-        return Ending(f"was killed by {signal.Signals(-code).name}", killed=True)
-    return Ending(f"has left with code {code}")
+    return Ending(in_words(code), killed=code < 0)
+
+
+def in_words(code: int) -> str:
+    """How a process has ended: with this code, or if it is negative, by that signal."""
+    if code >= 0:
+        return f"has left with code {code}"
+    if -code in {*signal.Signals}:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"was killed by signal {-code}"  # of real time: they have no names

@@ -43,6 +43,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 from common.errors import may_pass, say
 from common.ledger import Ledger
+from common.place import in_words
 from launch.worker import work
 
 FINAL = {2, 3, 4, 5, 6, 7}  # bad input, no whole checkpoint, ...: another try cannot mend it
@@ -126,15 +127,6 @@ class Forks(PContext):
             if process.is_alive():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process.pid, number)
-
-
-def in_words(code: int) -> str:
-    """How a process has ended."""
-    if code >= 0:
-        return f"ended with {code}"
-    if -code in {*signal.Signals}:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"was killed by signal {-code}"
 
 
 class Agent(local_elastic_agent.LocalElasticAgent):

@@ -2,12 +2,14 @@
 import ctypes
 import os
 import signal
+import subprocess
 import time
 from types import SimpleNamespace
 
 from jobs import until
 from ranks import fork_ranks
 
+from common.place import end_of
 from common.rescue import watch
 from common.rescue.watch import Watch
 
@@ -106,3 +108,12 @@ def hold_pythons_lock_in_c(world):
 def test_a_lock_held_in_c_ends_the_process_with_its_stacks(capfd):
     assert fork_ranks(1, hold_pythons_lock_in_c, may_die=[0]) == [1]
     assert "hold_pythons_lock_in_c" in capfd.readouterr().err
+
+
+def test_a_death_by_a_signal_that_has_no_name_is_told_like_any_other():
+    for number, words in ((9, "was killed by SIGKILL"), (40, "was killed by signal 40")):
+        process = subprocess.Popen(["sleep", "60"])
+        process.send_signal(number)
+        until(lambda pid=process.pid: end_of(pid), "its end")
+        assert end_of(process.pid) == (words, True)
+        process.wait()
