@@ -42,8 +42,7 @@ class Layout:
         self.whole = {
             part: {name: kind for stage in stages for name, kind in stage[part].items()} for part in TENSORS
         }
-        # The store compares it: another one has a rank that is unlike the first replica's of its stage.
-        self.mark = sha(to_json([self.whole, self.kinds == stages[world.stage]]))
+        self.fits = self.kinds == stages[world.stage]  # what the first replica holds of this stage
 
     def _kinds(self, tensors):
         """{name: [type, shape of the whole]}"""

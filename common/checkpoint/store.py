@@ -80,7 +80,7 @@ class CheckpointStore:
                 "torch": torch.__version__,
                 "data": self.fingerprint[:12],
                 **self.opts.of_all_ranks(),
-                "net (names, shapes or types)": self.layout.mark[:12],
+                "net (names, shapes or types)": "as in replica 0" if self.layout.fits else "another",
                 "samples": str(state.samples),
                 **bit_facts(self.opts, world.device),
             },
