@@ -84,12 +84,11 @@ def make_state(optimizer):
     groups = optimizer.param_groups
     states = optimizer.state
     for group in groups:
-        undecayed = {"weight_decay": 0.0} if "weight_decay" in group else {}
         for weight in group["params"]:
             twin = weight.detach().clone()
             twin.grad = torch.zeros_like(twin)
             state = FirstValues(states[weight])
-            optimizer.param_groups = [group | undecayed | {"params": [twin]}]
+            optimizer.param_groups = [group | {"weight_decay": 0.0, "params": [twin]}]
             optimizer.state = defaultdict(dict, {twin: state})
             with blamed(
                 f"a step of {type(optimizer).__name__}",
