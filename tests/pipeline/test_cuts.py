@@ -55,12 +55,19 @@ def test_the_pieces_of_an_unusual_net_are_the_net(make):
     assert torch.equal(net(x), y)
 
 
-def over(devices, net, shape=(4,), **flags):
+def over(devices, net, shape=(4,), size=1, **flags):
     """The net in stages over these devices of one process."""
     opts = Options(script="mp", **flags)
     data = SimpleNamespace(train=Samples(torch.rand(2, *shape), torch.zeros(2, dtype=torch.int64)))
-    world = World(0, 1, 0, 1, tuple(map(torch.device, devices.split())), "life", 0)
+    world = World(0, size, 0, size, tuple(map(torch.device, devices.split())), "life", 0)
     return split(net, opts, world, data, find_task(opts))
+
+
+def test_counts_go_round_the_devices_of_one_process_alone():
+    """Two replicas of a net that is not cut would have stages that no rank runs."""
+    assert len(over("cpu", linears(3), stages=1, balance="1,2").stages) == 2
+    with refusal("--balance 1,2 for 1 stages"):
+        over("cpu", linears(3), size=2, stages=1, balance="1,2")
 
 
 def tied():
