@@ -32,7 +32,6 @@ PEER_SECONDS = 1.0  # for the main thread to end its step after a peer's end
 DEATH_SECONDS = 0.5  # until a launcher knows how its process has ended
 HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
 LOOK_SECONDS = 1.0
-LATE_SECONDS = 1.5  # a look that comes so late: this process was stopped, or its machine slept
 PLACES_SECONDS = 5.0  # for all ranks to tell where they are
 LOCKED_SECONDS = 600.0  # at least so long without any Python thread: then faulthandler ends this process
 SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
@@ -70,7 +69,7 @@ class Watch:
         self.selector = selectors.DefaultSelector()
         self.limit = state.opts.hang_timeout or HANG_SECONDS
         self.progress = state.progress
-        self.moved = time.monotonic()  # when some rank last did
+        self.still = 0.0  # seconds since some rank last did
 
     def start(self):
         """Call it on every rank, in the main thread."""
@@ -121,13 +120,12 @@ class Watch:
             if self.leaving:  # a slow disk is no hang; but a signal still means a planned change
                 continue
             now = time.monotonic()
-            if now - began > LOOK_SECONDS + LATE_SECONDS:  # SIGSTOP, a debugger: no hang
-                self.moved += now - began
+            self.still += min(now - began, seconds)  # no more: a stopped process is no hang
             if self.state.progress != self.progress:
                 self.progress = self.state.progress
-                self.moved = now
+                self.still = 0.0
                 self._tell_move()
-            elif now - self.moved >= self.limit and not self.places:
+            elif self.still >= self.limit and not self.places:
                 self._stand_still()
             if now >= self.deadline:
                 break
@@ -159,7 +157,7 @@ class Watch:
         for message in data.decode().splitlines():
             rank, _, place = message.partition(" ")
             if message == MOVED:
-                self.moved = time.monotonic()
+                self.still = 0.0
                 if self.world.rank == 0:
                     self._tell_move()
             else:
