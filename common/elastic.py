@@ -29,7 +29,7 @@ from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
-from common.training import Task, autocast, distribute, evaluate, placed, scale, seed
+from common.training import autocast, distribute, evaluate, placed, scale, seed, task_of
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
@@ -221,7 +221,7 @@ class Elastic(Run):
 
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.
         """
-        task = Task(lambda net, part, state: judge(Batch([(1, part)], [], 0)), [], spec="judge")
+        task = task_of(lambda net, part, state: judge(Batch([(1, part)], [], 0)), "judge")
         try:
             task.try_out(self.net, self.data, self.opts, self.world.device)
             return evaluate(self.net, self.data.test, self.state, self.world, task)

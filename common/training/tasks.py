@@ -8,7 +8,7 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 
@@ -241,6 +241,11 @@ def find_task(opts: Options) -> Task:
 
     finish = find_user(opts.task.rpartition(":")[0] + ":finish", None)
     return Task(own, [], finish, opts.task)
+
+
+def task_of(function: Callable, name: str) -> Task:
+    """The task of a function of (net, batch, state) that Elastic has."""
+    return Task(function, [], spec=name)
 
 
 def best_of(opts, task):

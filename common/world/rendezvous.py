@@ -93,7 +93,7 @@ def _listen(host, port):
     return socket.create_server(address[:2], family=family, backlog=1024)
 
 
-def lifelines(store, rank, size):
+def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]:
     """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process."""
     if rank:
         port = int(store.get("lifelines"))
