@@ -92,7 +92,7 @@ class Run:
             yield
             if evaluate and state.evaluation_due:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
-            self.store.save(state)  # a loop of one's own may be left at any step
+            self.store.save()  # a loop of one's own may be left at any step
             self.store.close()
             self.clock.write_down()
             if state.finished:
@@ -226,10 +226,10 @@ class Run:
         if state.step % opts.log_every == 0:
             self.log.step(state.note(totals) | self.world.memory())
         if opts.check_every and state.step % opts.check_every == 0:
-            self.store.agree(state)
-        if self.rescue.save_asked or self.store.due(state):
+            self.store.agree()
+        if self.rescue.save_asked or self.store.due():
             self.rescue.save_asked = False
-            self.store.save(state)  # copies; a thread writes
+            self.store.save()  # copies; a thread writes
         self.store.check()
         if self.rescue.leaves:
             state.updates.settle()  # what a GPU has still to do
@@ -242,8 +242,8 @@ class Run:
             self.record(self.judge())
         state.end_epoch()
         best = state.evaluated_now and state.best["step"] == state.step
-        if best or state.finished or self.store.due(state):
-            self.store.save(state)
+        if best or state.finished or self.store.due():
+            self.store.save()
 
     def record(self, numbers: dict) -> None:
         """Keeps and logs an evaluation."""

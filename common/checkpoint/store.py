@@ -93,9 +93,9 @@ class CheckpointStore:
         written = self.layout.written(state.tensors())
         state.updates.images = {part: Image(own) for part, own in written.items()}
         source, lacking = self._load()
-        self.agree(state)
+        self.agree()
         if lacking and self.fence:  # whoever survives shall have it
-            self.save(state)
+            self.save()
         return source
 
     def _own(self):
@@ -250,14 +250,15 @@ class CheckpointStore:
         return found
 
     # ---- whether the replicas are still equal ------------------------------------------------------
-    def agree(self, state: "TrainState") -> None:
+    def agree(self) -> None:
         """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
+        state = self.state
         if self.opts.shard or self.world.size == 1:  # a shard is like no other
             return
         rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), state.step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.stages]]
         if odd:
-            self._withdraw(state)
+            self._withdraw()
             if self.agreed < 0 and not state.step:
                 raise UserError(
                     f"model {self.opts.model}: the ranks have made different weights\n"
@@ -272,22 +273,22 @@ class CheckpointStore:
         if self.agreed < 0 or not self.opts.cross_check:  # which finds more than equal weights show
             self.agreed = state.step
 
-    def trust(self, state: "TrainState", fact: str) -> None:
+    def trust(self, fact: str) -> None:
         """After a --cross-check: the state is trusted, or if `fact` names a rank, the run ends."""
         if not fact:
-            self.agreed = state.step
+            self.agreed = self.state.step
             return
-        self._withdraw(state)
-        state.verdict = UserError(
+        self._withdraw()
+        self.state.verdict = UserError(
             f"{fact}; going back to step {self.agreed} or before, on which ranks agreed\n"
             "keep the run off that device, then start the same command again",
             code=7,
         )
-        raise state.verdict
+        raise self.state.verdict
 
-    def _withdraw(self, state):
+    def _withdraw(self):
         """Puts aside what was saved since all ranks agreed: it may be a diverged rank's, as this state is."""
-        state.distrust()
+        self.state.distrust()
         self.wait()
         if not self.fence or self.agreed < 0:
             return
@@ -311,16 +312,18 @@ class CheckpointStore:
         """Whether this rank owns the folder and its clock asks for a save (--save-seconds)."""
         return self.fence is not None and 0 < self.opts.save_seconds <= time.monotonic() - self.saved_at
 
-    def due(self, state: "TrainState") -> bool:
+    def due(self) -> bool:
         """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
 
         Stages must save at the same step: `Rescue.consult` tells them that a clock asks for it.
         """
-        at = any(every and state.step % every == 0 for every in (self.opts.save_every, self.opts.keep_every))
+        intervals = (self.opts.save_every, self.opts.keep_every)
+        at = any(every and self.state.step % every == 0 for every in intervals)
         return at or self.layout.parts == 1 and self.overdue
 
-    def save(self, state: "TrainState") -> None:
+    def save(self) -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
+        state = self.state
         state.updates.settle()  # not under the lock: a rescue needs it if a collective hangs
         if not self.writes or self.opts.eval_only or state.verdict or state.facts() == self.saved:
             return
@@ -371,7 +374,7 @@ class CheckpointStore:
         self.wait()
         while self.error:
             self.check()
-            self.save(self.state)
+            self.save()
             self.wait()
         self.pool.shutdown()
 
@@ -412,18 +415,19 @@ class CheckpointStore:
         self.writer.prune({facts["step"], facts["best"]["step"], *newest, *agreed, *for_good})
 
     # ---- a survivor saves -------------------------------------------------------------------------
-    def rescue(self, state: "TrainState", why: str = "") -> str:
+    def rescue(self, why: str = "") -> str:
         """Saves the newest whole step; what this rank has saved, in words, "" if it was saved already.
 
         No collective. Announced before anything that waits: from there on a new life waits for this one.
         """
         try:
-            return self._rescue(state, why)
+            return self._rescue(why)
         finally:
             if self.held:  # this life ends
                 self.held.close()
 
-    def _rescue(self, state, why):
+    def _rescue(self, why):
+        state = self.state
         began = time.monotonic()
         self.writer.check_staging(state.whole)
         name = f"{part_name(self.layout.number)}-{RESCUE}"
@@ -439,23 +443,23 @@ class CheckpointStore:
                 if state.verdict:
                     raise state.verdict
                 self.wait()
-                words = self._write_live(state, why, began)
+                words = self._write_live(why, began)
                 if self.layout.parts > 1 and state.updates.ready:
                     # A rank that holds a part, and dies waiting with a complete gradient, can make its next
                     # step alone. Ranks that had passed the wait have only that one, ranks that had not have
                     # only this one: one of the two is then complete.
                     state.update(state.updates.ready)
-                    words = self._write_live(state, why, began)
+                    words = self._write_live(why, began)
                     state.distrust()  # the main thread must not make this step once more
             finally:
                 state.lock.release()
         return words
 
-    def _write_live(self, state, why, began):
+    def _write_live(self, why, began):
         """Writes the tensors, which are held still; what was saved, in words, "" if it was there."""
-        if is_there(self.root, state.facts()):
+        if is_there(self.root, self.state.facts()):
             return ""
-        tensors, facts = state.snapshot()
+        tensors, facts = self.state.snapshot()
         step = facts["step"]
         if self._write(facts, self.layout.written(tensors)) is None:
             return (

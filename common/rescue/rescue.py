@@ -209,7 +209,7 @@ class Rescue:
         step = self.state.whole
         words = ""
         try:
-            words = self.store.rescue(self.state, reason.name.lower())
+            words = self.store.rescue(reason.name.lower())
         except Exception as failure:
             code = failure.code if isinstance(failure, UserError) else 4
             if code != FENCED or not self.watch.parting:  # else all have met: rank 0 has let go of the run

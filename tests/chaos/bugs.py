@@ -6,7 +6,7 @@ nothing.
 def no_rescue():
     """Survivors leave without saving."""
     from common.checkpoint import CheckpointStore
-    CheckpointStore.rescue = lambda self, state: ""
+    CheckpointStore.rescue = lambda self, why: ""
 
 
 def position_ahead():

@@ -118,7 +118,7 @@ def test_averages_take_the_place_of_the_weights_and_tied_ones_are_there_once(tmp
         at_step(life.state, 1)
         for tensor in life.state.ema.values():
             tensor.fill_(7.0)
-        life.store.save(life.state)
+        life.store.save()
     file = tmp_path / "w.safetensors"
     assert main([str(opts.run_dir), "--export", str(file)]) == 0
     assert "step 1, head.weight is words.weight" in capsys.readouterr().out

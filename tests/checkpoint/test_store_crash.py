@@ -160,7 +160,7 @@ def record(tmp_path, monkeypatch):
                 if step > STEPS[-1]:
                     assert announced_rescue(life.store, life.state)
                 else:
-                    life.store.save(life.state)
+                    life.store.save()
                     life.store.wait()
                     assert not life.store.error, life.store.error
                 recorder.announce(life.state.facts())

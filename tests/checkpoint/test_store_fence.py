@@ -82,7 +82,8 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
                 os.kill(os.getpid(), signal.SIGSTOP)
                 until(go.exists, "the successor has taken over")  # the signal may stop this thread later
         disk.sync_folder = stop
-        life.store.save(at_step(life.state, 9))
+        at_step(life.state, 9)
+        life.store.save()
         life.store.wait()
         try:
             life.store.check()
@@ -226,7 +227,8 @@ def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_sa
             with monkeypatch.context() as patch:
                 calls = intruding(patch, ("open", "pwrite", "fsync", "rename", "mkdir"), "writer", k,
                                   a_successor_comes)
-                life.store.save(at_step(life.state, k))
+                at_step(life.state, k)
+                life.store.save()
                 life.store.wait()
             error, life.store.error = life.store.error, None
         if len(calls) == k:

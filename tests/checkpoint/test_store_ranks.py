@@ -100,7 +100,8 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
     def rescue(world):
         store, state = started(opts, world)
         if not store.fence:
-            store.save(at_step(state, 3))  # not an owner: nothing happens
+            at_step(state, 3)
+            store.save()  # not an owner: nothing happens
         commit, commits = store.writer.commit, []
         store.writer.commit = lambda *args: (commits.append(1), time.sleep(0.5), commit(*args))[2]
         written = announced_rescue(store, at_step(state, 5))
@@ -177,8 +178,9 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
 
     def diverge(world):
         store, state = started(opts, world)
-        store.agree(at_step(state, 1))
-        store.save(state)
+        at_step(state, 1)
+        store.agree()
+        store.save()
         at_step(state, 2)
         if world.rank == 1:
             with torch.no_grad():
@@ -189,11 +191,11 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
                 else:
                     state.net[0].weight.view(torch.int32)[0, 0] += 1 << 20
                     state.net[0].bias.view(torch.int32)[0] -= 1 << 20
-        store.save(state)
+        store.save()
         with pytest.raises(RuntimeError,
                            match="step 2: the weights of the replicas differ .* step 1, where all agreed"):
-            store.agree(state)
-        store.save(state)
+            store.agree()
+        store.save()
         rescued = announced_rescue(store, state)
         world.barrier()  # as in Rescue: the end takes the staging folder away
         return state.verdict is None, rescued, end(store)
@@ -233,10 +235,11 @@ def test_a_checkpoint_that_all_agreed_on_is_never_pruned(tmp_path):
     def train(world):
         store, state = started(opts, world)
         for step in range(1, 7):
-            store.save(at_step(state, step))
+            at_step(state, step)
+            store.save()
             store.wait()
             if step == 2:
-                store.agree(state)
+                store.agree()
         store.close()
 
     fork_ranks(2, train)

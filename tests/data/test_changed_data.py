@@ -47,7 +47,7 @@ def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
         assert life.state.position == 0 and len(said) == 3  # the checkpoint is the same
         life.state.position = 4
-        life.store.save(life.state)
+        life.store.save()
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
         assert life.state.position == 4 and len(said) == 3
 
@@ -55,7 +55,7 @@ def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(
 def test_an_epoch_that_is_complete_stays_complete_whatever_the_data_becomes(tmp_path):
     with a_life(options(tmp_path)) as life:
         at_step(life.state, 2).position = 640
-        life.store.save(life.state)
+        life.store.save()
     said = []
     with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said,
                 samples=700) as life:

@@ -60,7 +60,7 @@ def late_copy(device="cuda:0"):
             net(torch.ones(8, width, device=device)).square().mean().backward()
             state.update(8)
         wanted = {name: p.detach().clone() for name, p in net.named_parameters()}
-        store.save(state)
+        store.save()
         with torch.no_grad(), state.averaged():
             pass
         store.wait()

@@ -172,15 +172,15 @@ def saves_again(world, state, store, rescue):
     """The second save waits for the first, and the others wait for this rank: in mid-training, or at the end
     of an epoch.
     """
-    store.save(state)
+    store.save()
     step(state)
-    store.save(state)
+    store.save()
     world.all_sum(torch.ones(1))
     store.close()
 
 
 def ends(world, state, store, rescue):
-    store.save(state)
+    store.save()
     store.close()  # the others wait at the end of the `with`
 
 
@@ -289,7 +289,7 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
         for _ in range(4 if world.rank == 5 else 3):  # one rank had finished one step more
             step(state)
         world.barrier()
-        store.rescue(state, "death")
+        store.rescue("death")
         world.barrier()
         return writes
 
@@ -308,7 +308,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
             store._write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         else:
             time.sleep(0.1)  # so that the others come first
-        return store.rescue(state, "death")
+        return store.rescue("death")
 
     assert fork_ranks(3, live, may_die=[1, 2])[0] == "step 1 saved by rank 0"
     assert saved(run) == [1]

@@ -132,7 +132,8 @@ def end(store):
 
 def save(life, step):
     """Save the state of `step` and wait until it is on the disk; what went wrong is raised."""
-    life.store.save(at_step(life.state, step))
+    at_step(life.state, step)
+    life.store.save()
     life.store.wait()
     if life.store.error:
         error, life.store.error = life.store.error, None
@@ -142,7 +143,7 @@ def save(life, step):
 def announced_rescue(store, state):
     """What a survivor has saved, in words; "" if nothing, as with a state that must not be saved."""
     try:
-        return store.rescue(state)
+        return store.rescue()
     except UserError as error:
         if isinstance(error, Fenced):
             raise

@@ -69,7 +69,7 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
             wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
             write, changed = store._write, threading.Event()
             store._write = lambda *args: (changed.wait(20), write(*args))[1]
-            store.save(state)
+            store.save()
             split, land = split_of(8, 4), lambda: (changed.set(), store.wait())
             if between == "evaluate":
                 fetch = split.fetch
