@@ -199,7 +199,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
         if error.code != 1 and not here().launched:  # 1: a restart may cure it; our own agent reads the code
             dismiss_agent()
     Outlet(sys.stdout).write()
-    if shared or not here().is_rank:
+    if shared or here().size == 1:
         sys.exit(error.code)
     if first:  # other ranks may still have to read what they waited for in rank 0's store
         time.sleep(RANK_0_SECONDS)

@@ -29,16 +29,14 @@ class Place:
     local_size: int
     address: str  # where rank 0 listens
     port: int
-    is_rank: bool  # RANK is set: there may be other ranks
     agent: str  # run id of torchrun's agent above this process; empty without one
     agent_pid: int  # of the agent, if there is one
     agent_store: bool  # the agent keeps a store at `address`, for all its lives
     restart: int  # lives before this one
     restarts_left: int
     notes: Path | None  # the agent's folder, which ends with it
-    slurm_job: str
     launched: bool  # by launch/torchrun.py
-    gpus: tuple[str, ...]  # CUDA_VISIBLE_DEVICES; empty if it is not set, or hides all
+    gpus: str  # CUDA_VISIBLE_DEVICES; empty if it is not set, or hides all
 
     @property
     def can_meet(self) -> bool:
@@ -61,7 +59,6 @@ def here() -> Place:
     restart = _number("TORCHELASTIC_RESTART_COUNT", 0)
     error_file = Path(environ.get("TORCHELASTIC_ERROR_FILE", ""))
     in_folder = error_file.match(f"attempt_{restart}/*/*")
-    gpus = environ.get("CUDA_VISIBLE_DEVICES", "")
     return Place(
         rank=rank,
         size=size,
@@ -69,16 +66,14 @@ def here() -> Place:
         local_size=local_size,
         address=environ.get("MASTER_ADDR", ""),
         port=_number("MASTER_PORT", NO_NUMBER),
-        is_rank="RANK" in environ,
         agent=environ.get("TORCHELASTIC_RUN_ID", ""),
         agent_pid=_number("LAUNCHER_PID", os.getppid()),  # above its fork server
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         restart=restart,
         restarts_left=_number("TORCHELASTIC_MAX_RESTARTS", restart) - restart,
         notes=error_file.parents[2] if in_folder else None,
-        slurm_job=environ.get("SLURM_JOB_ID", ""),
         launched="LAUNCHER_PID" in environ,
-        gpus=tuple(name.strip() for name in gpus.split(",") if name.strip()),
+        gpus=environ.get("CUDA_VISIBLE_DEVICES", "").strip(),
     )
 
 
@@ -101,7 +96,7 @@ def note_that_it_waits(yes: bool) -> None:
     if place.notes:
         note = place.notes / f"start-{place.rank}"
         with suppress(OSError):
-            note.touch() if yes else note.unlink(missing_ok=True)
+            note.touch() if yes else note.unlink()
 
 
 def die_with_the_parent() -> None:
@@ -133,8 +128,9 @@ def this_process() -> dict[str, Any]:
     host = socket.gethostname()
     process = _named(os.getpid())
     agent = _named(os.getppid()) if place.agent else process
-    if place.slurm_job:
-        job = f"slurm/{place.slurm_job}"
+    slurm_job = os.environ.get("SLURM_JOB_ID")
+    if slurm_job:
+        job = f"slurm/{slurm_job}"
     elif place.agent not in ("", "none"):
         job = place.agent
     else:

@@ -223,7 +223,7 @@ def choose_devices(opts, local_rank, local_size):
     """The devices of this process: one per rank, or the list of a script that drives many."""
     count = torch.cuda.device_count() if opts.device != "cpu" else 0
     if opts.device == "cuda" and not count:
-        visible = ",".join(here().gpus) or "none"
+        visible = here().gpus or "none"
         raise UserError(
             f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {visible})\n"
             "use --device cpu, or make a GPU visible"
