@@ -83,23 +83,16 @@ def build_torchvision(name, data):
 MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}
 
 
-def build_named(name, size, data):
-    """A net of MODELS, or of torchvision."""
-    build = MODELS.get(name, partial(build_torchvision, name))
-    shape = tuple(data.sample_shape)
-    way_out = f"dataset {data.name} has samples of shape {shape}: choose another --model or --dataset"
-    with blamed(f"model {name}", way_out):
-        return build(data, size) if size else build(data)
-
-
 def build_model(opts: Options, data: Data) -> nn.Module:
     """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
-    name, _, size = opts.model.partition(":")
-    with seeded(opts.seed, "init"), blamed(f"model {opts.model}"):
+    name, *size = opts.model.split(":")
+    shape = tuple(data.sample_shape)
+    way_out = f"dataset {data.name} has samples of shape {shape}: choose another --model or --dataset"
+    with seeded(opts.seed, "init"), blamed(f"model {opts.model}", way_out):
         if name.endswith(".py"):
             net = call_user(opts.model, opts, data)
         else:
-            net = build_named(name, size, data)
+            net = MODELS.get(name, partial(build_torchvision, name))(data, *size)
         net = net.cpu()
         check_net(net, opts.model)
     net.train()  # here a net may freeze parts of itself

@@ -181,7 +181,7 @@ def test_with_fp16_a_gradient_loses_its_scale_and_gets_its_count(monkeypatch, wo
 
     monkeypatch.setattr(sys.modules[__name__], "prepare", on_cpus)  # which refuses fp16 there
     wanted, _ = full_batch("padded", 11)
-    before = build_model(options("padded"), None).state_dict()
+    before = build_model(options("padded"), load_data(options("padded"))).state_dict()
     for weights in fork_ranks(world, scaled, "padded"):
         for key, tensor in wanted.items():
             moved = (tensor - before[key]).abs().max()
