@@ -180,14 +180,12 @@ class Elastic(Run):
         if not size:
             return state.buffers.restore()
         self._check_step()
-        samples = len(self.batch.ids)
-        real = float(samples > 0)
+        real = float(bool(self.batch.ids))
         mean = loss * (self.world.size / size * real)
         scale(mean, state).backward()
-        state.buffers.average(self.world, samples / size)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
-        state.count(totals[1], size, self.world.all_sum)
+        state.average(totals, self.batch, self.world)
         self.sum_up(totals)
         state.update(size)
         self.trained = True

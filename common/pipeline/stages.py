@@ -203,13 +203,11 @@ class Pipeline(nn.Module):
         self.run([n or 2 for _, n, _ in flights], ahead, back)
         if tree:
             return tree.finish(batch, state)
-        if world.replicas > 1:
-            if not opts.shard:  # which has summed what it holds
-                for p in trained:
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                    world.sum_over_replicas(p.grad)
-            state.buffers.average(world, sum(n for _, n, _ in flights) / batch.size)
-        state.count(totals[1], batch.size, world.all_sum)
+        if world.replicas > 1 and not opts.shard:  # which has summed what it holds
+            for p in trained:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                world.sum_over_replicas(p.grad)
+        state.average(totals, batch, world)
         return totals
 
     def norm(self, gradients):

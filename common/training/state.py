@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor, nn
 
+from common.data import Batch
 from common.errors import UserError, say
 from common.models import facts_of
 from common.options import Options
@@ -98,6 +99,11 @@ class TrainState:
             yield
             if begun:
                 updates.launched = before, begun, updates.mark()
+
+    def average(self, totals: Tensor, batch: Batch, world: World) -> None:
+        """After the backward, on every rank: the mean of all ranks, of buffers and of what a task counts."""
+        self.buffers.average(world, len(batch.ids) / batch.size)
+        self.count(totals[1], batch.size, world.all_sum)
 
     def count(self, counted: Tensor, size: int, add: Callable[[Tensor], Tensor]) -> None:
         """Ends the mean where a task counts other things than samples; `add` sums over all ranks."""

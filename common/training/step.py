@@ -41,8 +41,7 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
             loss = forward(model, placed(part, world.device, opts), state, totals)
             # DDP divides by the number of ranks: the factor world.size undoes that.
             scale(loss * (world.size / batch.size), state).backward()
-    state.buffers.average(world, len(batch.ids) / batch.size)
-    state.count(totals[1], batch.size, world.all_sum)
+    state.average(totals, batch, world)
     return totals
 
 
