@@ -109,7 +109,7 @@ class Run:
             if self.world.rank == 0:
                 with suppress(UserError):  # this life is the first
                     lives = lives_of(self.opts.run_dir)
-                refuse_without_progress(lives, self.opts, self.data, self.state)
+                refuse_without_progress(lives, self.state)
         if self.world.rank == 0:
             self._introduce(lives)
             self._note_life()

@@ -3,10 +3,8 @@
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from common.data import Data
 from common.errors import UserError
 from common.ledger import Life, named
-from common.options import Options
 from common.place import here, note_that_it_waits
 from common.sampler import ElasticSampler
 
@@ -49,7 +47,7 @@ def note_that_it_trains() -> None:
     note_that_it_waits(False)
 
 
-def refuse_without_progress(lives: list[Life], opts: Options, data: Data, state: "TrainState") -> None:
+def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
     """Exit code 5 if too many lives in a row have begun on this step and ended.
 
     The refusal ends the row: the next start may try as often again. A step that was saved and then withdrawn
@@ -69,7 +67,7 @@ def refuse_without_progress(lives: list[Life], opts: Options, data: Data, state:
         return
     errors = [event["why"] for event in named(chain(*reversed(row)), "error")]
     first = [*errors, "killed, no error was noted"][0]
-    order = ElasticSampler(data.train, opts.global_batch_size, seed=opts.seed)
+    order = ElasticSampler(state.samples, state.opts.global_batch_size, seed=state.opts.seed)
     order.set_epoch(state.epoch, state.position)
     samples = ", ".join(map(str, next(iter(order))[:SAMPLES_NAMED]))
     raise UserError(

@@ -22,8 +22,9 @@ def refused(run, *lives, step=7):
         for name in names:
             ledger.event(name, step=began + 9, rank=0, why="mine")
     try:
-        state = SimpleNamespace(step=step, finished=False, epoch=0, position=0)
-        refuse_without_progress(lives_of(run), Options(run_dir=run), SimpleNamespace(train=range(9)), state)
+        state = SimpleNamespace(opts=Options(run_dir=run), samples=9, step=step, epoch=0, position=0,
+                                finished=False)
+        refuse_without_progress(lives_of(run), state)
     except UserError as error:
         ledger.lines.close()
         return error.code, str(error)
