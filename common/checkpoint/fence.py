@@ -135,13 +135,16 @@ class Held:
 
 
 class Fence:
-    """Claim once, on the one process that writes into this folder; `release` at the clean end."""
+    """`claim` on the one process that writes into this folder, `release` there at the clean end.
+
+    `attend` on the first ranks of other nodes that share the folder.
+    """
 
     def __init__(self, run_dir, life):
         self.path = run_dir / "lock"
         self.root = run_dir / "checkpoints"
         self.staging = self.root / f".life-{life}"
-        self.held = None
+        self.held = None  # the file which says that this process lives
 
     def elect(self):
         """Makes the staging folder; True for the first process of its life (the file server decides)."""
@@ -153,12 +156,11 @@ class Fence:
 
     def attend(self, rank):
         """For the first rank of a node that shares the owner's folder: the next life waits for its end."""
-        held = Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS)
-        atexit.register(held.close)
-        return held
+        self.held = Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS)
+        atexit.register(self.held.close)
 
     def claim(self):
-        """Takes the run, or raises UserError with the owner's name; returns the file that says so."""
+        """Takes the run, or raises UserError with the owner's name."""
         self._wait()
         self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
         self.elect()
@@ -169,14 +171,16 @@ class Fence:
                 "this one has stopped; it had saved nothing yet"
             )
         self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
-        return self.held
 
     def release(self):
         with suppress(OSError):  # or the next life does it
             move_away(self.staging)
+        self.leave()
+
+    def leave(self):
+        """Tells the next life that it need not wait for this process."""
         if self.held:
             self.held.close()
-            self.held = None
 
     def _wait(self):
         """Until the owner has left, has ended or does not move. UserError if it is another job that lives.

@@ -24,7 +24,7 @@ from common.checkpoint.disk import (
     to_json,
     unseal,
 )
-from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Held, Still, rescuing
+from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Still, rescuing
 from common.checkpoint.folder import Writer, checkpoints, choices_at, is_there, part_name, read_manifest
 from common.checkpoint.load import Layout, load_newest
 from common.checkpoint.tensors import Image, not_finite
@@ -53,8 +53,8 @@ class CheckpointStore:
         self.fingerprint = fingerprint
         self.ledger = Ledger(opts.run_dir, life=world.life, rank=world.rank)
         self.root = opts.run_dir / "checkpoints"
-        self.fence: Fence | None = None  # of the owner
-        self.held: Held | None = None  # tells the next life that the first rank of this node lives
+        self.fence = Fence(opts.run_dir, world.life)
+        self.owns = False  # the folder is this rank's
         self.pool = futures.ThreadPoolExecutor(1, "writer")  # starting a thread makes training wait
         self.job: futures.Future | None = None  # the last one of that thread
         self.agreed = -1  # the newest step on which all ranks agreed
@@ -94,7 +94,7 @@ class CheckpointStore:
         state.updates.images = {part: Image(own) for part, own in written.items()}
         source, lacking = self._load()
         self.agree()
-        if lacking and self.fence:  # whoever survives shall have it
+        if lacking and self.owns:  # whoever survives shall have it
             self.save()
         return source
 
@@ -102,11 +102,11 @@ class CheckpointStore:
         """Claims the folder that this rank sees, unless another rank of this life has it."""
         run_dir = self.opts.run_dir
         rank = self.world.rank
-        fence = Fence(run_dir, self.world.life)
+        fence = self.fence
         try:
             make_folder(self.root)
             if rank and not fence.elect():
-                self.held = fence.attend(rank)
+                fence.attend(rank)
                 return
             if rank and self.layout.parts > 1:
                 raise UserError(
@@ -114,7 +114,7 @@ class CheckpointStore:
                     "a net in stages over machines needs one run folder that all of them share"
                 )
             identity = self._identity()
-            self.held = fence.claim()
+            fence.claim()
             self.writer.put(run_dir / "options.json", sealed(identity))
             sync_folder(run_dir)
         except (OSError, UserError) as error:
@@ -124,7 +124,7 @@ class CheckpointStore:
             raise UserError(
                 f"--run-dir {run_dir}: {error}\nchoose a folder that can be written to"
             ) from error
-        self.fence = fence
+        self.owns = True
 
     def _identity(self):
         """What this run is, for RUN/options.json; UserError if that file, or a checkpoint, has other values.
@@ -201,7 +201,7 @@ class CheckpointStore:
                 self.writer.put_aside(folder)
             if found.own:
                 self.saved = self.state.facts()
-                if self.fence:
+                if self.owns:
                     self._prune(found.facts)
             return found.name, not found.own
         if found.names:
@@ -233,16 +233,16 @@ class CheckpointStore:
         If another dataset's order was saved, the epoch begins again.
         """
         state = self.state
-        found = load_newest(self.world, self.layout, root, choices if self.fence else [])
+        found = load_newest(self.world, self.layout, root, choices if self.owns else [])
         if found.facts:
             state.load(found.facts)
             best = state.best["step"]
             kept = dict(found.names) if root == self.root else {}
             if best and best not in kept:  # rank 0 died as it saved it; or another run has it
                 state.forget_best()
-                if self.fence:
+                if self.owns:
                     say(f"this run has no checkpoint of step {best}, the best one: the next counts")
-            if state.position < found.facts["position"] and self.fence:
+            if state.position < found.facts["position"] and self.owns:
                 say(
                     f"step {state.step} was saved at position {found.facts['position']:,} of other "
                     f"data or another order; the epoch begins again with {state.samples:,} samples"
@@ -290,7 +290,7 @@ class CheckpointStore:
         """Puts aside what was saved since all ranks agreed: it may be a diverged rank's, as this state is."""
         self.state.distrust()
         self.wait()
-        if not self.fence or self.agreed < 0:
+        if not self.owns or self.agreed < 0:
             return
         for step, folder in checkpoints(self.root):
             if step > self.agreed:
@@ -305,12 +305,12 @@ class CheckpointStore:
     @property
     def writes(self) -> bool:
         """Whether this rank saves while all live."""
-        return self.layout.writes if self.layout.parts > 1 else self.fence is not None
+        return self.layout.writes if self.layout.parts > 1 else self.owns
 
     @property
     def overdue(self) -> bool:
         """Whether this rank owns the folder and its clock asks for a save (--save-seconds)."""
-        return self.fence is not None and 0 < self.opts.save_seconds <= time.monotonic() - self.saved_at
+        return self.owns and 0 < self.opts.save_seconds <= time.monotonic() - self.saved_at
 
     def due(self) -> bool:
         """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
@@ -359,7 +359,7 @@ class CheckpointStore:
         """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
         state = self.state
         every = self.opts.digest_every
-        if every and self.fence and state.step % every == 0:
+        if every and self.owns and state.step % every == 0:
             sums = {part: fingerprint_of(tensors.values()) for part, tensors in state.tensors().items()}
             self.ledger.event("digest", step=state.step, **sums)
 
@@ -380,7 +380,7 @@ class CheckpointStore:
 
     def release(self) -> None:
         """Gives up the run folder; call it once the run is complete and all ranks have met."""
-        if self.fence:
+        if self.owns:
             self.fence.release()
 
     # ---- on the writer thread ---------------------------------------------------------------------
@@ -423,8 +423,7 @@ class CheckpointStore:
         try:
             return self._rescue(why)
         finally:
-            if self.held:  # this life ends
-                self.held.close()
+            self.fence.leave()  # this life ends
 
     def _rescue(self, why):
         state = self.state

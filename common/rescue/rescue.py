@@ -220,7 +220,7 @@ class Rescue:
         """Whether this rank is the first that tells of this end, of those that see one run folder."""
         if not saved.here:
             time.sleep(SAVER_SECONDS)
-        note = self.state.opts.run_dir / "checkpoints" / f".life-{self.world.life}" / "told"
+        note = self.store.fence.staging / "told"
         try:
             note.touch(exist_ok=False)
         except FileExistsError:

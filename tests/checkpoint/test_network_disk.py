@@ -80,12 +80,12 @@ def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_on
             assert not os.path.exists(opts.run_dir / "checkpoints")
             world.barrier()
             store, state = started(opts, world)
-            if store.fence:
+            if store.owns:
                 at_step(state, 3)
                 store.save()
                 store.wait()
             world.barrier()
-            return bool(store.fence), store.writer.staging.name, end(store)
+            return store.owns, store.writer.staging.name, end(store)
 
         found = fork_ranks(3, begin, node_size=1)
         assert [owns for owns, *_ in found] == [True, False, False] and len(set(found[1:])) == 1
@@ -98,7 +98,7 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
             becomes(world.rank)
             opts = options(fs.mounts[world.rank])
             store, state = started(opts, world)
-            if store.fence:
+            if store.owns:
                 at_step(state, 3)
                 store.save()
             world.barrier()

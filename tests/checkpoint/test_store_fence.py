@@ -204,7 +204,8 @@ def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing
             except Fenced:
                 first.release()
         if len(calls) == k:
-            owns = [mine for mine in (first, second) if mine.held and mine.held.is_ours()]
+            holders = [mine for mine in (first, second) if mine.held and not mine.held.stop.is_set()]
+            owns = [mine for mine in holders if mine.held.is_ours()]
             assert len(owns) == 1, k
             loser = second if owns[0] is first else first
             assert not loser.staging.exists() and owns[0].staging.is_dir(), k
@@ -323,12 +324,14 @@ def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_pa
     waits, real = [], fence.wait_for
     monkeypatch.setattr(fence, "wait_for", lambda path, still, deadline: (waits.append(deadline),
                                                                            real(path, still, deadline)))
-    nodes = [fence.Fence(tmp_path / "run", "a").attend(rank) for rank in range(1, 6)]
+    nodes = [fence.Fence(tmp_path / "run", "a") for _ in range(5)]
+    for rank, node in enumerate(nodes, 1):
+        node.attend(rank)
     new._sweep([staging.name])
     assert len(waits) == 5 and len(set(waits)) == 1 and not staging.exists()
     for node in nodes:
-        assert node.seconds == 10.0
-        node.close()
+        assert node.held.seconds == 10.0
+        node.leave()
 
 
 def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start_and_only_that(tmp_path, monkeypatch):

@@ -125,7 +125,7 @@ MUTANTS = {
                                                "fence", "time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still"),
     "every node claims the folder": ("checkpoint.store", "            if rank and not fence.elect():\n", "            if False:\n",
                                      "ranks", "a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes"),
-    "a node is not heard of": ("checkpoint.store", "                self.held = fence.attend(rank)\n", "",
+    "a node is not heard of": ("checkpoint.store", "                fence.attend(rank)\n", "",
                                "fence", "a_survivor_that_has_not_begun_its_rescue_is_waited_for"),
     "all that stop save": ("checkpoint.fence", "            held = Held(path, progress=progress)\n",
                            "            held = Held(path, path.with_name(uuid.uuid4().hex), progress)\n",

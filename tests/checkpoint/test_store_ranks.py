@@ -45,7 +45,7 @@ def test_the_newest_of_all_nodes_wins_is_sent_to_all_and_kept_by_all(tmp_path):
     def begin(world):
         opts = of_node(tmp_path, world)
         with a_life(opts, world=world) as life:
-            return life.source, is_at(life.state, 9), bool(life.store.fence)
+            return life.source, is_at(life.state, 9), life.store.owns
 
     assert fork_ranks(6, begin, node_size=2) == [("checkpoints/step-00000009", True, leads)
                                                  for leads in (True, False) * 3]
@@ -99,14 +99,14 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
 
     def rescue(world):
         store, state = started(opts, world)
-        if not store.fence:
+        if not store.owns:
             at_step(state, 3)
             store.save()  # not an owner: nothing happens
         commit, commits = store.writer.commit, []
         store.writer.commit = lambda *args: (commits.append(1), time.sleep(0.5), commit(*args))[2]
         written = announced_rescue(store, at_step(state, 5))
         world.barrier()
-        owned = bool(store.fence)
+        owned = store.owns
         store.close()
         return owned, bool(written), len(commits)
 

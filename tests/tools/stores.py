@@ -125,9 +125,9 @@ def end(store):
     """What the death of the process would do to its lock."""
     store.error = None
     store.pool.shutdown()
-    if store.fence:
+    if store.owns:
         store.fence.release()
-        store.fence = None
+        store.owns = False
 
 
 def save(life, step):
