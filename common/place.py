@@ -134,23 +134,22 @@ def this_process() -> dict[str, Any]:
     elif place.agent not in ("", "none"):
         job = place.agent
     else:
-        job = f"{host}/{agent}"
+        job = f"{host}/{agent[0]}/{agent[1]}"
     return {
         "host": host,
         "machine": _this_boot(),
         "pid": os.getpid(),
         "job": job,
-        "started": int(process.partition("/")[2]),
         "process": process,
         "agent": agent,
     }
 
 
 def _named(pid):
-    """A pid and its start, for a pid alone may be reused; one that has ended has no start."""
+    """A pid and its start in ticks since boot: a pid may be used again. One that has ended has no start."""
     found = _state(pid)
     lives = found and found[0] not in DEAD
-    return f"{pid}/{found[1] if lives else None}"
+    return [pid, found[1] if lives else None]  # as JSON gives it back
 
 
 def _state(pid):
@@ -162,11 +161,11 @@ def _state(pid):
         return None
 
 
-def has_ended(holder: Mapping[str, str], name: str) -> bool:
+def has_ended(holder: Mapping[str, Any], name: str) -> bool:
     """Whether the holder's "process", or its "agent", is known to have ended: only on the same machine."""
     if not holder.get("machine") or holder["machine"] != _this_boot():
         return False
-    return _named(holder[name].partition("/")[0]) != holder[name]
+    return _named(holder[name][0]) != holder[name]
 
 
 class Ending(NamedTuple):

@@ -127,7 +127,7 @@ class Clock:
 
     def __init__(self) -> None:
         booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        self.began = round(booted + this_process()["started"] / os.sysconf("SC_CLK_TCK"), 3)
+        self.began = round(booted + this_process()["process"][1] / os.sysconf("SC_CLK_TCK"), 3)
         self.mark = time.monotonic()
         self.ledger: Ledger | None = None  # on rank 0, once the life is in it
         self.entered = 0.0  # the last entry; 0 before the first step

@@ -39,7 +39,7 @@ def rank_0_dies(life):
     mine = life.store.fence.held
     mine.stop.set()
     mine.thread.join()
-    mine.record["process"] = "1073741824/1"
+    mine.record["process"] = [1073741824, 1]
     mine.write()
 
 
