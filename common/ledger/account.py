@@ -39,14 +39,17 @@ def lives_of(*run_dirs: Path | str) -> list[Life]:
     no life of its own, and ends the row of lives before it.
     """
     paths = [Path(run_dir) / "ledger.jsonl" for run_dir in run_dirs]
-    events = [event for path in paths for event in read(path)]
+    events = [
+        event
+        for path in paths
+        for event in read(path)
+        if {"t", *FIELDS.get(event["event"], ())} <= event.keys()
+    ]
     if len(paths) > 1:
         events.sort(key=itemgetter("t"))
     lives: list[Life] = []
     newest = None
     for event in events:
-        if not {"t", *FIELDS.get(event["event"], ())} <= event.keys():
-            continue
         if event["event"] == "life":
             newest = event["life"]
             lives.append([event])
@@ -69,19 +72,19 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
     that it left.
     """
     life = events[0]
-    processes = dict(enumerate(zip(life.get("hosts", ()), life.get("pids", ()), strict=False)))
-    silent = processes.keys() - {event["rank"] for event in named(events, "left")}
+    left = {event["rank"] for event in named(events, "left")}
     causes: dict[int, str] = {}
     for note in named(events, "error", "death"):
-        if note["event"] == "error" or note["rank"] in silent:
+        if note["event"] == "error" or note["rank"] not in left:
             causes.setdefault(note["rank"], note["why"])
-    if over and not named(events, "done"):
-        for rank in sorted(silent):
-            causes.setdefault(rank, "ended without a word (killed, or its machine is gone)")
+    ended = over and not named(events, "done")
     deaths = []
-    for rank in causes.keys() & processes.keys():
-        host, pid = processes[rank]
-        deaths.append({"life": life["life"], "rank": rank, "host": host, "pid": pid, "cause": causes[rank]})
+    for rank, (host, pid) in enumerate(zip(life.get("hosts", ()), life.get("pids", ()), strict=False)):
+        cause = causes.get(rank)
+        if ended and rank not in left:
+            cause = cause or "ended without a word (killed, or its machine is gone)"
+        if cause:
+            deaths.append({"life": life["life"], "rank": rank, "host": host, "pid": pid, "cause": cause})
     return deaths
 
 

@@ -100,6 +100,7 @@ def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_n
             write(tmp_path, *KILLED[:number], damaged, *KILLED[number + 1:])
             deaths = [deaths_of(life, over=True) for life in lives_of(tmp_path)]  # as a start does
             assert deaths and main([str(tmp_path)]) in (0, 2)
+            lives_of(tmp_path, tmp_path / "another node's")
 
 
 def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
