@@ -144,7 +144,7 @@ class Metrics:
         return new
 
     def _is_new(self, row):
-        evaluation = any(name.startswith("val_") for name in row)
+        evaluation = "epoch" not in row
         new = row["step"] > self.last[evaluation]
         if new:
             self.last[evaluation] = row["step"]

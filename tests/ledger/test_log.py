@@ -37,7 +37,8 @@ def test_each_step_is_there_once_after_crashes_that_tear_lines_and_resume_earlie
         file.write('{"step": 6, "lo')  # killed in the middle of a line
     life(opts, 3, 7)  # steps 4 and 5 were never saved
     with path.open("a") as file:
-        file.write('{"step": 7, "loss": 7.0}\n{"step": 2, "loss": 0}\nnot JSON\n[1]\n{"loss": 1}\n')
+        file.write('{"step": 7, "epoch": 1, "loss": 7.0}\n{"step": 2, "epoch": 1, "loss": 0}\n'
+                   'not JSON\n[1]\n{"loss": 1}\n')
     life(opts, 7, 9)
     life(opts, 9, 9)  # a finished run, started again
     path.write_bytes(path.read_bytes()[:-1])  # a whole line without its end
