@@ -69,6 +69,7 @@ SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_dd
 
 def free(default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, fixed=False):
     """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
+    scripts = scripts.split()
     return dataclasses.field(default=default, metadata=locals())
 
 
@@ -209,22 +210,20 @@ class Options:
                 object.__setattr__(self, name, value)
 
     @property
-    def torch_optimizer(self) -> tuple[str, Values]:
-        """(class of torch.optim, its arguments); ("", {}) for a user's function."""
-        if ".py:" in self.optimizer:
-            return "", {}
+    def torch_optimizer(self) -> tuple[type, Values]:
+        """(class of torch.optim, its arguments)."""
         from torch import optim  # not at the top: flags are read without torch
 
-        kinds = {name.lower(): name for name, kind in vars(optim).items() if isinstance(kind, type)}
+        kinds = {name.lower(): kind for name, kind in vars(optim).items() if isinstance(kind, type)}
         if self.optimizer not in kinds:
             raise UserError(
                 f"--optimizer: {self.optimizer!r} is not in torch.optim"
                 f"{did_you_mean(self.optimizer, kinds)}\n"
                 "or write a function: path/to/file.py:function"
             )
-        name = kinds[self.optimizer]
+        kind = kinds[self.optimizer]
         arguments: Values = {"lr": self.lr}
-        if self.weight_decay or "weight_decay" in inspect.signature(getattr(optim, name)).parameters:
+        if self.weight_decay or "weight_decay" in inspect.signature(kind).parameters:
             arguments["weight_decay"] = self.weight_decay
         if self.momentum is not None:
             arguments["momentum"] = self.momentum
@@ -232,7 +231,7 @@ class Options:
         if self.optimizer in OURS and "foreach" not in more:
             more = {"fused": True} | more
         with blamed("--optimizer-args", "use the flag: --lr, --momentum or --weight-decay"):
-            return name, dict(**arguments, **more)  # not twice the same
+            return kind, dict(**arguments, **more)  # not twice the same
 
     def identity(self) -> Values:
         """All fixed flags, as JSON gives them back, of a file the name; the same on every restart."""
@@ -294,7 +293,7 @@ class Parser(argparse.ArgumentParser):
             facts = field.metadata
             if facts["group"]:
                 group = self.add_argument_group(facts["group"])
-            if script in facts["scripts"].split():
+            if script in facts["scripts"]:
                 group.add_argument(flag, dest=field.name, **how_to_read(field))
 
     def read(self, argv):
@@ -313,8 +312,7 @@ class Parser(argparse.ArgumentParser):
             return vars(values)
         flag = unknown[0].partition("=")[0]
         if flag in FLAGS:
-            scripts = FLAGS[flag].metadata["scripts"].split()
-            owners = " and ".join(f"train_{script}.py" for script in scripts)
+            owners = " and ".join(f"train_{script}.py" for script in FLAGS[flag].metadata["scripts"])
             raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
         self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, FLAGS)}")
 
@@ -407,10 +405,12 @@ def _inherited(given, script):
             "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
         )
     source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
-    flags = read_options(source)
-    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"].split()}
-    flags = {name: tuple(value) if isinstance(value, list) else value for name, value in flags.items()}
-    return {name: flags[name] for name in (taken & flags.keys()) - NOT_INHERITED} | given
+    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
+    flags = {}
+    for name, value in read_options(source).items():
+        if name in taken:
+            flags[name] = tuple(value) if isinstance(value, list) else value
+    return flags | given
 
 
 def read_options(run_dir: Path | str) -> Values:

@@ -16,8 +16,8 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     if ".py" in opts.optimizer:
         return checked(call_user(opts.optimizer, net, opts, first=True), opts)
     weights = [p for p in net.parameters() if p.requires_grad]
-    name, arguments = opts.torch_optimizer
-    if any(p.is_complex() or name == "SGD" and hasattr(p, "to_local") for p in weights):
+    kind, arguments = opts.torch_optimizer
+    if any(p.is_complex() or kind is torch.optim.SGD and hasattr(p, "to_local") for p in weights):
         arguments.pop("fused", None)  # torch has none for complex weights, and no SGD for sharded ones
     groups: list[dict] = [{"params": weights}]  # a frozen stage has none
     if opts.no_decay_1d:
@@ -29,7 +29,7 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
         f"--optimizer {opts.optimizer}",
         "change --optimizer-args, or write a function: path/to/file.py:function",
     ):
-        return getattr(torch.optim, name)(groups, **arguments)
+        return kind(groups, **arguments)
 
 
 def checked(optimizer, opts):
