@@ -30,17 +30,15 @@ CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
 def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) -> Pipeline:
     """The pipeline of a net, each stage in its place; call on every rank."""
-    devices = list(world.devices)
-    if world.stages > 1:
-        devices = devices * world.stages
-    elif len(devices) == 1 and opts.stages == 0:
+    stages = max(world.stages, len(world.devices))
+    if stages == 1 and opts.stages == 0:
         raise UserError(
             f"train_mp.py splits a net over two devices or more, here is one: {world.device}\n"
             "for example --devices cuda:0,cuda:1, or torchrun --nproc_per_node=2 train_mp.py\n"
             "on one device use train_ddp.py"
         )
     net = prepare(net, opts, world, data, task, HOST)
-    groups = cut(net, len(devices), opts.balance, world.size == 1)
+    groups = cut(net, stages, opts.balance, world.size == 1)
     example = data.train.fetch(2 * [data.train.first])
     shapes = []
     if world.stages > 1:
@@ -50,7 +48,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
         ):
             x = task.input_of(example)
             shapes = edges(net, groups, x, world.device, autocast(opts, world.device))
-    model = Pipeline(net, groups, shapes, opts, world, devices * len(groups), example)
+    model = Pipeline(net, groups, shapes, opts, world, example)
     if opts.shard:
         shard(model.stages[0], world)
     if opts.virtual_ranks:

@@ -65,7 +65,7 @@ class Pipeline(nn.Module):
     (--stages 1) is called by the task as it likes.
     """
 
-    def __init__(self, net, groups, shapes, opts, world, devices, example):
+    def __init__(self, net, groups, shapes, opts, world, example):
         super().__init__()
         self.net = net
         self.opts = opts
@@ -76,9 +76,10 @@ class Pipeline(nn.Module):
         self.tree = None  # of the sums of --virtual-ranks
         self.parameters_of = [weight(net, sum(group, ())) for group in groups]
         here = [world.stage] if world.stages > 1 else range(self.parts)
-        self.stages = [Stage(net, groups[i], devices[i], opts) for i in here]
+        devices = itertools.cycle(world.devices)
+        self.stages = [Stage(net, groups[i], next(devices), opts) for i in here]
         weights = [p for p in net.parameters() if p.requires_grad]
-        self.lengths = torch.zeros(len(weights), dtype=weights[0].dtype, device=devices[0])
+        self.lengths = torch.zeros(len(weights), dtype=weights[0].dtype, device=world.device)
         for i, group in enumerate(groups):
             for name in sum(group, ()):
                 if i not in here:

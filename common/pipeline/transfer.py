@@ -54,7 +54,6 @@ class Ranks:
         group = self.world.stage_group
         here = self.world.stage
         operations = []
-        receive = None
         if give:
             to, tensor = give
             self._check(tensor, self.shapes[min(here, to)])
@@ -71,12 +70,13 @@ class Ranks:
             operations.append(dist.P2POp(dist.irecv, flat, group=group, group_peer=source))
             note = torch.empty(8 + 8 * len(shape) + len(self.generator.get_state()), dtype=torch.uint8)
             noted = dist.irecv(note, group=group, group_src=source, tag=NOTE_TAG)
-            receive = functools.partial(self._receive, flat.view(samples, *shape), note, noted)
         works = dist.batch_isend_irecv(operations) if operations else []  # NCCL has one for both
         if give:
             self.sent.append(works[0])
         self.drain(KEPT_TICKS * self.world.stages)
-        return receive and functools.partial(receive, works[-1])
+        if not take:
+            return None
+        return functools.partial(self._receive, flat.view(samples, *shape), note, noted, works[-1])
 
     def _receive(self, tensor, note, *works):
         for work in works:
