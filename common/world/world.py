@@ -113,9 +113,9 @@ class World:
             yield
         except UserError as own:
             error = [str(own), own.code]
-        errors = [other for other in gather(self, error) if other]
-        if errors:
-            raise UserError(*errors[0])
+        for other in gather(self, error):
+            if other:
+                raise UserError(*other)
 
 
 # ---- what the ranks of one life tell each other, never as pickles ---------------------------------

@@ -1,5 +1,6 @@
 """A rank's share of a global batch of given tensors, as `batches` would cut it."""
-from common.data import Batch, forward_sizes
+from common.data import Batch
+from common.data.loading import forward_sizes
 from common.sampler import share
 
 
