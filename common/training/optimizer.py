@@ -101,16 +101,6 @@ def make_state(optimizer):
 
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----
-def finish_gradient(state):
-    """Unscales and clips; call it on every rank, for ranks with parts of one net add their norms."""
-    clip = state.opts.clip_grad_norm
-    if state.scaler and (clip or state.stages):
-        unscale(state)
-    if clip:
-        norm_of = state.stages.norm if state.stages else torch.nn.utils.get_total_norm
-        torch.nn.utils.clip_grads_with_norm_(state.names, clip, norm_of(state.gradients))
-
-
 def unscale(state):
     """Undoes fp16's scale; if one rank skips the step, all skip it."""
     none = torch.zeros((), device=next(iter(state.names)).device)

@@ -21,7 +21,7 @@ from common.errors import UserError, say
 from common.models import facts_of
 from common.options import Options
 from common.place import here
-from common.training.optimizer import check_groups, divide, finish_gradient, learning_rate, local, make_state
+from common.training.optimizer import check_groups, divide, learning_rate, local, make_state, unscale
 from common.training.tasks import Task, best_of, find_task
 from common.world import World, fingerprint_of
 
@@ -117,7 +117,12 @@ class TrainState:
 
     def finish_gradient(self, size: int) -> None:
         """Overflow check and clipping: ranks that hold parts of a net need each other up to here."""
-        finish_gradient(self)
+        clip = self.opts.clip_grad_norm
+        if self.scaler and (clip or self.stages):
+            unscale(self)
+        if clip:
+            norm_of = self.stages.norm if self.stages else torch.nn.utils.get_total_norm
+            torch.nn.utils.clip_grads_with_norm_(self.names, clip, norm_of(self.gradients))
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         if self.updates.gpu and (self.stages or not fused):
             # A part of a net is rescued with a whole gradient. Other optimizers count on the CPU, or read the
