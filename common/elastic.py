@@ -29,7 +29,7 @@ from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
-from common.training import autocast, distribute, evaluate, placed, scale, seed, task_of
+from common.training import autocast, distribute, evaluate, placed, seed, task_of
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
@@ -182,7 +182,7 @@ class Elastic(Run):
         self._check_step()
         real = float(bool(self.batch.ids))
         mean = loss * (self.world.size / size * real)
-        scale(mean, state).backward()
+        state.scaler.scale(mean).backward()
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
         state.average(totals, self.batch, self.world)

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import blamed
 from common.pipeline.transfer import Ranks, timetable
-from common.training import autocast, local, placed, scale, seed
+from common.training import autocast, local, placed, seed
 
 
 def module(net, piece):
@@ -181,7 +181,7 @@ class Pipeline(nn.Module):
                 values = task(stage, samples, state) if first else task.answered(y, samples, state)
                 task.add(found, values)
                 y = task.minimised(values, trained if first else [y])
-                y = scale(y * bool(n) / batch.size, state)
+                y = state.scaler.scale(y * bool(n) / batch.size)
             tail = tree.measured(v, n / batch.size, found) if tree else None
             if n:
                 totals.add_(found)

@@ -69,7 +69,7 @@ class TrainState:
         self.forget_best()
         self.record: Facts = {}  # of the last logged step; saved, as rank 0 may die before it logs
         self.evaluated: Facts = {}  # the last evaluation, likewise
-        self.scaler = torch.amp.GradScaler() if opts.amp == "fp16" else None
+        self.scaler = torch.amp.GradScaler(enabled=opts.amp == "fp16")  # else it does nothing
         self.names = {p: name for name, p in net.named_parameters()}
         self.buffers = Buffers(net)
         self.ema = Averages()
@@ -118,7 +118,7 @@ class TrainState:
     def finish_gradient(self, size: int) -> None:
         """Overflow check and clipping: ranks that hold parts of a net need each other up to here."""
         clip = self.opts.clip_grad_norm
-        if self.scaler and (clip or self.stages):
+        if (clip or self.stages) and self.scaler.is_enabled():
             unscale(self)
         if clip:
             norm_of = self.stages.norm if self.stages else torch.nn.utils.get_total_norm
@@ -142,11 +142,8 @@ class TrainState:
             if self.verdict:
                 raise self.verdict
             self.distrust()  # it stays so if the update fails
-            if self.scaler:
-                self.scaler.step(self.optimizer)
-                self.scaler.update()
-            else:
-                self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             if self.ema:
                 weights = [p.detach() for p in self.names]
                 torch._foreach_lerp_(list(self.ema.values()), weights, 1 - self.opts.ema_decay)
@@ -324,8 +321,7 @@ class TrainState:
 
     def facts(self) -> Facts:
         """The counters and records of the newest whole step, ready for JSON."""
-        scaler = self.scaler.state_dict() if self.scaler else None
-        return self.counters() | {"scaler": scaler} | facts_of(self.net)
+        return self.counters() | {"scaler": self.scaler.state_dict() or None} | facts_of(self.net)
 
     def counters(self) -> Facts:
         """Those of the newest step whose update is made: on a GPU `step` may be ahead of it."""
@@ -376,7 +372,7 @@ class TrainState:
         self.record = facts["record"]
         self.evaluated = facts["judged"]
         self.best = facts["best"]
-        if self.scaler and facts["scaler"]:
+        if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
 
 

@@ -40,7 +40,7 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
         with nullcontext() if exchanges else model.no_sync():
             loss = forward(model, placed(part, world.device, opts), state, totals)
             # DDP divides by the number of ranks: the factor world.size undoes that.
-            scale(loss * (world.size / batch.size), state).backward()
+            state.scaler.scale(loss * (world.size / batch.size)).backward()
     state.average(totals, batch, world)
     return totals
 
@@ -68,7 +68,7 @@ def slice_loss(tree, v, piece, size, state):
     totals = state.task.zeros(device, tree.kind)
     part = placed(part, device, state.opts, own=True)
     loss = forward(tree.net, part, state, totals)
-    return tree.measured(v, n / size, totals), scale(loss / size, state)
+    return tree.measured(v, n / size, totals), state.scaler.scale(loss / size)
 
 
 def cross_check(model: nn.Module | Tree, split: object, state: TrainState, world: World) -> str | None:
@@ -113,10 +113,6 @@ def slice_bits(tree, v, split, state):
                 gradients[i] = gradient
     tree.move_buffers()
     return fingerprint_of(gradients)
-
-
-def scale(loss: Tensor, state: TrainState) -> Tensor:
-    return state.scaler.scale(loss) if state.scaler else loss
 
 
 def seed(*key: SupportsIndex | str) -> None:
