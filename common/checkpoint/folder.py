@@ -157,24 +157,15 @@ def read_facts(step, folder):
     return manifest, facts
 
 
-def verify(step, folder):
-    """(manifest, facts), after reading and comparing each byte.
-
-    Damaged: proven wrong. OSError: could not be read, even some seconds later; its content is unknown.
-    """
-    manifest, facts = read_facts(step, folder)
-    for path, table in manifest["files"].items():
-        tensors.read_file(folder / path, table, count=tensors.threads())
-    return manifest, facts
-
-
 def describe(step: int, folder: Path) -> tuple[bool, str]:
-    """(whether it is whole, a line about it that ends with its digest or the damage)."""
+    """(whether it is whole, a line about it that ends with its digest or the damage); reads each byte."""
     try:
-        manifest, _ = verify(step, folder)
+        manifest, _ = read_facts(step, folder)
+        for path, table in manifest["files"].items():
+            tensors.read_file(folder / path, table, count=tensors.threads())
     except Damaged as reason:
         return False, f"{folder.name}  damaged: {reason}"
-    except OSError as error:
+    except OSError as error:  # even some seconds later: its content is unknown
         return False, f"{folder.name}  could not be read: {error}"
     size = sum(tensors.lay_out(table)[2] for table in manifest["files"].values())
     return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(manifest['files'])}"
@@ -387,11 +378,8 @@ class Writer:
         with suppress(OSError):
             os.rename(folder, aside)
 
-    def prune(self, kept):
-        """Deletes all but the checkpoints of these steps; of each step the latest facts stay."""
-        choices = checkpoints(self.root)
-        latest = dict(reversed(choices))
-        extra = [folder for step, folder in choices if step not in kept or latest[step] != folder]
+    def prune(self, extra):
+        """Deletes these checkpoints, and with them what was put aside."""
         if extra:
             extra += self.root.glob(f"{ASIDE}*")
         for folder in extra:

@@ -408,11 +408,14 @@ class CheckpointStore:
     def _prune(self, facts):
         """Deletes all but the newest `keep`, --keep-every, the best, the newest on which all ranks agreed."""
         every = self.opts.keep_every
-        steps = list(dict.fromkeys(step for step, _ in checkpoints(self.root)))
+        choices = checkpoints(self.root)
+        latest = dict(reversed(choices))  # of each step the latest facts
+        steps = sorted(latest, reverse=True)
         agreed = [step for step in steps if step <= self.agreed][:1]
         for_good = [step for step in steps if every and step % every == 0]
         newest = steps[: self.opts.keep]
-        self.writer.prune({facts["step"], facts["best"]["step"], *newest, *agreed, *for_good})
+        kept = {facts["step"], facts["best"]["step"], *newest, *agreed, *for_good}
+        self.writer.prune([folder for step, folder in choices if step not in kept or latest[step] != folder])
 
     # ---- a survivor saves -------------------------------------------------------------------------
     def rescue(self, why: str = "") -> str:

@@ -87,7 +87,7 @@ def spread(act, count, items):
     return list(map(act, items))
 
 
-def write_file(path, tensors, rows=None, moved=lambda: None):
+def write_file(path, tensors, rows, moved=lambda: None):
     """Writes and syncs a new file, out of the tensors' own memory; returns its table.
 
     `rows` has {name: (first row, rows of the whole)} of tensors of which only some rows are here.
@@ -106,7 +106,7 @@ def write_file(path, tensors, rows=None, moved=lambda: None):
             if at // SYNC_BYTES != (at + CHUNK_BYTES) // SYNC_BYTES:  # a slow disk's cache would fill memory
                 os.fdatasync(fd)
             moved()
-        first, _ = (rows or {}).get(name, (0, 0))
+        first, _ = rows.get(name, (0, 0))
         return [*kinds[name], first, digest.hexdigest()]
 
     with new_file(path) as fd:

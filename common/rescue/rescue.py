@@ -133,7 +133,7 @@ class Rescue:
         save, stop = (self.world.rank == 0 and self._control(name).exists() for name in CONTROLS)
         asks = torch.tensor([save or self.store.overdue, stop, bool(self.watch.asked)]).int()
         save, stop, signalled = self.world.all_sum(asks).tolist()
-        self.all_know = self.all_know or bool(signalled)
+        self.all_know = bool(signalled)
         if save:
             self.save_asked = True
             self._forget("save")

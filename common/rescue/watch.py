@@ -7,7 +7,6 @@ save and leave with code 1 (rescue.py).
 """
 
 import faulthandler
-import functools
 import math
 import os
 import selectors
@@ -61,7 +60,7 @@ class Watch:
         self.death = Death()
         self.parting = False  # no step is left: this rank waits for the others, or has met them
         self.leaving = False  # the main thread ends this life
-        self.stopped = threading.Event()
+        self.stopped = False
         self.deadline = math.inf  # then this thread ends the life
         self.told = 0.0  # when this rank last told that it moves
         self.places = {}  # of ranks that stand still, once the run hangs
@@ -92,13 +91,13 @@ class Watch:
                 self.handlers[number] = signal.signal(number, lambda *_: None)
         self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         # A forked process (for loading, say) inherits the pipe; a signal to it alone must not stop this rank.
-        os.register_at_fork(after_in_child=functools.partial(signal.set_wakeup_fd, -1))
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
         self.thread = threading.Thread(target=self._run, daemon=True, name="watch")
         self.thread.start()
 
     def stop(self):
         """From now on nothing here ends this process; call it in the main thread."""
-        self.stopped.set()
+        self.stopped = True
         signal.set_wakeup_fd(self.wakeup)
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
@@ -110,7 +109,7 @@ class Watch:
             os.close(end)
 
     def _run(self):
-        while not self.stopped.is_set():
+        while not self.stopped:
             # C code that holds Python's lock stops this thread, too, but not faulthandler's
             faulthandler.dump_traceback_later(max(2 * self.limit, LOCKED_SECONDS), exit=True, file=2)
             began = time.monotonic()
@@ -130,7 +129,7 @@ class Watch:
             if now >= self.deadline:
                 break
         faulthandler.cancel_dump_traceback_later()
-        if not self.stopped.is_set():
+        if not self.stopped:
             self.end(self._report() if self.places else "")
 
     # ---- signals ----------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from torch import nn
 
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import verify
+from common.checkpoint.folder import read_facts
 
 
 class Odd(nn.Module):
@@ -207,7 +207,7 @@ def test_the_list_and_the_digest_tell_what_is_there(tmp_path, capsys):
     run = str(root.parent)
     assert [main([str(opts.run_dir), "--digest"]) for opts in runs] == [0, 0]
     digests = {line.split()[-1] for line in capsys.readouterr().out.splitlines()}
-    assert digests == {verify(2, root / "step-00000002")[0]["digest"]}
+    assert digests == {read_facts(2, root / "step-00000002")[0]["digest"]}
     os.truncate(root / "step-00000002/optimizer.safetensors", 8)
     assert main([run]) == 0 and "damaged: optimizer.safetensors is 8 bytes" in capsys.readouterr().out
     assert main([run, "--digest"]) == 0 and capsys.readouterr().out.startswith("step-00000001")

@@ -13,8 +13,7 @@ import shutil
 import pytest
 from stores import a_life, announced_rescue, at_step, images_are_at, images_for, load_into, options, save
 
-from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import checkpoints, verify
+from common.checkpoint.folder import checkpoints, describe
 from common.ledger import Audit, Ledger
 from common.ledger.log import Metrics
 
@@ -207,10 +206,9 @@ def record_evaluation(root, tree, ordered, allowed, whole, images):
     if ordered:  # as a journal keeps it: nothing that is named is damaged
         good = 0
         for number, folder in checkpoints(root):
-            try:
-                good += bool(verify(number, folder))
-            except Damaged as reason:
-                pytest.fail(f"{folder.name} has its name and is damaged: {reason}")
+            is_whole, line = describe(number, folder)
+            assert is_whole, line
+            good += 1
         assert good >= whole
 
 

@@ -29,7 +29,7 @@ from stores import (
 
 from common.checkpoint import disk, tensors
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import checkpoints, describe, verify
+from common.checkpoint.folder import checkpoints, describe, read_facts
 from common.checkpoint.store import MOST_FAILURES
 from common.errors import UserError
 
@@ -198,7 +198,7 @@ def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_l
             save(life, 1)
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.1", "step-00000001"]
         assert {path: path.read_bytes() for path in before} == before
-        assert verify(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5
+        assert read_facts(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5
         assert not announced_rescue(life.store, life.state)
         life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.7})
         save(life, 1)

@@ -55,7 +55,7 @@ MUTANTS = {
         "                self._describe(aside, files, facts)\n                return aside\n", *CRASH),
     "old ones deleted before the new one is written": (
         "checkpoint.folder", "        for attempt in (1, 2):\n",
-        "        self.prune({step for step, _ in checkpoints(self.root)[:1]})\n        for attempt in (1, 2):\n", *CRASH),
+        "        self.prune([folder for _, folder in checkpoints(self.root)[1:]])\n        for attempt in (1, 2):\n", *CRASH),
     "the name of a damaged one is used again": ("checkpoint.folder", "name.removeprefix(ASIDE)", "name", *NAMES),
     "earlier facts follow later ones": ("checkpoint.folder", "[1]) >= _how_far(facts)", "[1]) == _how_far(facts)", *NAMES),
     "a failed fsync is tried again": (
