@@ -147,18 +147,18 @@ def this_process() -> dict[str, Any]:
 
 def _named(pid):
     """A pid and its start in ticks since boot: a pid may be used again. One that has ended has no start."""
-    found = _state(pid)
-    lives = found and found[0] not in DEAD
-    return [pid, found[1] if lives else None]  # as JSON gives it back
+    return [pid, _state(pid)[0]]  # as JSON gives it back
 
 
 def _state(pid):
-    """(state, start in ticks since boot, exit status) of a process, or None."""
+    """(start of a process that lives, in ticks since boot; exit status of a zombie), each else None."""
     try:
-        fields = Path(f"/proc/{int(pid)}/stat").read_bytes().rsplit(b")", 1)[1].split()
-        return fields[0], int(fields[19]), int(fields[49])
+        state, *fields = Path(f"/proc/{int(pid)}/stat").read_bytes().rsplit(b")", 1)[1].split()
     except (OSError, ValueError):
-        return None
+        return None, None
+    if state in DEAD:
+        return None, int(fields[48])
+    return int(fields[18]), None
 
 
 def has_ended(holder: Mapping[str, Any], name: str) -> bool:
@@ -180,15 +180,15 @@ def end_of(pid: int) -> Ending | None:
 
     A fork server reaps its processes at once; then launch/agent.py leaves a file with these words.
     """
-    found = _state(pid)
-    if found is None:
+    started, status = _state(pid)
+    if started is not None:
+        return None
+    if status is None:
         notes = here().notes
         if notes and (notes / f"death-{pid}").exists():
             return Ending((notes / f"death-{pid}").read_text(), killed=True)
         return Ending()
-    if found[0] not in DEAD:
-        return None
-    code = os.waitstatus_to_exitcode(found[2])
+    code = os.waitstatus_to_exitcode(status)
     return Ending(in_words(code), killed=code < 0)
 
 
