@@ -246,8 +246,12 @@ class Options:
 
     def compare(self, old: Values) -> list[tuple]:
         """[(field, old, new)] where these options contradict the `old` ones, those of an earlier start."""
-        both = [(name, plain(old.get(name)), new) for name, new in self.identity().items()]
-        return [(name, was, new) for name, was, new in both if was != new]
+        differences = []
+        for name, new in self.identity().items():
+            was = plain(old.get(name))
+            if was != new:
+                differences.append((name, was, new))
+        return differences
 
     def to_json(self) -> Values:
         """Every field, as json.dumps can write it."""

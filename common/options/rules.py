@@ -9,7 +9,7 @@ from pathlib import Path
 
 from common.errors import UserError, blamed, did_you_mean
 
-FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")
+FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")  # also of path/to/file.py:function
 DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, or with a few others, looks at
     "digits": (),
     "mnist": ("data_dir", "download"),
@@ -21,7 +21,6 @@ DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, o
     "text": ("data_dir",),
     "tokens": ("data_dir", "vocab_size"),
 }
-OWN_DATASET = FOLDERS  # of path/to/file.py:function
 NAMES: dict[str, tuple[str, ...]] = {  # flags that also take path/to/file.py:function
     "model": ("net", "mlp", "lstm", "gpt"),
     "dataset": tuple(DATASETS),
@@ -63,7 +62,7 @@ def flag_of(name):
 
 def uses(dataset):
     """The flags of DATASETS that can take effect with this dataset."""
-    return OWN_DATASET if ".py:" in dataset else DATASETS.get(kind_of(dataset), ())
+    return FOLDERS if ".py:" in dataset else DATASETS.get(kind_of(dataset), ())
 
 
 def kind_of(name):
