@@ -206,8 +206,8 @@ def tokens(opts):
 def windows(train, test, opts, vocab, seed=None):
     """text:LENGTH and tokens:LENGTH: samples of so many tokens."""
     length = int(opts.dataset.partition(":")[2] or 128)
-    samples = Windows(train, length, -(-len(train) // length), vocab, seed)
-    return Data(samples, Windows(test, length, max(0, len(test) - 1) // length, vocab), vocab, vocab)
+    samples = Windows(train, length, -(-len(train) // length), seed)
+    return Data(samples, Windows(test, length, max(0, len(test) - 1) // length), vocab, vocab)
 
 
 # ---- a user's own ----

@@ -78,7 +78,8 @@ def split_of(samples, source, opts):
             y = whole_targets(y, len(x), source.known_classes, f"dataset {opts.dataset}")
         split = TensorSplit(x, y, source, opts.seed)
     elif not isinstance(samples, Windows):
-        split = DatasetSplit(samples, source, opts)
+        split = DatasetSplit(samples, opts)
+    split.classes = source.known_classes
     split.look(f"dataset {opts.dataset}")
     return split
 

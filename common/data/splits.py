@@ -58,6 +58,7 @@ class Split:
 
     first = 0  # a sample that can be read
     tokens = 1  # of a sample
+    classes = None  # that its targets are below, if the dataset tells
     note = None  # note("bad_sample", ...) writes to the ledger
 
     def look(self, name):
@@ -82,7 +83,6 @@ class TensorSplit(Split):
     def __init__(self, x, y, source, seed):
         self.x = x.contiguous()
         self.y = y.contiguous()
-        self.classes = source.known_classes
         self.seed = seed
         self.augment = source.augment
         mean = torch.tensor(source.mean)[..., None, None]
@@ -114,11 +114,10 @@ class DatasetSplit(Split):
     by itself. With --bad-samples skip a batch lacks the samples that cannot be read; without any it is None.
     """
 
-    def __init__(self, dataset, source, opts):
+    def __init__(self, dataset, opts):
         self.dataset = dataset
         self.name = f"dataset {opts.dataset}"
         self.seed = opts.seed
-        self.classes = source.known_classes
         self.classify = opts.task == "classify"
         self.skip = opts.bad_samples == "skip"
         self.collate = inherited(dataset, "collate") or default_collate
@@ -188,11 +187,10 @@ class Windows(Split):
     nanoGPT's windows at random places. A test does not join end and beginning: fewer than L tokens are left.
     """
 
-    def __init__(self, numbers, length, count, vocab, seed=None):
+    def __init__(self, numbers, length, count, seed=None):
         self.numbers = numbers
         self.length = length
         self.count = count
-        self.classes = vocab
         self.seed = seed
 
     def __len__(self):

@@ -29,7 +29,7 @@ class Noisy(Dataset):
 
 
 def noisy(n):
-    return DatasetSplit(Noisy(n), Data(None, None, 3), options("noisy"))
+    return DatasetSplit(Noisy(n), options("noisy"))
 
 
 def pictures(n, augment=crop_flip):

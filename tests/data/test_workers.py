@@ -12,7 +12,7 @@ from ranks import fork_ranks
 from test_data import Noisy, options
 from test_rescue import a_run
 
-from common.data import Data, batches
+from common.data import batches
 from common.data.loading import shelter
 from common.data.splits import DatasetSplit
 from common.errors import UserError
@@ -31,7 +31,7 @@ class Trouble(Noisy):
 
 
 def trouble(what):
-    return DatasetSplit(Trouble(12, what), Data(None, None, 3), options("trouble"))
+    return DatasetSplit(Trouble(12, what), options("trouble"))
 
 
 def drain(split, **changed):
