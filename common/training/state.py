@@ -65,8 +65,8 @@ class TrainState:
         self.epoch = 0
         self.position = 0  # samples of this epoch trained on so far
         self.samples = samples
-        self.best: Facts = {}
-        self.forget_best()
+        self.best: Facts = {"step": 0}
+        best_of(opts, self.task)  # a wrong --best is told before the first step
         self.record: Facts = {}  # of the last logged step; saved, as rank 0 may die before it logs
         self.evaluated: Facts = {}  # the last evaluation, likewise
         self.scaler = torch.amp.GradScaler(enabled=opts.amp == "fp16")  # else it does nothing
@@ -201,7 +201,7 @@ class TrainState:
 
     def forget_best(self) -> None:
         """No checkpoint has the best evaluation: until there is one, this step counts as the best."""
-        self.best = {best_of(self.opts, self.task)[0]: None, "loss": 0.0, "step": self.step}
+        self.best = {"step": self.step}
 
     def end_epoch(self) -> None:
         """Counts the epoch, unless --max-steps has ended it before its last sample."""
