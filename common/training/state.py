@@ -154,8 +154,7 @@ class TrainState:
             self.updates.ready = 0
             self.stepped = time.time()
             self.verdict = None
-        for p in self.names:  # not zero_grad: the optimizer need not have all weights
-            p.grad = None
+        self.net.zero_grad()  # not the optimizer's, which need not have all weights
 
     def note(self, totals: Tensor) -> Facts:
         """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
