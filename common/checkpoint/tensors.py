@@ -226,9 +226,8 @@ class Image:
 def not_finite(tensors, names):
     """The first of `names` that holds a NaN or an infinity, or None."""
     for name in names:
-        tensor = tensors.get(name)
-        if tensor is not None and tensor.is_floating_point():
-            tensor = tensor.detach()
+        if name in tensors:
+            tensor = tensors[name].detach()
             if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum alone may overflow
                 return name
     return None
