@@ -140,19 +140,17 @@ def load_newest(world, layout, root, own):
         mark = sha(to_json(checkpoint)) if checkpoint else ""
         marks, damages = zip(*gather(world, [mark, damage]), strict=True)
         source = _first(marks)
-        is_here = mark != "" and mark == marks[source]
-        loaded = len(set(marks)) == 1 and source >= 0
+        loaded = False
         if source >= 0:
             files, facts = gather(world, checkpoint if world.rank == source else None)[source]
-            if not loaded:
-                loaded = _relay(world, source, layout, folder, files)
+            loaded = len(set(marks)) == 1 or _relay(world, source, layout, folder, files)
         if damage and world.rank == _first(damages):
             way = "received from another rank" if loaded else "trying the one before"
             say(f"checkpoints/{folder.name}: {damage}; {way}")
         if (step, k) in offered and (damage or not loaded):
             skipped.append(folder)
         if loaded:
-            return Found(facts, f"checkpoints/{folder.name}", is_here, skipped, names)
+            return Found(facts, f"checkpoints/{folder.name}", mark == marks[source], skipped, names)
     return Found({}, "", False, skipped, names)
 
 

@@ -334,7 +334,7 @@ class CheckpointStore:
             facts = state.facts()
         self.saved_at = time.monotonic()
         self.saved = facts
-        self.job = self.pool.submit(self._write_copy, facts, self.saved_at)
+        self.job = self.pool.submit(self._write_copy, facts)
 
     def check(self) -> None:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
@@ -384,14 +384,15 @@ class CheckpointStore:
             self.fence.release()
 
     # ---- on the writer thread ---------------------------------------------------------------------
-    def _write_copy(self, facts, began):
+    def _write_copy(self, facts):
         try:
             images = self.state.updates.images
             for image in images.values():
                 image.wait()
             if self._write(facts, {part: image.views for part, image in images.items()}):
                 self._prune(facts)
-                self.ledger.event("save", step=facts["step"], save_s=round(time.monotonic() - began, 3))
+                seconds = round(time.monotonic() - self.saved_at, 3)
+                self.ledger.event("save", step=facts["step"], save_s=seconds)
             self.failures = 0
         except Exception as error:
             self.saved = None  # so that the next interval tries again
