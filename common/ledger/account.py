@@ -32,13 +32,13 @@ RECENT = 10  # entries of the clock that the rate is taken from
 Life = list[Record]  # its events in order; the first is named "life"
 
 
-def lives_of(*run_dirs: Path | str) -> list[Life]:
+def lives_of(*run_dirs: Path) -> list[Life]:
     """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time.
 
     What a process writes after the next life has begun is left out, but for the refusal of a start: that is
     no life of its own, and ends the row of lives before it.
     """
-    paths = [Path(run_dir) / "ledger.jsonl" for run_dir in run_dirs]
+    paths = [run_dir / "ledger.jsonl" for run_dir in run_dirs]
     events = [
         event
         for path in paths
@@ -89,7 +89,7 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
 
 
 # ---- seconds --------------------------------------------------------------------------------------
-def summarize(*run_dirs: Path | str) -> Record:
+def summarize(*run_dirs: Path) -> Record:
     """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
@@ -168,7 +168,7 @@ def now(lives):
 
 
 # ---- samples --------------------------------------------------------------------------------------
-def audit(*run_dirs: Path | str) -> Record:
+def audit(*run_dirs: Path) -> Record:
     """Return missed and repeated samples, lost and redone steps, of the lives that lead to the last step.
 
     Lost: a rank had done the step, but the next life resumed before it. Redone: each time a step was made
@@ -180,7 +180,7 @@ def audit(*run_dirs: Path | str) -> Record:
     from common.sampler import permute  # imports torch: other reports do without it
 
     lives = lives_of(*run_dirs)
-    ids, whole, reached, counts = _follow(lives, [Path(run_dir) / "audit" for run_dir in run_dirs])
+    ids, whole, reached, counts = _follow(lives, [run_dir / "audit" for run_dir in run_dirs])
     if not reached or not ids:
         raise UserError(f"{run_dirs[0]} holds no audit of a finished step\ntrain with --audit")
     for step, epoch, positions, samples in planned([life for life, *_ in lives], reached):

@@ -90,8 +90,8 @@ class Ledger:
     `writer` is in each event, unless the event itself says otherwise: the life and the rank that tell it.
     """
 
-    def __init__(self, run_dir: Path | str, **writer: object) -> None:
-        self.lines = Lines(Path(run_dir) / "ledger.jsonl")
+    def __init__(self, run_dir: Path, **writer: object) -> None:
+        self.lines = Lines(run_dir / "ledger.jsonl")
         self.writer = writer
 
     def event(self, name: str, /, **fields: object) -> None:
@@ -104,9 +104,9 @@ class Audit:
     When one rank has finished a step, all ranks had begun it: the samples of dead ranks are on disk too.
     """
 
-    def __init__(self, run_dir: Path | str, life: str, rank: int, on: bool = True) -> None:
+    def __init__(self, run_dir: Path, life: str, rank: int, on: bool = True) -> None:
         self.on = on
-        self.lines = Lines(Path(run_dir) / "audit" / f"life-{life}-rank{rank}.jsonl")
+        self.lines = Lines(run_dir / "audit" / f"life-{life}-rank{rank}.jsonl")
 
     def begin(self, step: int, ids: list[int]) -> None:
         if self.on:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 
 from common.errors import Outlet
 from common.ledger.ledger import Lines, Record, read, warn
@@ -121,7 +120,7 @@ class Metrics:
     """RUN/metrics.jsonl, cleaned for a life that resumed at `step`: no later, no torn line, no step twice."""
 
     def __init__(self, run_dir, step):
-        self.lines = Lines(Path(run_dir) / "metrics.jsonl")
+        self.lines = Lines(run_dir / "metrics.jsonl")
         self.last = {False: -1, True: -1}  # the newest step of a training row, and of an evaluation's
         self.on = True
         path = self.lines.path
@@ -155,7 +154,7 @@ class Curves:
     """RUN/tb for TensorBoard."""
 
     def __init__(self, opts, step):
-        self.folder = Path(opts.run_dir) / "tb"
+        self.folder = opts.run_dir / "tb"
         self.step = step
         self.on = opts.tensorboard
         self.life = ""  # how it began, told with its first point

@@ -155,7 +155,8 @@ def test_events_are_private_lines_a_torn_one_joins_no_other_and_a_planted_link_i
 
 
 def test_lines_of_many_writers_do_not_mix(tmp_path):
-    program = ("import sys; from common.ledger import Ledger; book = Ledger(sys.argv[1])\n"
+    program = ("import sys; from pathlib import Path; from common.ledger import Ledger\n"
+               "book = Ledger(Path(sys.argv[1]))\n"
                "for k in range(200): book.event('save', step=k, ids=list(range(500)))")
     writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=HOUSE) for _ in range(4)]
     assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0, 0]

@@ -267,7 +267,7 @@ def wait_for(run, step, life=0, job=None):
 def audit(run):
     """{"missed", "repeated", "lost", "redone"} as `python -m common.ledger RUN --audit` prints them."""
     from common.ledger import audit as count
-    return count(run)
+    return count(Path(run))
 
 
 def rows(run):
