@@ -78,7 +78,7 @@ def pieces(net):
     return joined
 
 
-def cut(net, stages, by, rounds=False):
+def cut(net, stages, by, rounds):
     """The pieces of each stage, in a row: by weight, or by the counts in `by`.
 
     With `rounds` counts may go over the devices again: 1,1,1,1 alternates between two.

@@ -163,7 +163,7 @@ def join(opts: Options) -> World:
     """The world that torchrun or a person describes in the environment; call once, on every rank."""
     prepare_process()
     place = here()
-    devices = choose_devices(opts, place.local_rank, place.local_size)
+    devices = choose_devices(opts, place)
     pin(opts)
     if devices[0].type == "cuda":
         torch.cuda.set_device(devices[0])
@@ -219,29 +219,28 @@ def keep_memory():
             libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions accept
 
 
-def choose_devices(opts, local_rank, local_size):
+def choose_devices(opts, place):
     """The devices of this process: one per rank, or the list of a script that drives many."""
     count = torch.cuda.device_count() if opts.device != "cpu" else 0
     if opts.device == "cuda" and not count:
-        visible = here().gpus or "none"
         raise UserError(
-            f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {visible})\n"
+            f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             "use --device cpu, or make a GPU visible"
         )
     if opts.devices:
         return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
     if not count:
         return (torch.device("cpu"),)
-    if opts.script != "ddp" and here().size == 1:
+    if opts.script != "ddp" and place.size == 1:
         return tuple(torch.device("cuda", i) for i in range(count))
-    if count == 1 and here().gpus:  # each process sees its own: --gpus-per-task
+    if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
         return (torch.device("cuda", 0),)
-    if local_size > count:
+    if place.local_size > count:
         raise UserError(
-            f"{local_size} processes on this machine but {count} GPUs are visible\n"
+            f"{place.local_size} processes on this machine but {count} GPUs are visible\n"
             f"start at most {count} (--nproc_per_node={count}), or use --device cpu"
         )
-    return (torch.device("cuda", local_rank),)
+    return (torch.device("cuda", place.local_rank),)
 
 
 def _init_process_group(store, place, device):

@@ -2,6 +2,7 @@ import gc
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -12,6 +13,7 @@ from ranks import fork_ranks
 from refusals import refusal
 
 from common.options import Options
+from common.place import here
 from common.world import gather, join
 from common.world import rendezvous as meeting
 from common.world import world as worlds
@@ -64,20 +66,24 @@ def test_every_life_has_a_store_of_its_own_although_torchrun_shares_one(size):
     assert all(ports == found[0] for ports in found) and len(set(found[0])) == 3
 
 
+def devices_of(opts, local_rank, local_size):
+    return choose_devices(opts, replace(here(), local_rank=local_rank, local_size=local_size))
+
+
 def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
     with refusal("--device cuda"):
-        choose_devices(Options(device="cuda"), 0, 1)
+        devices_of(Options(device="cuda"), 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_devices(Options(), 1, 2) == (torch.device("cuda", 1),)
-    assert len(choose_devices(Options(script="mp"), 0, 1)) == 2
+    assert devices_of(Options(), 1, 2) == (torch.device("cuda", 1),)
+    assert len(devices_of(Options(script="mp"), 0, 1)) == 2
     monkeypatch.setenv("WORLD_SIZE", "2")  # a process on each of two machines: each drives one GPU
-    assert choose_devices(Options(script="mp"), 0, 1) == (torch.device("cuda", 0),)
+    assert devices_of(Options(script="mp"), 0, 1) == (torch.device("cuda", 0),)
     for rank in range(3):
         with refusal("3 processes on this machine but 2 GPUs"):
-            choose_devices(Options(), rank, 3)
+            devices_of(Options(), rank, 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # each process sees a GPU of its own
-    assert choose_devices(Options(), 1, 2) == (torch.device("cuda", 0),)
+    assert devices_of(Options(), 1, 2) == (torch.device("cuda", 0),)
 
 
 def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(jobs, tmp_path):
