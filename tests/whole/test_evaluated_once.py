@@ -44,7 +44,7 @@ def struck(world, script, opts, step, where, how):
         house.Log = Mortal
     else:
         script.evaluate = evaluate_or_die
-    life(world, script, opts)
+    return life(world, script, opts)
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
