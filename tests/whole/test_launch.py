@@ -130,16 +130,12 @@ def test_a_wrong_flag_of_torchruns_own_and_a_script_that_is_not_there_are_refuse
         assert text in said and len(said.splitlines()) <= 3, said
 
 
-def settled(*words):
-    """torchrun's settings as they become."""
-    args = agent.get_args_parser().parse_args([*words, "train_ddp.py"])
-    agent.settle(args, "/tmp/folder")
-    return agent.config_from_args(args)[0]
-
-
-def test_settings_of_the_rendezvous_come_on_top_of_the_launchers_own():
-    config = settled("--nnodes=1:2", "--rdzv_endpoint=127.0.0.1:29400", "--rdzv_backend=c10d", "--rdzv-conf",
-                     "is_host=0,last_call_timeout=9")
+def test_settings_of_the_rendezvous_come_on_top_of_the_launchers_own(tmp_path):
+    args = agent.get_args_parser().parse_args([
+        "--nnodes=1:2", "--rdzv_endpoint=127.0.0.1:29400", "--rdzv_backend=c10d",
+        "--rdzv-conf", "is_host=0,last_call_timeout=9", "train_ddp.py"])
+    agent.settle(args, str(tmp_path))
+    config = agent.config_from_args(args)[0]
     assert {"last_call_timeout=9", "keep_alive_interval=2", "keep_alive_max_attempt=3", "is_host=0"} <= {
         f"{name}={value}" for name, value in config.rdzv_configs.items()}
 
