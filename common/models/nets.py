@@ -31,6 +31,16 @@ class LastHidden(nn.LSTM):
         return hidden[-1]
 
 
+class Halve(nn.Module):
+    """nn.MaxPool2d(2), the same bits in half the time: torch's is slow on CPUs unless channels come last."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            last = x.contiguous(memory_format=torch.channels_last)
+            where = nn.functional.max_pool2d(last, 2, return_indices=True)[1].contiguous()
+        return x.flatten(2).gather(2, where.flatten(2)).view_as(where)
+
+
 def build_net(data):
     """The MNIST network of the tutorials: two convolutions, two linear layers, log-probabilities out."""
     channels, height, width = data.sample_shape
@@ -39,8 +49,8 @@ def build_net(data):
     return nn.Sequential(
         OrderedDict(
             # Pooling before ReLU gives the same numbers as after it, from a quarter of the work.
-            block1=nn.Sequential(nn.Conv2d(channels, 10, 5), nn.MaxPool2d(2), nn.ReLU()),
-            block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), nn.MaxPool2d(2), nn.ReLU()),
+            block1=nn.Sequential(nn.Conv2d(channels, 10, 5), Halve(), nn.ReLU()),
+            block2=nn.Sequential(nn.Conv2d(10, 20, 5), nn.Dropout2d(), Halve(), nn.ReLU()),
             fc1=nn.Sequential(nn.Flatten(), nn.Linear(20 * rows * columns, 50), nn.ReLU(), nn.Dropout()),
             fc2=nn.Sequential(nn.Linear(50, data.classes), nn.LogSoftmax(1)),
         )

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from common.errors import UserError
 from common.models import build_model
-from common.models.nets import MODELS
+from common.models.nets import MODELS, Halve
 from common.options import Options
 from common.options.rules import torchvision_models
 
@@ -43,6 +43,22 @@ def test_net_computes_what_the_tutorials_network_computes():
     y = torch.relu(torch.max_pool2d(F.conv2d(y, w2, b2), 2)).view(-1, 320)
     y = F.linear(torch.relu(F.linear(y, w3, b3)), w4, b4)
     torch.testing.assert_close(net(x), torch.log_softmax(y, dim=1))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16])
+def test_pooling_and_its_gradient_have_the_bits_of_torchs_own_also_where_pixels_are_equal(kind):
+    def both(x, pool):
+        x = x.clone().requires_grad_()
+        out = pool(x)
+        out.backward(torch.arange(out.numel()).view_as(out).to(kind))
+        return out.detach(), x.grad
+
+    grid = torch.randn(3, 5, 9, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(kind)
+    special = torch.tensor([[[[float("nan"), 1, -float("inf")], [float("inf"), float("nan"), 2]]]]).to(kind)
+    last = grid.contiguous(memory_format=torch.channels_last)
+    for x in (grid, grid.round(), torch.zeros_like(grid), last, grid[:0], special):
+        mine, torchs = both(x, Halve()), both(x, torch.nn.MaxPool2d(2))
+        torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("side", [16, 33])
