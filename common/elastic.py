@@ -29,11 +29,21 @@ from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
-from common.training import autocast, distribute, evaluate, placed, seed, task_of
+from common.training import (
+    autocast,
+    distribute,
+    evaluate,
+    find_task,
+    placed,
+    prepare,
+    refuse_unused,
+    seed,
+    task_of,
+)
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
-    "accept_data_change amp audit augment bad_samples best channels_last check_every clip_grad_norm debug "
+    "accept_data_change amp audit bad_samples best channels_last check_every clip_grad_norm debug "
     "device digest_every ema_decay epochs global_batch_size hang_timeout keep keep_every log_every max_steps "
     "patience progress resume run_dir save_every save_seconds seed tensorboard tf32 threads workers"
 ).split()
@@ -66,7 +76,6 @@ class Elastic(Run):
         self.sets = Data(dataset, dataset if test_set is None else test_set, known_classes=None)
         self.schedule = schedule
         self.called = False  # run.model, with this batch
-        self.trained = False  # run.step, with this batch
         self.given = {
             "run_dir": run_dir,
             "global_batch_size": batch_size,
@@ -119,9 +128,11 @@ class Elastic(Run):
         )
         super().__init__(self.opts, self.sets)
         check_net(self.net, self.opts.model)
-        self.net.to(self.world.device).train()  # here a net may freeze parts of itself
+        task = find_task(self.opts)
+        prepare(self.net, self.opts, self.world, self.data, task)
+        self.net.train()  # here a net may freeze parts of itself
         self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
-        self.restore(self.net, self.optimizer, schedule=self.schedule)
+        self.restore(self.net, self.optimizer, task=task, schedule=self.schedule)
         self.rates = self._rates()
 
     def _check_arguments(self):
@@ -151,7 +162,7 @@ class Elastic(Run):
 
     def _prepared(self, batch):
         self.called = False
-        self.trained = False
+        self.trained = False  # run.step, with this batch
         if not batch.parts or batch.parts[0][1] is None:  # none, or all skipped (bad_samples)
             split = self.data.train
             two = split.fetch(2 * [split.first])  # BatchNorm cannot train on one
@@ -183,6 +194,7 @@ class Elastic(Run):
         real = float(bool(self.batch.ids))
         mean = loss * (self.world.size / size * real)
         state.scaler.scale(mean).backward()
+        refuse_unused(self.wrapped, self.opts)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
         state.average(totals, self.batch, self.world)

@@ -52,7 +52,7 @@ LASTING = {
 OURS = Path(__file__).parents[1]
 FOREIGN = (  # files and folders that are no user's
     Path(os.__file__).parent,
-    Path(sys.prefix, "lib"),
+    *(Path(place) for place in sys.path if place.endswith(("site-packages", "dist-packages"))),
     *(OURS / name for name in ("common", "launch", "train_ddp.py", "train_dp.py", "train_mp.py")),
 )
 RANK_0_SECONDS = 0.5  # before it leaves: its store ends with it
@@ -112,11 +112,9 @@ def users_line(error: BaseException) -> str:
 class Outlet:
     """A text stream that falls silent when its reader leaves (`| head`) or its disk is full."""
 
-    def __init__(self, stream: TextIO | None) -> None:
-        self.stream = stream  # None where the process began with a closed stdout
-        self.terminal = False
-        if stream and not stream.closed:
-            self.terminal = stream.isatty() and os.environ.get("TERM") != "dumb"
+    def __init__(self, stream: TextIO) -> None:
+        self.stream: TextIO | None = stream  # None once it is silent
+        self.terminal = not stream.closed and stream.isatty() and os.environ.get("TERM") != "dumb"
 
     def write(self, text: str = "") -> None:
         """Writes this and what is left in the buffer."""
@@ -223,7 +221,9 @@ def dismiss_agent() -> None:
         return
     is_agent = b"torchrun" in command or b"torch.distributed" in command
     if place.agent and place.restarts_left > 0 and is_agent:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent sends it back: our exit code comes first
+        with suppress(ValueError):  # not the main thread: `Watch`, whose handlers do nothing
+            # the agent sends it back: our exit code comes first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(place.agent_pid, signal.SIGTERM)
 
 

@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +18,7 @@ NO_NUMBER = -1  # in place of a number that the environment does not give rightl
 DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """One process of a job; without variables the only one."""
 
     rank: int

@@ -33,7 +33,7 @@ QUIET = [
 ]
 
 
-def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> None:
+def _make_again(run, begin, end, folder, nproc):
     """Trains steps `begin` + 1 to `end` once more, in another run folder."""
     is_dp = read_options(run)["script"] == "dp"
     script = "train_dp.py" if is_dp else "train_ddp.py"  # for train_mp.py too
@@ -60,13 +60,13 @@ def make_again(run: Path, begin: int, end: int, folder: Path, nproc: int) -> Non
 
 def digest(run: Path, step: int) -> str:
     """That of a checkpoint whose every byte was read; UserError if it is damaged."""
-    whole, line = describe(step, kept_by(run)[step])
+    whole, line = describe(step, _kept_by(run)[step])
     if not whole:
         raise UserError(f"{run}/checkpoints/{line}\nmove it away to compare the others")
     return line.split()[-1]
 
 
-def first_difference(run: Path, again: Path) -> int | None:
+def _first_difference(run, again):
     """The first step of both that --digest-every has noted with another digest."""
 
     def digests(folder):
@@ -80,7 +80,7 @@ def first_difference(run: Path, again: Path) -> int | None:
     return min((step for step, *_ in digests(again) - digests(run)), default=None)
 
 
-def kept_by(run: Path) -> dict[int, Path]:
+def _kept_by(run):
     """{step: checkpoint}, of one step that with the latest facts."""
     return dict(reversed(checkpoints(run / "checkpoints")))
 
@@ -100,23 +100,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--to", type=int, default=sys.maxsize, dest="last", help="every one up to this step")
     parser.add_argument("--nproc", type=int, default=1, help="processes (default: 1)")
     args = parser.parse_args(argv)
-    return run_command(lambda: verify(args), f"{args.run} cannot be verified")
+    return run_command(lambda: _verify(args), f"{args.run} cannot be verified")
 
 
-def verify(args: argparse.Namespace) -> int:
+def _verify(args):
     """Prints a line a segment; the exit code is 1 if one ends differently."""
     run = args.run
     if not read_options(run)["virtual_ranks"]:
         say("without --virtual-ranks other bits prove nothing: processes and starts decide them, too")
-    segments = chosen(args)
+    segments = _chosen(args)
     wrong = 0
     for begin, end in segments:
         before = digest(run, end)
         with tempfile.TemporaryDirectory() as scratch:
             again = Path(scratch, "run")
-            make_again(run, begin, end, again, args.nproc)
+            _make_again(run, begin, end, again, args.nproc)
             same = digest(again, end) == before
-            first = first_difference(run, again)
+            first = _first_difference(run, again)
         wrong += not same
         hint = f", from step {first} at the latest" if first and not same else ""
         say(f"steps {begin} to {end}: {'same' if same else 'differs'}{hint}")
@@ -124,9 +124,9 @@ def verify(args: argparse.Namespace) -> int:
     return int(wrong > 0)
 
 
-def chosen(args: argparse.Namespace) -> list[tuple[int, int]]:
+def _chosen(args):
     """The segments that were asked for, as (begin, end)."""
-    steps = sorted(kept_by(args.run))
+    steps = sorted(_kept_by(args.run))
     if lives_of(args.run)[0][0]["step"] == 0:  # else it is a fork
         steps.insert(0, 0)  # which follows from the seed
     segments = [(a, b) for a, b in pairwise(steps) if args.first <= a and b <= args.last]

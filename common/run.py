@@ -28,7 +28,7 @@ from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
 from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
 from common.options import Options, read_options
-from common.place import this_process
+from common.place import here, this_process
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.sampler import ElasticSampler
 from common.training import TrainState
@@ -181,7 +181,7 @@ class Run:
         self.ledger.event(
             "life",
             world=self.world.size,
-            restart=self.world.restart,
+            restart=here().restart,
             job=this_process()["job"],
             pids=[pid for pid, _, _ in processes],
             hosts=[host for _, host, _ in processes],

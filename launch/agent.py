@@ -106,10 +106,12 @@ class Forks(PContext):
         if code >= 0:
             return
         folder = Path(self.error_files[local_rank]).parents[2]
-        (folder / f"death-{self.processes[local_rank].pid}").write_text(in_words(code))
+        with contextlib.suppress(OSError):  # the disk is full
+            (folder / f"death-{self.processes[local_rank].pid}").write_text(in_words(code))
         if self.run_dir and self.run_dir.exists():
-            rank = int(self.envs[local_rank]["RANK"])
-            Ledger(self.run_dir).event("death", rank=rank, why=in_words(code))
+            ledger = Ledger(self.run_dir, rank=int(self.envs[local_rank]["RANK"]))
+            ledger.event("death", why=in_words(code))
+            ledger.lines.close()
 
     def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
         """Asks all to end, and waits as long as a save may take."""
@@ -299,7 +301,7 @@ def settle(args: argparse.Namespace, folder: str) -> None:
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = f"{folder}/rendezvous"
         args.rdzv_id = str(uuid.uuid4())
-        args.rdzv_conf += ",store_type=file"
+        args.rdzv_conf += ",store_type=file,keep_alive_interval=3600"  # each heartbeat makes the file longer
         args.local_addr = "127.0.0.1"
     args.local_addr = args.local_addr or address_towards(args.rdzv_endpoint)
     args.master_port = args.master_port or 29500
@@ -371,8 +373,8 @@ def serve_config(
             codes = agents[-1].codes if agents else set()
             if codes & FINAL:
                 return min(codes & FINAL)
-            killed = -signal.SIGKILL in codes and STOPPED not in codes  # had no time to save
-            return 1 if killed else STOPPED
+            unsaved = {1, -signal.SIGKILL} & codes and STOPPED not in codes
+            return 1 if unsaved else STOPPED
         except ChildFailedError:
             return min(agents[-1].codes & FINAL or {1})
         except (RendezvousError, *NO_STORE) as error:

@@ -29,7 +29,7 @@ exec 3<&-; wait "$training"; code=$?; kill "$watcher" 2> /dev/null; exit "$code"
 on() {  # HOST WORDS...
     local host=$1
     shift
-    exec ssh -o BatchMode=yes -- "$host" \
+    exec ssh -o BatchMode=yes -o ConnectTimeout=20 -o ServerAliveInterval=5 -- "$host" \
         "$(printf '%q ' bash -c "$there" bash "$root" "${PYTHON:-}" "$@")" 6<&- 7<&- 8>&- 9>&-
 }
 

@@ -211,7 +211,7 @@ class Fence:
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
         deadline = time.monotonic() + NODES_SECONDS
         for name in names:
-            with suppress(OSError):
+            with suppress(FileNotFoundError):
                 for node in (self.root / name).glob(f"{NODE}*"):
                     wait_for(node, NODE_STILL_SECONDS, deadline)
                 for lock in (self.root / name).glob(f"*{RESCUE}"):
@@ -268,7 +268,7 @@ def read_record(path):
         return parse_json(read_small(path), path.name)
     except FileNotFoundError:
         return None
-    except Damaged:
+    except (Damaged, OSError):
         return {}
 
 

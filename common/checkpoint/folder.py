@@ -198,7 +198,7 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
     """
     step, folder, _ = choose(path, which)
     manifest, facts = read_facts(step, folder)
-    found: dict[str, dict[str, list[Tensor]]] = {"model": {}, "optimizer": {}}
+    found = {"model": {}, "optimizer": {}}
     for file in sorted(manifest["files"]):  # of a sharded net the first part has the first rows
         for name, rows in load_file(folder / file).items():
             found[part_of(file)].setdefault(name, []).append(rows)

@@ -9,8 +9,8 @@ over: the life ends, and the next one tries again.
 """
 
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -117,8 +117,7 @@ def _room(tensor, at, size):
 
 
 # ---- the newest checkpoint of any node ------------------------------------------------------------------
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     facts: dict  # of the newest that verifies anywhere; empty if there is none
     name: str  # checkpoints/step-N
     own: bool  # whether the disk that this rank sees has it

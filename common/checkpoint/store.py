@@ -3,12 +3,13 @@
 folder.py explains the crash points of a save, fence.py who may write, load.py how all ranks load.
 """
 
+import math
 import os
-import platform
 import time
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
+from sysconfig import get_python_version
 from typing import TYPE_CHECKING
 
 import torch
@@ -28,7 +29,7 @@ from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Still, rescuing
 from common.checkpoint.folder import Writer, checkpoints, choices_at, is_there, part_name, read_manifest
 from common.checkpoint.load import Layout, load_newest
 from common.checkpoint.tensors import Image, not_finite
-from common.errors import UserError, say
+from common.errors import UserError, may_pass, say
 from common.ledger import Ledger
 from common.options import Options
 from common.world import MAY_DIFFER, World, bit_facts, fingerprint_of, gather, same_everywhere
@@ -76,7 +77,7 @@ class CheckpointStore:
         same_everywhere(
             world,
             {
-                "python": ".".join(platform.python_version_tuple()[:2]),
+                "python": get_python_version(),
                 "torch": torch.__version__,
                 "data": self.fingerprint[:12],
                 **self.opts.of_all_ranks(),
@@ -122,7 +123,8 @@ class CheckpointStore:
             if isinstance(error, UserError):
                 raise
             raise UserError(
-                f"--run-dir {run_dir}: {error}\nchoose a folder that can be written to"
+                f"--run-dir {run_dir}: {error}\nchoose a folder that can be written to",
+                code=1 if may_pass(error) else 2,
             ) from error
         self.owns = True
 
@@ -299,7 +301,6 @@ class CheckpointStore:
                     f"(step {self.agreed}); put aside"
                 )
                 self.writer.put_aside(folder)
-        self.ledger.event("withdrawn", step=self.agreed)  # what this life did after it is no progress
 
     # ---- saving -----------------------------------------------------------------------------------
     @property
@@ -363,10 +364,13 @@ class CheckpointStore:
             sums = {part: fingerprint_of(tensors.values()) for part, tensors in state.tensors().items()}
             self.ledger.event("digest", step=state.step, **sums)
 
-    def wait(self) -> None:
-        """Waits until the save under way is on the disk or has failed. A slow disk is no hang."""
+    def wait(self, patience: float = math.inf) -> None:
+        """Waits until the save under way is on the disk or has failed. A slow disk is no hang.
+
+        A rescue has patience with one that writes no byte: it writes its own files.
+        """
         still = Still()
-        while self.job and futures.wait([self.job], 0.1).not_done:
+        while self.job and futures.wait([self.job], 0.1).not_done and still.seconds < patience:
             self.state.progress += still(self.writer.moved) < HUNG_SECONDS
 
     def close(self) -> None:
@@ -445,7 +449,7 @@ class CheckpointStore:
             try:
                 if state.verdict:
                     raise state.verdict
-                self.wait()
+                self.wait(HUNG_SECONDS)
                 words = self._write_live(why, began)
                 if self.layout.parts > 1 and state.updates.ready:
                     # A rank that holds a part, and dies waiting with a complete gradient, can make its next

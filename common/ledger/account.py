@@ -47,7 +47,7 @@ def lives_of(*run_dirs: Path) -> list[Life]:
     ]
     if len(paths) > 1:
         events.sort(key=itemgetter("t"))
-    lives: list[Life] = []
+    lives = []
     newest = None
     for event in events:
         if event["event"] == "life":
@@ -73,7 +73,7 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
     """
     life = events[0]
     left = {event["rank"] for event in named(events, "left")}
-    causes: dict[int, str] = {}
+    causes = {}
     for note in named(events, "error", "death"):
         if note["event"] == "error" or note["rank"] not in left:
             causes.setdefault(note["rank"], note["why"])

@@ -132,7 +132,7 @@ class Clock:
         self.ledger: Ledger | None = None  # on rank 0, once the life is in it
         self.entered = 0.0  # the last entry; 0 before the first step
         self.step = 0
-        self.spent: dict[str, float] = defaultdict(float)  # seconds since the last entry
+        self.spent = defaultdict(float)  # seconds since the last entry
 
     def timed(self, batches: Iterable) -> Iterator:
         """The same batches, and the time between them is measured."""

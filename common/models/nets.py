@@ -109,6 +109,8 @@ def build_model(opts: Options, data: Data) -> nn.Module:
     vars(net)["_facts"] = facts_of(net) | {"data": {fact: getattr(data, fact, None) for fact in FACTS}}
     if opts.init_from:
         load_weights(net, opts)
+    if opts.sync_bn:  # into new modules, so before some of them are frozen
+        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     freeze(net, opts.freeze)
     if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
         raise UserError(
@@ -151,8 +153,8 @@ def facts_of(net: nn.Module) -> dict[str, Any]:
 def check_net(net: nn.Module, name: str) -> None:
     """UserError for a net whose checkpoints would lack something."""
     for tensor in [*net.parameters(), *net.buffers()]:
-        if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
-            tensor.data = tensor.data.clone()  # expanded: nothing can be loaded into it
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+            tensor.data = tensor.data.clone()  # with holes, or expanded: fused optimizers write beside it
     again = net.state_dict()
     for path, value in net.state_dict().items():
         if not torch.is_tensor(value) or value.data_ptr() != again[path].data_ptr():

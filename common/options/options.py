@@ -222,7 +222,7 @@ class Options:
                 "or write a function: path/to/file.py:function"
             )
         kind = kinds[self.optimizer]
-        arguments: Values = {"lr": self.lr}
+        arguments = {"lr": self.lr}
         if self.weight_decay or "weight_decay" in inspect.signature(kind).parameters:
             arguments["weight_decay"] = self.weight_decay
         if self.momentum is not None:

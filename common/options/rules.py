@@ -10,7 +10,7 @@ from pathlib import Path
 from common.errors import UserError, blamed, did_you_mean
 
 FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")  # also of path/to/file.py:function
-DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, or with a few others, looks at
+DATASETS = {  # each with the flags that it alone, or with a few others, looks at
     "digits": (),
     "mnist": ("data_dir", "download"),
     "fashion-mnist": ("data_dir", "download"),
@@ -21,7 +21,7 @@ DATASETS: dict[str, tuple[str, ...]] = {  # each with the flags that it alone, o
     "text": ("data_dir",),
     "tokens": ("data_dir", "vocab_size"),
 }
-NAMES: dict[str, tuple[str, ...]] = {  # flags that also take path/to/file.py:function
+NAMES = {  # flags that also take path/to/file.py:function
     "model": ("net", "mlp", "lstm", "gpt"),
     "dataset": tuple(DATASETS),
     "task": ("classify", "tokens"),

@@ -49,7 +49,7 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
             x = task.input_of(example)
             shapes = edges(net, groups, x, world.device, autocast(opts, world.device))
     model = Pipeline(net, groups, shapes, opts, world, example)
-    if opts.shard:
+    if opts.shard and world.size > 1:
         shard(model.stages[0], world)
     if opts.virtual_ranks:
         model.tree = distribute(model, opts, world)
@@ -85,10 +85,8 @@ def cut(net, stages, by, rounds):
     """
     parts = pieces(net)
     names = ", ".join("+".join(piece) or "all of it" for piece in parts)[:200]
-    counts = []
-    if "," in by:
-        counts = [int(count) for count in by.split(",")]
-    elif stages <= len(parts):
+    counts = [int(count) for count in by.split(",") if count.isdecimal()]
+    if by == "parameters" and stages <= len(parts):
         counts = balance([weight(net, piece) + 1 for piece in parts], stages)
     spare = len(counts) % stages if rounds else len(counts) - stages
     if spare or sum(counts) != len(parts):

@@ -1,5 +1,6 @@
 """The end of a job that makes no progress: its agent would restart it for ever."""
 
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 LIVES_IN_VAIN = 3  # in a row: they could not train, or began on one step and ended with an error
 LIVES_KILLED = 10  # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512  # in an error
-OPENED = "opened"  # in the agent's folder: the newest of its lives that could train
+OPENED = "opened-"  # and a number, in the agent's folder: that of its lives could train
 ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life that has one ends the row
 FAILED = {"error", "hang"}  # events
 
@@ -28,9 +29,8 @@ def refuse_a_crash_loop() -> None:
     place = here()
     if place.notes is None:
         return
-    opened = place.notes / OPENED
-    last_that_trained = int(opened.read_text()) if opened.exists() else -1
-    failed = place.restart - last_that_trained - 1
+    trained = [int(note.name.removeprefix(OPENED)) for note in place.notes.glob(f"{OPENED}*")]
+    failed = place.restart - max(trained, default=-1) - 1
     if failed >= LIVES_IN_VAIN:
         raise UserError(
             f"{failed} lives in a row ended before they could train; their errors are above\n"
@@ -43,7 +43,8 @@ def note_that_it_trains() -> None:
     """Tells the agent that this life has met the others and loaded its state."""
     place = here()
     if place.speaks and place.notes:
-        (place.notes / OPENED).write_text(str(place.restart))
+        with suppress(OSError):
+            (place.notes / f"{OPENED}{place.restart}").touch()
     note_that_it_waits(False)
 
 
@@ -57,8 +58,8 @@ def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
     row = []
     for life in reversed(lives):
         names = {event["event"] for event in life}
-        if life[0]["step"] != state.step or names & ENDS_A_ROW:
-            break
+        if life[0]["step"] != state.step or names & ENDS_A_ROW and not names & FAILED:
+            break  # one rank's error makes the agent stop the others
         row.append(life)
         if names & FAILED or "first_step" not in names:
             in_vain += 1
@@ -69,10 +70,10 @@ def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
     first = [*errors, "killed, no error was noted"][0]
     order = ElasticSampler(state.samples, state.opts.global_batch_size, seed=state.opts.seed)
     order.set_epoch(state.epoch, state.position)
-    samples = ", ".join(map(str, next(iter(order))[:SAMPLES_NAMED]))
+    samples = ", ".join(map(str, next(iter(order), [])[:SAMPLES_NAMED]))
     raise UserError(
         f"no progress in {len(row)} lives on step {state.step + 1}; the first error: {first}\n"
-        f"its samples: {samples} (of epoch {state.epoch + 1})\n"
+        f"its samples: {samples or 'none, it is an evaluation'} (of epoch {state.epoch + 1})\n"
         "mend the cause (a bad sample? too little memory?), then start again",
         code=5,
     )

@@ -23,6 +23,7 @@ import torch
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.place import here
 from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, Watch
+from common.world import WATCHED
 
 if TYPE_CHECKING:
     from common.checkpoint import CheckpointStore
@@ -47,7 +48,7 @@ class Reason(enum.Enum):
 
 # {reason: (exit code, the line of the first rank that comes to it)}
 # Without a code the error is raised again, and has its own; without a line the error tells all.
-WAYS_OUT: dict[Reason, tuple[int | None, str]] = {
+WAYS_OUT = {
     Reason.STOPPED: (STOPPED, "stopped on {cause}: {saved}"),
     Reason.PEER_DIED: (1, "{cause}; {saved}"),
     Reason.HANG: (1, "{cause}; {saved}"),
@@ -83,7 +84,7 @@ class Rescue:
     def __enter__(self):
         with suppress(OSError):
             self._control("").mkdir(mode=0o700, exist_ok=True)
-        self.world.watched()
+        self.world.set_patience(WATCHED)  # from now on `Watch` ends hangs
         self.watch.start()
         return self
 
@@ -105,6 +106,8 @@ class Rescue:
                 self.ledger.event("done", step=self.state.step)
             self._forget("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
+        elif kind is None:
+            raise error
 
     @property
     def asked(self) -> str:
@@ -187,7 +190,7 @@ class Rescue:
                 self.watch.signalled.wait(AGENT_SECONDS)
             death = self.watch.find_death(DEATH_SECONDS)
             cause = death.words
-            code = STOPPED if self.asked else code
+            code = saved.failure or STOPPED if self.asked else code
 
         self.ledger.event(reason.value, step=self.state.whole, why=cause)
         if line and self._is_first(saved):

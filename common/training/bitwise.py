@@ -29,6 +29,7 @@ from bisect import bisect
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
 from common.sampler import hash_seed, share
 from common.world import fingerprint_of
 
@@ -84,8 +85,8 @@ class Tree:
             for tensor in self.tensors:
                 tensor.grad = None
         self.done = 0  # buckets
-        for bucket in self.buckets:
-            bucket.waiting = sum(tensor.requires_grad for tensor in bucket.members)
+        for bucket in self.buckets:  # members without the gradient of this slice
+            bucket.waiting = {tensor for tensor in bucket.members if tensor.requires_grad}
         if output is not None:
             self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
             if output.requires_grad:
@@ -97,7 +98,13 @@ class Tree:
 
     def _ready(self, p):
         """Autograd's hook: while backward runs, the last slice sends the buckets that it has filled."""
-        self.bucket_of[p].waiting -= 1
+        waiting = self.bucket_of[p].waiting
+        if p not in waiting:
+            raise UserError(
+                "a weight got its gradient twice in one backward: under --virtual-ranks it is added once\n"
+                "give torch.utils.checkpoint use_reentrant=False"
+            )
+        waiting.remove(p)
         self._collect()
 
     @torch.no_grad()
@@ -140,7 +147,6 @@ class Bucket:
     def __init__(self, members, world, slices):
         self.members = members
         self.world = world
-        self.waiting = 0  # members without the gradient of this slice
         self.rows = []  # gradients of the subtrees that wait for their other halves
         self.works = []  # collectives under way
         self.rows_of, self.order = tree_of(slices, world.replicas)

@@ -22,7 +22,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
     task = task or state.task
-    judge = getattr(model, "judge", partial(task, model))  # of stages: None where the last one is not
+    judge = state.stages.judge if state.stages else partial(task, model)  # None but on the last stage
     blocks = list(torch.arange(len(split)).split(block_size(split, state.opts)))
     end = len(blocks)
     if state.opts.shard:  # all replicas run as many blocks: some one that does not count

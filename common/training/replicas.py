@@ -39,8 +39,6 @@ def prepare(
             "put nn.Dropout between RNNs of one layer"
         )
     torch.autograd.set_detect_anomaly(opts.debug)
-    if opts.sync_bn and world.size > 1:
-        net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
     if opts.channels_last:
         net = net.to(memory_format=torch.channels_last)
     net = net.to(device)

@@ -32,6 +32,7 @@ class Stages(Protocol):
     """What a state asks of a net whose parts are on several ranks or devices."""
 
     world: World
+    judge: Callable[..., dict | None]
 
     def norm(self, gradients: list[Tensor]) -> Tensor: ...
 
@@ -171,11 +172,9 @@ class TrainState:
 
     def condemn(self, fact: str) -> NoReturn:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
-        last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
-        resume = f" --resume {last}" if last else ""
         self.verdict = UserError(
             f"{fact}; nothing after the newest checkpoint is kept\n"
-            f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
+            f"lower --lr in another run, from there: --run-dir NEW --resume {self.opts.run_dir} --lr X\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit",
             code=5,
         )
@@ -192,7 +191,7 @@ class TrainState:
         value = numbers.get(name, math.nan)
         loss = numbers.get(f"val_{self.task.names[0]}", 0.0)
         best = self.best.get(name)  # --best may name another metric from now on
-        better = best is None or (sign * value, -loss) > (sign * best, -self.best["loss"])
+        better = best is None or (sign * value, -loss) > (sign * best, -(self.best["loss"] or 0.0))
         with self.lock:
             self.evaluated = {"step": self.step} | numbers
             if math.isfinite(value) and better:
@@ -263,7 +262,8 @@ class TrainState:
         """--patience: the evaluation of this step is one of so many that are no better than the best."""
         between = max(1, self.opts.eval_every) * self.steps_per_epoch
         worse = (self.step - self.best["step"]) // between
-        return 0 < self.opts.patience <= worse and self.evaluated_now
+        at_epoch = self.position in (0, self.samples)  # a script may report in between, on one rank
+        return 0 < self.opts.patience <= worse and self.evaluated_now and at_epoch
 
     @property
     def epoch_over(self) -> bool:
@@ -415,7 +415,7 @@ class Buffers:
     def average(self, world, weight):
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
         if self.numel and world.replicas > 1:
-            self.apply(world.sum_over_replicas(self.moves(weight, world.replica == 0)))
+            self.apply(world.sum_over_replicas(self.moves(weight, world.replica == world.replicas - 1)))
 
     @torch.no_grad()
     def moves(self, weight, counts, kind=torch.float64):

@@ -41,8 +41,16 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
             loss = forward(model, placed(part, world.device, opts), state, totals)
             # DDP divides by the number of ranks: the factor world.size undoes that.
             state.scaler.scale(loss * (world.size / batch.size)).backward()
+    refuse_unused(model, opts)
     state.average(totals, batch, world)
     return totals
+
+
+def refuse_unused(model: nn.Module, opts: Options) -> None:
+    """UserError if a weight had no part in the loss: DDP has not averaged its bucket, but tells it late."""
+    if isinstance(model, DistributedDataParallel):
+        with blamed(f"model {opts.model}"):
+            model._check_reducer_finalized()
 
 
 def backward_slices(tree, batch, state):

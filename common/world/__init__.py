@@ -3,6 +3,7 @@
 from common.world.rendezvous import lifelines
 from common.world.world import (
     MAY_DIFFER,
+    WATCHED,
     World,
     bit_facts,
     fingerprint_of,

@@ -39,7 +39,6 @@ class World:
     local_size: int
     devices: tuple[torch.device, ...]
     life: str  # drawn by rank 0: names this life in the ledger, in the audit and in the fence
-    restart: int
     store: dist.TCPStore | None = None  # of this life; None if there is one process
     stages: int = 1  # ranks that hold one replica of the net together, a stage each
     stage_group: dist.ProcessGroup | None = None  # of this rank's replica, if it is more than this rank
@@ -89,10 +88,6 @@ class World:
         replica, _ = dist.new_subgroups(stages, timeout=MEETING)
         peers, _ = dist.new_subgroups_by_enumeration([ranks[i::stages] for i in range(stages)], MEETING)
         return replace(self, stages=stages, stage_group=replica, peers=peers)
-
-    def watched(self) -> None:
-        """From now on the rescue ends hangs: collectives wait, however long a step or a save takes."""
-        self.set_patience(WATCHED)
 
     def set_patience(self, patience: timedelta) -> None:
         """How long a collective waits for the other ranks from now on."""
@@ -174,7 +169,6 @@ def join(opts: Options) -> World:
         place.local_size,
         devices,
         uuid.uuid4().hex[:12],
-        place.restart,
     )
     if place.size > 1:
         store = fresh_store(place.rank, place.size)
@@ -212,11 +206,10 @@ def prepare_process():
 
 def keep_memory():
     """Keeps freed memory for the next step: the kernel would clear it, a quarter of a ResNet's time."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # glibc; other libraries do not give memory back, or offer no choice
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-        if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
-            libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions accept
+    libc = ctypes.CDLL(None)  # glibc, which torch is built for
+    libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    if not libc.mallopt(M_MMAP_THRESHOLD, 1 << 30):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 25)  # the most that older versions accept
 
 
 def choose_devices(opts, place):

@@ -253,6 +253,8 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
     opts = options(tmp_path / "deep" / "down")
     with Failing("mkdir", 1, errno.EACCES):
         refused(opts, "Permission denied")
+    with Failing("mkdir", 1, errno.EIO):  # a restart may find it cured
+        refused(opts, "Input/output error", code=1)
     with a_life(opts):
         pass
     monkeypatch.setattr("common.checkpoint.fence.STALE_SECONDS", 0.5)

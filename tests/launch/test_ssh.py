@@ -11,9 +11,9 @@ from jobs import ROOT, until
 SSH = ROOT / "launch/ssh.sh"
 # Takes what launch/ssh.sh passes; the machine `gone` cannot be reached.
 FAKE_SSH = """#!/usr/bin/env bash
-[ "$1 $2 $3" = "-o BatchMode=yes --" ] || exit 99
-[ "$4" != gone ] || { echo "ssh: connect to host gone: No route to host" >&2; exit 255; }
-exec setsid bash -c "$5"
+[ "$1 $2 $5 $6 $7" = "-o BatchMode=yes -o ServerAliveInterval=5 --" ] || exit 99
+[ "$8" != gone ] || { echo "ssh: connect to host gone: No route to host" >&2; exit 255; }
+exec setsid bash -c "$9"
 """
 # In the place of Python: notes what it was given and its end; a store that lives, agents that end with $CODE.
 FAKE_PYTHON = f"""#!{sys.executable}

@@ -4,9 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from common.errors import UserError
-from common.models import build_model
+from common.models import build_model, check_net
 from common.models.nets import MODELS, Halve
 from common.options import Options
 from common.options.rules import torchvision_models
@@ -18,8 +19,8 @@ TOKENS = SimpleNamespace(name="tokens", classes=8, sample_shape=(4,), vocab=8)
 OWN = {"net": IMAGES, "mlp": ROWS, "lstm": WORDS, "gpt": TOKENS}
 
 
-def build(model, data, seed=0):
-    return build_model(Options(model=model, seed=seed), data)
+def build(model, data, **flags):
+    return build_model(Options(model=model, **flags), data)
 
 
 def refusal(model, data=IMAGES):
@@ -168,3 +169,20 @@ def test_an_expanded_buffer_gets_memory_of_its_own_and_stays_tied(tmp_path):
     net = build(f"{tmp_path}/mine.py:build", ROWS)
     net.wide.copy_(torch.arange(8))
     assert net.layer.same.too.tolist() == [*range(8)]
+
+
+def test_a_weight_with_holes_gets_memory_of_its_own_because_fused_optimizers_write_beside_it():
+    large = torch.zeros(4, 6)
+    net = nn.Linear(3, 4, bias=False)
+    net.weight = nn.Parameter(large[:, ::2])
+    check_net(net, "mine")
+    net(torch.ones(1, 3)).sum().backward()
+    torch.optim.SGD(net.parameters(), 1.0, fused=True).step()
+    assert (net.weight == -1).all() and not large.any()
+
+
+def test_a_frozen_batch_norm_stays_so_under_sync_bn(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\ndef f(data): return nn.Sequential(nn.Linear(10, 2), nn.BatchNorm1d(2))\n")
+    net = build(f"{tmp_path}/mine.py:f", ROWS, sync_bn=True, freeze=("1.",)).train()
+    assert isinstance(net[1], nn.SyncBatchNorm) and net[0].training and not net[1].training

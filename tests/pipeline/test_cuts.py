@@ -81,7 +81,7 @@ def tied():
     (lambda: nn.Linear(4, 4), "cpu cpu", "parameters", "has 1 pieces"),
     (hooked, "cpu cpu", "parameters", "has 1 pieces"),
     (lambda: linears(2), "cpu", "parameters", "two devices"),
-    (lambda: linears(2), "cpu cpu", "2,1", "--balance 2,1"),
+    *((lambda: linears(2), "cpu cpu", balance, f"--balance {balance}") for balance in ("2,1", "2,x", "size")),
     (lambda: linears(3), "cpu cpu", "1,1,1", "--balance 1,1,1"),
     (tied, "cpu cpu", "parameters", "0.weight and 2.weight are one tensor.*stages 0 and 1")])
 def test_what_cannot_be_cut_is_refused_with_a_way_out(make, devices, balance, words):

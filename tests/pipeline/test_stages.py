@@ -179,8 +179,8 @@ def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(
     deep = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
     alone, run = tmp_path / "alone", tmp_path / "run"
 
-    def uncut(folder):
-        jobs.python("train_ddp.py", *deep, f"--run-dir={folder}", PACE="0").ends_with(0)
+    def uncut(folder, script="train_ddp.py", *flags):
+        jobs.python(script, *deep, f"--run-dir={folder}", *flags, PACE="0").ends_with(0)
 
     def start(*flags):
         return jobs.torchrun(4, "train_mp.py", *deep, f"--run-dir={run}", *flags)
@@ -207,6 +207,7 @@ def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(
     job = start("--stages=2", "--shard", "--recompute")
     wait_for(run, lives(run)[-1]["step"] + 3, 4, job)
     stopped = stop(job)
+    uncut(run, "train_mp.py", "--stages=1", "--shard", f"--max-steps={stopped + 1}")
     uncut(run)
     assert lives(run)[5]["step"] == stopped
     counts = audit(run)

@@ -13,7 +13,7 @@ from common.rescue import refuse_a_crash_loop
 from common.rescue.life import LIVES_KILLED, refuse_without_progress
 
 
-def refused(run, *lives, step=7):
+def refused(run, *lives, step=7, position=0):
     """(code, text) of the error of a life that begins at `step` after these: (step, events)."""
     ledger = Ledger(run)
     ledger.lines.path.unlink(missing_ok=True)
@@ -22,7 +22,7 @@ def refused(run, *lives, step=7):
         for name in names:
             ledger.event(name, step=began + 9, rank=0, why="mine")
     try:
-        state = SimpleNamespace(opts=Options(run_dir=run), samples=9, step=step, epoch=0, position=0,
+        state = SimpleNamespace(opts=Options(run_dir=run), samples=9, step=step, epoch=0, position=position,
                                 finished=False)
         refuse_without_progress(lives_of(run), state)
     except UserError as error:
@@ -36,6 +36,7 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
     killed = "first_step",
     for lives, code in [
             ([(7,)] * 3, 5), ([(7,)] * 2, None), ([(7, *trained)] * 3, 5), ([(7, *trained)] * 2, None),
+            ([(7, "error", "stop")] * 3, 5),
             ([(7,), (5,), (7,), (7,)], None), ([(7,), (7, "stop"), (7,), (7,)], None),
             ([(7, *killed)] * 3, None), ([(7, *killed)] * LIVES_KILLED, 5),
             ([(7,), (7,), (7,), (7, "refused")], None)]:
@@ -43,17 +44,18 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
     said = "no progress in 3 lives on step 8; the first error: mine"
     assert said in refused(tmp_path, *[(7, *trained)] * 3)[1]
     assert refused(tmp_path, *[(7,)] * 3, step=8) is None
+    assert "none, it is an evaluation" in refused(tmp_path, *[(7,)] * 3, position=9)[1]
 
 
 @pytest.mark.parametrize("opened, restart, ends", [
-    (None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True), (4, 5, False)])
+    (None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True), (4, 5, False), (9, 11, False)])
 def test_lives_that_end_before_they_train_end_the_job_with_5_too(tmp_path, monkeypatch, opened, restart,
                                                                  ends):
     """A step is not needed: what fails is the net, the data or the load."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{restart}/0/error.json")
     if opened is not None:
-        (tmp_path / "opened").write_text(str(opened))
+        (tmp_path / f"opened-{opened}").touch()
     with refusal("before they could train", code=5) if ends else nullcontext():
         refuse_a_crash_loop()
 

@@ -4,6 +4,8 @@ import ctypes
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 
 import common.checkpoint.store
 import common.rescue.watch
+from common import errors
 from common.checkpoint import CheckpointStore
 from common.checkpoint.folder import checkpoints
 from common.errors import UserError
@@ -212,6 +215,44 @@ def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
             return world.all_sum(torch.ones(1)).item()
 
     assert fork_ranks(2, live, hang_timeout=1) == [2, 2]
+
+
+def test_a_save_that_writes_no_byte_any_more_keeps_no_rescue_waiting(run):
+    def live(world):
+        common.checkpoint.store.HUNG_SECONDS = 0.3
+        state, store = a_run(world, run)
+        commit, began = store.writer.commit, threading.Event()
+        store.writer.commit = lambda *args: (began.set(), threading.Event().wait())
+        with Rescue(store) as rescue:
+            step(state)
+            store.save()
+            began.wait()
+            store.writer.commit = commit
+            stops(world, state, store, rescue)
+
+    assert fork_ranks(1, live, may_die=[0]) == [143]
+    assert saved(run) == [1]
+
+
+def test_a_death_while_all_wait_for_the_end_is_no_good_end(run):
+    def live(world):
+        state, store = a_run(world, run)
+        with Rescue(store):
+            world.barrier()
+            if world.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert fork_ranks(2, live, may_die=range(2)) == [-signal.SIGKILL, 1]
+
+
+def test_a_thread_may_dismiss_the_agent(monkeypatch):
+    agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)", "torchrun"])
+    monkeypatch.setenv("LAUNCHER_PID", str(agent.pid))
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "9")
+    thread = threading.Thread(target=errors.dismiss_agent)
+    thread.start(), thread.join()
+    assert agent.wait(120) == -signal.SIGTERM
 
 
 # ---- what the exit code says ----------------------------------------------------------------------

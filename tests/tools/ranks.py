@@ -117,7 +117,7 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
                                     world_size=size,
                                     timeout=patience)
         world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size,
-                      devices=(torch.device("cpu"),), life=life, restart=0, store=store)
+                      devices=(torch.device("cpu"),), life=life, store=store)
         answer, code = (True, function(world, *args)), 0
     except SystemExit as error:
         answer, code = (False, f"sys.exit({error.code!r})"), error.code if isinstance(error.code, int) else 1

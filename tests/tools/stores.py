@@ -32,7 +32,7 @@ def options(folder, **flags):
 
 def world_of_one():
     return World(rank=0, size=1, local_rank=0, local_size=1, devices=(torch.device("cpu"),),
-                 life=uuid.uuid4().hex[:12], restart=0, store=None)
+                 life=uuid.uuid4().hex[:12], store=None)
 
 
 def tiny_net():

@@ -1,5 +1,7 @@
 import contextlib
 import itertools
+import json
+import math
 import threading
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import torch
 from fakes import OverDevices, fake_streams, late_updates
 from torch import nn
 
+from common.checkpoint.folder import facts_to_json
 from common.errors import UserError
 from common.options import Options
 from common.training import TrainState, build_optimizer
@@ -183,6 +186,7 @@ def kept(best, *evaluations):
     state = make(best=best)
     for state.step, (accuracy, loss) in enumerate(evaluations, 1):
         state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
+        state.best = json.loads(facts_to_json(state.best))  # a restart
     return state.best["step"]
 
 
@@ -190,6 +194,7 @@ def test_the_loss_is_kept_at_its_lowest_and_of_equals_the_last_with_the_lower_lo
     for best in ("loss", "-loss"):
         assert kept(best, (0.1, 2.0), (0.2, 1.0), (0.3, 3.0)) == 2
     assert kept("", (0.5, 2.0), (0.7, 3.0), (0.7, 2.5), (0.7, 2.6), (0.6, 1.0)) == 3
+    assert kept("", (0.5, math.inf), (0.7, math.inf), (0.6, 1.0)) == 2
     assert kept("-acc", (0.5, 2.0), (0.4, 3.0), (0.6, 1.0)) == 2
 
 

@@ -8,11 +8,13 @@ from ranks import fork_ranks
 from refusals import refusal
 from samples import share_of
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from common.options import Options
 from common.training import TrainState, backward, build_optimizer, distribute, find_task
 from common.training.replicas import CpuReplicas
 from common.training.step import forward
+from common.training.tasks import nothing
 
 
 def make_state(net, n=64, **flags):
@@ -176,8 +178,41 @@ def test_a_complex_buffer_stays_what_it_is_and_a_large_counter_counts(slices):
     def step(world):
         state = make_state(Turning(), virtual_ranks=slices)
         before = state.net.turn.clone()
-        batch = batch_of(16, world.rank, world.size, state.opts)
-        backward(distribute(state.net, state.opts, world), batch, state, world)
+        model = distribute(state.net, state.opts, world)
+        for size in (16, 1):  # then the first rank has no sample
+            backward(model, batch_of(size, world.rank, world.size, state.opts), state, world)
+            state.update(size)
         return torch.equal(state.net.turn, before), int(state.net.seen)
 
-    assert fork_ranks(2, step) == [(True, 2**24 + 1)] * 2
+    assert fork_ranks(2, step) == [(True, 2**24 + 2)] * 2
+
+
+class Flawed(nn.Module):
+    """A weight without a part in the loss; or one with three, each in a backward of its own."""
+
+    def __init__(self, slices):
+        super().__init__()
+        self.first, self.inner, self.slices = nn.Linear(6, 3).double(), nn.Linear(3, 3).double(), slices
+
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(3 * bool(self.slices)):
+            x = checkpoint(self.inner, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("slices, words", [(0, "finished reduction"), (4, "use_reentrant=False")])
+def test_a_gradient_that_ranks_would_not_average_whole_is_refused_before_the_update(slices, words):
+    def live(world):
+        state = make_state(Flawed(slices), virtual_ranks=slices)
+        batch = batch_of(16, world.rank, world.size, state.opts)
+        with refusal(words):
+            backward(distribute(state.net, state.opts, world), batch, state, world)
+
+    fork_ranks(2, live)
+
+
+def test_a_rank_without_samples_has_a_gradient_of_complex_weights_too():
+    weight = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    nothing([weight]).backward()
+    assert not weight.grad.any()

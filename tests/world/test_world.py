@@ -2,7 +2,6 @@ import gc
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -67,7 +66,7 @@ def test_every_life_has_a_store_of_its_own_although_torchrun_shares_one(size):
 
 
 def devices_of(opts, local_rank, local_size):
-    return choose_devices(opts, replace(here(), local_rank=local_rank, local_size=local_size))
+    return choose_devices(opts, here()._replace(local_rank=local_rank, local_size=local_size))
 
 
 def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
