@@ -29,7 +29,6 @@ QUIET = [
     "--keep-every=0",
     "--eval-every=0",
     "--no-tensorboard",
-    "--progress=off",
 ]
 
 

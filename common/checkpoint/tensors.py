@@ -42,7 +42,7 @@ WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one 
 def kinds_of(tensors):
     """{name: [type, shape]} of tensors; UserError for one that cannot be saved."""
     for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES or tensor.layout != torch.strided or tensor.is_meta:
+        if tensor.dtype not in NAMES or tensor.layout != torch.strided:
             raise UserError(
                 f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: cannot be saved\n"
                 "keep such tensors out of the net's parameters and buffers (persistent=False)"

@@ -89,7 +89,7 @@ class Rescue:
         return self
 
     def __exit__(self, kind, error, trace):
-        stops = bool(self.asked)
+        stops = self.asked
         if error is None and not stops:
             self.watch.parting = True
             try:

@@ -156,9 +156,7 @@ class Bucket:
         part = -(-sum(sizes) // (align * world.replicas)) * align
         self.flat = first.new_zeros(self.rows_of[world.replica], world.replicas, part)  # the rows to send
         self.views = [_views(row.view(-1), members, sizes) for row in self.flat]
-        self.received = self.flat[:, 0]
-        if world.replicas > 1:
-            self.received = first.new_empty(sum(self.rows_of), part)
+        self.received = list(first.new_empty(sum(self.rows_of), part).split(self.rows_of))
 
     def collect(self, carries):
         """Adds the subtrees that a slice completes; autograd has made the first of these additions."""
@@ -173,27 +171,33 @@ class Bucket:
         """Begins to send every replica its part of this rank's rows."""
         for views, row in zip(self.views, self.rows, strict=True):
             torch._foreach_copy_(views, row)
-        counts = [len(self.rows)] * self.world.replicas
         self.rows.clear()
-        if self.world.replicas > 1:
-            parts = self.flat.transpose(0, 1).flatten(0, 1)  # a copy only if there are several rows
-            self.works = [
-                dist.all_to_all_single(
-                    self.received, parts, self.rows_of, counts, group=self.world.peers, async_op=True
-                )
-            ]
+        parts = self.flat.transpose(0, 1).contiguous()  # a copy only if there are several rows
+        self.received[self.world.replica] = parts[self.world.replica]
+        self._exchange(parts, self.received)
 
     def add(self):
         """Ends the tree for this rank's part, and begins to send it to all."""
         self.wait()
-        for i, j in self.order:
-            self.received[i] += self.received[j]
-        if self.world.replicas > 1:
-            result = self.flat[0]
-            result[self.world.replica] = self.received[0]
-            for q, part in enumerate(result):  # gloo's all_gather would copy all of it
-                work = dist.broadcast(part, group=self.world.peers, group_src=q, async_op=True)
-                self.works.append(work)
+        rows = [row for rows in self.received for row in rows]
+        result = self.flat[0]
+        part = result[self.world.replica]
+        for i, j in self.order[:-1]:
+            rows[i] += rows[j]
+        for i, j in self.order[-1:]:
+            torch.add(rows[i], rows[j], out=part)
+        self._exchange([part] * self.world.replicas, result)
+
+    def _exchange(self, given, taken):
+        """Begins to give each replica its part; as messages, for gloo's collectives copy all of it."""
+        operations = []
+        for q in range(self.world.replicas):
+            if q != self.world.replica:
+                group = self.world.peers
+                operations.append(dist.P2POp(dist.isend, given[q], group=group, group_peer=q))
+                operations.append(dist.P2POp(dist.irecv, taken[q], group=group, group_peer=q))
+        if operations:
+            self.works = dist.batch_isend_irecv(operations)
 
     def wait(self):
         while self.works:
@@ -212,8 +216,7 @@ def _views(row, tensors, sizes):
     views = []
     at = row.storage_offset()
     for tensor, size in zip(tensors, sizes, strict=True):
-        strides = torch.empty_like(tensor, device="meta").stride()
-        views.append(row.as_strided(tensor.shape, strides, at))
+        views.append(row.as_strided(tensor.shape, tensor.stride(), at))
         at += size
     return views
 
@@ -247,9 +250,7 @@ def checked(opts, step, world):
     if world == 1 or not opts.cross_check or (step + 1) % opts.cross_check:
         return None
     rank = hash_seed("rank", opts.seed, step) % world
-    mine = share(opts.virtual_ranks, rank, world)
-    alone = [v for v in mine if not carries(v, mine.start)]  # its gradient is not added to another's at once
-    return alone[hash_seed("slice", opts.seed, step) % len(alone)]
+    return share(opts.virtual_ranks, rank, world).start  # its gradient is not added to another's at once
 
 
 @functools.cache
