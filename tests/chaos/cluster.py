@@ -5,7 +5,7 @@ import signal
 import time
 import uuid
 
-from jobs import ROOT, children, loaders, until
+from jobs import ROOT, children, until
 
 WORKER = ROOT / "tests/chaos/worker.py"
 NODES = 3
@@ -74,7 +74,7 @@ class Cluster:
 
     def loader(self):
         """(a rank, a process that fetches samples for it); None where there is none at the moment."""
-        busy = [(rank, pid) for rank in self.workers() for pid in loaders(rank)]
+        busy = [(rank, pid) for rank in self.workers() for pid in children(rank)]
         return self.rng.choice(busy) if busy else None
 
     def strike(self, pids, name):

@@ -34,14 +34,6 @@ def test_digits_are_the_same_to_the_bit_on_every_machine():
     assert abs(x.mean()) < 0.05 and 0.95 < x.std() < 1.05
 
 
-def test_sentiment_is_the_tutorials_two_sentences():
-    data = load("sentiment")
-    for split in (data.train, data.test):
-        x, y = split.fetch([0, 1], 0, True)
-        assert x.tolist() == [[2, 3, 4, 5], [1, 5, 6, 7]] and y.tolist() == [1, 0]
-    assert (data.vocab, data.classes, data.sample_shape) == (8, 2, (4,))
-
-
 @pytest.mark.parametrize("name, shape, n", [("random", (5,), 100), ("random:100x10", (10,), 100),
                                             ("random:1x1", (1,), 1)])
 def test_random_has_the_tutorials_sizes_or_those_asked_for(name, shape, n):

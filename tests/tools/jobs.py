@@ -200,11 +200,6 @@ def children(pid):
             and s[0] not in "ZX"]
 
 
-def loaders(rank):
-    """The processes that fetch samples for a rank; its guard (common/rescue/guard.py) does not."""
-    return [pid for pid in children(rank) if "guard.py" not in command(pid)]
-
-
 def _stat(pid):
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:

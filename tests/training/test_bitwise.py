@@ -6,7 +6,6 @@ long form (`pytest -m long`) takes 200 steps and more, and all worlds.
 """
 import json
 import os
-import random
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -228,16 +227,3 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2
-
-
-# ---- the long form: pytest -m long ----------------------------------------------------------------
-@pytest.mark.long
-def test_long_twenty_kills_and_resizes_at_random(tmp_path):
-    given, draws = CNN | {"epochs": 44}, random.Random(5)
-    unbroken = run(tmp_path / "unbroken", 1, given)
-    kills = []
-    for number in range(20):
-        world = draws.choice((1, 2, 3, 4, 5, 8))
-        step, phase = 11 * number + draws.randrange(4, 11), draws.choice(("before", "within", "after"))
-        kills.append((world, draws.randrange(world), step, phase))
-    assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken

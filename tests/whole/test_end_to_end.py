@@ -13,10 +13,10 @@ from jobs import (
     STEPS,
     TESTS,
     audit,
+    children,
     command,
     events,
     lives,
-    loaders,
     reached,
     rows,
     state,
@@ -156,7 +156,7 @@ def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
     files = (f"--dataset={TESTS}/paced.py:files", "--workers=2")
     job = ddp(jobs, 2, run, *files, PACE="0.05")
     life = wait_for(run, 4, 0, job)
-    assert any(jobs.kill(child) for pid in life["pids"] for child in loaders(pid))
+    assert any(jobs.kill(child) for pid in life["pids"] for child in children(pid))
     job.ends_with(0)
     assert "its loading process" in job.output and "Traceback" not in job.output, job.output
     assert len(lives(run)) == 2

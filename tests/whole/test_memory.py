@@ -24,14 +24,10 @@ def assert_too_little(job):
     assert "allocate memory" in job.ends_with(1)
 
 
-def test_a_gpt_that_does_not_fit_in_one_process_trains_in_two_stages(jobs, flags, tmp_path):
-    assert_too_little(jobs.python("train_ddp.py", *flags, ROOM="700"))
-    job = jobs.torchrun(2, "train_mp.py", *flags, f"--run-dir={tmp_path / 'cut'}", restarts=0, ROOM="700")
-    assert "step 1/1" in job.ends_with(0)
-
-
-@pytest.mark.long
-def test_a_gpt_that_does_not_fit_in_two_stages_trains_in_four(jobs, flags, tmp_path):
-    assert_too_little(jobs.torchrun(2, "train_mp.py", *flags, restarts=0, ROOM="450"))
-    job = jobs.torchrun(4, "train_mp.py", *flags, f"--run-dir={tmp_path / 'cut'}", restarts=0, ROOM="450")
+@pytest.mark.parametrize("stages, room", [(2, 700), pytest.param(4, 450, marks=pytest.mark.long)])
+def test_a_gpt_that_does_not_fit_in_half_as_many_stages_trains(jobs, flags, tmp_path, stages, room):
+    few = [stages // 2, "train_mp.py", "--stages=0"] if stages > 2 else [1, "train_ddp.py"]
+    assert_too_little(jobs.torchrun(*few, *flags, restarts=0, ROOM=f"{room}"))
+    flags = (*flags, f"--run-dir={tmp_path / 'cut'}")
+    job = jobs.torchrun(stages, "train_mp.py", *flags, restarts=0, ROOM=f"{room}")
     assert "step 1/1" in job.ends_with(0)

@@ -9,16 +9,6 @@ from jobs import children
 from ranks import fork_ranks
 
 
-def test_ranks_meet_and_each_returns_its_result():
-    def sum_of_ranks(world, offset):
-        world.barrier()
-        total = int(world.all_sum(torch.tensor([world.rank])))
-        return world.rank + offset, total, world.local_rank, world.local_size
-
-    assert fork_ranks(3, sum_of_ranks, 10, node_size=2) == [(10, 3, 0, 2), (11, 3, 1, 2), (12, 3, 0, 1)]
-    assert fork_ranks(1, sum_of_ranks, 5) == [(5, 0, 0, 1)]
-
-
 def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing_stays():
     def fail_at_one(world):
         if world.rank == 1:
