@@ -24,7 +24,7 @@ from common.training import backward, build_optimizer, cross_check, distribute, 
 
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
-    task = find_task(opts)  # what is minimised and shown
+    task = find_task(opts)  # the loss, and what is shown
     net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
     model = distribute(net, opts, run.world)
@@ -37,7 +37,7 @@ def main(opts):
                 odd = cross_check(model, run.data.train, state, run.world)  # all ranks vote on a slice's bits
                 if odd is not None:
                     run.store.trust(odd)
-                run.sum_up(totals)
+                run.sum_up(totals)  # over all ranks, where the step is logged
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

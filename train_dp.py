@@ -20,7 +20,7 @@ from common.training import backward, build_optimizer, distribute, evaluate, fin
 
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
-    task = find_task(opts)  # what is minimised and shown
+    task = find_task(opts)  # the loss, and what is shown
     net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
     model = distribute(net, opts, run.world)
@@ -33,7 +33,7 @@ def main(opts):
             net.train()
             for batch in run.batches():
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch
-                run.sum_up(totals)
+                run.sum_up(totals)  # over all ranks, where the step is logged
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

@@ -22,7 +22,7 @@ from common.training import build_optimizer, evaluate, find_task
 
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
-    world, task = run.world, find_task(opts)  # what is minimised and shown
+    world, task = run.world, find_task(opts)  # the loss, and what is shown
     model = split(build_model(opts, run.data), opts, world, run.data, task)
     net = model.net  # this rank's stages, so that the optimizer holds their weights alone
     state = run.restore(net, build_optimizer(net, opts), sum(model.parameters_of), task=task,

@@ -1,7 +1,7 @@
-"""The map of common/: rooms on three stones.
+"""The map of common/: folders are rooms; sampler.py, errors.py and place.py carry them.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
-not know each other (tests/whole/test_house.py checks this). Of those above it may know a type, for a checker.
+not know each other (tests/whole/test_house.py checks this). For a type checker it may import any type.
 
     replay       makes segments of a run once more, and compares
 

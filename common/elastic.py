@@ -94,7 +94,7 @@ class Elastic(Run):
 
     @contextmanager
     def _live(self):
-        """From the arguments to the clean end; mistakes are told as a script does, by names of arguments."""
+        """From the arguments to the clean end; mistakes are told as in a script, with names of arguments."""
         try:
             with blamed("Elastic"):
                 self._begin()
@@ -128,11 +128,10 @@ class Elastic(Run):
         )
         super().__init__(self.opts, self.sets)
         check_net(self.net, self.opts.model)
-        task = find_task(self.opts)
-        prepare(self.net, self.opts, self.world, self.data, task)
+        prepare(self.net, self.opts, self.world, self.data, find_task(self.opts))
         self.net.train()  # here a net may freeze parts of itself
         self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
-        self.restore(self.net, self.optimizer, task=task, schedule=self.schedule)
+        self.restore(self.net, self.optimizer, schedule=self.schedule)
         self.rates = self._rates()
 
     def _check_arguments(self):

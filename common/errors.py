@@ -55,7 +55,7 @@ FOREIGN = (  # files and folders that are no user's
     *(Path(place) for place in sys.path if place.endswith(("site-packages", "dist-packages"))),
     *(OURS / name for name in ("common", "launch", "train_ddp.py", "train_dp.py", "train_mp.py")),
 )
-RANK_0_SECONDS = 0.5  # before it leaves: its store ends with it
+FIRST_RANK_SECONDS = 0.5  # before it leaves: rank 0's store ends with it
 OTHER_RANKS_SECONDS = 3.0  # before they print: the agent ends them first if all have the error
 MEND = "mend it, then start again; --debug shows the whole stack"
 NO_FIXED_BITS = "does not have a deterministic implementation"  # torch, of an operation under --virtual-ranks
@@ -200,7 +200,7 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
     if shared or here().size == 1:
         sys.exit(error.code)
     if first:  # other ranks may still have to read what they waited for in rank 0's store
-        time.sleep(RANK_0_SECONDS)
+        time.sleep(FIRST_RANK_SECONDS)
     os._exit(error.code)  # no destructors: they may wait for a dead peer
 
 

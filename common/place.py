@@ -1,7 +1,7 @@
 """Where this process stands: which rank, under which agent, on which machine; and which processes have ended.
 
-Only this file reads what torchrun, launch/torchrun.py, Slurm or a person set in the environment. No torch
-here, and nothing of common/.
+Only this file reads RANK and the other variables of a launcher: of torchrun, launch/torchrun.py, Slurm or a
+person. No torch here, and nothing of common/.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-NO_NUMBER = -1  # in place of a number that the environment does not give rightly
+NO_NUMBER = -1  # stands for a variable that is no whole number
 DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead
 
 

@@ -1,9 +1,10 @@
 """torch's elastic agent with exit codes passed on, which continues without machines that die as others meet.
 
-Private names of torch that are used or replaced: the agent's _rendezvous, _monitor_workers, _restart_workers,
-_exit_barrier, _remaining_restarts, _rdzv_handler, _logs_specs and _pcontext; start_processes as the agent
-knows it; dynamic_rendezvous' get_method_name, _delay, _BackendRendezvousStateHolder, _RendezvousExitOp,
-_op_executor, _stop_heartbeats, _state_holder, _store, _close; c10's FLAGS_caffe2_log_level.
+Private names of torch that are used or replaced: the agent's _rendezvous, _start_workers, _monitor_workers,
+_restart_workers, _exit_barrier, _remaining_restarts, _rdzv_handler, _logs_specs (_run_log_dir) and _pcontext
+(_start, _poll, _close); start_processes as the agent knows it; dynamic_rendezvous' get_method_name, _delay,
+_BackendRendezvousStateHolder, _RendezvousState, _RendezvousExitOp, _op_executor, _stop_heartbeats,
+_state_holder, _store, _close; c10's FLAGS_caffe2_log_level.
 """
 
 import argparse
@@ -198,7 +199,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         return result
 
     def tell_of_the_death(self, result: RunResult) -> None:
-        """Notes which process has ended first; ends the job if another life cannot mend it.
+        """Prints which process has ended first; ends the job if another life cannot mend it.
 
         A survivor saves, and prints the death with what it saved; without one it is printed here.
         """

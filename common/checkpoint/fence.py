@@ -28,9 +28,9 @@ from common.place import has_ended, this_process
 BEAT_SECONDS = 0.5  # between two moves of a counter
 NODE_BEAT_SECONDS = 10.0  # the same in a node's file: each is a synced write on a disk that many share
 LOOK_SECONDS = 1.0  # a look that came later counts as one second: the file server was away
-STALE_SECONDS = 8.0  # without a move: the owner is stopped, or another life of our own job
+STALE_SECONDS = 8.0  # without a move, on this machine or in our own job: the owner is gone
 LEASE_SECONDS = 90.0  # the same, of another job on another machine: networks show moves late
-MOVING_SECONDS = 6.0  # another job's counter has moved for so long: its run is refused
+MOVING_SECONDS = 6.0  # then a run whose counter another job moves is refused to us
 SAME_JOB_SECONDS = 60.0  # an earlier life of our own job may still save; then the newest takes the run
 HUNG_SECONDS = 600.0  # a rescue or a save that writes no byte for so long is given up
 NODE_STILL_SECONDS = 12.0  # without a move: that node is gone
@@ -183,7 +183,7 @@ class Fence:
             self.held.close()
 
     def _wait(self):
-        """Until the owner has left, has ended or does not move. UserError if it is another job that lives.
+        """Waits until the owner has left, has ended or stands still. UserError if a job that lives has it.
 
         An earlier life of our own job is waited for, or one whose agent has died: it may save.
         """
@@ -241,7 +241,7 @@ def rescuing(path, progress, needless):
 
 
 def wait_for(path, still=None, deadline=math.inf, needless=lambda: False):
-    """Until a file's holder has left, has ended or does not move, or there is no need."""
+    """Waits until a file's holder has left, has ended or stands still, or there is no need."""
     for _, counter, _ in living(path):
         if needless() or time.monotonic() > deadline or counter.seconds > (still or STALE_SECONDS):
             return
@@ -268,7 +268,7 @@ def read_record(path):
         return parse_json(read_small(path), path.name)
     except FileNotFoundError:
         return None
-    except (Damaged, OSError):
+    except Damaged:
         return {}
 
 

@@ -2,11 +2,11 @@
 
 Images and facts become one checkpoint on the disk, whole or not at all. A crash (C) between two of these
 points leaves the checkpoint before, or both, never neither:
-    C  step-N.k/ is made in this life's staging folder        swept by the next life
+    C  step-N.ID/ is made in this life's staging folder       swept by the next life
     C  model and optimizer written and synced                 swept
-    C  state.json, manifest.json written and synced, last     swept: complete, but not under its name
+    C  state.json, manifest.json, last, and the folder synced swept: complete, but not under its name
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
-    C  the folder synced, renamed to checkpoints/step-N       on a power loss N is there whole or not at all
+    C  the folder renamed to checkpoints/step-N               on a power loss N is there whole or not at all
     C  checkpoints/ synced                                    committed: only now may older ones go
     C  older ones renamed into staging, then deleted          extra files only
 No name is written twice: later facts of a step become step-N.1, and step-N goes with the older ones.
@@ -214,7 +214,7 @@ def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
 
 
 def is_there(root, facts):
-    """Whether another process of this life has committed this state or a later one."""
+    """Whether the newest checkpoint that can be read has this state or a later one."""
     for step, folder in checkpoints(root):
         with suppress(Damaged, OSError):
             return _how_far(read_facts(step, folder)[1]) >= _how_far(facts)

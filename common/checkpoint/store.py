@@ -3,7 +3,6 @@
 folder.py explains the crash points of a save, fence.py who may write, load.py how all ranks load.
 """
 
-import math
 import os
 import time
 from concurrent import futures
@@ -87,7 +86,7 @@ class CheckpointStore:
             },
         )
         self.writer = Writer(self.root, world.life, run, self.layout)
-        for of_rank_0 in (True, False):  # then the first ranks of other nodes: is it the same folder?
+        for of_rank_0 in (True, False):  # then the first ranks of other nodes look whether they share it
             with world.all_or_none():
                 if world.local_rank == 0 and of_rank_0 == (world.rank == 0):
                     self._own()
@@ -95,7 +94,7 @@ class CheckpointStore:
         state.updates.images = {part: Image(own) for part, own in written.items()}
         source, lacking = self._load()
         self.agree()
-        if lacking and self.owns:  # whoever survives shall have it
+        if lacking and self.owns:  # so that any survivor has it
             self.save()
         return source
 
@@ -364,13 +363,13 @@ class CheckpointStore:
             sums = {part: fingerprint_of(tensors.values()) for part, tensors in state.tensors().items()}
             self.ledger.event("digest", step=state.step, **sums)
 
-    def wait(self, patience: float = math.inf) -> None:
+    def wait(self, seconds: float = 1e9) -> None:
         """Waits until the save under way is on the disk or has failed. A slow disk is no hang.
 
-        A rescue has patience with one that writes no byte: it writes its own files.
+        A rescue waits only so many seconds for the next byte: it writes its own files.
         """
         still = Still()
-        while self.job and futures.wait([self.job], 0.1).not_done and still.seconds < patience:
+        while self.job and futures.wait([self.job], 0.1).not_done and still.seconds < seconds:
             self.state.progress += still(self.writer.moved) < HUNG_SECONDS
 
     def close(self) -> None:
@@ -387,7 +386,7 @@ class CheckpointStore:
         if self.owns:
             self.fence.release()
 
-    # ---- on the writer thread ---------------------------------------------------------------------
+    # ---- writing ----------------------------------------------------------------------------------
     def _write_copy(self, facts):
         try:
             images = self.state.updates.images

@@ -2,7 +2,7 @@
 
 To add one: write such a function, add a line to DATASETS below, and a line to DATASETS in
 common/options/rules.py with its flags; each of these is a field of Options. Code that lives elsewhere needs
-no edit here: use `--dataset path/to/file.py:function`. Nothing in a file is ever executed.
+no edit here: use `--dataset path/to/file.py:function`. Nothing in a data file is ever executed.
 
 --dataset imagefolder --data-dir DIR                       # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
 --dataset text:128 --data-dir FILE                         # each byte is a token; the last tenth tests

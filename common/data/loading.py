@@ -39,7 +39,7 @@ WANTED = (
 FACTS = operator.attrgetter(  # the options from which a dataset of this project follows
     "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
 )
-PRELOADED = {}  # by these
+PRELOADED = {}  # {FACTS(opts): Data}
 
 
 def load_data(opts: Options, source: Data | None = None) -> Data:
@@ -101,7 +101,7 @@ def preload(opts: Options) -> None:
 class Batch(NamedTuple):
     """A rank's share of one global batch, cut into its forwards."""
 
-    parts: list[tuple]  # (samples, what collate made of them) for each forward
+    parts: list[tuple]  # (number of samples, what collate made of them) for each forward
     ids: list[int]
     size: int  # number of samples in the whole global batch
 
@@ -235,7 +235,7 @@ def from_workers(load, cuts, count, pin):
         atexit.unregister(kill)
 
 
-def shelter(rank, number):
+def shelter(parent, number):
     """Ignore signals: torchrun and Slurm signal every process, but only the rank should react.
 
     A worker that dies would break its rank's save. (Blocking signals is not enough: torch starts threads in
@@ -243,6 +243,6 @@ def shelter(rank, number):
     """
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: for a rank that was killed
-    if os.getppid() != rank:  # before this line
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it was killed before that line
         os._exit(1)

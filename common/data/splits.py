@@ -58,7 +58,7 @@ class Split:
 
     first = 0  # a sample that can be read
     tokens = 1  # of a sample
-    classes = None  # that its targets are below, if the dataset tells
+    classes = None  # targets are below it, if the dataset tells
     note = None  # note("bad_sample", ...) writes to the ledger
 
     def look(self, name):
@@ -165,7 +165,7 @@ class DatasetSplit(Split):
         return samples
 
     def contents(self):
-        """The mean sizes of the numbers of three samples; nothing of one that is another when read again."""
+        """The mean absolute values of three samples; none of a sample that changes when it is read again."""
         for id in (0, len(self) // 2, len(self) - 1):
             first, again = (leaves(self.fetch([id])) for _ in range(2))
             if sizes_of(first) == sizes_of(again):
@@ -218,7 +218,7 @@ class Windows(Split):
 
 
 def whole_targets(y, count, classes, which):
-    """The targets of `classify`: whole numbers, `count` if that is given. Else a mean would be wrong."""
+    """Checked targets of `classify`, as int64; with `count` 0 there may be any number of them."""
     whole = y.long()
     end = classes or math.inf
     if count and len(y) != count or not torch.equal(whole, y) or y.min() < 0 or y.max() >= end:

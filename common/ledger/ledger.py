@@ -87,7 +87,7 @@ def read(path, name="event"):
 class Ledger:
     """RUN/ledger.jsonl. Fields ending in `_s` are seconds; account.py tells what the events mean.
 
-    `writer` is in each event, unless the event itself says otherwise: the life and the rank that tell it.
+    `writer`, a life and a rank, is in each event; an event's own fields win.
     """
 
     def __init__(self, run_dir: Path, **writer: object) -> None:

@@ -28,7 +28,9 @@ class Log:
     Epochs count from 1, as people do.
     """
 
-    def __init__(self, opts: Options, rank: int, first: int, total: int, records: Iterable[Record]) -> None:
+    def __init__(
+        self, opts: Options, rank: int, first: int, total: int, records: Iterable[Record] = ()
+    ) -> None:
         self.opts = opts
         self.first = first
         self.total = total
@@ -37,6 +39,7 @@ class Log:
             self.console = Console(opts.progress)
             self.metrics = Metrics(opts.run_dir, first)
             self.curves = Curves(opts, first)
+            self.start(())
             for record in filter(None, records):
                 self._keep(record)
 

@@ -37,7 +37,7 @@ from common.options.rules import (
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
 
 Values = dict[str, Any]  # of fields, by name
-RATES = {  # torch's own where they are not 1e-3; tests/training compares them with torch
+RATES = {  # torch's own where they are not 1e-3; sgd has ours; tests/training compares them with torch
     "sgd": 0.05,
     "adadelta": 1.0,
     "adafactor": 0.01,
@@ -52,7 +52,7 @@ RATE = 1e-3
 NUMBERS = {int: "a whole number", float: "a number"}
 SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
 NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a --fork
-OF_A_MACHINE = {  # may be others on other machines of one life
+OF_A_MACHINE = {  # may differ between the machines of one life
     "run_dir",
     "data_dir",
     "download",

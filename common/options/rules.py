@@ -10,7 +10,7 @@ from pathlib import Path
 from common.errors import UserError, blamed, did_you_mean
 
 FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")  # also of path/to/file.py:function
-DATASETS = {  # each with the flags that it alone, or with a few others, looks at
+DATASETS = {  # each with the flags that not every dataset uses
     "digits": (),
     "mnist": ("data_dir", "download"),
     "fashion-mnist": ("data_dir", "download"),
@@ -26,8 +26,8 @@ NAMES = {  # flags that also take path/to/file.py:function
     "dataset": tuple(DATASETS),
     "task": ("classify", "tokens"),
     "lr_schedule": ("constant", "step", "cosine"),
-    "optimizer": (),
-}  # torch.optim has the names of the last
+    "optimizer": (),  # torch.optim has the names: they are looked up there
+}
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
 OURS = ("sgd", "adam", "adamw")  # fused, and each weight's update is its own, as --shard needs
 

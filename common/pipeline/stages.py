@@ -204,7 +204,7 @@ class Pipeline(nn.Module):
         self.run([n or 2 for _, n, _ in flights], ahead, back)
         if tree:
             return tree.finish(batch, state)
-        if world.replicas > 1 and not opts.shard:  # which has summed what it holds
+        if world.replicas > 1 and not opts.shard:  # --shard has summed already
             for p in trained:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 world.sum_over_replicas(p.grad)

@@ -43,7 +43,7 @@ class Ranks:
         self.world = world
         self.shapes = shapes
         self.generator = generator
-        self.sent = []  # which hold what they send
+        self.sent = []  # each keeps its tensor alive
 
     def move(self, give=None, take=None):
         """A function that waits for the tensor taken; it also sets the generator to the giver's state.

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 LIVES_IN_VAIN = 3  # in a row: they could not train, or began on one step and ended with an error
 LIVES_KILLED = 10  # in a row on one step: all made steps, and were killed before they saved
 SAMPLES_NAMED = 512  # in an error
-OPENED = "opened-"  # and a number, in the agent's folder: that of its lives could train
 ENDS_A_ROW = {"stop", "refused", "done"}  # events: a life that has one ends the row
 FAILED = {"error", "hang"}  # events
 
@@ -29,7 +28,7 @@ def refuse_a_crash_loop() -> None:
     place = here()
     if place.notes is None:
         return
-    trained = [int(note.name.removeprefix(OPENED)) for note in place.notes.glob(f"{OPENED}*")]
+    trained = [int(note.suffix[1:]) for note in place.notes.glob("opened.*")]
     failed = place.restart - max(trained, default=-1) - 1
     if failed >= LIVES_IN_VAIN:
         raise UserError(
@@ -44,7 +43,7 @@ def note_that_it_trains() -> None:
     place = here()
     if place.speaks and place.notes:
         with suppress(OSError):
-            (place.notes / f"{OPENED}{place.restart}").touch()
+            (place.notes / f"opened.{place.restart}").touch()
     note_that_it_waits(False)
 
 

@@ -3,9 +3,9 @@
 In data parallelism every rank holds the whole state, and between two steps all states are equal. So one
 survivor is enough: every rank that is alive tries to save the last whole step before it leaves.
 
-From a signal to the exit: `Watch` hears it and sets `asked`; the loop ends its step and calls `leave`; `end`
-saves (`rescue` of checkpoint/store.py), prints one line, and exits. A rank that hears it later waits in vain
-for the others, as after a death: a collective raises (gloo), or hangs (NCCL), and then the thread of
+From a signal to the exit: `Watch` hears it and sets `asked`; `Run.stepped` ends the step and calls `leave`;
+`end` saves (`rescue` of checkpoint/store.py), prints one line, and exits. A rank that hears it later waits in
+vain for the others, as after a death: a collective raises (gloo), or hangs (NCCL), and then the thread of
 `Watch` calls `end`. The Python signal handler does nothing: an exception there could cut an optimizer step.
 """
 
@@ -156,7 +156,7 @@ class Rescue:
     # ---- the way out ------------------------------------------------------------------------------
     def _reason_of(self, error):
         """Which reason an error has, or a stop without one; waits for the news of a peer's death."""
-        if isinstance(error, UserError):  # all ranks have it, and some have left already
+        if isinstance(error, UserError):  # all ranks have it: not a peer's death
             return Reason.REFUSED if error.code > LAST_TO_SAVE else Reason.ERROR
         if isinstance(error, RuntimeError) and self.world.size > 1:
             self.watch.lost.wait(PEER_SECONDS)  # a collective fails before the thread hears of the end

@@ -26,7 +26,7 @@ from common.world import gather, lifelines
 
 # USR1: Slurm's early warning; HUP: the terminal is gone
 STOP = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-STEP_SECONDS = 10.0  # for a signalled main thread to end its step; the agent kills after 30
+STEP_SECONDS = 10.0  # for a signalled main thread to end its step; plain torchrun kills after 30
 PEER_SECONDS = 1.0  # for the main thread to end its step after a peer's end
 DEATH_SECONDS = 0.5  # until a launcher knows how its process has ended
 HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
@@ -68,7 +68,7 @@ class Watch:
         self.selector = selectors.DefaultSelector()
         self.limit = state.opts.hang_timeout or HANG_SECONDS
         self.progress = state.progress
-        self.still = 0.0  # seconds since some rank last did
+        self.still = 0.0  # seconds since any rank made progress
 
     def start(self):
         """Call it on every rank, in the main thread."""

@@ -190,12 +190,12 @@ class Bucket:
 
     def _exchange(self, given, taken):
         """Begins to give each replica its part; as messages, for gloo's collectives copy all of it."""
-        operations = []
-        for q in range(self.world.replicas):
-            if q != self.world.replica:
-                group = self.world.peers
-                operations.append(dist.P2POp(dist.isend, given[q], group=group, group_peer=q))
-                operations.append(dist.P2POp(dist.irecv, taken[q], group=group, group_peer=q))
+        operations = [
+            dist.P2POp(act, part, group=self.world.peers, group_peer=q)
+            for act, parts in ((dist.isend, given), (dist.irecv, taken))
+            for q, part in enumerate(parts)
+            if q != self.world.replica
+        ]
         if operations:
             self.works = dist.batch_isend_irecv(operations)
 

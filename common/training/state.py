@@ -79,7 +79,7 @@ class TrainState:
         self.lock = threading.RLock()
         self.verdict: UserError | None = None  # why this state may neither be saved nor updated
         self.stepped = time.time()  # the end of the last step
-        self.progress = 0  # of any kind: a rank whose number stands still hangs
+        self.progress = 0  # of any kind: if no rank's number moves, the run hangs
         self.rate(0)  # a schedule of one's own that fails does so before the first step
         check_groups(optimizer, net)
         make_state(optimizer)
@@ -126,8 +126,8 @@ class TrainState:
             torch.nn.utils.clip_grads_with_norm_(self.names, clip, norm_of(self.gradients))
         fused = all(group.get("fused") for group in self.optimizer.param_groups)
         if self.updates.gpu and (self.stages or not fused):
-            # A part of a net is rescued with a whole gradient. Other optimizers count on the CPU, or read the
-            # GPU.
+            # In stages a rescue needs this gradient whole. Optimizers that are not fused count on the CPU, or
+            # read the GPU.
             torch.cuda.synchronize()
         self.updates.settle()  # without the lock, as a collective may hang
         self.updates.ready = size
@@ -172,9 +172,11 @@ class TrainState:
 
     def condemn(self, fact: str) -> NoReturn:
         """Ends the run with a UserError: this state is never saved, and a restart begins before it."""
+        last = max((self.opts.run_dir / "checkpoints").glob("step-*"), default=None)
+        resume = f" --resume {last}" if last else ""
         self.verdict = UserError(
             f"{fact}; nothing after the newest checkpoint is kept\n"
-            f"lower --lr in another run, from there: --run-dir NEW --resume {self.opts.run_dir} --lr X\n"
+            f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
             "or clip there with --clip-grad-norm, or look at the samples with --audit",
             code=5,
         )

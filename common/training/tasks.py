@@ -25,12 +25,15 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
 OWN = "the script"  # its loop computes the loss (elastic.py)
-WANTED = 'wanted each time: {"loss": (sum, count), ...}, or after the first whole numbers of one shape'
+WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
 
 
 # ---- the built-in tasks ----
 def criterion(out, targets, smoothing):
-    """The loss of training and of evaluation, summed over rows of outputs: change it here, and only here."""
+    """The loss of training and of evaluation, summed over rows of outputs: change it here, and only here.
+
+    A row whose target is IGNORED adds 0.
+    """
     return F.cross_entropy(out, targets, reduction="sum", label_smoothing=smoothing)
 
 
@@ -112,7 +115,7 @@ class Task:
             return self.function(net, batch, state)
 
     def minimised(self, values, tensors):
-        """The sum to be minimised; where nothing counts, nothing of `tensors`, which has a gradient too."""
+        """The sum to be minimised; if nothing counts, a 0 that depends on `tensors`."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
             return loss

@@ -55,7 +55,7 @@ def test_lives_that_end_before_they_train_end_the_job_with_5_too(tmp_path, monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{restart}/0/error.json")
     if opened is not None:
-        (tmp_path / f"opened-{opened}").touch()
+        (tmp_path / f"opened.{opened}").touch()
     with refusal("before they could train", code=5) if ends else nullcontext():
         refuse_a_crash_loop()
 
