@@ -52,7 +52,7 @@ LASTING = {
 OURS = Path(__file__).parents[1]
 FOREIGN = (  # files and folders that are no user's
     Path(os.__file__).parent,
-    *(Path(place) for place in sys.path if place.endswith(("site-packages", "dist-packages"))),
+    *(Path(place) for place in sys.path if place.endswith("-packages")),  # site-packages, dist-packages
     *(OURS / name for name in ("common", "launch", "train_ddp.py", "train_dp.py", "train_mp.py")),
 )
 FIRST_RANK_SECONDS = 0.5  # before it leaves: rank 0's store ends with it

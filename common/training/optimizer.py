@@ -3,6 +3,7 @@
 import inspect
 import math
 from collections import UserDict, defaultdict
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -88,11 +89,12 @@ def make_state(optimizer):
             twin = weight.detach().clone()
             twin.grad = torch.zeros_like(twin)
             state = FirstValues(states[weight])
-            optimizer.param_groups = [group | {"weight_decay": 0.0, "params": [twin]}]
+            # read only: no checkpoint holds what changes in a group
+            optimizer.param_groups = [MappingProxyType(group | {"weight_decay": 0.0, "params": [twin]})]
             optimizer.state = defaultdict(dict, {twin: state})
             with blamed(
                 f"a step of {type(optimizer).__name__}",
-                "wanted: other --optimizer-args, or a step() without a closure",
+                "wanted: a step() without a closure, which remembers tensors of each weight and nothing else",
             ):
                 optimizer.step()
             states[weight] = state.first

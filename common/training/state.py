@@ -68,8 +68,8 @@ class TrainState:
         self.samples = samples
         self.best: Facts = {"step": 0}
         best_of(opts, self.task)  # a wrong --best is told before the first step
-        self.record: Facts = {}  # of the last logged step; saved, as rank 0 may die before it logs
-        self.evaluated: Facts = {}  # the last evaluation, likewise
+        self.record = {}  # of the last logged step; saved, as rank 0 may die before it logs
+        self.evaluated = {}  # the last evaluation, likewise
         self.scaler = torch.amp.GradScaler(enabled=opts.amp == "fp16")  # else it does nothing
         self.names = {p: name for name, p in net.named_parameters()}
         self.buffers = Buffers(net)

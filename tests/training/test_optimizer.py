@@ -148,6 +148,14 @@ class Plain(torch.optim.SGD):
                 self.state[weight]["turn"] = self.state[weight].get("turn", 0) + 1
         return super().step(closure)
 
+class Counting(torch.optim.SGD):
+    def step(self, closure=None):
+        self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
+        return super().step(closure)
+
+def counting(net, opts):
+    return Counting(net.parameters(), lr=opts.lr)
+
 def scaled(net, opts):
     groups = [{"params": net[1].parameters()}, {"params": net[3].parameters(), "scale": 0.1}]
     return torch.optim.NAdam(groups, weight_decay=opts.weight_decay)
@@ -208,6 +216,7 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
     ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
     ("--optimizer=own.py:plain", "its state has turn, which no checkpoint would hold"),
     ("--optimizer=own.py:lbfgs", "without a closure"),
+    ("--optimizer=own.py:counting", "nothing else"),
     ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
     ("--optimizer-args=amsgrad='x'", "a step of Adam: TypeError"),
     ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
