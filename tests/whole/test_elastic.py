@@ -1,4 +1,5 @@
 """A loop of one's own (common/elastic.py): the example of common/README.md, through kills and worlds."""
+import sys
 from functools import partial
 
 import pytest
@@ -207,6 +208,7 @@ with Elastic(net=model, optimizer=optimizer, dataset=MyTrainDataset(2048), run_d
 """
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH is not known")
 def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_an_unbroken_run(
         jobs, tmp_path):
     (tmp_path / "theirs/common").mkdir(parents=True)
