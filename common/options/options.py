@@ -162,7 +162,9 @@ class Options:
     stages: int = free(0, "cut the net over so many processes each; 0: all, or --devices", scripts="mp")
     balance: str = free("parameters", "where to cut: by parameters, or counts of pieces as 3,1", scripts="mp")
     shard: bool = free(False, "spread each stage's weights over its replicas (FSDP)", scripts="mp")
-    recompute: bool = free(False, "compute activations again instead of keeping them", scripts="mp")
+    recompute: bool = free(
+        False, "compute activations again, not keep them; not if a net reads buffers it changes", scripts="mp"
+    )
     amp: str = fixed("off", "mixed precision", choices=("off", "bf16", "fp16"))
     compile: bool = fixed(False, "torch.compile")
     tf32: bool = fixed(False, "matrix products in TF32: faster, less exact (GPUs only)")
