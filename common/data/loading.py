@@ -241,7 +241,7 @@ def shelter(parent, number):
     A worker that dies would break its rank's save. (Blocking signals is not enough: torch starts threads in
     a worker before this runs.)
     """
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"):
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it was killed before that line

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from multiprocessing import active_children
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
-CONTROLS = ("save", "stop")  # files in RUN/control/
 STOPPED = 143  # exit codes
 FENCED = 6
 LAST_TO_SAVE = 3  # higher: saves fail, no progress, another job's run, a wrong state
@@ -133,7 +133,7 @@ class Rescue:
 
         Rank 0 looks into RUN/control/.
         """
-        save, stop = (self.world.rank == 0 and self._control(name).exists() for name in CONTROLS)
+        save, stop = (self.world.rank == 0 and self._control(name).exists() for name in ("save", "stop"))
         asks = torch.tensor([save or self.store.overdue, stop, bool(self.watch.asked)]).int()
         save, stop, signalled = self.world.all_sum(asks).tolist()
         self.all_know = bool(signalled)
@@ -202,7 +202,7 @@ class Rescue:
 
         self.ledger.event("left", stepped=round(self.state.stepped, 3))
         if code is not None:
-            for close in (*self.closing, sys.stdout.flush, sys.stderr.flush):
+            for close in (*self.closing, end_children, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):
                     close()
             os._exit(code)  # without destructors, which may wait for a dead peer
@@ -231,6 +231,12 @@ class Rescue:
         except OSError:  # rank 0 has let go of the run
             return self.world.rank == 0
         return True
+
+
+def end_children():
+    """A loading process that hangs from its birth on does not know yet that it ends with its rank."""
+    for process in active_children():
+        process.kill()
 
 
 def in_words(error):

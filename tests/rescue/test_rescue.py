@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -77,6 +78,7 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
         with Rescue(store):
             step(state), step(state)
             world.barrier()
+            get_context("fork").Process(target=lambda: (os.setsid(), in_a_lock(world))).start()
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
             stuck(world)
 
