@@ -253,7 +253,8 @@ def test_a_thread_may_dismiss_the_agent(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "9")
     thread = threading.Thread(target=errors.dismiss_agent)
-    thread.start(), thread.join()
+    thread.start()
+    thread.join()
     assert agent.wait(120) == -signal.SIGTERM
 
 
