@@ -28,11 +28,10 @@ def refuse_a_crash_loop() -> None:
     place = here()
     if place.notes is None:
         return
-    trained = [int(note.suffix[1:]) for note in place.notes.glob("opened.*")]
-    failed = place.restart - max(trained, default=-1) - 1
-    if failed >= LIVES_IN_VAIN:
+    last = range(place.restart - LIVES_IN_VAIN, place.restart)
+    if last.start >= 0 and not any((place.notes / f"opened.{life}").exists() for life in last):
         raise UserError(
-            f"{failed} lives in a row ended before they could train; their errors are above\n"
+            f"{LIVES_IN_VAIN} lives in a row ended before they could train; their errors are above\n"
             "mend the cause, then start again",
             code=5,
         )
@@ -57,8 +56,9 @@ def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
     row = []
     for life in reversed(lives):
         names = {event["event"] for event in life}
-        if life[0]["step"] != state.step or names & ENDS_A_ROW and not names & FAILED:
-            break  # one rank's error makes the agent stop the others
+        ended = names & ENDS_A_ROW and not names & FAILED  # the error of one rank stops the others
+        if ended or life[0]["step"] != state.step:
+            break
         row.append(life)
         if names & FAILED or "first_step" not in names:
             in_vain += 1

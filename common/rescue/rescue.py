@@ -190,7 +190,8 @@ class Rescue:
                 self.watch.signalled.wait(AGENT_SECONDS)
             death = self.watch.find_death(DEATH_SECONDS)
             cause = death.words
-            code = saved.failure or STOPPED if self.asked else code
+            if self.asked:
+                code = saved.failure or STOPPED
 
         self.ledger.event(reason.value, step=self.state.whole, why=cause)
         if line and self._is_first(saved):
@@ -234,7 +235,7 @@ class Rescue:
 
 
 def end_children():
-    """A loading process that hangs from its birth on does not know yet that it ends with its rank."""
+    """Kills loading processes: one that hangs since its birth does not yet end with its rank."""
     for process in active_children():
         process.kill()
 

@@ -101,7 +101,7 @@ class Tree:
         waiting = self.bucket_of[p].waiting
         if p not in waiting:
             raise UserError(
-                "a weight got its gradient twice in one backward: under --virtual-ranks it is added once\n"
+                "a weight got its gradient in two parts: --virtual-ranks would send the first part alone\n"
                 "give torch.utils.checkpoint use_reentrant=False"
             )
         waiting.remove(p)
@@ -184,7 +184,7 @@ class Bucket:
         part = result[self.world.replica]
         for i, j in self.order[:-1]:
             rows[i] += rows[j]
-        for i, j in self.order[-1:]:
+        for i, j in self.order[-1:]:  # none if one row is the sum
             torch.add(rows[i], rows[j], out=part)
         self._exchange([part] * self.world.replicas, result)
 

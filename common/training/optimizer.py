@@ -89,12 +89,12 @@ def make_state(optimizer):
             twin = weight.detach().clone()
             twin.grad = torch.zeros_like(twin)
             state = FirstValues(states[weight])
-            # read only: no checkpoint holds what changes in a group
+            # It cannot be changed: no checkpoint would hold that.
             optimizer.param_groups = [MappingProxyType(group | {"weight_decay": 0.0, "params": [twin]})]
             optimizer.state = defaultdict(dict, {twin: state})
             with blamed(
                 f"a step of {type(optimizer).__name__}",
-                "wanted: a step() without a closure, which remembers tensors of each weight and nothing else",
+                "wanted: other --optimizer-args; a step() without a closure; no change of its groups",
             ):
                 optimizer.step()
             states[weight] = state.first

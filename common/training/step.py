@@ -47,7 +47,7 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
 
 
 def refuse_unused(model: nn.Module, opts: Options) -> None:
-    """UserError if a weight had no part in the loss: DDP has not averaged its bucket, but tells it late."""
+    """UserError if a weight had no part in the loss: DDP did not average it, and says so a step later."""
     if isinstance(model, DistributedDataParallel):
         with blamed(f"model {opts.model}"):
             model._check_reducer_finalized()

@@ -216,7 +216,7 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
     ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
     ("--optimizer=own.py:plain", "its state has turn, which no checkpoint would hold"),
     ("--optimizer=own.py:lbfgs", "without a closure"),
-    ("--optimizer=own.py:counting", "nothing else"),
+    ("--optimizer=own.py:counting", "no change of its groups"),
     ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
     ("--optimizer-args=amsgrad='x'", "a step of Adam: TypeError"),
     ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
