@@ -229,7 +229,7 @@ def dismiss_agent() -> None:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """The nearest of the known names as a question that ends a sentence; empty if none is near."""
-    near = difflib.get_close_matches(name, known, 1)
+    near = difflib.get_close_matches(name, known, 1) or [entry for entry in known if name in entry]
     return f"; did you mean {near[0]}?" if near else ""
 
 

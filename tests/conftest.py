@@ -1,4 +1,5 @@
 """What every test may rely on, and what every test is held to."""
+
 import gc
 import os
 import shutil
@@ -45,10 +46,16 @@ def pytest_sessionfinish():
 
 def pytest_terminal_summary(terminalreporter):
     """How many of README's promises held, if they were tested."""
-    results = {name: [report for report in terminalreporter.stats.get(name, [])
-                      if report.nodeid.startswith("tests/test_promises.py") and report.when == "call"]
-               for name in ("passed", "failed")}
-    held, broken = len(results["passed"]), len(results["failed"])
+    results = {
+        name: [
+            report
+            for report in terminalreporter.stats.get(name, [])
+            if report.nodeid.startswith("tests/test_promises.py") and report.when == "call"
+        ]
+        for name in ("passed", "failed")
+    }
+    held = len(results["passed"])
+    broken = len(results["failed"])
     if held + broken:
         terminalreporter.write_line(f"promises: {held} of the {held + broken} tests of test_promises.py held")
 
@@ -72,6 +79,7 @@ def nothing_is_left_behind():
 def warm(tmp_path_factory):
     """One process with torch imported for all tests that start jobs."""
     from jobs import Jobs
+
     with Jobs(tmp_path_factory.mktemp("jobs")) as jobs:
         yield jobs
 
@@ -80,6 +88,7 @@ def warm(tmp_path_factory):
 def jobs(warm):
     """What a test starts; no process of it may outlive the test."""
     from jobs import until
+
     yield warm
     try:
         until(lambda: not warm.alive(), "the last process to end")

@@ -5,17 +5,15 @@ Most trainings here use the net and the data of tools/paced.py: 331 samples, 22 
 float64 without dropout, so that any two worlds agree to 1e-9 and one sample too many would show.
 """
 
-import json
 import os
 import pickle
 import random
 import shutil
 import signal
-import socket
 
 import pytest
 import torch
-from jobs import PACED, ROOT, STEPS, TESTS, lives, until, wait_for, weights
+from jobs import PACED, ROOT, STEPS, TESTS, free_port, lives, rows, until, wait_for, weights
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
@@ -31,7 +29,7 @@ def train(jobs, processes, run, *flags, script="train_ddp.py", data=PACED, **env
 
 
 def complete(job):
-    assert job.wait() == 0, job.output
+    job.ends_with(0)
 
 
 def stop(job):
@@ -59,10 +57,11 @@ def digest_of(jobs, run):
 
 def assert_same_model(run, other):
     """The same weights; each step once in the log; nothing half written beside the checkpoints."""
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").open() if "val_loss" not in line]
+    steps = [row["step"] for row in rows(run) if "val_loss" not in row]
     assert steps == list(range(1, STEPS + 1))
     assert not [path for path in run.rglob("*") if path.name.startswith(".life")]
-    ours, theirs = weights(run), weights(other)
+    ours = weights(run)
+    theirs = weights(other)
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert (tensor - theirs[name]).abs().max() < 1e-9, name
@@ -122,7 +121,8 @@ def test_no_step_that_a_survivor_has_finished_is_lost_when_a_process_dies(jobs, 
 def test_if_all_processes_die_at_once_the_run_resumes_from_its_last_periodic_checkpoint(
     jobs, tmp_path, undisturbed
 ):
-    run, every = tmp_path / "run", 4
+    run = tmp_path / "run"
+    every = 4
     job = train(jobs, 2, run, f"--save-every={every}")
     life = wait_for(run, 7, 0, job)
     until(lambda: any((run / "checkpoints").glob("step-*")), "the first periodic save")
@@ -157,7 +157,8 @@ def test_the_model_is_the_same_bit_for_bit_at_any_world_and_stages_after_any_kil
 def test_no_checkpoint_is_half_written_when_everything_dies_in_the_middle_of_saves(
     jobs, tmp_path, undisturbed_bits
 ):
-    run, moment = tmp_path / "run", random.Random(5)
+    run = tmp_path / "run"
+    moment = random.Random(5)
     for life in range(5):
         job = jobs.python("train_ddp.py", *PACED, *BITS, f"--run-dir={run}", "--save-every=1", "--keep=4")
         wait_for(run, 3 + 3 * life, life, job)
@@ -171,7 +172,8 @@ def test_no_checkpoint_is_half_written_when_everything_dies_in_the_middle_of_sav
 
 
 def test_a_damaged_checkpoint_is_never_used(jobs, tmp_path, undisturbed_bits):
-    run, chance = tmp_path / "run", random.Random(5)
+    run = tmp_path / "run"
+    chance = random.Random(5)
     complete(
         jobs.python("train_ddp.py", *PACED, *BITS, f"--run-dir={run}", "--save-every=9", "--keep=2", PACE="0")
     )
@@ -224,7 +226,9 @@ def data():
 def test_the_gradient_is_the_mean_over_the_real_samples_and_evaluation_counts_each_sample_once(
     jobs, tmp_path, processes
 ):
-    file, run, own = tmp_path / "linear.py", tmp_path / "run", {}
+    file = tmp_path / "linear.py"
+    run = tmp_path / "run"
+    own = {}
     file.write_text(LINEAR)
     complete(
         train(
@@ -251,7 +255,7 @@ def test_the_gradient_is_the_mean_over_the_real_samples_and_evaluation_counts_ea
     newest = max((run / "checkpoints").glob("step-*"))
     for name, tensor in load_file(newest / "model.safetensors").items():
         torch.testing.assert_close(tensor, net.state_dict()[name], rtol=0, atol=1e-12)
-    evaluation = [json.loads(line) for line in (run / "metrics.jsonl").open() if "val_loss" in line][-1]
+    evaluation = rows(run)[-1]
     with torch.no_grad():
         out = net(x_test)
     assert evaluation["val_acc"] == (out.argmax(1) == y_test).sum().item() / 301
@@ -298,7 +302,9 @@ def rate(step, total, opts):
 
 @pytest.mark.parametrize("cheat", ["checkpoint", "rate", "sample"])
 def test_a_forged_checkpoint_a_changed_rate_and_a_swapped_sample_are_found(jobs, tmp_path, cheat):
-    file, run, other = tmp_path / "cheat.py", tmp_path / "run", tmp_path / "other"
+    file = tmp_path / "cheat.py"
+    run = tmp_path / "run"
+    other = tmp_path / "other"
     file.write_text(CHEAT)
     flags = (
         f"--dataset={file}:data",
@@ -351,8 +357,7 @@ def test_a_device_that_computes_wrong_numbers_is_found_and_named(jobs, tmp_path)
         "--no-tensorboard",
         f"--run-dir={tmp_path / 'run'}",
     )
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     ranks = [
         jobs.python(
             "train_ddp.py",
@@ -384,7 +389,8 @@ class Bomb:
 
 
 def test_resuming_never_runs_code_from_a_file(jobs, tmp_path):
-    run, canary = tmp_path / "run", tmp_path / "canary"
+    run = tmp_path / "run"
+    canary = tmp_path / "canary"
     bomb = pickle.dumps(Bomb(canary))
     complete(
         jobs.python("train_ddp.py", *PACED, f"--run-dir={run}", "--save-every=9", "--max-steps=18", PACE="0")

@@ -282,10 +282,10 @@ class Writer:
                     raise
 
     def check_staging(self, step):
-        """Fenced if the folder is gone. A look may see an old copy of the name; mkdir asks the server."""
+        """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
         try:
-            os.mkdir(self.staging, 0o700)
-            os.rmdir(self.staging)
+            self.staging.touch(exist_ok=False)  # a file: no other rank can save into it meanwhile
+            self.staging.unlink()
         except FileExistsError:
             return
         except FileNotFoundError:  # the folder above is gone, too

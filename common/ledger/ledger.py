@@ -36,7 +36,7 @@ class Lines:
         self.fd = None
 
     def append(self, record):
-        line = json.dumps(record, default=str) + "\n"
+        line = f"{json.dumps(record, default=str)}\n"
         try:
             if self.fd is None:
                 self.fd = self.open()

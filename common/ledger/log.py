@@ -98,7 +98,7 @@ class Log:
 
     def note(self, text: str) -> None:
         if self.speaks:
-            self.console.show(text + "\n")
+            self.console.show(f"{text}\n")
 
     def close(self) -> None:
         """Write what is left; may be called twice."""
@@ -128,7 +128,7 @@ class Metrics:
         try:
             rows = [row for row in read(path, "step") if row["step"] <= step and self._is_new(row)]
             aside.touch(mode=0o600)
-            aside.write_text("".join(json.dumps(row) + "\n" for row in rows))  # a log needs no fsync
+            aside.write_text("".join(f"{json.dumps(row)}\n" for row in rows))  # a log needs no fsync
             aside.rename(path)
         except OSError as error:
             self.lines.give_up(error)
@@ -212,7 +212,7 @@ class Console:
             self.bar = bar[: shutil.get_terminal_size().columns - 1]
             self.show("")
         else:
-            self.show(text + "\n")
+            self.show(f"{text}\n")
 
     def show(self, text):
         self.out.write(self.erase + text + self.bar)

@@ -424,7 +424,7 @@ def read_options(run_dir: Path | str) -> Values:
     with blamed(str(run_dir), "name the folder of a run"):
         facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
         seal = facts.pop("seal", "")
-        text = json.dumps(facts, indent=1, sort_keys=True) + "\n"
+        text = f"{json.dumps(facts, indent=1, sort_keys=True)}\n"
         if hashlib.sha256(text.encode()).hexdigest() != seal:
             raise ValueError("options.json is damaged")
         return facts["options"]

@@ -41,6 +41,8 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--devices=*cuda*", "--device=cpu", "one asks for a GPU"),
     ("--devices=*cpu*", "--device=cuda", "one asks for none"),
     ("--patience", "--eval-every=0", "it counts evaluations"),
+    ("--lr-schedule", "--optimizer=rprop", "it looks at lr once"),
+    ("--warmup-epochs", "--optimizer=rprop", "it looks at lr once"),
     ("--min-lr", "--lr-schedule=constant", "nothing falls"),
     ("--min-lr", "--lr-schedule=*.py:*", "let the function do it"),
     ("--warmup-epochs", "--lr-schedule=*.py:*", "let the function do it"),

@@ -1,13 +1,13 @@
 """Step time of --virtual-ranks against plain DDP with the same micro batches, in the same processes.
 
-    python tests/bench/bitwise.py                 # W = 2; V = 2, 4, 8; a small CNN, an MLP, a ResNet-18
-    python tests/bench/bitwise.py --nets cnn --slices 2,8 --rounds 40
+python tests/bench/bitwise.py                 # W = 2; V = 2, 4, 8; a small CNN, an MLP, a ResNet-18
+python tests/bench/bitwise.py --nets cnn --slices 2,8 --rounds 40
 """
-import argparse
+
 import statistics
 import time
 
-from turns import ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
 from ranks import fork_ranks
@@ -22,26 +22,50 @@ from common.world.world import keep_memory, pin
 def cnn():
     """55,338 parameters."""
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Dropout(0.25), nn.Linear(784, 67), nn.BatchNorm1d(67), nn.ReLU(), nn.Dropout(),
-        nn.Linear(67, 10))
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.25),
+        nn.Linear(784, 67),
+        nn.BatchNorm1d(67),
+        nn.ReLU(),
+        nn.Dropout(),
+        nn.Linear(67, 10),
+    )
 
 
 def mlp():
     """16.8 million parameters: little arithmetic for each byte exchanged."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(784, 2048), nn.ReLU(), nn.Linear(2048, 5888), nn.ReLU(),
-                         nn.Linear(5888, 512), nn.ReLU(), nn.Linear(512, 10))
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(784, 2048),
+        nn.ReLU(),
+        nn.Linear(2048, 5888),
+        nn.ReLU(),
+        nn.Linear(5888, 512),
+        nn.ReLU(),
+        nn.Linear(512, 10),
+    )
 
 
 def resnet():
     """11.2 million parameters, 20 BatchNorms."""
     from torchvision.models import resnet18
+
     return resnet18(num_classes=10)
 
 
 NETS = {  # with the shape of a sample, samples a slice, steps a turn
-    "cnn": (cnn, (1, 28, 28), 8, 4), "mlp": (mlp, (1, 28, 28), 8, 1), "resnet": (resnet, (3, 32, 32), 4, 1)}
+    "cnn": (cnn, (1, 28, 28), 8, 4),
+    "mlp": (mlp, (1, 28, 28), 8, 1),
+    "resnet": (resnet, (3, 32, 32), 4, 1),
+}
 
 
 def measure(world, name, slices, rounds):
@@ -76,19 +100,16 @@ def measure(world, name, slices, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nets", default=",".join(NETS))
-    parser.add_argument("--slices", default="2,4,8")
-    parser.add_argument("--world", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=30)
-    args = parser.parse_args()
+    args = arguments(__doc__, nets=",".join(NETS), slices="2,4,8", world=2, rounds=30)
     for name in args.nets.split(","):
         for slices in map(int, args.slices.split(",")):
             costs, *_ = fork_ranks(args.world, measure, name, slices, args.rounds, deadline=1800)
             plain, bitwise = (1e3 * statistics.median(costs[way]) for way in ("plain", "bitwise"))
-            print(f"{name:7} V = {slices}: plain {plain:.2f} ms, bitwise {bitwise:.2f} ms, "
-                  f"{ratio(costs['bitwise'], costs['plain'])}", flush=True)
+            print(
+                f"{name:7} V = {slices}: plain {plain:.2f} ms, bitwise {bitwise:.2f} ms, "
+                f"{ratio(costs['bitwise'], costs['plain'])}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

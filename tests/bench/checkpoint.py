@@ -5,7 +5,7 @@
 
 `blocked` is how long the call takes, `durable` how long until the bytes are on the disk.
 """
-import argparse
+
 import ctypes
 import os
 import statistics
@@ -14,7 +14,7 @@ import time
 import uuid
 from pathlib import Path
 
-from turns import ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
 from torch import nn
@@ -62,6 +62,7 @@ def ways_to_save(folder, mb, device, durable):
             store.check()
             durable[name].append(time.perf_counter() - began)
             return blocked
+
         return turn
 
     ways = {"memcpy": memcpy, "ours": store.save, "torch.save, fsync": torch_save}
@@ -69,20 +70,17 @@ def ways_to_save(folder, mb, device, durable):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=int, default=100, help="size of net and optimizer together")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", type=torch.device, default="cpu")
-    args = parser.parse_args()
+    args = arguments(__doc__, mb=100, rounds=7, device=torch.device("cpu"))  # mb: of net and optimizer
     torch.set_num_threads(1)
     durable = {"memcpy": [], "ours": [], "torch.save, fsync": []}
     with tempfile.TemporaryDirectory(prefix="checkpoint-bench-") as folder:
         blocked = take_turns(ways_to_save(Path(folder), args.mb, args.device, durable), args.rounds)
     for name, values in blocked.items():
         times = ratio(values, blocked["memcpy"])
-        print(f"{name:18} blocked {1e3 * statistics.median(values):8.1f} ms, {times} one memcpy, "
-              f"durable {1e3 * statistics.median(durable[name][1:]):8.1f} ms")
+        print(
+            f"{name:18} blocked {1e3 * statistics.median(values):8.1f} ms, {times} one memcpy, "
+            f"durable {1e3 * statistics.median(durable[name][1:]):8.1f} ms"
+        )
 
 
 if __name__ == "__main__":

@@ -2,17 +2,18 @@
 
     python tests/bench/gpu.py                             # one GPU, about ten minutes
     python tests/bench/gpu.py --nets resnet50 --steps 50
+    python tests/bench/gpu.py --compile 1                 # both ways with torch.compile
     python tests/bench/gpu.py --device cpu --nets net,resnet18,gpt:tiny
 
 The bare loop has the same net, batch, precision and optimizer. Both take turns; figures are medians.
 """
-import argparse
+
 import statistics
 import time
 from functools import partial
 from types import SimpleNamespace
 
-from turns import ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
 from samples import Samples, share_of
@@ -26,21 +27,26 @@ from common.world import World
 BF16 = {"amp": "bf16"}
 NETS = {  # name: (model, batch, shape of a sample or tokens, options); the last two: small enough for a CPU
     "resnet50": ("resnet50", 256, (3, 224, 224), BF16 | {"channels_last": True}),
-    "gpt:medium": ("gpt:medium", 16, 1024, BF16), "net": ("net", 64, (1, 28, 28), {}),
+    "gpt:medium": ("gpt:medium", 16, 1024, BF16),
+    "net": ("net", 64, (1, 28, 28), {}),
     "resnet18": ("resnet18", 4, (3, 32, 32), BF16 | {"channels_last": True}),
-    "gpt:tiny": ("gpt:2x2x16", 4, 16, BF16)}
+    "gpt:tiny": ("gpt:2x2x16", 4, 16, BF16),
+}
 
 
 def data_of(batch, shape):
     """A batch, and what a net is built for."""
     if isinstance(shape, int):
         tokens = torch.randint(0, 256, (batch, shape + 1))
-        samples, classes = Samples(tokens[:, :-1], tokens[:, 1:]), 256
+        samples = Samples(tokens[:, :-1], tokens[:, 1:])
+        classes = 256
     else:
-        samples, classes = Samples(torch.randn(batch, *shape), torch.arange(batch) % 10), 10
+        samples = Samples(torch.randn(batch, *shape), torch.arange(batch) % 10)
+        classes = 10
     vocab = 256 if isinstance(shape, int) else None
-    return SimpleNamespace(name="drawn", train=samples, classes=classes, vocab=vocab,
-                           sample_shape=samples.shape)
+    return SimpleNamespace(
+        name="drawn", train=samples, classes=classes, vocab=vocab, sample_shape=samples.shape
+    )
 
 
 def ours(world, data, opts):
@@ -53,24 +59,28 @@ def ours(world, data, opts):
     def step(x, y):
         backward(model, share_of(x, y, opts), state, world)
         state.update(len(x))
+
     return step
 
 
 def bare(world, data, opts):
     """The same step as a tutorial writes it."""
-    device, layout = world.device, torch.channels_last if opts.channels_last else torch.contiguous_format
+    device = world.device
+    layout = torch.channels_last if opts.channels_last else torch.contiguous_format
     net = build_model(opts, data).to(device, memory_format=layout)
     model = torch.compile(net) if opts.compile else net
     optimizer = torch.optim.Adam(net.parameters(), opts.lr or 1e-3, fused=True)
 
     def step(x, y):
-        x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+        x = x.to(device, non_blocking=True)
+        y = y.to(device, non_blocking=True)
         with torch.autocast(device.type, torch.bfloat16, enabled=opts.amp == "bf16"):
             out = model(x.contiguous(memory_format=layout) if opts.channels_last else x)
             loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+
     return step
 
 
@@ -85,26 +95,34 @@ def seconds(step, batch, count, device):
 
 
 def main():
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--device", default="cuda:0")
-    flags.add_argument("--nets", default="resnet50,gpt:medium,net")
-    flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--steps", type=int, default=20, help="of a turn")
-    flags.add_argument("--compile", action="store_true", help="both ways with torch.compile")
-    args = flags.parse_args()
+    args = arguments(__doc__, device="cuda:0", nets="resnet50,gpt:medium,net", rounds=5, steps=20, compile=0)
     device = torch.device(args.device)
     world = World(0, 1, 0, 1, (device,), "bench", 0)
     for name in args.nets.split(","):
         model, size, shape, more = NETS[name]
-        opts = Options(model=model, global_batch_size=size, optimizer="adam", compile=args.compile,
-                       device=device.type, **more)
+        opts = Options(
+            model=model,
+            global_batch_size=size,
+            optimizer="adam",
+            compile=bool(args.compile),
+            device=device.type,
+            **more,
+        )
         data = data_of(size, shape)
         batch = [t.pin_memory() if device.type == "cuda" else t for t in (data.train.x, data.train.y)]
-        costs = take_turns({way.__name__: partial(seconds, way(world, data, opts), batch, args.steps, device)
-                            for way in (ours, bare)}, args.rounds)
+        costs = take_turns(
+            {
+                way.__name__: partial(seconds, way(world, data, opts), batch, args.steps, device)
+                for way in (ours, bare)
+            },
+            args.rounds,
+        )
         ms = {way: 1e3 * statistics.median(found) for way, found in costs.items()}
-        print(f"{name}: ours {ms['ours']:.2f} ms, bare {ms['bare']:.2f} ms, "
-              f"{ratio(costs['ours'], costs['bare'])}", flush=True)
+        print(
+            f"{name}: ours {ms['ours']:.2f} ms, bare {ms['bare']:.2f} ms, "
+            f"{ratio(costs['ours'], costs['bare'])}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 `net` and `resnet18` start the whole of train_ddp.py, and the loop by hand, with torchrun, in turn. The figure
 is the CPU time of all processes, ours by theirs.
 """
-import argparse
+
 import itertools
 import os
 import runpy
@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from turns import ROOT, ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import ROOT, arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
 import torch.nn.functional as F
@@ -41,7 +41,9 @@ def data():
 """
 RANKS = 2
 LOOPS = {  # the shape of all samples, the size of a batch, steps
-    "net": ((60_000, 1, 28, 28), 128, 225), "resnet18": ((512, 3, 64, 64), 32, 8)}
+    "net": ((60_000, 1, 28, 28), 128, 225),
+    "resnet18": ((512, 3, 64, 64), 32, 8),
+}
 
 
 class Tutorial(nn.Module):
@@ -68,13 +70,14 @@ def by_hand(kind, x, y, size):
     net = Tutorial()
     if kind == "resnet18":
         from torchvision import models
+
         net = models.resnet18(num_classes=10)
     model = DistributedDataParallel(net)
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
     step = 0
     for epoch in itertools.count():
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
-        for ids in order[distributed.get_rank()::RANKS].split(size // RANKS):
+        for ids in order[distributed.get_rank() :: RANKS].split(size // RANKS):
             loss = F.cross_entropy(model(x.index_select(0, ids)), y.index_select(0, ids))
             optimizer.zero_grad()
             loss.backward()
@@ -108,11 +111,18 @@ def turn(kind, whose, folder):
     _, size, steps = LOOPS[kind]
     count_cpu(steps, folder / f"cost-{os.environ['RANK']}")
     if whose == "bare":
-        x, y, *_ = runpy.run_path(str(folder / "mine.py"))["data"]()
+        x, y, *_ = runpy.run_path(f"{folder}/mine.py")["data"]()
         by_hand(kind, x, y, size)
-    sys.argv[1:] = [f"--model={kind}", f"--dataset={folder}/mine.py:data", f"--global-batch-size={size}",
-                    f"--run-dir={folder}/run", "--device=cpu", "--no-tensorboard", "--progress=off"]
-    runpy.run_path(str(ROOT / "train_ddp.py"), run_name="__main__")
+    sys.argv[1:] = [
+        f"--model={kind}",
+        f"--dataset={folder}/mine.py:data",
+        f"--global-batch-size={size}",
+        f"--run-dir={folder}/run",
+        "--device=cpu",
+        "--no-tensorboard",
+        "--progress=off",
+    ]
+    runpy.run_path(f"{ROOT}/train_ddp.py", run_name="__main__")
 
 
 def loop(kind, rounds, folder):
@@ -121,9 +131,25 @@ def loop(kind, rounds, folder):
 
     def cost(whose):
         shutil.rmtree(folder / "run", ignore_errors=True)
-        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                        f"--nproc_per_node={RANKS}", __file__, "--turn", whose, "--what", kind, "--folder",
-                        folder], check=True, stdout=subprocess.DEVNULL, timeout=300)
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={RANKS}",
+                __file__,
+                "--turn",
+                whose,
+                "--what",
+                kind,
+                "--folder",
+                folder,
+            ],
+            check=True,
+            stdout=subprocess.DEVNULL,
+            timeout=300,
+        )
         return sum(float((folder / f"cost-{rank}").read_text()) for rank in range(RANKS))
 
     costs = take_turns({"ours": lambda: cost("ours"), "bare": lambda: cost("bare")}, rounds)
@@ -159,13 +185,8 @@ def index(rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--what", default="net,resnet18,memory,index")
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--turn", choices=["ours", "bare"], help="for the processes that this one starts")
-    parser.add_argument("--folder", type=Path)
-    args = parser.parse_args()
+    # the last two are for the processes that this one starts
+    args = arguments(__doc__, what="net,resnet18,memory,index", rounds=20, turn="", folder=Path())
     torch.set_num_threads(1)
     if args.turn:
         turn(args.what, args.turn, args.folder)

@@ -6,12 +6,12 @@ The ways take turns; of each the best round counts, as other users of the machin
 Beside each stands the ideal: s stages and m micro batches can be m s / (m + s - 1) times as fast as one after
 the other, if the cut is even, moving tensors costs nothing, and s processes at once are as fast as one alone.
 """
-import argparse
+
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
-from turns import take_turns  # isort: skip  (first: it finds the others)
+from turns import arguments, take_turns  # isort: skip  (first: it finds the others)
 
 import torch
 from ranks import fork_ranks
@@ -49,23 +49,20 @@ def measure(world, args):
 
         return step
 
-    costs = take_turns({micros: way(micros) for micros in [1, *args.micros]}, args.rounds)
+    ways = {micros: way(micros) for micros in map(int, f"1,{args.micros}".split(","))}
+    costs = take_turns(ways, args.rounds)
     return {micros: min(seconds) for micros, seconds in costs.items()}
 
 
 def main():
-    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    flags.add_argument("--rounds", type=int, default=9)
-    flags.add_argument("--micros", type=lambda text: [*map(int, text.split(","))], default=[4, 8, 16])
-    flags.add_argument("--model", default="gpt:8x4x192")
-    flags.add_argument("--batch", type=int, default=32)
-    flags.add_argument("--stages", type=int, default=2)
-    args = flags.parse_args()
+    args = arguments(__doc__, rounds=9, micros="4,8,16", model="gpt:8x4x192", batch=32, stages=2)
     best, *_ = fork_ranks(args.stages, measure, args, deadline=1800)
     for micros, seconds in best.items():
         ideal = micros * args.stages / (micros + args.stages - 1)
-        print(f"{micros:3} micro batches  {seconds * 1e3:8.1f} ms  {best[1] / seconds:5.2f} x, "
-              f"ideal {ideal:.2f} x")
+        print(
+            f"{micros:3} micro batches  {seconds * 1e3:8.1f} ms  {best[1] / seconds:5.2f} x, "
+            f"ideal {ideal:.2f} x"
+        )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 In turn: a bare DDP script under torchrun (nothing is saved or restored: the floor of every cold restart),
 this project under plain torchrun and under launch/torchrun.py.
 """
-import argparse
+
 import json
 import os
 import random
@@ -18,15 +18,18 @@ import tempfile
 import time
 from pathlib import Path
 
-from turns import ROOT, ratio, take_turns  # isort: skip  (first: it finds the others)
+from turns import ROOT, arguments, ratio, take_turns  # isort: skip  (first: it finds the others)
 
 from jobs import events, until
 
 RESTARTS = ["--nproc_per_node=2", "--max_restarts=1000"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", *RESTARTS]
-LAUNCHERS = {"bare": TORCHRUN, "torchrun": TORCHRUN,
-             "ours": [sys.executable, ROOT / "launch/torchrun.py", *RESTARTS]}
-OWN = '''
+LAUNCHERS = {
+    "bare": TORCHRUN,
+    "torchrun": TORCHRUN,
+    "ours": [sys.executable, ROOT / "launch/torchrun.py", *RESTARTS],
+}
+OWN = """
 import json, os, sys, time
 import torch
 import torch.distributed as dist
@@ -54,7 +57,7 @@ if __name__ == "__main__":
                 with open(sys.argv[1] + "/ledger.jsonl", "a") as file:
                     file.write(json.dumps(dict(event="life", t=0, pids=pids)) + "\\n")
                     file.write(json.dumps(dict(event="first_step", t=time.time())) + "\\n")
-'''
+"""
 
 
 class Bench:
@@ -74,20 +77,40 @@ class Bench:
         run = self.folder / f"run-{self.number}"
         run.mkdir(mode=0o700)
         own = self.folder / "own.py"
-        script = [own, run] if name == "bare" else [
-            ROOT / "train_ddp.py", f"--model={own}:net", f"--dataset={own}:data", f"--run-dir={run}",
-            "--epochs=1000000", "--eval-every=0", "--global-batch-size=8", "--lr=1e-6", "--save-every=0",
-            "--save-seconds=0", "--no-tensorboard", "--log-every=5"]
+        script = (
+            [own, run]
+            if name == "bare"
+            else [
+                ROOT / "train_ddp.py",
+                f"--model={own}:net",
+                f"--dataset={own}:data",
+                f"--run-dir={run}",
+                "--epochs=1000000",
+                "--eval-every=0",
+                "--global-batch-size=8",
+                "--lr=1e-6",
+                "--save-every=0",
+                "--save-seconds=0",
+                "--no-tensorboard",
+                "--log-every=5",
+            ]
+        )
         # without the variable the bare script hangs
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         began = time.time()
-        job = subprocess.Popen([*map(str, LAUNCHERS[name]), *map(str, script)], cwd=ROOT, env=env,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        job = subprocess.Popen(
+            [*map(str, LAUNCHERS[name]), *map(str, script)],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
         def first_steps(count):
             def there():
                 assert job.poll() is None, f"{name} has ended"
                 return len(events(run, "first_step")) >= count
+
             until(there, "a first step", 300)
             return events(run, "first_step")[-1]["t"]
 
@@ -111,6 +134,7 @@ class Bench:
     def save_and_load(self):
         """Seconds of torch.save, fsync and torch.load of as many bytes."""
         import torch
+
         state = {str(i): torch.ones(1 << 20) for i in range(max(1, round(self.mb / 4.2)))}
         began = time.perf_counter()
         with open(self.folder / "whole.pt", "wb") as file:
@@ -122,21 +146,23 @@ class Bench:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=1, help="of net and optimizer")
-    parser.add_argument("--rounds", type=int, default=4)
-    args = parser.parse_args()
+    args = arguments(__doc__, mb=1.0, rounds=4)
     with tempfile.TemporaryDirectory(prefix="recovery-bench-") as folder:
         bench = Bench(Path(folder), args.mb)
         ways = {name: lambda name=name: bench.turn(name) for name in LAUNCHERS}
         costs = take_turns(ways | {"save+load": bench.save_and_load}, args.rounds)
     for name in LAUNCHERS:
-        others = [f"{what} {statistics.median(values):.2f}" for (whose, what), values in bench.others.items()
-                  if whose == name]
+        others = [
+            f"{what} {statistics.median(values):.2f}"
+            for (whose, what), values in bench.others.items()
+            if whose == name
+        ]
         bare, saved = (ratio(costs[name], costs[other]) for other in ("bare", "save+load"))
-        print(f"{name:9} kill to next step {statistics.median(costs[name]):.2f} s, {bare} bare, "
-              f"{saved} save+load; ", *others)
+        print(
+            f"{name:9} kill to next step {statistics.median(costs[name]):.2f} s, {bare} bare, "
+            f"{saved} save+load; ",
+            *others,
+        )
     print(json.dumps(costs))
 
 

@@ -1,4 +1,6 @@
 """Ways that take turns, so that whatever else the machine does hits all of them: read the ratios."""
+
+import argparse
 import os
 import statistics
 import sys
@@ -6,14 +8,22 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]
+sys.path[:0] = [str(ROOT), f"{ROOT}/tests/tools"]
+
+
+def arguments(text, **defaults):
+    """The flags of the command line, each of its default's type."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, value in defaults.items():
+        parser.add_argument(f"--{name}", type=type(value), default=value)
+    return parser.parse_args()
 
 
 def take_turns(ways, rounds):
     """{name: the costs of each round} of {name: a function that returns its cost}; a first round warms up."""
     costs = {name: [] for name in ways}
     for number in range(rounds + 1):
-        for name in list(ways)[::1 - 2 * (number % 2)]:  # none is always the first
+        for name in list(ways)[:: 1 - 2 * (number % 2)]:  # none is always the first
             cost = ways[name]()
             if number:
                 costs[name].append(cost)

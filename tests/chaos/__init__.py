@@ -1,14 +1,15 @@
 """The fault campaign: python -m tests.chaos --events 200 --seed 1"""
+
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests/tools")]  # for common, and for the tests' own helpers
+sys.path[:0] = [str(ROOT), f"{ROOT}/tests/tools"]  # for common, and for the tests' own helpers
 
-EPOCH = 11                                  # steps of the campaign's trainings
-HANG = 15                                   # seconds until a silent process counts as dead
+EPOCH = 11  # steps of the campaign's trainings
+HANG = 15  # seconds until a silent process counts as dead
 MISSED = 60  # without a step, until a rank that misses a loading process has left: it looks after 5 s or 10 s
-RECOVERY = 150                              # seconds within which training must go on after anything
+RECOVERY = 150  # seconds within which training must go on after anything
 
 
 def points_names():
@@ -16,10 +17,26 @@ def points_names():
     files = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
     return {
         "life": ["import", "join", "joined", "restore", "restored"],
-        "step": ["begin", "forward", "backward", "allreduce", "step-before", "step-inside", "step-torn",
-                 "step-after"],
-        "save": ["mkdir", *(f"{at}:{file}" for file in files for at in ("write", "unsynced", "synced")),
-                 "folder-synced",
-                 "rename", "renamed", "root-synced", "letgo", "gone"],
+        "step": [
+            "begin",
+            "forward",
+            "backward",
+            "allreduce",
+            "step-before",
+            "step-inside",
+            "step-torn",
+            "step-after",
+        ],
+        "save": [
+            "mkdir",
+            *(f"{at}:{file}" for file in files for at in ("write", "unsynced", "synced")),
+            "folder-synced",
+            "rename",
+            "renamed",
+            "root-synced",
+            "letgo",
+            "gone",
+        ],
         "evaluation": ["evaluate", "evaluating", "evaluated", "epoch-end", "epoch-ended"],
-        "end": ["close", "closed", "leave", "left", "exit"]}
+        "end": ["close", "closed", "leave", "left", "exit"],
+    }

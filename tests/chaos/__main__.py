@@ -6,6 +6,7 @@ python -m tests.chaos --events 40 --disk slow          # a slow file system; two
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
 python -m tests.chaos --events 40 --script mp          # train_mp.py, two stages, one or more pipelines
 """
+
 import argparse
 import contextlib
 import json
@@ -25,20 +26,29 @@ from tests.chaos.events import TARGETS
 from jobs import Jobs  # isort: skip  (found once tests.chaos is)
 from netfs import served  # isort: skip
 
-DISKS = {"slow": {"latency": 0.002, "bandwidth": 50e6},
-         "two": {"machines": 2, "late": 3.0, "latency": 0.0005}}
+DISKS = {
+    "slow": {"latency": 0.002, "bandwidth": 50e6},
+    "two": {"machines": 2, "late": 3.0, "latency": 0.0005},
+}
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__,
-                                     formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bunches", type=int, default=0, metavar="COUNT")
     parser.add_argument("--disk", choices=sorted(DISKS), help="a file system of tests/tools/netfs.py")
     parser.add_argument("--script", choices=("ddp", "mp"), default="ddp")
-    parser.add_argument("--only", nargs="*", default=(), choices=sorted(TARGETS), metavar="TARGET",
-                        help=f"of {', '.join(TARGETS)}")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=(),
+        choices=sorted(TARGETS),
+        metavar="TARGET",
+        help=f"of {', '.join(TARGETS)}",
+    )
     args = parser.parse_args()
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
@@ -50,8 +60,9 @@ def main():
                 print(json.dumps(bunches(jobs, folder / "run", rng, args.bunches)))
                 return
             began = time.monotonic()
-            campaign = Campaign(jobs, rng, args.events, cold=0.1, script=args.script, disk=mounted,
-                                only=args.only)
+            campaign = Campaign(
+                jobs, rng, args.events, cold=0.1, script=args.script, disk=mounted, only=args.only
+            )
             try:
                 campaign.go()
             finally:
@@ -72,7 +83,8 @@ def summary(campaign):
         "recovery_s": [round(f(recovered), 2) for f in (statistics.median, max) if recovered],
         "loading processes missed, after at most": [len(campaign.missed), max(campaign.missed, default=0)],
         "orphans_gone_s": max(campaign.orphaned, default=0),
-        "tally": dict(sorted(campaign.tally.items()))}
+        "tally": dict(sorted(campaign.tally.items())),
+    }
 
 
 def assert_that_it_struck(campaign):

@@ -6,20 +6,24 @@ nothing.
 def no_rescue():
     """Survivors leave without saving."""
     from common.checkpoint import CheckpointStore
+
     CheckpointStore.rescue = lambda self, why: ""
 
 
 def position_ahead():
     """What was fetched counts as trained on; behind an epoch's end no life could begin."""
     from common.training import TrainState
+
     real = TrainState.facts
-    TrainState.facts = lambda self: (facts := real(self)) | {
-        "position": min(facts["position"] + 1, self.samples)}
+    TrainState.facts = lambda self: (
+        (facts := real(self)) | {"position": min(facts["position"] + 1, self.samples)}
+    )
 
 
 def optimizer_forgotten():
     """A resumed run starts with fresh moments."""
     from common.training import TrainState
+
     real = TrainState.load
 
     def load(self, facts):
@@ -27,27 +31,30 @@ def optimizer_forgotten():
         for values in self.optimizer.state.values():
             for value in values.values():
                 value.zero_()
+
     TrainState.load = load
 
 
 def orphans():
     """Workers outlive their agent."""
     from common import place
+
     place.die_with_the_parent = lambda: None
 
 
 def loaders_hold_up_their_rank():
-    """Where an error ends a rank, it stands until the hang limit, as if its other loading processes kept it.
-    """
+    """Where an error ends a rank, it stands until the hang limit, as if other loading processes kept it."""
     import time
 
     from common.rescue import Rescue
+
     real = Rescue.__exit__
 
     def held(self, kind, error, trace):
         if error is not None:
             time.sleep(30)
         return real(self, kind, error, trace)
+
     Rescue.__exit__ = held
 
 
@@ -57,25 +64,40 @@ def named_too_early():
 
     def aside(self, step):
         return self.root / folder_name(step, free_number(self.root, step))
+
     Writer._aside = aside
 
 
 def half_a_step():
     """The counter moves before the weights do."""
     from common.training import TrainState
+
     real = TrainState.update
 
     def update(self, size):
-        self.step, self.position = self.step + 1, self.position + size
-        self.optimizer.step, step = (lambda *args, **kwargs: None), self.optimizer.step
+        self.step += 1
+        self.position += size
+        step = self.optimizer.step
+        self.optimizer.step = lambda *args, **kwargs: None
         try:
             real(self, size)
         finally:
             self.optimizer.step = step
-            self.step, self.position = self.step - 1, self.position - size
+            self.step -= 1
+            self.position -= size
+
     TrainState.update = update
 
 
-BUGS = {f.__name__: f
-        for f in (no_rescue, position_ahead, optimizer_forgotten, orphans, loaders_hold_up_their_rank,
-                                named_too_early, half_a_step)}
+BUGS = {
+    f.__name__: f
+    for f in (
+        no_rescue,
+        position_ahead,
+        optimizer_forgotten,
+        orphans,
+        loaders_hold_up_their_rank,
+        named_too_early,
+        half_a_step,
+    )
+}

@@ -3,14 +3,15 @@
 The second of a bunch often dies while the others meet because of the first; tests/launch/test_agent.py has
 the worst of these moments one by one.
 """
+
 import signal
 import time
 
 from jobs import PACED, ROOT, audit, lives, reached, until
 
-MOST = 4                                    # machines
-PAUSES_SECONDS = (0.0, 0.5, 3.0, 9.0)       # at most; the others notice, meet, start, train
-PATIENCE_SECONDS = 200                      # torch itself would wait for 300
+MOST = 4  # machines
+PAUSES_SECONDS = (0.0, 0.5, 3.0, 9.0)  # at most; the others notice, meet, start, train
+PATIENCE_SECONDS = 200  # torch itself would wait for 300
 
 
 def bunches(jobs, run, rng, count, say=print):
@@ -22,11 +23,23 @@ def bunches(jobs, run, rng, count, say=print):
     waits = []
 
     def add():
-        machines.append(jobs.start(
-            ROOT / "launch/torchrun.py", f"--nnodes=1:{MOST}", f"--nproc_per_node={rng.randint(1, 2)}",
-            "--rdzv_backend=c10d", "--rdzv_id=job", f"--rdzv_endpoint={place}", "--rdzv_conf=is_host=0",
-            "--local_addr=127.0.0.1", ROOT / "train_ddp.py", *PACED, "--epochs=99999", f"--run-dir={run}",
-            PACE="0.03"))
+        machines.append(
+            jobs.start(
+                ROOT / "launch/torchrun.py",
+                f"--nnodes=1:{MOST}",
+                f"--nproc_per_node={rng.randint(1, 2)}",
+                "--rdzv_backend=c10d",
+                "--rdzv_id=job",
+                f"--rdzv_endpoint={place}",
+                "--rdzv_conf=is_host=0",
+                "--local_addr=127.0.0.1",
+                ROOT / "train_ddp.py",
+                *PACED,
+                "--epochs=99999",
+                f"--run-dir={run}",
+                PACE="0.03",
+            )
+        )
 
     def settle():
         """Three more steps, in this life or in another one."""

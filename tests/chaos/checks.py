@@ -1,12 +1,12 @@
 """What must hold after any schedule of faults; each returns or raises AssertionError with the facts."""
+
 import collections
 import contextlib
 import io
-import json
 import re
 from pathlib import Path
 
-from jobs import audit, events, lives
+from jobs import audit, events, lives, rows
 
 HARD = ("KILL", "SEGV", "LOCK", "STOP")  # whoever gets these saves nothing any more
 
@@ -16,6 +16,7 @@ def checkpoints_are_whole(run, tries=1):
     go.
     """
     from common.checkpoint.__main__ import main
+
     for _ in range(tries):
         out = io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -44,7 +45,8 @@ def changes(run, struck):
     """What each change of life has cost: the steps that are made again, a survivor's among them, and those
     only the dead had.
     """
-    found, all_lives = [], lives(run)
+    found = []
+    all_lives = lives(run)
     for life, following in zip(all_lives, all_lives[1:], strict=False):
         done = done_by_rank(run, life["life"])
         survivors = [rank for rank, pid in enumerate(life["pids"]) if pid not in struck]
@@ -53,16 +55,24 @@ def changes(run, struck):
             survivors = []  # a stage has died with all its replicas
         lost = max(0, max(done.values(), default=0) - following["step"])
         of_survivors = max(0, max((done.get(rank, 0) for rank in survivors), default=0) - following["step"])
-        found.append(Change(lost, of_survivors, lost - of_survivors if survivors else 0, bool(survivors),
-                            f"{life} -> {following}: done {done}, survivors {survivors}"))
+        found.append(
+            Change(
+                lost,
+                of_survivors,
+                lost - of_survivors if survivors else 0,
+                bool(survivors),
+                f"{life} -> {following}: done {done}, survivors {survivors}",
+            )
+        )
     return found
 
 
 def little_is_lost(found, interval):
     for change in found:
         assert not change.of_survivors, f"a survivor's step is lost: {change.facts}"
-        assert change.lost <= (1 if change.survived
-                               else 2 * interval), f"more is lost than may be: {change.facts}"
+        assert change.lost <= (1 if change.survived else 2 * interval), (
+            f"more is lost than may be: {change.facts}"
+        )
 
 
 def samples_are_exact(run):
@@ -73,8 +83,9 @@ def samples_are_exact(run):
 
 def every_step_is_logged_once(run, last, but_the_last=False):
     """`but_the_last`: a step that train_mp.py makes on its way out is not logged."""
-    lines = [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
-    steps, all_steps = [line["step"] for line in lines if "val_loss" not in line], list(range(1, last + 1))
+    lines = rows(run)
+    steps = [line["step"] for line in lines if "val_loss" not in line]
+    all_steps = list(range(1, last + 1))
     assert steps == (sorted(set(steps) & set(all_steps)) if but_the_last else all_steps)
     evaluations = [line["step"] for line in lines if "val_loss" in line]
     assert evaluations == sorted(set(evaluations)) and last in evaluations, evaluations
@@ -82,7 +93,9 @@ def every_step_is_logged_once(run, last, but_the_last=False):
 
 def weights_equal(run, reference, bitwise):
     from jobs import weights
-    ours, theirs = weights(run), weights(reference)
+
+    ours = weights(run)
+    theirs = weights(reference)
     assert ours.keys() == theirs.keys()
     worst = max(float((tensor.double() - theirs[name].double()).abs().max()) for name, tensor in ours.items())
     assert worst <= (0 if bitwise else 1e-9), f"weights differ from the unbroken run's by {worst}"
@@ -91,8 +104,11 @@ def weights_equal(run, reference, bitwise):
 
 def nothing_is_left(folder, shared):
     """A shared disk may keep the empty folder of a file that a process had open, until the next start."""
-    left = [path for path in folder.rglob("*")
-            if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged", str(path.relative_to(folder)))]
+    left = [
+        path
+        for path in folder.rglob("*")
+        if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged", str(path.relative_to(folder)))
+    ]
     if shared:
         left = [path for path in left if ".gone-" not in path.name or any(path.iterdir())]
     assert not left, left
@@ -104,8 +120,10 @@ def every_second_has_its_bucket(run, killed):
     Of a life that had ended well nobody misses a rank that is killed while it leaves.
     """
     from common.ledger import summarize
+
     facts = summarize(run)
-    buckets, wall = facts["buckets"], facts["wall_s"]
+    buckets = facts["buckets"]
+    wall = facts["wall_s"]
     assert wall == sum(buckets.values())
     # Each kill costs its life the seconds since its last entry: on a busy machine they are many.
     assert min(buckets.values()) >= 0 and buckets["other"] <= wall / 2, (buckets, wall)

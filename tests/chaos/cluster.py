@@ -1,6 +1,7 @@
 """The machines of the campaign: one agent as plain torchrun starts it, or up to three agents on loopback that
 find each other in a store process. Knows every process it started, and signals no other.
 """
+
 import signal
 import time
 import uuid
@@ -31,7 +32,7 @@ class Cluster:
         self.signalled = []
         self.cut = False
         self.first = rng.randrange(len(views))
-        self.multiple = 2 if env["CHAOS_SCRIPT"] == "mp" else 1     # a process for each stage
+        self.multiple = 2 if env["CHAOS_SCRIPT"] == "mp" else 1  # a process for each stage
         self.env = dict(env)
         if self.kind == "plain":
             self.add(size or rng.randint(1, 4))
@@ -40,10 +41,16 @@ class Cluster:
         until(lambda: "store on" in self.store.output, "the store")
         # One store for all lives, which torchrun shares by default, keeps the address of a dead rank 0. As
         # variables, for ranks read them: the warm process has no flags.
-        self.env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "GLOO_SOCKET_IFNAME": "lo",
-                     "PET_NNODES": f"1:{NODES}", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ID": uuid.uuid4().hex,
-                     "PET_RDZV_ENDPOINT": self.store.output.split("store on ")[1].strip(),
-                     "PET_RDZV_CONF": CONF, "PET_LOCAL_ADDR": "127.0.0.1"}
+        self.env |= {
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PET_NNODES": f"1:{NODES}",
+            "PET_RDZV_BACKEND": "c10d",
+            "PET_RDZV_ID": uuid.uuid4().hex,
+            "PET_RDZV_ENDPOINT": self.store.output.split("store on ")[1].strip(),
+            "PET_RDZV_CONF": CONF,
+            "PET_LOCAL_ADDR": "127.0.0.1",
+        }
         for _ in range(rng.randint(1, NODES)):
             self.add(rng.randint(1, 2))
 
@@ -51,9 +58,17 @@ class Cluster:
         """One more node, of so many processes."""
         processes += processes % self.multiple
         machine = (self.first + len(self.agents)) % len(self.views)
-        agent = self.jobs.start("torchrun", f"--nproc_per_node={processes}", "--max_restarts=1000000", WORKER,
-                                f"--run-dir={self.views[machine]}", *self.flags[1:], cold=self.cold,
-                                **self.env, CHAOS_MACHINE=str(machine))
+        agent = self.jobs.start(
+            "torchrun",
+            f"--nproc_per_node={processes}",
+            "--max_restarts=1000000",
+            WORKER,
+            f"--run-dir={self.views[machine]}",
+            *self.flags[1:],
+            cold=self.cold,
+            **self.env,
+            CHAOS_MACHINE=str(machine),
+        )
         self.agents.append(agent)
         return agent
 

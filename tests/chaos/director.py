@@ -1,4 +1,5 @@
 """Launches, waits for the training to go on, and checks; the run folder's own records say what was lost."""
+
 import collections
 import functools
 import tempfile
@@ -11,16 +12,38 @@ from tests.chaos import EPOCH, HANG, RECOVERY, checks, events, points_names
 from tests.chaos.cluster import Cluster
 from tests.chaos.strikes import Strikes
 
-INTERVAL = 7                                                        # steps between saves
-COMMON = [f"--save-every={INTERVAL}", "--save-seconds=0", "--keep=2", f"--hang-timeout={HANG}",
-          "--check-every=25", "--audit", "--no-tensorboard", "--log-every=1", "--global-batch-size=32"]
+INTERVAL = 7  # steps between saves
+COMMON = [
+    f"--save-every={INTERVAL}",
+    "--save-seconds=0",
+    "--keep=2",
+    f"--hang-timeout={HANG}",
+    "--check-every=25",
+    "--audit",
+    "--no-tensorboard",
+    "--log-every=1",
+    "--global-batch-size=32",
+]
 FLAVOURS = {  # name: (flags, whether any world gives the same bits)
     # no dropout: 1e-9
     "plain": ([PACED[0], f"--dataset={TESTS}/paced.py:files", "--workers=2", "--lr=0.01"], False),
-    "bitwise": ([f"--model={TESTS}/paced.py:dropping", PACED[1], "--virtual-ranks=8", "--ema-decay=0.9",
-                 "--optimizer=adamw"], True)}
-STAGES = {"stages": ([f"--model={TESTS}/paced.py:deep", PACED[1], "--micro-batch-size=8", "--stages=2",
-                      "--lr=0.01"], False)}
+    "bitwise": (
+        [
+            f"--model={TESTS}/paced.py:dropping",
+            PACED[1],
+            "--virtual-ranks=8",
+            "--ema-decay=0.9",
+            "--optimizer=adamw",
+        ],
+        True,
+    ),
+}
+STAGES = {
+    "stages": (
+        [f"--model={TESTS}/paced.py:deep", PACED[1], "--micro-batch-size=8", "--stages=2", "--lr=0.01"],
+        False,
+    )
+}
 LOADING = {"loader", "stall"}
 
 
@@ -30,8 +53,20 @@ class Campaign(Strikes):
     `only`: the targets of events; `env` is that of the workers.
     """
 
-    def __init__(self, jobs, rng, count, short=False, cold=0.0, epochs=20, say=print, script="ddp", disk=None,
-                 only=(), **env):
+    def __init__(
+        self,
+        jobs,
+        rng,
+        count,
+        short=False,
+        cold=0.0,
+        epochs=20,
+        say=print,
+        script="ddp",
+        disk=None,
+        only=(),
+        **env,
+    ):
         self.jobs = jobs
         self.folder = Path(tempfile.mkdtemp(prefix="campaign-", dir=jobs.folder))
         self.rng = rng
@@ -54,8 +89,12 @@ class Campaign(Strikes):
         self.pace = "0.008"
         self.references = {}
         self.tally = collections.Counter()
-        self.log, self.changes, self.notes = [], [], []
-        self.recovered, self.missed, self.orphaned = [], [], []
+        self.log = []
+        self.changes = []
+        self.notes = []
+        self.recovered = []
+        self.missed = []
+        self.orphaned = []
 
     # ---- one training after the other -------------------------------------------------------------
     def go(self):
@@ -133,11 +172,21 @@ class Campaign(Strikes):
             self.until(self.cluster.ended, "the agents to end", 60)
 
     def launch(self):
-        env = self.env | {"CHAOS_ARMED": str(self.armed), "CHAOS_JOURNAL": str(self.journal),
-                          "PACE": self.pace}
-        self.cluster = Cluster(self.jobs, self.rng, self.now, self.views, env,
-                               cold=self.rng.random() < self.cold,
-                               kind=self.kinds.pop(0) if self.kinds else None, size=self.size)
+        env = self.env | {
+            "CHAOS_ARMED": str(self.armed),
+            "CHAOS_JOURNAL": str(self.journal),
+            "PACE": self.pace,
+        }
+        self.cluster = Cluster(
+            self.jobs,
+            self.rng,
+            self.now,
+            self.views,
+            env,
+            cold=self.rng.random() < self.cold,
+            kind=self.kinds.pop(0) if self.kinds else None,
+            size=self.size,
+        )
         self.tally[f"cluster {self.cluster.kind}"] += 1
 
     def relaunch(self):
@@ -145,7 +194,8 @@ class Campaign(Strikes):
         self.orphaned.append(self.cluster.orphans(self.patience))
         self.struck += self.cluster.signalled
         assert 0 not in codes or self.step_on_disk() == self.steps, (
-            f"an agent left with 0 before the end\n{self.outputs()}")
+            f"an agent left with 0 before the end\n{self.outputs()}"
+        )
         self.launch()
         self.settle(len(lives(self.run)))
 
@@ -187,8 +237,9 @@ class Campaign(Strikes):
 
         def there():
             found = lives(self.run)[before:]
-            return self.over() or found and (self.step() > found[-1]["step"]
-                                             or found[-1]["step"] == self.steps)
+            return (
+                self.over() or found and (self.step() > found[-1]["step"] or found[-1]["step"] == self.steps)
+            )
 
         self.until(there, "training to go on")
         return time.monotonic() - began

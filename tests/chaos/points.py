@@ -5,6 +5,7 @@ The director arms a point by putting a file POINT.RANK (or POINT.any; the names 
 folder CHAOS_ARMED, with the signal's name in it. The first process to come by takes the file (a rename: one
 process, once), writes a line to the journal, and signals itself.
 """
+
 import atexit
 import ctypes
 import functools
@@ -15,7 +16,8 @@ import signal
 import threading
 import time
 
-ARMED, JOURNAL = os.environ["CHAOS_ARMED"], os.environ["CHAOS_JOURNAL"]
+ARMED = os.environ["CHAOS_ARMED"]
+JOURNAL = os.environ["CHAOS_JOURNAL"]
 REAL = {name: getattr(os, name) for name in ("open", "close", "write", "pwrite", "fsync", "rename", "mkdir")}
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
@@ -39,8 +41,15 @@ def point(name, act=None):
 
 def note(name, what):
     """On disk before the signal: a kill that leaves no line has not landed."""
-    line = json.dumps({"t": time.time(), "pid": os.getpid(), "rank": int(os.environ.get("RANK", 0)),
-                       "point": name, "signal": what})
+    line = json.dumps(
+        {
+            "t": time.time(),
+            "pid": os.getpid(),
+            "rank": int(os.environ.get("RANK", 0)),
+            "point": name,
+            "signal": what,
+        }
+    )
     fd = REAL["open"](JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     REAL["write"](fd, line.encode() + b"\n")
     REAL["close"](fd)
@@ -49,7 +58,8 @@ def note(name, what):
 def _signal(name, what):
     note(name, what)
     if what == "LOCK":  # a lock held in C, and with it Python's own
-        python, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)
+        python = ctypes.PyDLL(None)
+        mutex = ctypes.create_string_buffer(128)
         python.pthread_mutex_lock(mutex)
         python.pthread_mutex_lock(mutex)
     asked = os.environ.get("CHAOS_ASKED") if what == "TERM" else None  # in a pod a kubelet asks process 1
@@ -58,9 +68,11 @@ def _signal(name, what):
 
 def _soon(name, what):
     """While DDP's buckets are under way: within the next moments, from a thread."""
+
     def strike():
         time.sleep(random.random() * 0.002)
         _signal(name, what)
+
     threading.Thread(target=strike, daemon=True).start()
 
 
@@ -73,6 +85,7 @@ def around(owner, attribute, before=None, after=None):
         result = real(*args, **kwargs)
         point(after)
         return result
+
     setattr(owner, attribute, wrapped)
 
 
@@ -85,6 +98,7 @@ def plant(script):
     from common.checkpoint import CheckpointStore
     from common.ledger import Audit
     from common.training import TrainState
+
     around(common.run, "join", "join", "joined")
     around(CheckpointStore, "restore", "restore", "restored")
     around(Audit, "begin", "begin")
@@ -133,7 +147,7 @@ def _plant_in_saves():
 
     def written(fd, data, at):
         def half(name, what):
-            REAL["pwrite"](fd, data[:len(data) // 2], at)
+            REAL["pwrite"](fd, data[: len(data) // 2], at)
             _signal(name, what)
 
         if known.get(fd) in FILES:
@@ -152,9 +166,11 @@ def _plant_in_saves():
     def renamed(source, target, **kwargs):
         before = after = None
         if "/checkpoints/.life" in os.fspath(source) and os.path.basename(target).startswith("step-"):
-            before, after = "rename", "renamed"
+            before = "rename"
+            after = "renamed"
         elif str(target).endswith(".gone"):
-            before, after = "letgo", "gone"
+            before = "letgo"
+            after = "gone"
         point(before)
         result = REAL["rename"](source, target, **kwargs)
         point(after)
@@ -166,5 +182,9 @@ def _plant_in_saves():
             point("mkdir")
         return result
 
-    os.open, os.close, os.pwrite = opened, closed, written
-    os.fsync, os.rename, os.mkdir = synced, renamed, made
+    os.open = opened
+    os.close = closed
+    os.pwrite = written
+    os.fsync = synced
+    os.rename = renamed
+    os.mkdir = made

@@ -1,6 +1,7 @@
 """What each kind of event does to a cluster: returns how many processes it hit, and whether a new life must
 follow.
 """
+
 import json
 import signal
 import time
@@ -26,8 +27,10 @@ class Strikes:
         if landed and new_life:
             self.recovered.append((event.target, self.settle(before)))
             outcome = f": on after {self.recovered[-1][1]:.1f} s"
-        self.say(f"{len(self.log):4}  step {step:4}  {self.cluster.kind:5} x{len(self.cluster.living)}  "
-                 f"{name}{outcome}")
+        self.say(
+            f"{len(self.log):4}  step {step:4}  {self.cluster.kind:5} x{len(self.cluster.living)}  "
+            f"{name}{outcome}"
+        )
 
     # ---- where a process comes by ----
     def arm(self, event):
@@ -68,9 +71,14 @@ class Strikes:
         before = len(lives(self.run))
         path = self.arm(event)
         landed = self._worker(event._replace(signal="KILL"))[0]
-        self.until(lambda: self.over() or not path.exists() or (
-            len(lives(self.run)) > before and self.step() > lives(self.run)[-1]["step"] + 2),
-            "a process at the point")
+        self.until(
+            lambda: (
+                self.over()
+                or not path.exists()
+                or (len(lives(self.run)) > before and self.step() > lives(self.run)[-1]["step"] + 2)
+            ),
+            "a process at the point",
+        )
         self.tally["second deaths"] += self.landed(path, count)
         return landed, landed
 
@@ -113,8 +121,11 @@ class Strikes:
         step = 0
         while not (self.over() or state(found[0]) in "ZX" or step >= epoch_over):
             step = reached(self.run)  # each step begins the wait anew
-            self.until(lambda step=step: self.over() or state(found[0]) in "ZX" or reached(self.run) != step,
-                       "the rank of a dead loading process to leave", patience)
+            self.until(
+                lambda step=step: self.over() or state(found[0]) in "ZX" or reached(self.run) != step,
+                "the rank of a dead loading process to leave",
+                patience,
+            )
         if state(found[0]) not in "ZX":
             self.tally["loaders not missed"] += 1
             return 1, False

@@ -1,4 +1,5 @@
 """A training script with points to be struck at; what torchrun starts in the campaign."""
+
 import importlib
 import os
 import sys
@@ -11,10 +12,12 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     if "CHAOS_BUG" in os.environ:
         from bugs import BUGS
+
         BUGS[os.environ["CHAOS_BUG"]]()
     from common import place
     from common.errors import guarded
     from common.options import parse_options
+
     if int(os.environ.get("CHAOS_MACHINE", "0")):  # another machine than this one
         place._this_boot = lambda: f"machine-{os.environ['CHAOS_MACHINE']}"
     script = os.environ.get("CHAOS_SCRIPT", "ddp")

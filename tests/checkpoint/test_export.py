@@ -1,4 +1,5 @@
 """What a finished run is good for: its best checkpoint by name, its weights as a file that anybody reads."""
+
 import importlib
 
 import pytest
@@ -13,7 +14,9 @@ from common.checkpoint.__main__ import main
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.words, self.norm, self.head = nn.Embedding(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False)
+        self.words = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
         self.head.weight = self.words.weight
         self.brief = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
 
@@ -33,7 +36,7 @@ def test_the_best_checkpoint_is_printed_as_a_path(tmp_path, capsys):
     run = trained(tmp_path, steps=(1, 2, 3, 4), best=2)
     assert main([str(run), "--best"]) == 0
     assert capsys.readouterr().out == f"{run}/checkpoints/step-00000002\n"
-    assert main([str(run / "checkpoints/step-00000002")]) == 0
+    assert main([f"{run}/checkpoints/step-00000002"]) == 0
     assert capsys.readouterr().out.startswith("step-00000002  whole")
     assert main([str(run), "--best", "--digest"]) == 0
     assert capsys.readouterr().out.startswith("step-00000002  whole")
@@ -48,7 +51,7 @@ def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_nex
     """Rank 0 has died as it saved step 2, the best, and a survivor has saved step 3; or another run."""
     run = trained(tmp_path, steps=(1, 3), best=3)
     opts = options(tmp_path)
-    with a_life(options(tmp_path / "new", resume=str(run / "checkpoints/step-00000003"))) as life:
+    with a_life(options(tmp_path / "new", resume=f"{run}/checkpoints/step-00000003")) as life:
         assert life.state.best == {"step": 3}
     with a_life(opts) as life:
         assert life.state.best["val_acc"] == 0.5
@@ -62,22 +65,23 @@ def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_nex
 
 
 def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys):
-    run, file = trained(tmp_path), tmp_path / "w.safetensors"
+    run = trained(tmp_path)
+    file = tmp_path / "w.safetensors"
     model = run / "checkpoints/step-00000001/model.safetensors"
     model.write_bytes(model.read_bytes()[:-1] + b"!")
     assert main([str(run), "--best", "--export", str(file)]) == 3 and not file.exists()
-    assert main([str(run / "checkpoints/step-00000001"), "--export", str(file)]) == 3 and not file.exists()
+    assert main([f"{run}/checkpoints/step-00000001", "--export", str(file)]) == 3 and not file.exists()
     assert main([str(run), "--export", str(file)]) == 0 and "of step 2" in capsys.readouterr().out
 
 
 def test_an_export_is_in_the_format_that_its_suffix_says(tmp_path, capsys):
     run = trained(tmp_path)
-    assert main([str(run), "--export", str(tmp_path / "w.pt")]) == 0
+    assert main([str(run), "--export", f"{tmp_path}/w.pt"]) == 0
     weights = torch.load(tmp_path / "w.pt", weights_only=True)
     assert weights.keys() == tiny_net().state_dict().keys()
     assert all(torch.equal(tensor, expected(tensor, 2)) for tensor in weights.values())
     capsys.readouterr()
-    assert main([str(run), "--export", str(tmp_path / "w.onnx")]) == 2
+    assert main([str(run), "--export", f"{tmp_path}/w.onnx"]) == 2
     assert "end the name in .safetensors, or in .pt" in capsys.readouterr().err
     assert not (tmp_path / "w.onnx").exists()
 
@@ -92,7 +96,8 @@ def test_every_option_of_a_command_has_a_text_in_its_help(command, capsys):
 
 
 def test_what_is_exported_loads_strictly_into_the_bare_net(tmp_path, capsys):
-    run, file = trained(tmp_path), tmp_path / "w.safetensors"
+    run = trained(tmp_path)
+    file = tmp_path / "w.safetensors"
     for flags, step in (([], 2), (["--best"], 1)):
         assert main([str(run), *flags, "--export", str(file)]) == 0
         net = tiny_net()
@@ -114,7 +119,8 @@ def test_averages_take_the_place_of_the_weights_and_tied_ones_are_there_once(tmp
     assert "step 1, head.weight is words.weight" in capsys.readouterr().out
     found = load_file(file)
     assert "head.weight" not in found and found["norm.running_var"].tolist() == [1.0, 2.0, 3.0]
-    net, other = Tied(), Tied()
+    net = Tied()
+    other = Tied()
     assert load_model(net, file) == (set(), [])  # it looks for tied weights
     assert other.load_state_dict(found, strict=False).missing_keys == ["head.weight"]
     for one in (net, other):

@@ -1,4 +1,5 @@
 """File systems as they are: slow, away, late to tell (netfs.py)."""
+
 import os
 import signal
 import threading
@@ -27,7 +28,7 @@ from stores import (
 from common import place
 from common.checkpoint import disk, fence
 
-LATE = 2.0      # seconds; NFS: up to 60
+LATE = 2.0  # seconds; NFS: up to 60
 
 
 def becomes(machine):
@@ -74,6 +75,7 @@ def test_a_second_job_on_another_machine_is_refused_and_takes_over_after_a_lease
 def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_one(tmp_path):
     """Each has just looked for the folder, and its machine remembers that there was none."""
     with served(tmp_path, machines=3, late=LATE) as fs:
+
         def begin(world):
             becomes(world.rank)
             opts = options(fs.mounts[world.rank])
@@ -94,6 +96,7 @@ def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_on
 
 def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path):
     with served(tmp_path, machines=2, late=LATE) as fs:
+
         def live(world):
             becomes(world.rank)
             opts = options(fs.mounts[world.rank])

@@ -1,6 +1,7 @@
 """What goes into the store comes out of it, whatever the net is made of; what a life does with its
 checkpoints.
 """
+
 import math
 import os
 import shutil
@@ -33,15 +34,24 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-        self.embed, self.head = nn.Embedding(5, 8), nn.Linear(8, 5, bias=False)
+        self.embed = nn.Embedding(5, 8)
+        self.head = nn.Linear(8, 5, bias=False)
         self.head.weight = self.embed.weight  # two names, one storage
         self.norm = nn.BatchNorm2d(4)
-        self.scalar, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(0, 7))
+        self.scalar = nn.Parameter(torch.tensor(1.5))
+        self.nothing = nn.Parameter(torch.zeros(0, 7))
         self.register_parameter("a/b ü", nn.Parameter(torch.zeros(2, 3).t()))
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        for dtype in (torch.bool, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int64,
-                      torch.float64,
-                      torch.complex64):
+        for dtype in (
+            torch.bool,
+            torch.bfloat16,
+            torch.float16,
+            torch.int8,
+            torch.uint8,
+            torch.int64,
+            torch.float64,
+            torch.complex64,
+        ):
             self.register_buffer(f"{str(dtype)[6:]} values", torch.zeros(3, dtype=dtype))
 
 
@@ -54,8 +64,10 @@ def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, optimizer):
     with a_life(opts, Odd()) as life:
         assert life.source == "checkpoints/step-00000007" and is_at(life.state, 7)
         strides = life.state.net.conv.weight.stride()
-        assert (strides == Odd().conv.weight.stride()
-                and life.state.net.head.weight is life.state.net.embed.weight)
+        assert (
+            strides == Odd().conv.weight.stride()
+            and life.state.net.head.weight is life.state.net.embed.weight
+        )
 
 
 def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
@@ -81,9 +93,14 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
             save(life, step)
     assert steps_of(opts) == [8, 7, 3]
     assert sorted(path.name for path in (opts.run_dir / "checkpoints").iterdir()) == [
-        "step-00000003", "step-00000007", "step-00000008"]
-    assert all(oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600")
-               for path in opts.run_dir.rglob("*"))
+        "step-00000003",
+        "step-00000007",
+        "step-00000008",
+    ]
+    assert all(
+        oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600")
+        for path in opts.run_dir.rglob("*")
+    )
 
 
 def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path):
@@ -94,8 +111,11 @@ def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path)
     said = []
     with a_life(opts, said=said) as life:
         assert is_at(life.state, 5)
-        assert ("model.safetensors has sha256" in said[0] and "manifest says" in said[0]
-                and "after step 5" in said[1])
+        assert (
+            "model.safetensors has sha256" in said[0]
+            and "manifest says" in said[0]
+            and "after step 5" in said[1]
+        )
         # below the damaged one, and not lost to it
         assert announced_rescue(life.store, at_step(life.state, 7))
         save(life, 10)
@@ -151,8 +171,9 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         assert life.state.verdict
         assert not announced_rescue(life.store, life.state)
         newest = opts.run_dir / "checkpoints/step-00000002"
-        assert (f"--run-dir NEW --resume {newest} --lr X" in str(told.value)
-                and "nothing after the newest checkpoint is kept" in str(told.value))
+        assert f"--run-dir NEW --resume {newest} --lr X" in str(
+            told.value
+        ) and "nothing after the newest checkpoint is kept" in str(told.value)
     with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:  # what it says works
         assert life.state.step == 2
     assert steps_of(opts) == [2, 1]
@@ -198,7 +219,7 @@ def test_a_checkpoint_of_another_run_can_be_the_start_of_a_new_one(tmp_path):
             save(life, 6)
         assert resumes_at(opts, 6)  # the same command goes on with its own
     os.truncate(root / "step-00000003" / "model.safetensors", 9)
-    again = options(tmp_path / "new3", resume=str(root / "step-00000003"))
+    again = options(tmp_path / "new3", resume=f"{root}/step-00000003")
     refused(again, "no whole checkpoint", code=3)
 
 

@@ -5,6 +5,7 @@ Every call that changes the disk is recorded during real saves. A crash after th
 was synced; of the rest, names may be there up to any point, or all but one, or only one, or at random, and
 bytes not at all, in part, or as zeros. POSIX promises no more than that.
 """
+
 import itertools
 import os
 import random
@@ -17,7 +18,7 @@ from common.checkpoint.folder import checkpoints, describe
 from common.ledger import Audit, Ledger
 from common.ledger.log import Metrics
 
-STEPS = (1, 2, 3, 4)                             # with keep=2: the last two delete
+STEPS = (1, 2, 3, 4)  # with keep=2: the last two delete
 SAMPLED = [pytest.param(29, id="every 29th"), pytest.param(1, id="all", marks=pytest.mark.long)]
 
 
@@ -25,7 +26,8 @@ class Recorder:
     """Notes what happens under `root`, in order: (what, path, ...)."""
 
     def __init__(self, root, monkeypatch):
-        self.root, self.ops = str(root), []
+        self.root = str(root)
+        self.ops = []
         for name in ("mkdir", "open", "pwrite", "fsync", "rename", "unlink", "rmdir"):
             monkeypatch.setattr(os, name, self.noting(name, getattr(os, name)))
 
@@ -54,6 +56,7 @@ class Recorder:
             elif name not in ("pwrite", "open"):
                 self.ops.append((name, path))
             return done
+
         return call
 
     def announce(self, facts):
@@ -67,16 +70,22 @@ class Disk:
     """Inodes, the changes to names that are not on the disk yet, and the bytes that are."""
 
     def __init__(self, root):
-        self.root, self.count = root, itertools.count(1)
+        self.root = root
+        self.count = itertools.count(1)
         self.now = {0: {}}  # folders as the running system sees them
-        self.data, self.synced = {}, {}
+        self.data = {}
+        self.synced = {}
         self.changes = []  # [durable, [(folder, name, inode or None), ...]]
 
     def at(self, path):
         """(folder's inode, name, inode) of a path under the root."""
-        folder, name, inode = None, "", 0
-        for part in path[len(self.root):].strip("/").split("/") if path != self.root else ():
-            folder, name, inode = inode, part, self.now[inode].get(part)
+        folder = None
+        name = ""
+        inode = 0
+        for part in path[len(self.root) :].strip("/").split("/") if path != self.root else ():
+            folder = inode
+            name = part
+            inode = self.now[inode].get(part)
         return folder, name, inode
 
     def change(self, *entries):
@@ -99,7 +108,7 @@ class Disk:
         elif what == "write":
             at, new = other  # by several threads, in any order
             old = self.data[inode].ljust(at, b"\0")
-            self.data[inode] = old[:at] + new + old[at + len(new):]
+            self.data[inode] = old[:at] + new + old[at + len(new) :]
         elif what == "fsync" and inode in self.now:
             for change in self.changes:
                 change[0] = change[0] or any(entry[0] == inode for entry in change[1])
@@ -128,10 +137,15 @@ class Disk:
                         folders[folder].pop(name, None)
                     else:
                         folders[folder][name] = inode
-            for lost in (lambda old, new: new, lambda old, new: old, lambda old, new: new[:len(new) // 2],
-                         lambda old, new: bytes(len(new)))[:4 if dirty else 1]:
-                data = {i: lost(self.synced[i], self.data[i]) if i in dirty else self.data[i]
-                        for i in self.data}
+            for lost in (
+                lambda old, new: new,
+                lambda old, new: old,
+                lambda old, new: new[: len(new) // 2],
+                lambda old, new: bytes(len(new)),
+            )[: 4 if dirty else 1]:
+                data = {
+                    i: lost(self.synced[i], self.data[i]) if i in dirty else self.data[i] for i in self.data
+                }
                 yield ordered, dict(self._walk(0, folders, data, ""))
 
     def _walk(self, inode, folders, data, path):
@@ -171,13 +185,22 @@ def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_pa
     opts, ops = record(tmp_path / "real", monkeypatch)
     kinds = "mkdir create write fsync rename unlink rmdir begin announce".split()
     assert {op[0] for op in ops} == set(kinds)
-    disk, images, rng = Disk(str(opts.run_dir / "checkpoints")), images_for(opts), random.Random(7)
-    last, coming, announced, seen, states, trees = None, None, 0, set(), 0, set()
+    disk = Disk(f"{opts.run_dir}/checkpoints")
+    images = images_for(opts)
+    rng = random.Random(7)
+    last = None
+    coming = None
+    announced = 0
+    seen = set()
+    states = 0
+    trees = set()
     for op in ops:
         if op[0] == "begin":
             coming = op[1]
         elif op[0] == "announce":
-            last, coming, announced = op[1], None, announced + 1
+            last = op[1]
+            coming = None
+            announced += 1
         else:
             disk.do(*op)
         for ordered, tree in disk.crashes(rng):
@@ -187,8 +210,14 @@ def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_pa
             if key not in seen:
                 seen.add(key)
                 if len(seen) % every == 0:
-                    record_evaluation(tmp_path / "state", tree, ordered, [last, coming],
-                                      min(announced, opts.keep, len(STEPS)), images)
+                    record_evaluation(
+                        tmp_path / "state",
+                        tree,
+                        ordered,
+                        [last, coming],
+                        min(announced, opts.keep, len(STEPS)),
+                        images,
+                    )
     assert states >= 2000 and len(trees) >= 300
 
 
@@ -214,22 +243,30 @@ def record_evaluation(root, tree, ordered, allowed, whole, images):
 
 def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     """After a power cut the lines of metrics, ledger and audit reach as far as the newest checkpoint."""
-    opts, durable, named, real = options(tmp_path), {}, [], os.rename
+    opts = options(tmp_path)
+    durable = {}
+    named = []
+    real = os.rename
 
     def synced(fd):
         durable[os.readlink(f"/proc/self/fd/{fd}")] = os.fstat(fd).st_size
 
     def rename(source, target):
         if os.path.basename(target).startswith("step-"):
-            named.append([durable.get(str(path)) == path.stat().st_size > 0 and str(path.parent) in durable
-                          for path in opts.run_dir.rglob("*.jsonl")])
+            named.append(
+                [
+                    durable.get(str(path)) == path.stat().st_size > 0 and str(path.parent) in durable
+                    for path in opts.run_dir.rglob("*.jsonl")
+                ]
+            )
         real(source, target)
 
     with a_life(opts) as life:
         for name, function in (("fdatasync", synced), ("fsync", synced), ("rename", rename)):
             monkeypatch.setattr(os, name, function)
         world = life.store.world
-        ledger, metrics = Ledger(opts.run_dir), Metrics(opts.run_dir, 0)
+        ledger = Ledger(opts.run_dir)
+        metrics = Metrics(opts.run_dir, 0)
         audits = [Audit(opts.run_dir, world.life, rank) for rank in range(2)]
         for step in (1, 2):
             for audit in audits:

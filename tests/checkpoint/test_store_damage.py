@@ -1,4 +1,5 @@
 """Damage of any kind to a checkpoint is noticed before a value is used, and the one before is loaded."""
+
 import contextlib
 import copy
 import json
@@ -9,6 +10,7 @@ import resource
 import shutil
 import tracemalloc
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +56,8 @@ def test_every_length_of_every_file_but_the_right_one_falls_back(tmp_path, every
 @pytest.mark.parametrize("every", SAMPLED)
 def test_every_single_bit_of_every_file_falls_back_when_it_flips(tmp_path, every, threads):
     """All of them with -m long, each 29th bit without: other bits of each fourth byte, one by one."""
-    (root, images, files, tables), count = two_of(tmp_path), 0
+    root, images, files, tables = two_of(tmp_path)
+    count = 0
     assert sum(len(data) for _, data in files) <= 16 * 1024
     for path, _ in files:
         for bit, a_start in flips(path, every):
@@ -83,23 +86,24 @@ class Bomb:
 def zip_bomb(data):
     with zipfile.ZipFile("x.zip", "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("data.pkl", bytes(50_000_000))
-    with open("x.zip", "rb") as file:
-        return file.read()
+    return Path("x.zip").read_bytes()
 
 
 def header(**news):
     """Our file with changed entries in its header, of the same length where that is possible."""
+
     def make(data):
         length = int.from_bytes(data[:8], "little")
-        entries = json.loads(data[8:8 + length])
+        entries = json.loads(data[8 : 8 + length])
         entries["0.weight"].update(news)
         text = json.dumps(entries, separators=(",", ":")).encode().ljust(length)
-        return len(text).to_bytes(8, "little") + text + data[8 + length:]
+        return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
     return make
 
 
 HARMFUL_TENSORS = {
-    "a pickle of the right length": lambda data: pickle.dumps(Bomb()).ljust(len(data), b"\0")[:len(data)],
+    "a pickle of the right length": lambda data: pickle.dumps(Bomb()).ljust(len(data), b"\0")[: len(data)],
     "a zip bomb": zip_bomb,
     "a header of 2**63 bytes": lambda data: (2**63 - 1).to_bytes(8, "little") + data[8:],
     "overlapping offsets": header(data_offsets=[4, 28]),
@@ -128,10 +132,12 @@ def test_tensors_whose_header_is_not_ours_are_refused_unparsed(tmp_path, monkeyp
 
 def change(act):
     """The manifest after `act` on a copy of it, with a right seal."""
+
     def make(old):
         value = copy.deepcopy(old)
         act(value)
         return sealed(value)
+
     return make
 
 
@@ -181,8 +187,11 @@ def test_the_digest_that_is_shown_is_that_of_the_tables_whatever_the_manifest_sa
     assert describe(2, folder) == (True, line) and "0" * 64 not in line
 
 
-@pytest.mark.parametrize("facts", [pickle.dumps(Bomb()), to_json({}), to_json({"step": 3}), b" " * (1 << 22)],
-                         ids=["a pickle", "nothing in it", "another step", "larger than any of ours"])
+@pytest.mark.parametrize(
+    "facts",
+    [pickle.dumps(Bomb()), to_json({}), to_json({"step": 3}), b" " * (1 << 22)],
+    ids=["a pickle", "nothing in it", "another step", "larger than any of ours"],
+)
 def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypatch, facts):
     def harm(folder):
         restore(folder / "state.json", facts)
@@ -193,8 +202,7 @@ def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypa
 
 def cheaply(function):
     """What function returns, if it took no more than a few megabytes, and 64 MB of address space."""
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (now + (64 << 20), before[1]))
     tracemalloc.start()
@@ -241,7 +249,8 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
 
 
 def test_planted_links_are_never_written_through(tmp_path):
-    opts, victim = options(tmp_path), tmp_path / "victim"
+    opts = options(tmp_path)
+    victim = tmp_path / "victim"
     (tmp_path / "run").mkdir(mode=0o700)
     victim.write_text("mine")
     for name in ("lock", "options.json"):
@@ -254,6 +263,7 @@ def test_planted_links_are_never_written_through(tmp_path):
 
 def test_the_wrong_net_is_named_with_both_shapes(tmp_path):
     opts, root = two_checkpoints(tmp_path)
-    net, said = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(2)), []
+    net = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.BatchNorm1d(2))
+    said = []
     assert not load_into(images_for(opts, net), root, said).facts
     assert "0.bias is ['F32', [2]], this run has ['F32', [20]]" in said[0]

@@ -1,6 +1,7 @@
 """A disk that fails costs a save and a line, never a checkpoint that stands and never the training; until it
 fails too often.
 """
+
 import contextlib
 import errno
 import os
@@ -42,7 +43,11 @@ class Failing:
     """`os.NAME` that raises at its k-th call (or from then on), and counts."""
 
     def __init__(self, name, k, number, forever=False):
-        self.name, self.k, self.number, self.forever, self.real = name, k, number, forever, getattr(os, name)
+        self.name = name
+        self.k = k
+        self.number = number
+        self.forever = forever
+        self.real = getattr(os, name)
         self.count = self.failed = 0
 
     def __call__(self, *args, **kwargs):
@@ -72,12 +77,16 @@ def impatient(monkeypatch):
 @pytest.mark.parametrize("name", CALLS)
 def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_path, name, number, forever):
     opts = options(tmp_path)
-    root, images, k, fired = opts.run_dir / "checkpoints", images_for(opts), 0, True
+    root = opts.run_dir / "checkpoints"
+    images = images_for(opts)
+    k = 0
+    fired = True
     with a_life(opts) as life:
         for step in (1, 2):
             save(life, step)
         while fired:
-            k, step = k + 1, step + 1
+            k += 1
+            step += 1
             before = steps_of(opts)[0]
             with Failing(name, k, getattr(errno, number), forever) as fault:
                 try:
@@ -87,8 +96,10 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
                     saved = False
                 fired = fault.failed
             found, whole = load(root, images)
-            assert whole and found == (step if saved else before if steps_of(opts)[0] == before
-                                       else step), (name, k)
+            assert whole and found == (step if saved else before if steps_of(opts)[0] == before else step), (
+                name,
+                k,
+            )
             assert saved or fault.failed and life.store.saved is None
             assert k < 60
         save(life, step + 1)  # and the next one is as good as ever
@@ -97,7 +108,11 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
 
 @pytest.mark.parametrize("k", range(1, 7))
 def test_a_failed_fsync_is_never_retried_on_the_same_file(tmp_path, monkeypatch, k):
-    opts, seen, named, real, rename = options(tmp_path), [], [], os.fsync, os.rename
+    opts = options(tmp_path)
+    seen = []
+    named = []
+    real = os.fsync
+    rename = os.rename
     root = opts.run_dir / "checkpoints"
 
     def fails(fd):
@@ -129,11 +144,14 @@ def full(path, *args):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(tmp_path,
-                                                                                        monkeypatch):
-    opts, said = options(tmp_path, save_every=2), []
+def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_after_three(
+    tmp_path, monkeypatch
+):
+    opts = options(tmp_path, save_every=2)
+    said = []
     with a_life(opts, said=said) as life:
-        store, state = life.store, life.state
+        store = life.store
+        state = life.state
         save(life, 2)
         monkeypatch.setattr(tensors, "write_file", full)
         for number, step in enumerate((4, 6, 8), 1):
@@ -177,7 +195,8 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
 
 
 def test_a_disk_that_takes_a_few_bytes_at_a_time_gets_them_all(tmp_path, monkeypatch):
-    opts, real = options(tmp_path), os.pwrite
+    opts = options(tmp_path)
+    real = os.pwrite
     with a_life(opts) as life:
         monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:7]), at))
         save(life, 3)
@@ -215,7 +234,8 @@ def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_
         at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
         assert announced_rescue(life.store, life.state)
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000002.1", "step-00000001"]
-        life.state.evaluated, life.state.best = {}, tiny_state(opts).best
+        life.state.evaluated = {}
+        life.state.best = tiny_state(opts).best
         assert not announced_rescue(life.store, life.state)  # a rank that had not evaluated yet
 
 
@@ -276,7 +296,9 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
 @pytest.mark.parametrize("name", READS)
 def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, name, number):
     opts, root = two_checkpoints(tmp_path)
-    images, k, fired = images_for(opts), 0, True
+    images = images_for(opts)
+    k = 0
+    fired = True
     while fired:
         k += 1
         with Failing(name, k, getattr(errno, number)) as fault:
@@ -290,8 +312,10 @@ def test_whichever_read_fails_once_the_newest_checkpoint_is_loaded(tmp_path, nam
 
 @pytest.mark.parametrize("number", TRANSIENT)
 def test_what_stays_unreadable_ends_the_start_and_is_neither_passed_over_nor_put_aside_nor_deleted(
-        tmp_path, monkeypatch, number):
-    (opts, root), real = two_checkpoints(tmp_path, steps=(1, 9)), os.open
+    tmp_path, monkeypatch, number
+):
+    opts, root = two_checkpoints(tmp_path, steps=(1, 9))
+    real = os.open
     before = sorted(root.rglob("*"))
 
     def fails(path, *args, **kwargs):

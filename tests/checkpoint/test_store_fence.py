@@ -1,6 +1,7 @@
 """One job writes into a run folder, and of that job only the newest life: whoever was declared dead commits
 nothing.
 """
+
 import contextlib
 import errno
 import json
@@ -81,6 +82,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
                 ready.touch()
                 os.kill(os.getpid(), signal.SIGSTOP)
                 until(go.exists, "the successor has taken over")  # the signal may stop this thread later
+
         disk.sync_folder = stop
         at_step(life.state, 9)
         life.store.save()
@@ -120,7 +122,8 @@ def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch):
 
 
 def test_each_move_of_a_counter_is_synced_for_other_machines(tmp_path, monkeypatch):
-    synced, real = [], os.fdatasync
+    synced = []
+    real = os.fdatasync
     lock = tmp_path / "lock"
     monkeypatch.setattr(os, "fdatasync", lambda fd: (synced.append(lock.read_bytes()), real(fd)))
     held = fence.Held(lock, seconds=1000)
@@ -162,7 +165,8 @@ def test_the_lock_file_may_hold_anything(tmp_path, monkeypatch):
 
 def test_time_in_which_nobody_could_look_is_not_time_in_which_the_owner_stood_still(monkeypatch):
     """The file server was away, or this process was stopped: the owner's counter could not move either."""
-    now, still = [100.0], fence.Still()
+    now = [100.0]
+    still = fence.Still()
     monkeypatch.setattr(fence.time, "monotonic", lambda: now[0])
     still(7)
     for seconds, expected in ((0.5, 0.5), (60.0, 1.5), (0.5, 2.0)):
@@ -182,6 +186,7 @@ def intruding(patch, names, thread, k, intrude):
                 if len(calls) == k:
                     intrude()
             return real(*args, **kwargs)
+
         return call
 
     for name in names:
@@ -190,15 +195,22 @@ def intruding(patch, names, thread, k, intrude):
 
 
 def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing(tmp_path, monkeypatch):
-    opts, k, calls = options(tmp_path), 0, []
+    opts = options(tmp_path)
+    k = 0
+    calls = []
     monkeypatch.setattr(fence, "STALE_SECONDS", 0.1)
     (opts.run_dir / "checkpoints").mkdir(parents=True)
     while len(calls) == k:
         k += 1
         first, second = (fence.Fence(opts.run_dir, uuid.uuid4().hex[:12]) for _ in range(2))
         with monkeypatch.context() as patch:
-            calls = intruding(patch, ("open", "rename", "mkdir", "listdir", "pwrite"),
-                              threading.current_thread().name, k, second.claim)
+            calls = intruding(
+                patch,
+                ("open", "rename", "mkdir", "listdir", "pwrite"),
+                threading.current_thread().name,
+                k,
+                second.claim,
+            )
             try:
                 first.claim()
             except Fenced:
@@ -215,7 +227,9 @@ def test_of_two_that_claim_at_the_same_time_one_owns_and_the_other_saves_nothing
 
 
 def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_save(tmp_path, monkeypatch):
-    opts, k, calls = options(tmp_path), 0, []
+    opts = options(tmp_path)
+    k = 0
+    calls = []
 
     def a_successor_comes():
         os.rename(life.store.writer.staging, f"{opts.run_dir}/checkpoints/.gone-{k}")
@@ -226,26 +240,48 @@ def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_sa
         committed = []
         with a_life(opts) as life:
             with monkeypatch.context() as patch:
-                calls = intruding(patch, ("open", "pwrite", "fsync", "rename", "mkdir"), "writer", k,
-                                  a_successor_comes)
+                calls = intruding(
+                    patch, ("open", "pwrite", "fsync", "rename", "mkdir"), "writer", k, a_successor_comes
+                )
                 at_step(life.state, k)
                 life.store.save()
                 life.store.wait()
-            error, life.store.error = life.store.error, None
+            error = life.store.error
+            life.store.error = None
         if len(calls) == k:
             assert (k in steps_of(opts)) == (k in committed), (k, committed)
             assert k in committed or isinstance(error, Fenced), (k, error)
     assert k > 15
 
 
+def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, monkeypatch):
+    opts = options(tmp_path)
+
+    def another_rank_saves():
+        life.store.save()
+        life.store.wait()
+
+    with a_life(opts) as life:
+        at_step(life.state, 1)
+        os.rename(life.store.writer.staging, tmp_path / "gone")
+        looks = intruding(monkeypatch, ("rmdir", "unlink"), "Main", 1, another_rank_saves)
+        with pytest.raises(Fenced):
+            life.store.writer.check_staging(1)
+        life.store.error = None
+    assert looks and not steps_of(opts)
+
+
 # ---- a survivor saves, and the next life waits for it -----------------------------------------------------
 def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
     """The next life of a job starts while a survivor still writes: those steps must not be swept."""
-    opts, here, lock = options(tmp_path), tmp_path / "here", tmp_path / "run" / "lock"
+    opts = options(tmp_path)
+    here = tmp_path / "here"
+    lock = tmp_path / "run" / "lock"
 
     def rescue_slowly(life):
         rank_0_dies(life)
-        real, mine = disk.sync_folder, os.stat(lock).st_ino
+        real = disk.sync_folder
+        mine = os.stat(lock).st_ino
 
         def slow(path):
             if path.name.startswith("step-"):
@@ -253,6 +289,7 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
                 until(lambda: os.stat(lock).st_ino != mine, "the next life has claimed the run")
                 time.sleep(0.5)
             real(path)
+
         disk.sync_folder = slow
         announced_rescue(life.store, at_step(life.state, 5))
         os._exit(0)
@@ -263,7 +300,9 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
 
 
 def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path, monkeypatch):
-    here, go, path = tmp_path / "here", tmp_path / "go", tmp_path / fence.RESCUE
+    here = tmp_path / "here"
+    go = tmp_path / "go"
+    path = tmp_path / fence.RESCUE
     for name, seconds in (("BEAT_SECONDS", 0.1), ("STALE_SECONDS", 1.0), ("HUNG_SECONDS", 0.5)):
         monkeypatch.setattr(fence, name, seconds)
 
@@ -281,7 +320,9 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
         until(here.exists, "the rescue has begun")
         threading.Timer(2.5, go.touch).start()
         assert waited() > 2.4
-    go.unlink(), here.unlink(), path.unlink()
+    go.unlink()
+    here.unlink()
+    path.unlink()
     with child(lambda: rescue(lambda: 7)):  # it lives, and waits for what never comes
         until(here.exists, "the rescue has begun")
         timer = threading.Timer(6, go.touch)
@@ -294,7 +335,9 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
 
 def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
     """Another node, one step ahead, is still in a long forward when the next life has begun already."""
-    opts, here, lock = options(tmp_path), tmp_path / "here", tmp_path / "run" / "lock"
+    opts = options(tmp_path)
+    here = tmp_path / "here"
+    lock = tmp_path / "run" / "lock"
 
     def live(world):
         store, tiny = started(opts, world)
@@ -308,7 +351,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
             os._exit(1)
         world.store.set("ready", "1")
         until(lambda: os.stat(lock).st_ino != mine, "the next life has claimed the run")
-        time.sleep(1)                                               # the rest of its step
+        time.sleep(1)  # the rest of its step
         announced_rescue(store, at_step(tiny, 11))
         os._exit(0)
 
@@ -318,12 +361,15 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
 
 
 def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_path, monkeypatch):
-    staging, new = tmp_path / "run/checkpoints/.life-a", fence.Fence(tmp_path / "run", "b")
+    staging = tmp_path / "run/checkpoints/.life-a"
+    new = fence.Fence(tmp_path / "run", "b")
     staging.mkdir(parents=True)
     monkeypatch.setattr(fence, "NODES_SECONDS", 0.4)
-    waits, real = [], fence.wait_for
-    monkeypatch.setattr(fence, "wait_for", lambda path, still, deadline: (waits.append(deadline),
-                                                                           real(path, still, deadline)))
+    waits = []
+    real = fence.wait_for
+    monkeypatch.setattr(
+        fence, "wait_for", lambda path, still, deadline: (waits.append(deadline), real(path, still, deadline))
+    )
     nodes = [fence.Fence(tmp_path / "run", "a") for _ in range(5)]
     for rank, node in enumerate(nodes, 1):
         node.attend(rank)
@@ -335,7 +381,8 @@ def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_pa
 
 
 def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start_and_only_that(tmp_path, monkeypatch):
-    opts, real = options(tmp_path), os.rename
+    opts = options(tmp_path)
+    real = os.rename
     with a_life(opts) as life:
         save(life, 1)
     root = opts.run_dir / "checkpoints"
@@ -350,8 +397,14 @@ def test_what_a_crash_leaves_in_staging_is_gone_after_the_next_start_and_only_th
         if str(old).endswith(".snapshot"):
             raise OSError(errno.EROFS, "Read-only file system", str(old))
         real(old, new)
+
     monkeypatch.setattr(os, "rename", rename)
     assert resumes_at(opts, 1)
     assert sorted(os.listdir(root)) == [".snapshot", "step-00000001"]
-    assert sorted(os.listdir(opts.run_dir)) == ["checkpoints", "ledger.jsonl", "lock", "mine.77.new",
-                                                "options.json"]
+    assert sorted(os.listdir(opts.run_dir)) == [
+        "checkpoints",
+        "ledger.jsonl",
+        "lock",
+        "mine.77.new",
+        "options.json",
+    ]

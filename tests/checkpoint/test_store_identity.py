@@ -1,4 +1,5 @@
 """A run is its options and its data: what contradicts them is refused with both values."""
+
 import json
 import os
 import shutil
@@ -17,8 +18,9 @@ def test_contradicting_options_and_changed_data_are_refused_with_both_values(tmp
     two_checkpoints(tmp_path)
     text = refused(options(tmp_path, seed=4, lr=0.5), "--seed was 0, now 4")
     assert "--lr was 0.001, now 0.5" in text
-    refused(options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000",
-            fingerprint="0" * 64)
+    refused(
+        options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000", fingerprint="0" * 64
+    )
 
 
 def test_a_folder_in_which_nothing_was_saved_is_bound_to_nothing(tmp_path):
@@ -44,10 +46,11 @@ def test_a_checkpoint_of_another_run_is_no_damage_and_is_refused(tmp_path):
 
 def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(tmp_path):
     _, root = two_checkpoints(tmp_path)
-    text = refused(options(tmp_path, resume=str(root / "step-00000001")),
-                   "resumes from its newest checkpoint, step 2")
+    text = refused(
+        options(tmp_path, resume=f"{root}/step-00000001"), "resumes from its newest checkpoint, step 2"
+    )
     assert "--run-dir" in text
-    assert resumes_at(options(tmp_path / "other", resume=str(root / "step-00000001")), 1)
+    assert resumes_at(options(tmp_path / "other", resume=f"{root}/step-00000001"), 1)
 
 
 @pytest.mark.parametrize("number", [1, 4, 6])
@@ -61,8 +64,9 @@ def test_a_checkpoint_of_another_format_is_refused_in_three_lines_and_nothing_is
         path.write_bytes(sealed(manifest | {"format": number}))
 
     def files():
-        return {path: (path.stat().st_mtime_ns, path.read_bytes())
-                for path in (*run.rglob("*.*"), run / "lock")}
+        return {
+            path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (*run.rglob("*.*"), run / "lock")
+        }
 
     before = files()
     text = refused(options(tmp_path), f"step-00000003 has format {number}, this code reads 5")
@@ -77,7 +81,7 @@ def test_a_torn_or_lost_options_json_never_passes_for_another_run(tmp_path):
     path = opts.run_dir / "options.json"
     data = path.read_bytes()
     for bit in range(0, len(data) * 8, 331):
-        path.write_bytes(data[:bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1:])
+        path.write_bytes(data[: bit // 8] + bytes([data[bit // 8] ^ 1 << bit % 8]) + data[bit // 8 + 1 :])
         refused(opts, "options.json")
     path.write_bytes(data[:50])
     refused(opts, "could be another run")
@@ -103,17 +107,26 @@ def test_the_way_to_a_users_file_does_not_count(tmp_path, monkeypatch):
 def test_what_does_not_decide_the_result_may_change_and_options_json_has_its_newest_value(tmp_path):
     two_checkpoints(tmp_path)
     for epochs in (7, 9):
-        with a_life(options(tmp_path, epochs=epochs, max_steps=7, save_every=3, keep=5, log_every=1,
-                            data_dir="elsewhere")) as life:
+        with a_life(
+            options(
+                tmp_path, epochs=epochs, max_steps=7, save_every=3, keep=5, log_every=1, data_dir="elsewhere"
+            )
+        ) as life:
             assert is_at(life.state, 2)
             assert json.loads((tmp_path / "run/options.json").read_text())["options"]["epochs"] == epochs
 
 
 # ---- the sum over weights -------------------------------------------------------------------------
 def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
-    tensors = {"a": torch.randn(3, 5), "b": torch.randn(3, 5), "c": torch.randn(7).bfloat16(),
-               "d": torch.tensor([True, False]), "e": torch.tensor(3), "f": torch.zeros(0),
-               "g": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)}
+    tensors = {
+        "a": torch.randn(3, 5),
+        "b": torch.randn(3, 5),
+        "c": torch.randn(7).bfloat16(),
+        "d": torch.tensor([True, False]),
+        "e": torch.tensor(3),
+        "f": torch.zeros(0),
+        "g": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    }
     whole = fingerprint_of(tensors.values())
     for name, tensor in tensors.items():
         for bit in range(tensor.nbytes * 8):
@@ -128,7 +141,7 @@ def test_every_flipped_bit_and_every_swap_between_tensors_changes_the_sum():
 def test_the_sum_does_not_depend_on_where_or_how_a_tensor_lies():
     whole = torch.randn(101)
     for start in range(4):
-        part = whole[start:start + 64]
+        part = whole[start : start + 64]
         assert fingerprint_of([part]) == fingerprint_of([part.clone()])
     image = torch.randn(2, 3, 4, 5)
     assert fingerprint_of([image]) == fingerprint_of([image.to(memory_format=torch.channels_last)])

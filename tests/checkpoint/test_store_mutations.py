@@ -115,7 +115,7 @@ MUTANTS = {
     "a claim does not look at the name again": ("checkpoint.fence", "        if not self.held.is_ours():\n", "        if False:\n", *CLAIMS),
     "nothing is swept": ("checkpoint.fence", "        self._sweep([", "        str([", "fence",
                          "a_stopped_owner_is_taken_over_and_its_late_commit_is_refused"),
-    "the fence is skipped": ("checkpoint.folder", "            os.rmdir(self.staging)\n", "            return\n", *MOVED),
+    "the fence is skipped": ("checkpoint.folder", "            self.staging.unlink()\n", "            return\n", *MOVED),
     "a rescue under way is swept": ("checkpoint.fence", "                    wait_for(lock)\n", "                    pass\n",
                                     "fence", "a_rescue_under_way_is_waited_for_before_anything_is_swept"),
     "a rescue that hangs is waited for": ("checkpoint.fence", "            if still(self.progress()) < HUNG_SECONDS:\n", "            if True:\n", *RESCUES),
@@ -155,7 +155,8 @@ class Mutating(importlib.abc.MetaPathFinder, importlib.machinery.SourceFileLoade
 
     def __init__(self, name, old, new):
         super().__init__(f"common.{name}", str(Path(common.__file__).parent / f"{name.replace('.', '/')}.py"))
-        self.old, self.new = old, new
+        self.old = old
+        self.new = new
 
     def find_spec(self, fullname, path, target=None):
         return importlib.util.spec_from_loader(fullname, self) if fullname == self.name else None

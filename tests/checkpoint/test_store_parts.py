@@ -1,4 +1,5 @@
 """A checkpoint of which each rank writes and reads what it owns: a wrong byte is found, wherever it is."""
+
 import contextlib
 import itertools
 import json
@@ -42,7 +43,8 @@ def whole_net():
 
 def store_of(world, folder, odd=None):
     """(store, state) of this rank's stage; rank `odd` has another net."""
-    world, opts = world.in_stages(STAGES), options(folder, script="mp", stages=STAGES)
+    world = world.in_stages(STAGES)
+    opts = options(folder, script="mp", stages=STAGES)
     layers = enumerate(whole_net())
     net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i, layer in layers))
     if world.rank == odd:
@@ -53,6 +55,7 @@ def store_of(world, folder, odd=None):
 
 def test_a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_named(tmp_path, monkeypatch):
     """Two ranks see all parts at once; what a third adds later must not become the newest checkpoint."""
+
     def commit(number):
         layout = SimpleNamespace(parts=2, number=number, rows={})
         writer = Writer(tmp_path / "checkpoints", "life", "run", layout)
@@ -87,7 +90,8 @@ def saved(store, state, step):
     store.save()
     store.wait()
     store.world.barrier()
-    error, store.error = store.error, None
+    error = store.error
+    store.error = None
     return str(error or "")
 
 
@@ -106,14 +110,17 @@ def save_in_stages(folder, steps):
     def live(world):
         with staged(world, folder) as (store, state):
             return "".join(saved(store, state, step) for step in steps)
+
     assert fork_ranks(STAGES, live) == [""] * STAGES
 
 
 def load_in_stages(folder):
     """[(step, whether all tensors are of it, what was said)] of each rank."""
+
     def live(world):
         with staged(world, folder, said := []) as (_, state):
             return state.step, is_at(state, state.step), said
+
     return fork_ranks(STAGES, live)
 
 
@@ -128,9 +135,13 @@ def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_p
         digests.append(capsys.readouterr().out.split()[-1])
     folder = tmp_path / "parts/run/checkpoints/step-00000002"
     assert digests[0] == digests[1] == json.loads((folder / "manifest.json").read_text())["digest"]
-    assert sorted(path.name for path in folder.iterdir()) == ["manifest.json", "part-00001", "part-00002",
-                                                               "state.json"]
-    assert load_in_stages(tmp_path / "whole") == [(2, True, [])] * 2    # cut, and
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "manifest.json",
+        "part-00001",
+        "part-00002",
+        "state.json",
+    ]
+    assert load_in_stages(tmp_path / "whole") == [(2, True, [])] * 2  # cut, and
     assert resumes_at(options(tmp_path / "parts", script="mp"), 2, whole_net())  # put together again
     assert not list((tmp_path / "parts/run/checkpoints").glob(".life-*"))
 
@@ -138,6 +149,7 @@ def test_each_rank_writes_its_own_files_and_the_digest_is_that_of_one_file(tmp_p
 @pytest.mark.parametrize("odd", range(2 * STAGES))
 def test_a_stage_that_its_replicas_hold_differently_is_refused_by_all(tmp_path, odd):
     """Of the first replica the others take their word; so one of the second may be the only one to see it."""
+
     def live(world):
         store, state = store_of(world, tmp_path, odd)
         with refusal("the ranks run different things: rank 0 has net"):
@@ -164,7 +176,8 @@ def test_damage_that_one_rank_alone_reads_makes_all_take_the_one_before(tmp_path
         save_in_stages(tmp_path, [1, 2])
     else:
         with a_life(options(tmp_path, script="mp"), whole_net()) as life:
-            save(life, 1), save(life, 2)
+            save(life, 1)
+            save(life, 2)
     flip(tmp_path / f"run/checkpoints/step-00000002/{part}{which}.safetensors")
     found = load_in_stages(tmp_path)
     assert [(step, whole) for step, whole, _ in found] == [(1, True)] * 2
@@ -182,6 +195,7 @@ def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_pa
     def live(world):
         if world.rank:
             import shutil
+
             shutil.copytree(tmp_path / "run/checkpoints", other)
             folder = other / "step-00000002"
             file = folder / "part-00002/model.safetensors"
@@ -203,6 +217,7 @@ def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_pa
 
 def test_the_first_of_two_ranks_with_the_same_part_is_taken_and_two_may_finish_at_once(tmp_path):
     """Four ranks, two replicas of two stages, all in a rescue: no lock, and one whole checkpoint."""
+
     def live(world):
         with staged(world, tmp_path) as (store, state):
             at_step(state, 5)
@@ -242,20 +257,26 @@ def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_nex
 
 def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(monkeypatch, tmp_path):
     """What --shard does: a rank owns some rows."""
-    a, b = torch.arange(14, dtype=torch.float64).view(7, 2), torch.arange(5, dtype=torch.int16)
+    a = torch.arange(14, dtype=torch.float64).view(7, 2)
+    b = torch.arange(5, dtype=torch.int16)
     kinds = {"model": {"a": ["F64", [7, 2]], "b": ["I16", [5]]}, "optimizer": {}}
     monkeypatch.setattr(load, "gather", lambda world, value: [kinds])
 
     def rank(start, count, replica=0, replicas=1):
         """(its layout, its tensors)"""
-        own = {"a": a[start:start + count].clone(), "b": b.clone()}
-        tensors, rows = {"model": own, "optimizer": {}}, {"a": (start, 7)}
+        own = {"a": a[start : start + count].clone(), "b": b.clone()}
+        tensors = {"model": own, "optimizer": {}}
+        rows = {"a": (start, 7)}
         state = SimpleNamespace(tensors=lambda: tensors, rows=lambda: rows)
         world = SimpleNamespace(stages=1, stage=0, replica=replica, replicas=replicas)
         return load.Layout(state, world, shard=replicas > 1), own
 
-    for cuts in ([(0, 7)], [(0, 4), (4, 3)], [(0, 3), (3, 3), (6, 1)],
-                 [(0, 1), (1, 1), (2, 0), (2, 3), (5, 2)]):
+    for cuts in (
+        [(0, 7)],
+        [(0, 4), (4, 3)],
+        [(0, 3), (3, 3), (6, 1)],
+        [(0, 1), (1, 1), (2, 0), (2, 3), (5, 2)],
+    ):
         files = {}  # the tables of a checkpoint of as many ranks as there are cuts
         for replica, (start, rows) in enumerate(cuts):
             layout, own = rank(start, rows, replica, len(cuts))
@@ -280,11 +301,14 @@ def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the
     two_checkpoints(tmp_path / "node0")
 
     def live(world):
-        opts, real, count = options(tmp_path / f"node{world.rank // world.local_size}"), load.sha, []
+        opts = options(tmp_path / f"node{world.rank // world.local_size}")
+        real = load.sha
+        count = []
 
         def sha(data):
             count.append(data)
             return "0" * 64 if len(count) == 2 else real(data)
+
         if world.rank:
             load.sha = sha
         with a_life(opts, world=world) as life:

@@ -1,6 +1,7 @@
 """Node-local folders or a shared one: the newest checkpoint that anybody has, on every rank; replicas that
 differ end the life.
 """
+
 import os
 import re
 import time
@@ -47,8 +48,9 @@ def test_the_newest_of_all_nodes_wins_is_sent_to_all_and_kept_by_all(tmp_path):
         with a_life(opts, world=world) as life:
             return life.source, is_at(life.state, 9), life.store.owns
 
-    assert fork_ranks(6, begin, node_size=2) == [("checkpoints/step-00000009", True, leads)
-                                                 for leads in (True, False) * 3]
+    assert fork_ranks(6, begin, node_size=2) == [
+        ("checkpoints/step-00000009", True, leads) for leads in (True, False) * 3
+    ]
     for node in range(3):  # whoever survives has it
         assert resumes_at(options(tmp_path / f"node{node}"), 9)
 
@@ -102,7 +104,8 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
         if not store.owns:
             at_step(state, 3)
             store.save()  # not an owner: nothing happens
-        commit, commits = store.writer.commit, []
+        commit = store.writer.commit
+        commits = []
         store.writer.commit = lambda *args: (commits.append(1), time.sleep(0.5), commit(*args))[2]
         written = announced_rescue(store, at_step(state, 5))
         world.barrier()
@@ -115,12 +118,21 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
     assert steps_of(opts) == [5]  # a thousand that save in turn over a network come to their end too late
 
 
-@pytest.mark.parametrize("flag, values, may_differ", [
-    ("epochs", (2, 4), False), ("max_steps", (200, 100), False), ("eval_every", (1, 2), False),
-    ("seed", (0, 1), False), ("task", ("/a/mine.py:loss", "/b/mine.py:loss"), True),
-    ("workers", (0, 2), True), ("data_dir", ("/a", "/b"), True)])
+@pytest.mark.parametrize(
+    "flag, values, may_differ",
+    [
+        ("epochs", (2, 4), False),
+        ("max_steps", (200, 100), False),
+        ("eval_every", (1, 2), False),
+        ("seed", (0, 1), False),
+        ("task", ("/a/mine.py:loss", "/b/mine.py:loss"), True),
+        ("workers", (0, 2), True),
+        ("data_dir", ("/a", "/b"), True),
+    ],
+)
 def test_what_ranks_must_have_in_common_is_named_by_its_flag(tmp_path, flag, values, may_differ):
     """Other --epochs gave other rates to ranks of one step: their weights drifted apart without a word."""
+
     def begin(world):
         facts = {"task": "classify"} if flag == "task" else {}
         opts = replace(options(tmp_path, **facts), **{flag: values[world.rank]})
@@ -129,8 +141,10 @@ def test_what_ranks_must_have_in_common_is_named_by_its_flag(tmp_path, flag, val
         except UserError as error:
             return str(error).splitlines()[0]
 
-    said = f"the ranks run different things: rank 0 has --{flag.replace('_', '-')} {values[0]}, rank 1 has " \
-           f"--{flag.replace('_', '-')} {values[1]}"
+    said = (
+        f"the ranks run different things: rank 0 has --{flag.replace('_', '-')} {values[0]}, rank 1 has "
+        f"--{flag.replace('_', '-')} {values[1]}"
+    )
     assert fork_ranks(2, begin) == [None if may_differ else said] * 2
 
 
@@ -144,8 +158,12 @@ def test_ranks_of_other_code_data_or_options_are_named_with_their_values(tmp_pat
     fork_ranks(3, other_torch)
 
     def other_data(world):
-        refused(options(tmp_path), "rank 0 has data aaaaaaaaaaaa, rank 2 has data bbbbbbbbbbbb", world=world,
-                fingerprint="ab"[world.rank // 2] * 64)
+        refused(
+            options(tmp_path),
+            "rank 0 has data aaaaaaaaaaaa, rank 2 has data bbbbbbbbbbbb",
+            world=world,
+            fingerprint="ab"[world.rank // 2] * 64,
+        )
 
     fork_ranks(3, other_data)
 
@@ -192,8 +210,9 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
                     state.net[0].weight.view(torch.int32)[0, 0] += 1 << 20
                     state.net[0].bias.view(torch.int32)[0] -= 1 << 20
         store.save()
-        with pytest.raises(RuntimeError,
-                           match="step 2: the weights of the replicas differ .* step 1, where all agreed"):
+        with pytest.raises(
+            RuntimeError, match="step 2: the weights of the replicas differ .* step 1, where all agreed"
+        ):
             store.agree()
         store.save()
         rescued = announced_rescue(store, state)
@@ -205,11 +224,21 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
 
 
 def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
-    """--check-every, in the loop of train_ddp.py: the life ends, and the disk holds only what all agreed on.
-    """
-    opts = Options(script="ddp", run_dir=tmp_path / "run", model="mlp", dataset="random", epochs=3,
-                   max_steps=8, check_every=2,
-                   save_every=1, save_seconds=0, global_batch_size=20, progress="off", tensorboard=False)
+    """--check-every, in the loop of train_ddp.py: the life ends; the disk holds only what all agreed on."""
+    opts = Options(
+        script="ddp",
+        run_dir=tmp_path / "run",
+        model="mlp",
+        dataset="random",
+        epochs=3,
+        max_steps=8,
+        check_every=2,
+        save_every=1,
+        save_seconds=0,
+        global_batch_size=20,
+        progress="off",
+        tensorboard=False,
+    )
 
     def train(world):
         common.run.join = lambda opts: world
@@ -220,6 +249,7 @@ def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path):
             if state.step == 5 and world.rank == 1:
                 with torch.no_grad():
                     next(state.net.parameters()).view(torch.int32).view(-1)[0] ^= 1
+
         common.run.TrainState.update = update
         with pytest.raises(RuntimeError, match="step 6: the weights of the replicas differ"):
             train_ddp.main(opts)

@@ -1,6 +1,7 @@
 """Data that a person has mended: training goes on where no sample's place has moved, else its epoch begins
 again, and says so.
 """
+
 import pytest
 from jobs import CLEAN
 from stores import a_life, at_step, is_at, options, refused, save, steps_of, two_checkpoints
@@ -14,8 +15,9 @@ OTHER = "0" * 64
 
 def test_changed_data_is_refused_with_the_flag_that_accepts_it_and_the_command_of_a_new_run(tmp_path):
     two_checkpoints(tmp_path)
-    text = refused(options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000",
-                   fingerprint=OTHER)
+    text = refused(
+        options(tmp_path), "the data's fingerprint was ffffffffffff, now 000000000000", fingerprint=OTHER
+    )
     assert "--accept-data-change" in text and f"--run-dir NEW --resume {tmp_path / 'run'}" in text
     text = refused(options(tmp_path, lr=0.5, accept_data_change=True), "--lr was", fingerprint=OTHER)
     assert "give the same options" in text
@@ -25,8 +27,11 @@ def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_
     two_checkpoints(tmp_path)
     said = []
     with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said) as life:
-        assert is_at(life.state,
-                     2) and "fingerprint was ffffffffffff, now 000000000000" in said[0] and len(said) == 1
+        assert (
+            is_at(life.state, 2)
+            and "fingerprint was ffffffffffff, now 000000000000" in said[0]
+            and len(said) == 1
+        )
     with a_life(options(tmp_path), fingerprint=OTHER, said=said) as life:  # nothing was saved in between
         assert is_at(life.state, 2) and len(said) == 1
         save(life, 3)
@@ -39,11 +44,15 @@ def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_
 def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(tmp_path, samples):
     two_checkpoints(tmp_path)
     said = []
-    with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said,
-                samples=samples) as life:
+    with a_life(
+        options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said, samples=samples
+    ) as life:
         assert (life.state.step, life.state.epoch, life.state.position) == (2, 0, 0)
-    assert (len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ")
-            and f"again with {samples} samples" in said[1])
+    assert (
+        len(said) == 2
+        and said[1].startswith("step 2 was saved at position 2 ")
+        and f"again with {samples} samples" in said[1]
+    )
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
         assert life.state.position == 0 and len(said) == 3  # the checkpoint is the same
         life.state.position = 4
@@ -57,26 +66,42 @@ def test_an_epoch_that_is_complete_stays_complete_whatever_the_data_becomes(tmp_
         at_step(life.state, 2).position = 640
         life.store.save()
     said = []
-    with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said,
-                samples=700) as life:
+    with a_life(
+        options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said, samples=700
+    ) as life:
         assert life.state.epoch_over and life.state.position == 700 and len(said) == 1
 
 
-@pytest.mark.parametrize("flags, samples, position",
-                         [({}, 640, 2), ({"lr": 0.5}, 640, 2), ({}, 641, 0), ({"seed": 1}, 640, 0)])
-def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(tmp_path, flags, samples,
-                                                                           position):
+@pytest.mark.parametrize(
+    "flags, samples, position", [({}, 640, 2), ({"lr": 0.5}, 640, 2), ({}, 641, 0), ({"seed": 1}, 640, 0)]
+)
+def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(
+    tmp_path, flags, samples, position
+):
     _, root = two_checkpoints(tmp_path / "old")
-    said, opts = [], options(tmp_path, resume=str(root / "step-00000002"), **flags)
+    said = []
+    opts = options(tmp_path, resume=f"{root}/step-00000002", **flags)
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
         assert (life.state.step, life.state.position) == (2, position)
     assert len(said) == (not position) and all("begins again" in text for text in said)
 
 
 def a_life_of(run, life, n, resumed, until, position, epoch=0):
-    Ledger(run).event("life", life=life, world=1, step=resumed, epoch=epoch, position=position, n=n,
-                      seed=SEED, global_batch_size=BATCH, stages=1)
-    log, order, step = Audit(run, life, 0), ElasticSampler(n, BATCH, seed=SEED), resumed
+    Ledger(run).event(
+        "life",
+        life=life,
+        world=1,
+        step=resumed,
+        epoch=epoch,
+        position=position,
+        n=n,
+        seed=SEED,
+        global_batch_size=BATCH,
+        stages=1,
+    )
+    log = Audit(run, life, 0)
+    order = ElasticSampler(n, BATCH, seed=SEED)
+    step = resumed
     while step < until:
         order.set_epoch(epoch, position)
         for ids in order:
@@ -84,7 +109,8 @@ def a_life_of(run, life, n, resumed, until, position, epoch=0):
                 step += 1
                 log.begin(step, ids)
                 log.done(step)
-        epoch, position = epoch + 1, 0
+        epoch += 1
+        position = 0
 
 
 def test_the_audit_knows_where_an_epoch_began_again_and_finds_what_did_not(tmp_path):

@@ -1,4 +1,5 @@
 """A batch is a function of (seed, epoch, ids), in any process and at any world size."""
+
 import random
 
 import numpy
@@ -55,8 +56,9 @@ def epoch_of(split, world, position=0, **flags):
 
 
 def same(a, b):
-    return len(a) == len(b) and all(torch.equal(x, u) and torch.equal(y, v) and i == j
-                                    for (x, y, i), (u, v, j) in zip(a, b, strict=True))
+    return len(a) == len(b) and all(
+        torch.equal(x, u) and torch.equal(y, v) and i == j for (x, y, i), (u, v, j) in zip(a, b, strict=True)
+    )
 
 
 @pytest.mark.parametrize("n", [1, 6, 7, 8, 20])
@@ -80,7 +82,7 @@ def test_loading_processes_change_no_number_and_no_generator_of_the_training(wor
 
 @pytest.mark.parametrize("split", [pictures(3), noisy(3)])
 def test_a_forward_without_samples_has_the_shape_and_type_of_a_full_one(split):
-    (((n, empty),), ids), = loaded(split, [[[]]], options("noisy", sync_bn=True))
+    ((((n, empty),), ids),) = loaded(split, [[[]]], options("noisy", sync_bn=True))
     assert (n, ids) == (0, [])
     for some, none in zip(split.fetch([0, 2], 0, True), empty, strict=True):
         assert len(none) == 0 and none.shape[1:] == some.shape[1:] and none.dtype == some.dtype
@@ -113,7 +115,7 @@ def test_crops_move_by_up_to_four_pixels_each_way_and_half_are_mirrored():
     assert torch.equal(moved[:, 0], moved[:, 1])
     found = set()
     for picture in moved[:, 0]:
-        (row, column), = (picture == 100).nonzero().tolist()
+        ((row, column),) = (picture == 100).nonzero().tolist()
         mirrored = bool(picture[row, column - 1] == 50)
         assert mirrored or picture[row, column + 1] == 50
         found.add((row, column, mirrored))

@@ -1,4 +1,5 @@
 """The datasets of this project: their bits, their files, what is told of files that are none."""
+
 import os
 import struct
 import tracemalloc
@@ -34,8 +35,9 @@ def test_digits_are_the_same_to_the_bit_on_every_machine():
     assert abs(x.mean()) < 0.05 and 0.95 < x.std() < 1.05
 
 
-@pytest.mark.parametrize("name, shape, n", [("random", (5,), 100), ("random:100x10", (10,), 100),
-                                            ("random:1x1", (1,), 1)])
+@pytest.mark.parametrize(
+    "name, shape, n", [("random", (5,), 100), ("random:100x10", (10,), 100), ("random:1x1", (1,), 1)]
+)
 def test_random_has_the_tutorials_sizes_or_those_asked_for(name, shape, n):
     data = load(name)
     assert data.sample_shape == shape and len(data.train) == len(data.test) == n and data.classes == 2
@@ -50,8 +52,12 @@ def idx(*shape):
 def write_mnist(root, folder="MNIST"):
     raw = root / folder / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    files = {"train-images-idx3-ubyte": idx(20, 28, 28), "train-labels-idx1-ubyte": idx(20),
-             "t10k-images-idx3-ubyte": idx(5, 28, 28), "t10k-labels-idx1-ubyte": idx(5)}
+    files = {
+        "train-images-idx3-ubyte": idx(20, 28, 28),
+        "train-labels-idx1-ubyte": idx(20),
+        "t10k-images-idx3-ubyte": idx(5, 28, 28),
+        "t10k-labels-idx1-ubyte": idx(5),
+    }
     for name, content in files.items():
         (raw / name).write_bytes(content)
     return root
@@ -68,8 +74,13 @@ def test_idx_files_are_read(tmp_path, name, folder):
 def test_cifar_is_what_torchvision_reads_and_is_augmented(tmp_path, monkeypatch):
     datasets = pytest.importorskip("torchvision.datasets")
     pixels = np.arange(6 * 32 * 32 * 3, dtype=np.uint8).reshape(6, 32, 32, 3)
-    monkeypatch.setattr(datasets, "CIFAR10", lambda root, train, download: SimpleNamespace(
-        data=pixels[:4] if train else pixels[4:], targets=[7, 7, 3, 0] if train else [9, 1]))
+    monkeypatch.setattr(
+        datasets,
+        "CIFAR10",
+        lambda root, train, download: SimpleNamespace(
+            data=pixels[:4] if train else pixels[4:], targets=[7, 7, 3, 0] if train else [9, 1]
+        ),
+    )
     data = load("cifar10", tmp_path)
     assert data.train.y.tolist() == [7, 7, 3, 0] and data.test.y.tolist() == [9, 1] and data.classes == 10
     assert data.train.x[1, 2].tolist() == pixels[1, :, :, 2].tolist()
@@ -123,6 +134,7 @@ def write_images(root, n=3):
 
 def test_images_are_augmented_in_training_alone_and_only_if_asked_for(tmp_path):
     from PIL import Image
+
     write_images(tmp_path)
     grey = np.arange(62500, dtype=np.uint32).astype("u1").reshape(250, 250)
     Image.fromarray(grey).save(tmp_path / "train/cat/0.png")
@@ -147,6 +159,7 @@ def test_the_fingerprint_of_a_folder_sees_names_and_sizes(tmp_path):
 
 def test_a_picture_of_16_bits_is_refused_because_in_8_it_would_be_white(tmp_path):
     from PIL import Image
+
     data = load("imagefolder", write_images(tmp_path))
     Image.fromarray(np.full((9, 9), 999, "u2")).save(tmp_path / "train/cat/0.png")
     with refusal("0.png is not an image .*mode I"):
@@ -235,14 +248,23 @@ def files(tmp_path):
     return write_images(write_tokens(write_mnist(tmp_path)))
 
 
-@pytest.mark.parametrize("name, spoil, said", [
-    ("mnist", lambda at: (at / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b""), "dataset mnist"),
-    ("mnist", lambda at: (at / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(idx(19)), "dataset mnist"),
-    ("imagefolder", lambda at: (at / "train").rename(at / "other"), "/train"),
-    ("imagefolder", lambda at: (at / "val/dog").rename(at / "val/cow"), "only in one: cow, dog"),
-    ("tokens:8", lambda at: write_tokens(at, val=8), "empty set"),
-    ("tokens:8", lambda at: (at / "train.bin").write_bytes(b"123"), "multiple of the data-type size"),
-    ("tokens:8", lambda at: (at / "val.bin").unlink(), "val.bin"), ("text:8", id, "Is a directory")])
+@pytest.mark.parametrize(
+    "name, spoil, said",
+    [
+        ("mnist", lambda at: (at / "MNIST/raw/train-images-idx3-ubyte").write_bytes(b""), "dataset mnist"),
+        (
+            "mnist",
+            lambda at: (at / "MNIST/raw/train-labels-idx1-ubyte").write_bytes(idx(19)),
+            "dataset mnist",
+        ),
+        ("imagefolder", lambda at: (at / "train").rename(at / "other"), "/train"),
+        ("imagefolder", lambda at: (at / "val/dog").rename(at / "val/cow"), "only in one: cow, dog"),
+        ("tokens:8", lambda at: write_tokens(at, val=8), "empty set"),
+        ("tokens:8", lambda at: (at / "train.bin").write_bytes(b"123"), "multiple of the data-type size"),
+        ("tokens:8", lambda at: (at / "val.bin").unlink(), "val.bin"),
+        ("text:8", id, "Is a directory"),
+    ],
+)
 def test_files_that_cannot_be_read_are_told_in_three_lines(files, name, spoil, said):
     spoil(files)
     with refusal(said):

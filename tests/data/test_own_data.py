@@ -1,4 +1,5 @@
 """A user's own Datasets: what they may be, and what is told of those that are none."""
+
 import numpy
 import pytest
 import torch
@@ -48,20 +49,23 @@ def test_a_users_datasets_are_trained_on(tmp_path, workers):
     opts = options(mine(tmp_path, "def make(): return Rows(6), Rows(3)"), workers=workers)
     data = load_data(opts)
     assert (data.classes, data.sample_shape, len(data.test)) == (3, (6,), 3)
-    batch, = batches(data.train, ElasticSampler(data.train, 6), opts)
+    (batch,) = batches(data.train, ElasticSampler(data.train, 6), opts)
     assert sorted(batch.ids) == list(range(6)) and batch.x.dtype == torch.float32
     for id, x, y in zip(batch.ids, batch.x, batch.y, strict=True):
         assert torch.equal(x, torch.rand(6, generator=torch.Generator().manual_seed(id))) and y == id % 3
 
 
-@pytest.mark.parametrize("text, shape, classes, vocab", [
-    ("def make(): return tuple(random_split(Rows(9), [6, 3]))", (6,), 3, None),
-    ("def make(opts): a = Rows(3); a.classes = opts.seed + 4; return a, a", (6,), 4, None),
-    ("def make(): return Rows(9, classes=np.int64(4)), Rows(9)", (6,), 4, None),
-    ("def make(): return (torch.zeros(4, 1, 3, 3), torch.arange(4)) * 2", (1, 3, 3), 4, None),
-    ("def make(): return (torch.tensor([[1, 7]]), torch.tensor([2])) * 2", (2,), 3, 8),
-    ("def make():\n a = Rows(3); del Rows.classes; return a, a", (6,), None, None),
-])
+@pytest.mark.parametrize(
+    "text, shape, classes, vocab",
+    [
+        ("def make(): return tuple(random_split(Rows(9), [6, 3]))", (6,), 3, None),
+        ("def make(opts): a = Rows(3); a.classes = opts.seed + 4; return a, a", (6,), 4, None),
+        ("def make(): return Rows(9, classes=np.int64(4)), Rows(9)", (6,), 4, None),
+        ("def make(): return (torch.zeros(4, 1, 3, 3), torch.arange(4)) * 2", (1, 3, 3), 4, None),
+        ("def make(): return (torch.tensor([[1, 7]]), torch.tensor([2])) * 2", (2,), 3, 8),
+        ("def make():\n a = Rows(3); del Rows.classes; return a, a", (6,), None, None),
+    ],
+)
 def test_a_users_function_may_return_what_is_at_hand(tmp_path, text, shape, classes, vocab):
     data = load(mine(tmp_path, text))
     assert (data.sample_shape, data.known_classes, data.vocab) == (shape, classes, vocab)
@@ -76,10 +80,14 @@ def test_labels_that_are_whole_numbers_of_another_type_count(tmp_path, label):
     assert load(mine(tmp_path, both(text))).train.fetch([0, 1, 2])[1].tolist() == [0, 1, 0]
 
 
-@pytest.mark.parametrize("text", [
-    "def make(): return (torch.tensor([[0, 51, 255]]).byte(), torch.tensor([0])) * 2",
-    "class It(Rows):\n def __getitem__(s, i): return torch.tensor([0, 51, 255]).byte(), 0\n"
-    "def make(): return It(3), It(3)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def make(): return (torch.tensor([[0, 51, 255]]).byte(), torch.tensor([0])) * 2",
+        "class It(Rows):\n def __getitem__(s, i): return torch.tensor([0, 51, 255]).byte(), 0\n"
+        "def make(): return It(3), It(3)",
+    ],
+)
 def test_a_users_bytes_are_scaled_to_one(tmp_path, text):
     torch.testing.assert_close(load(mine(tmp_path, text)).train.fetch([0])[0], torch.tensor([[0, 0.2, 1]]))
 
@@ -88,8 +96,10 @@ def test_one_changed_bit_of_tensors_changes_the_fingerprint(tmp_path):
     marks = set()
     changes = "", "x[3, 1] += 1e-7", "y[2] ^= 1", "x, y = x[:4], y[:4]", "xt[0] = 1"
     for number, change in enumerate(changes):
-        text = ("def make():\n x, y, xt = torch.ones(5, 2), torch.arange(5) % 2, torch.zeros(1, 2)\n "
-                f"{change}\n return x, y, xt, torch.tensor([0])")
+        text = (
+            "def make():\n x, y, xt = torch.ones(5, 2), torch.arange(5) % 2, torch.zeros(1, 2)\n "
+            f"{change}\n return x, y, xt, torch.tensor([0])"
+        )
         name = mine(tmp_path / str(number), text)
         marks.add(load(name).fingerprint)
         assert load(name).fingerprint in marks
@@ -113,26 +123,32 @@ LABEL = "class It(Dicts):\n def label(s, i): return"
 TAKE = "class It(Rows):\n def __getitem__(s, i): return"
 
 
-@pytest.mark.parametrize("text, said", [
-    ("def make(): return 5", "TypeError: object of type 'int'"),
-    ("def make(): return Rows(3), Rows(0)", "an empty set"),
-    ("def make(): raise KeyError('where')", "KeyError"),
-    ("def make(): return (torch.zeros(2, 2), torch.zeros(3).long()) * 2", "Size mismatch"),
-    ("def make(): return (torch.zeros(3, 2), torch.tensor([0, 1, -1])) * 2", "from -1 to 1"),
-    (both(ITERABLE), "no place at which a restart can resume"),
-    (both(f"{TAKE} 1 / (i - 7)"), "sample 7: ZeroDivisionError"),
-    (both(f"{TAKE} torch.ones(i % 2 + 1), 1"), "are no batch"),
-    (both("class It(Rows):\n def collate(s, b): pass"), "collate returned None"),
-    (both(f"{LABEL} -100 if i else 1"), "targets for"),
-    (both(f"{LABEL} 0.5"), "torch.float64 from 0.5 to 0.5"),
-    (both(f"{LABEL} i"), "below 3"),
-    (both(f"{TAKE} torch.ones(2), 1.25 if i == 3 else 1.0"), "1.25"),
-    (both("class It(Rows):\n def collate(s, b): return default_collate([x for x in b if x[1] < 2])"),
-     "targets for 4 samples"),
-])
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("def make(): return 5", "TypeError: object of type 'int'"),
+        ("def make(): return Rows(3), Rows(0)", "an empty set"),
+        ("def make(): raise KeyError('where')", "KeyError"),
+        ("def make(): return (torch.zeros(2, 2), torch.zeros(3).long()) * 2", "Size mismatch"),
+        ("def make(): return (torch.zeros(3, 2), torch.tensor([0, 1, -1])) * 2", "from -1 to 1"),
+        (both(ITERABLE), "no place at which a restart can resume"),
+        (both(f"{TAKE} 1 / (i - 7)"), "sample 7: ZeroDivisionError"),
+        (both(f"{TAKE} torch.ones(i % 2 + 1), 1"), "are no batch"),
+        (both("class It(Rows):\n def collate(s, b): pass"), "collate returned None"),
+        (both(f"{LABEL} -100 if i else 1"), "targets for"),
+        (both(f"{LABEL} 0.5"), "torch.float64 from 0.5 to 0.5"),
+        (both(f"{LABEL} i"), "below 3"),
+        (both(f"{TAKE} torch.ones(2), 1.25 if i == 3 else 1.0"), "1.25"),
+        (
+            both("class It(Rows):\n def collate(s, b): return default_collate([x for x in b if x[1] < 2])"),
+            "targets for 4 samples",
+        ),
+    ],
+)
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_cannot_be_trained_on_is_told_in_three_lines_at_the_start_or_when_it_comes(
-        tmp_path, text, said, workers):
+    tmp_path, text, said, workers
+):
     opts = options(mine(tmp_path, text), workers=workers)
     with refusal(said):
         data = load_data(opts)
@@ -162,18 +178,32 @@ def test_what_a_users_function_draws_is_the_same_on_every_rank_and_at_every_star
 
 
 def test_data_that_differs_between_ranks_is_refused_at_the_first_start_with_the_advice_to_seed_it(
-        jobs, tmp_path):
+    jobs, tmp_path
+):
     name = mine(tmp_path, DRAWN.format(draw="torch.tensor(np.random.default_rng().random((9, 6))).float()"))
     for launcher in ("torchrun", ROOT / "launch/torchrun.py"):
-        job = jobs.start(launcher, "--nproc_per_node=2", ROOT / "train_ddp.py", "--model=mlp",
-                         f"--dataset={name}", f"--run-dir={tmp_path}/run")
+        job = jobs.start(
+            launcher,
+            "--nproc_per_node=2",
+            ROOT / "train_ddp.py",
+            "--model=mlp",
+            f"--dataset={name}",
+            f"--run-dir={tmp_path}/run",
+        )
         assert job.wait() and "rank 0 has data" in job.output, job.output
         assert "seed what is drawn" in job.output and "numpy.random.default_rng(0)" in job.output
 
 
 def test_a_sample_that_is_another_one_each_time_is_told(tmp_path, capfd):
-    load(mine(tmp_path / "a", both("class It(Rows):\n draw = np.random.default_rng()\n"
-                                   " def __getitem__(s, i): return s.draw.random(6), 1")))
+    load(
+        mine(
+            tmp_path / "a",
+            both(
+                "class It(Rows):\n draw = np.random.default_rng()\n"
+                " def __getitem__(s, i): return s.draw.random(6), 1"
+            ),
+        )
+    )
     assert "sample 0 is another one each time it is read" in capfd.readouterr().err
     load(mine(tmp_path / "b", both(f"{TAKE} np.random.rand(6), 1")))
     assert not capfd.readouterr().err

@@ -1,4 +1,5 @@
 """--bad-samples skip: what cannot be read counts 0 in loss, mean and metrics; the order does not move."""
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,8 +38,15 @@ def plain(data): return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3
 
 def flags(folder, bad=BAD, net="plain", **more):
     (folder / "mine.py").write_text(ROWS.format(bad=bad))
-    return {"model": f"{folder}/mine.py:{net}", "dataset": f"{folder}/mine.py:data", "bad_samples": "skip",
-            "global_batch_size": 20, "workers": 0, "device": "cpu", "log_every": 1} | more
+    return {
+        "model": f"{folder}/mine.py:{net}",
+        "dataset": f"{folder}/mine.py:data",
+        "bad_samples": "skip",
+        "global_batch_size": 20,
+        "workers": 0,
+        "device": "cpu",
+        "log_every": 1,
+    } | more
 
 
 def one_step(world, given):
@@ -68,7 +76,8 @@ def test_the_mean_is_over_the_samples_that_can_be_read_at_any_world(tmp_path, sl
         for record, weights in fork_ranks(world, one_step, given):
             assert record["loss"] == pytest.approx(loss.item(), rel=1e-6)
             for name, p in net.named_parameters():
-                wanted, far = p.detach() - p.grad, 1e-6 if slices else 1e-12
+                wanted = p.detach() - p.grad
+                far = 1e-6 if slices else 1e-12
                 torch.testing.assert_close(weights[name], wanted, rtol=0, atol=far)
     assert "sample 95: ValueError: row 95 is torn" in capfd.readouterr().err
 
@@ -86,7 +95,8 @@ def test_an_evaluation_counts_what_can_be_read(tmp_path):
 @pytest.mark.parametrize("net, workers", [("plain", 0), ("pairs", 2)])
 def test_kills_and_other_worlds_leave_no_trace_though_samples_are_missing(tmp_path, net, workers):
     given = flags(tmp_path, net=net, workers=workers, virtual_ranks=4, audit=True, epochs=2)
-    unbroken, kills = run(tmp_path / "unbroken", 1, given), [(2, 1, 3, "within"), (4, 0, 7, "before")]
+    unbroken = run(tmp_path / "unbroken", 1, given)
+    kills = [(2, 1, 3, "within"), (4, 0, 7, "before")]
     assert through_kills(tmp_path / "killed", given, kills, 3) == unbroken
     for name in ("unbroken", "killed"):
         assert audit(tmp_path / name) == CLEAN
@@ -103,7 +113,8 @@ def test_a_slice_or_a_share_of_bad_samples_alone_is_one_without_samples(tmp_path
 
 
 def test_without_the_flag_a_bad_sample_is_an_error_and_so_is_a_dataset_of_bad_ones_with_it(tmp_path):
-    given, other = flags(tmp_path), tmp_path / "other"
+    given = flags(tmp_path)
+    other = tmp_path / "other"
     other.mkdir()
     with refusal("sample 3: ValueError: row 3 is torn"):
         load_data(Options(**given | {"bad_samples": "stop"})).train.fetch([3])

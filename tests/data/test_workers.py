@@ -22,7 +22,8 @@ from common.sampler import ElasticSampler
 
 class Trouble(Noisy):
     def __init__(self, n, what):
-        self.n, self.what = n, what
+        self.n = n
+        self.what = what
 
     def __getitem__(self, i):
         if i == 5:
@@ -58,11 +59,13 @@ def test_a_signal_to_a_worker_alone_is_no_signal_to_its_rank(name, tmp_path):
     """A forked process inherits the wake-up pipe of its rank's Rescue: the rank would believe that it was
     asked to stop.
     """
+
     def live(world):
         state, store = a_run(world, tmp_path / "run")
         with Rescue(store) as rescue:
-            drain(trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)),
-                  workers=1)
+            drain(
+                trouble(lambda: os.kill(os.getpid(), getattr(signal, name)) or (torch.zeros(2), 0)), workers=1
+            )
         return rescue.asked
 
     assert fork_ranks(1, live) == [""]
@@ -87,8 +90,10 @@ def test_a_worker_that_begins_after_its_rank_was_killed_ends_at_once():
         assert worker.exitcode == code
 
 
-@pytest.mark.parametrize("how, code", [("sys.exit(3)", 3), ("raise KeyError", 1), ("os._exit(4)", 4),
-                                       ("os.kill(os.getpid(), 9)", -9)])
+@pytest.mark.parametrize(
+    "how, code",
+    [("sys.exit(3)", 3), ("raise KeyError", 1), ("os._exit(4)", 4), ("os.kill(os.getpid(), 9)", -9)],
+)
 def test_a_rank_that_leaves_in_mid_epoch_takes_its_workers_along(jobs, tmp_path, how, code):
     script = tmp_path / "leaving.py"
     script.write_text(LEAVING + how)

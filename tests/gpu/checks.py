@@ -1,4 +1,5 @@
 """What a child process does on a GPU for the tests of this folder: python tests/gpu/checks.py NAME ..."""
+
 import os
 import signal
 import sys
@@ -19,6 +20,7 @@ from common.training import TrainState
 def stuck_stream(*flags):
     """At step 20 the default stream comes to a kernel without end, as behind a dead peer's collective."""
     import train_ddp
+
     whole = TrainState.finish_gradient
 
     def finish(self, size):
@@ -26,7 +28,7 @@ def stuck_stream(*flags):
             print(f"{time.time():.2f} the stream is blocked", flush=True)
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
-                torch.cuda._sleep(2 ** 40)  # about ten minutes
+                torch.cuda._sleep(2**40)  # about ten minutes
             torch.cuda.current_stream().wait_stream(side)
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()  # the agent's
             threading.Timer(31, os._exit, (9,)).start()  # and its SIGKILL
@@ -39,8 +41,9 @@ def stuck_stream(*flags):
 def little_memory(*flags):
     """A training that may use one gigabyte of the GPU: the net needs more, the machine has room for it."""
     import train_ddp
+
     memory = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction(2 ** 30 / memory, 0)
+    torch.cuda.set_per_process_memory_fraction(2**30 / memory, 0)
     train_ddp.main(parse_options("", list(flags), script="ddp"))
 
 
@@ -48,6 +51,7 @@ def late_copy(device="cuda:0"):
     """A save that is still copied when an evaluation puts the averages into the net: it has the weights."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
     from stores import new_store, options, tiny_state, world_of_one
+
     width = 4096 if device != "cpu" else 64
     with tempfile.TemporaryDirectory() as folder:
         world = replace(world_of_one(), devices=(torch.device(device),))

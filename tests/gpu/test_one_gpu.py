@@ -1,4 +1,5 @@
 """What one GPU shows, the most valuable first: `tests/run.sh tests/gpu`. Skipped where there is none."""
+
 import json
 import random
 import signal
@@ -45,8 +46,17 @@ def test_a_run_learns_ends_and_is_complete_and_audited(jobs, tmp_path):
 @pytest.mark.skipif(fake(), reason="a CPU has no streams")
 @pytest.mark.parametrize("flags", [(), ("--amp=fp16",), ("--channels-last", "--model=resnet18")])
 def test_a_rescue_does_not_queue_behind_a_stream_that_hangs(jobs, tmp_path, flags):
-    train(jobs, tmp_path, CHECKS, "--save-every=0", "--save-seconds=0", "--epochs=20", *flags, code=143,
-          check=["stuck_stream"])
+    train(
+        jobs,
+        tmp_path,
+        CHECKS,
+        "--save-every=0",
+        "--save-seconds=0",
+        "--epochs=20",
+        *flags,
+        code=143,
+        check=["stuck_stream"],
+    )
     assert saved(tmp_path) == [20]
 
 
@@ -54,15 +64,26 @@ def test_a_save_that_is_still_copied_holds_the_weights_and_not_their_averages(jo
     assert "differ: 0" in end(begin(jobs, CHECKS, "late_copy", *(["cpu"] if fake() else [])))
 
 
-@pytest.mark.parametrize("flags", [
-    (), ("--model=resnet18",), TEXT, (*TEXT, "--amp=bf16"), ("--model=lstm", "--dataset=sentiment"),
-    pytest.param(("--amp=fp16", "--clip-grad-norm=1"), marks=pytest.mark.skipif(fake(), reason="GPUs only"))])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--model=resnet18",),
+        TEXT,
+        (*TEXT, "--amp=bf16"),
+        ("--model=lstm", "--dataset=sentiment"),
+        pytest.param(
+            ("--amp=fp16", "--clip-grad-norm=1"), marks=pytest.mark.skipif(fake(), reason="GPUs only")
+        ),
+    ],
+)
 def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(jobs, tmp_path, flags):
     flags = (*SMALL, "--virtual-ranks=8", *flags)
     for name in ("a", "b"):
         train(jobs, tmp_path / name, "train_ddp.py", *flags)
-    job = begin(jobs, "train_ddp.py", *flags, f"--run-dir={tmp_path / 'c'}", "--no-tensorboard",
-                "--save-every=5")
+    job = begin(
+        jobs, "train_ddp.py", *flags, f"--run-dir={tmp_path / 'c'}", "--no-tensorboard", "--save-every=5"
+    )
     until(lambda: saved(tmp_path / "c") or job.poll() is not None, "a checkpoint")
     job.kill()
     job.wait()
@@ -73,10 +94,20 @@ def test_two_runs_have_one_digest_and_a_killed_one_has_it_too(jobs, tmp_path, fl
 def test_every_checkpoint_is_that_of_a_run_whose_kernels_block(jobs, tmp_path):
     found = []
     for name, blocking in (("a", "0"), ("b", "1")):
-        train(jobs, tmp_path / name, "train_ddp.py", "--virtual-ranks=2", "--save-every=1", "--max-steps=30",
-              "--keep=40", CUDA_LAUNCH_BLOCKING=blocking)
-        manifests = map(json.loads, (path.read_text() for path in
-                                     (tmp_path / name / "checkpoints").glob("step-*/manifest.json")))
+        train(
+            jobs,
+            tmp_path / name,
+            "train_ddp.py",
+            "--virtual-ranks=2",
+            "--save-every=1",
+            "--max-steps=30",
+            "--keep=40",
+            CUDA_LAUNCH_BLOCKING=blocking,
+        )
+        manifests = map(
+            json.loads,
+            (path.read_text() for path in (tmp_path / name / "checkpoints").glob("step-*/manifest.json")),
+        )
         found.append({manifest["step"]: manifest["digest"] for manifest in manifests})
     both = found[0].keys() & found[1].keys()  # a save is left out while another one is written
     assert len(both) > 5 and all(found[0][step] == found[1][step] for step in both)
@@ -86,7 +117,7 @@ def test_a_stop_at_a_random_moment_is_saved_in_seconds(jobs, tmp_path):
     amp = "bf16" if fake() else "fp16"
     flags = (f"--run-dir={tmp_path}", f"--amp={amp}", "--ema-decay=0.9", "--epochs=500", "--no-tensorboard")
     job = begin(jobs, "train_ddp.py", *flags)
-    until(lambda: events(tmp_path, "first_step") or job.poll() is not None, "the first step", 300)
+    until(lambda: events(tmp_path, "first_step") or job.poll() is not None, "the first step")
     time.sleep(random.random())  # the moment is what is tried
     asked = time.monotonic()
     job.kill(signal.SIGTERM)
@@ -108,8 +139,16 @@ def test_stages_on_one_gpu_have_the_digest_and_the_loss_of_the_whole_net(jobs, t
 
 @pytest.mark.skipif(fake(), reason="CPUs have the operation with fixed bits")
 def test_a_layer_without_fixed_bits_is_named_and_refused(jobs, tmp_path):
-    out = train(jobs, tmp_path, "train_ddp.py", "--model=alexnet", "--virtual-ranks=2", "--max-steps=1",
-                f"--dataset={ROOT}/tests/tools/nets.py:large_pictures", code=2)
+    out = train(
+        jobs,
+        tmp_path,
+        "train_ddp.py",
+        "--model=alexnet",
+        "--virtual-ranks=2",
+        "--max-steps=1",
+        f"--dataset={ROOT}/tests/tools/nets.py:large_pictures",
+        code=2,
+    )
     assert "adaptive_avg_pool2d_backward_cuda" in out and "--virtual-ranks" in out and "Traceback" not in out
 
 
@@ -122,6 +161,12 @@ def test_a_net_that_does_not_fit_is_told_in_torchs_own_words(jobs, tmp_path):
 @pytest.mark.skipif(fake(), reason="a CPU raises an error of its own")
 def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(jobs, tmp_path):
     (tmp_path / "own.py").write_text(WRONG)
-    job = begin(jobs, "train_ddp.py", "--model=mlp", f"--dataset={tmp_path}/own.py:wrong", "--no-tensorboard",
-                f"--run-dir={tmp_path}/run")
+    job = begin(
+        jobs,
+        "train_ddp.py",
+        "--model=mlp",
+        f"--dataset={tmp_path}/own.py:wrong",
+        "--no-tensorboard",
+        f"--run-dir={tmp_path}/run",
+    )
     assert job.wait() not in (0, -9), job.output

@@ -1,4 +1,5 @@
 """launch/agent.py: machines that die while the others meet cost seconds, not the job."""
+
 import contextlib
 import os
 import signal
@@ -55,22 +56,38 @@ def serving(jobs, place):
 
 
 def machine(jobs, place, script, *flags, nodes="1:3", conf="", **env):
-    return jobs.start(ROOT / "launch/torchrun.py", f"--nnodes={nodes}", "--nproc_per_node=1",
-                      "--rdzv_backend=c10d", "--rdzv_id=job", f"--rdzv_endpoint={place}",
-                      f"--rdzv_conf=is_host=0,keep_alive_interval=1{conf}", "--local_addr=127.0.0.1",
-                      script, *flags, PACE="0.02", **env)
+    return jobs.start(
+        ROOT / "launch/torchrun.py",
+        f"--nnodes={nodes}",
+        "--nproc_per_node=1",
+        "--rdzv_backend=c10d",
+        "--rdzv_id=job",
+        f"--rdzv_endpoint={place}",
+        f"--rdzv_conf=is_host=0,keep_alive_interval=1{conf}",
+        "--local_addr=127.0.0.1",
+        script,
+        *flags,
+        PACE="0.02",
+        **env,
+    )
 
 
 def handler(place, address="0.0.0.0"):
-    conf = {"is_host": "0", "last_call_timeout": "1",
-            "keep_alive_interval": "1", "keep_alive_max_attempt": "3"}
-    return registry.get_rendezvous_handler(RendezvousParameters(
-        "c10d", place, "job", 1, 3, local_addr=address, **conf))
+    conf = {
+        "is_host": "0",
+        "last_call_timeout": "1",
+        "keep_alive_interval": "1",
+        "keep_alive_max_attempt": "3",
+    }
+    return registry.get_rendezvous_handler(
+        RendezvousParameters("c10d", place, "job", 1, 3, local_addr=address, **conf)
+    )
 
 
 def dies_as_all_have_come(place, address):
     """Its address orders it among the machines."""
-    one, eye = handler(place, address), handler(place, address)
+    one = handler(place, address)
+    eye = handler(place, address)
 
     def wait_for(count):
         while len(eye._state_holder.state.participants) < count:
@@ -91,8 +108,10 @@ def assert_complete(nodes, run):
 @pytest.mark.parametrize("address", ["0.0.0.0", "9.9.9.9"], ids=["first", "last"])
 def test_a_machine_that_dies_as_all_have_come_does_not_end_the_others(jobs, place, tmp_path, address):
     with child(lambda: dies_as_all_have_come(place, address)):
-        nodes = [machine(jobs, place, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run")
-                 for _ in range(2)]
+        nodes = [
+            machine(jobs, place, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run")
+            for _ in range(2)
+        ]
         assert_complete(nodes, tmp_path / "run")
 
 
@@ -100,8 +119,9 @@ def test_a_machine_that_dies_before_its_ranks_have_come_keeps_no_rank_waiting(jo
     script = tmp_path / "dies.py"
     script.write_text(DIES)
     dying = machine(jobs, place, script)
-    nodes = [machine(jobs, place, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run")
-             for _ in range(2)]
+    nodes = [
+        machine(jobs, place, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run") for _ in range(2)
+    ]
     dying.wait()
     assert_complete(nodes, tmp_path / "run")
 

@@ -6,6 +6,7 @@ the schemas, as far as these files touch them, are the assertions below. A pod h
 network, mount, host name, user), its command is process 1 under a uid without a name, and the root is
 read-only. It needs root, util-linux 2.38 and iproute2.
 """
+
 import os
 import re
 import shutil
@@ -95,8 +96,10 @@ def test_the_manifests_obey_the_published_schemas(path):
 def test_only_what_another_try_cannot_mend_fails_the_job(path):
     job, pod, container = training(path)
     disrupted, fail, stopped = job["podFailurePolicy"]["rules"]
-    assert disrupted == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget",
-                                                                  "status": "True"}]}
+    assert disrupted == {
+        "action": "Ignore",
+        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+    }
     assert fail["action"] == "FailJob" and {*fail["onExitCodes"]["values"]} == FINAL
     assert stopped["onExitCodes"]["values"] == [143]
     assert {rule["onExitCodes"]["containerName"] for rule in (fail, stopped)} == {container["name"]}
@@ -115,9 +118,9 @@ def test_a_pod_has_time_and_memory_to_save_and_a_folder_of_its_claim(path):
     volumes = {one["name"]: one for one in pod["volumes"]}
     mounts = {one["mountPath"]: volumes[one["name"]] for one in container["volumeMounts"]}
     assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory" and mounts["/tmp"]["emptyDir"] == {}
-    claim, = objects(path, "PersistentVolumeClaim")
+    (claim,) = objects(path, "PersistentVolumeClaim")
     assert mounts["/runs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
-    policy, = objects(path, "NetworkPolicy")  # the stores know no password
+    (policy,) = objects(path, "NetworkPolicy")  # the stores know no password
     sources = [{"from": [{"podSelector": policy["spec"]["podSelector"]}]}]
     assert policy["spec"].get("ingress") == (None if path.stem == "job" else sources)
 
@@ -151,8 +154,19 @@ def why_not():
         return "pods need root"
     if not all(map(shutil.which, ("ip", "unshare", "setpriv", "pivot_root"))):
         return "pods need iproute2 and util-linux"
-    made = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "unshare", "--user",
-            "--map-user=10001", "--map-group=10001", "true"]
+    made = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "--pid",
+        "--fork",
+        "unshare",
+        "--user",
+        "--map-user=10001",
+        "--map-group=10001",
+        "true",
+    ]
     done = subprocess.run(made, capture_output=True, timeout=60)
     return "no namespaces can be made here" if done.returncode else ""
 
@@ -161,20 +175,51 @@ def why_not():
 def test_a_pod_trains_on_a_read_only_root_and_saves_when_it_is_asked_to_leave(tmp_path):
     _, _, container = training(FOLDER / "job.yaml")
     environment = {one["name"]: one["value"] for one in container["env"] if "value" in one}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "OMP_NUM_THREADS": "1",
-                    "TESTS_TOKEN": os.environ["TESTS_TOKEN"], "PYTHONDONTWRITEBYTECODE": "1", "PACE": "0.05"}
+    environment |= {
+        "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+        "OMP_NUM_THREADS": "1",
+        "TESTS_TOKEN": os.environ["TESTS_TOKEN"],
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PACE": "0.05",
+    }
     command = ["--nproc_per_node=1" if word.startswith("--nproc") else word for word in container["command"]]
     flags = [flag.replace(str(ROOT), "/app") for flag in PACED]
     for name in ("root", "volume"):
         (tmp_path / name).mkdir()
     (tmp_path / "hosts").write_text("127.0.0.1 localhost train-0\n")
     log = tmp_path / "log"
-    with open(log, "wb") as out, subprocess.Popen(
-            ["unshare", "--net", "--user", "--map-root-user", "--mount", "--uts", "--pid", "--fork",
-             "--kill-child", "sh", "-c", BEGIN, "sh", tmp_path / "root", tmp_path / "hosts",
-             tmp_path / "volume", "64m", "train-0",
-             *(f"{name}={value}" for name, value in environment.items()), *command, *flags],
-            env=os.environ | {"APP": str(ROOT)}, stdout=out, stderr=out, stdin=subprocess.DEVNULL) as pod:
+    with (
+        open(log, "wb") as out,
+        subprocess.Popen(
+            [
+                "unshare",
+                "--net",
+                "--user",
+                "--map-root-user",
+                "--mount",
+                "--uts",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "sh",
+                "-c",
+                BEGIN,
+                "sh",
+                tmp_path / "root",
+                tmp_path / "hosts",
+                tmp_path / "volume",
+                "64m",
+                "train-0",
+                *(f"{name}={value}" for name, value in environment.items()),
+                *command,
+                *flags,
+            ],
+            env=os.environ | {"APP": str(ROOT)},
+            stdout=out,
+            stderr=out,
+            stdin=subprocess.DEVNULL,
+        ) as pod,
+    ):
         try:
             wait_for(tmp_path / "volume/train", 3)
             os.kill(children(pod.pid)[0], signal.SIGTERM)

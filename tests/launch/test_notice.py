@@ -1,4 +1,5 @@
 """launch/notice.py against a server on loopback that speaks as the clouds' metadata servers do."""
+
 import contextlib
 import json
 import os
@@ -12,17 +13,22 @@ from jobs import ROOT, children, state, until
 
 NOTICE = ROOT / "launch/notice.py"
 # Says when it can be asked to leave; leaves with 143 when it is asked.
-TRAINING = ("import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
-            "print('trains', flush=True); signal.sigtimedwait([], 60) or signal.pause()")
+TRAINING = (
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); "
+    "print('trains', flush=True); signal.sigtimedwait([], 60) or signal.pause()"
+)
 
 
 class Cloud(ThreadingHTTPServer):
-    """One cloud's metadata server; `notice` is whether it announces an end, `asked` what it was asked."""""
+    """One cloud's metadata server; `notice` is whether it announces an end, `asked` what it was asked.""" ""
+
     daemon_threads = True
 
     def __init__(self, dialect):
         super().__init__(("127.0.0.1", 0), Answer)
-        self.dialect, self.notice, self.asked = dialect, False, []
+        self.dialect = dialect
+        self.notice = False
+        self.asked = []
         self.address = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -67,8 +73,14 @@ def azure(request, machine="vm_1"):
         return 200, "vm_1"
     if not request.path.startswith("/metadata/scheduledevents?api-version="):
         return 404, ""
-    event = {"EventId": "A-1", "EventType": "Preempt", "ResourceType": "VirtualMachine",
-             "Resources": [machine], "EventStatus": "Scheduled", "NotBefore": ""}
+    event = {
+        "EventId": "A-1",
+        "EventType": "Preempt",
+        "ResourceType": "VirtualMachine",
+        "Resources": [machine],
+        "EventStatus": "Scheduled",
+        "NotBefore": "",
+    }
     return 200, json.dumps({"DocumentIncarnation": 1, "Events": [event] * request.server.notice})
 
 
@@ -95,9 +107,15 @@ def watched(tmp_path):
 
     def begin(*flags, address="http://127.0.0.1:1", **env):
         env = os.environ | {"NOTICE_SECONDS": "0.02", "NOTICE_ADDRESS": address} | env
-        started.append(subprocess.Popen([sys.executable, NOTICE, *flags, sys.executable, "-c", TRAINING],
-                                        env=env, stdout=subprocess.PIPE, stderr=open(tmp_path / "err", "w"),
-                                        text=True))
+        started.append(
+            subprocess.Popen(
+                [sys.executable, NOTICE, *flags, sys.executable, "-c", TRAINING],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=open(tmp_path / "err", "w"),
+                text=True,
+            )
+        )
         assert started[-1].stdout.readline() == "trains\n"
         return started[-1]
 
@@ -108,14 +126,20 @@ def watched(tmp_path):
         job.stdout.close()
 
 
-@pytest.mark.parametrize("dialect, words", [
-    (aws, "notice: AWS will terminate this machine"), (gcp, "notice: GCP takes this machine away"),
-    (azure, "notice: Azure announces a Preempt of this machine")])
-def test_a_clouds_notice_reaches_the_training_as_sigterm_and_its_exit_code_is_kept(cloud, watched, tmp_path,
-                                                                                   dialect, words):
+@pytest.mark.parametrize(
+    "dialect, words",
+    [
+        (aws, "notice: AWS will terminate this machine"),
+        (gcp, "notice: GCP takes this machine away"),
+        (azure, "notice: Azure announces a Preempt of this machine"),
+    ],
+)
+def test_a_clouds_notice_reaches_the_training_as_sigterm_and_its_exit_code_is_kept(
+    cloud, watched, tmp_path, dialect, words
+):
     here = cloud(dialect)
     job = watched(address=here.address, http_proxy="http://127.0.0.1:1")  # no proxy is asked
-    watcher, = children(job.pid)
+    (watcher,) = children(job.pid)
     until(lambda: len(here.asked) > 6, "some looks")
     assert job.poll() is None and (tmp_path / "err").read_text() == ""
     here.notice = True
@@ -138,7 +162,7 @@ def test_what_is_no_notice_for_this_machine_ends_nothing(cloud, watched, dialect
     job = watched(address=here.address)
     until(lambda: len(here.asked) > 12, "some looks")
     assert job.poll() is None
-    watcher, = children(job.pid)
+    (watcher,) = children(job.pid)
     job.kill()
     until(lambda: state(watcher) in "ZX", "the watcher's end")
 
@@ -149,6 +173,11 @@ def test_a_launcher_that_runs_already_is_watched_by_its_number(cloud):
     with subprocess.Popen([sys.executable, "-c", TRAINING], stdout=subprocess.PIPE) as training:
         training.stdout.readline()
         env = os.environ | {"NOTICE_ADDRESS": here.address}
-        done = subprocess.run([sys.executable, NOTICE, "--pid", str(training.pid)], timeout=120, env=env,
-                              capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, NOTICE, "--pid", str(training.pid)],
+            timeout=120,
+            env=env,
+            capture_output=True,
+            text=True,
+        )
         assert training.wait(120) == 143 and done.returncode == 0, done.stderr

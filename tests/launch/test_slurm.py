@@ -1,4 +1,5 @@
 """launch/slurm.sbatch with commands in the place of Slurm's that note what they were asked for."""
+
 import os
 import subprocess
 
@@ -25,16 +26,31 @@ kill -USR1 $(cat agents)
 @pytest.fixture
 def slurm(tmp_path):
     """Runs the script as a batch shell; returns its exit code and what Slurm's commands were asked for."""
-    for name, text in {"srun": SRUN, "scancel": SCANCEL,
-                       "scontrol": "#!/bin/sh\necho scontrol \"$@\" >> said\n",
-                       "squeue": "#!/bin/sh\necho squeue \"$@\" >> said\necho \"$LEFT\"\n"}.items():
+    for name, text in {
+        "srun": SRUN,
+        "scancel": SCANCEL,
+        "scontrol": '#!/bin/sh\necho scontrol "$@" >> said\n',
+        "mktemp": "#!/bin/sh\nsleep 0.3\nexec /usr/bin/mktemp\n",  # no look before a training
+        "squeue": '#!/bin/sh\necho squeue "$@" >> said\necho "$LEFT"\n',
+    }.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
 
     def run(*words, **env):
-        given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
-                              "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_ID": "7", "PYTHON": "true", "CODE": "0",
-                              "LASTS": "0", "LOOK": "0.05"} | env
+        given = (
+            os.environ
+            | {
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "SLURM_SUBMIT_DIR": str(tmp_path),
+                "SLURM_JOB_NUM_NODES": "1",
+                "SLURM_JOB_ID": "7",
+                "PYTHON": "true",
+                "CODE": "0",
+                "LASTS": "0",
+                "LOOK": "0.05",
+            }
+            | env
+        )
         done = subprocess.run(["bash", SCRIPT, *words], env=given, cwd=tmp_path, timeout=60)
         said = (tmp_path / "said").read_text().splitlines()
         (tmp_path / "said").unlink()
@@ -51,8 +67,16 @@ def test_the_whole_notice_but_20_seconds_is_there_for_saving_and_both_come_from_
 
 
 def test_with_several_nodes_the_agents_meet_at_an_address_under_a_name_of_this_try(slurm):
-    _, said = slurm("--lr", "a b", SLURM_JOB_NUM_NODES="3", HOST="10.0.0.7", PORT="555",
-                    SLURM_RESTART_COUNT="2", SLURM_ARRAY_JOB_ID="6", SLURM_ARRAY_TASK_ID="4")
+    _, said = slurm(
+        "--lr",
+        "a b",
+        SLURM_JOB_NUM_NODES="3",
+        HOST="10.0.0.7",
+        PORT="555",
+        SLURM_RESTART_COUNT="2",
+        SLURM_ARRAY_JOB_ID="6",
+        SLURM_ARRAY_TASK_ID="4",
+    )
     command = said[0]
     assert "--nnodes=1:3 " in command and "--rdzv_endpoint=10.0.0.7:555 " in command
     assert "--rdzv_id=6_4-2 " in command and command.endswith("train_ddp.py --lr a b")
@@ -62,8 +86,15 @@ def test_with_several_nodes_the_agents_meet_at_an_address_under_a_name_of_this_t
 @pytest.mark.parametrize("code, again", [("143", True), ("1", True), ("0", False), ("2", False)])
 def test_a_job_that_lost_too_many_nodes_saves_and_this_task_of_an_array_is_queued_again(slurm, code, again):
     """The last task of an array has the number of the array: with that, all tasks would be stopped."""
-    status, said = slurm(SLURM_JOB_NUM_NODES="3", MIN_NODES="2", LEFT="1", LASTS="999", CODE=code,
-                         SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="2")
+    status, said = slurm(
+        SLURM_JOB_NUM_NODES="3",
+        MIN_NODES="2",
+        LEFT="1",
+        LASTS="999",
+        CODE=code,
+        SLURM_ARRAY_JOB_ID="7",
+        SLURM_ARRAY_TASK_ID="2",
+    )
     assert status == int(code) and "--nnodes=2:3" in said[0] and "squeue -h -j 7_2 -o %D" in said
     assert "scancel --signal=USR1 7_2" in said and ("scontrol requeue 7_2" in said) == again
 

@@ -1,4 +1,5 @@
 """launch/ssh.sh with an `ssh` on the PATH that runs the command here."""
+
 import json
 import os
 import signal
@@ -44,11 +45,28 @@ def ssh(tmp_path):
     started = []
 
     def begin(*words, **env):
-        given = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"),
-                              "NOTES": str(tmp_path / "notes"), "TMPDIR": str(tmp_path)} | env
+        given = (
+            os.environ
+            | {
+                "PATH": f"{tmp_path}:{os.environ['PATH']}",
+                "PYTHON": f"{tmp_path}/python",
+                "NOTES": f"{tmp_path}/notes",
+                "TMPDIR": str(tmp_path),
+            }
+            | env
+        )
         out = open(tmp_path / "out", "w+")
-        started.append(subprocess.Popen([SSH, *words], env=given, stdout=out, stderr=out, text=True,
-                                        stdin=subprocess.DEVNULL, start_new_session=True))
+        started.append(
+            subprocess.Popen(
+                [SSH, *words],
+                env=given,
+                stdout=out,
+                stderr=out,
+                text=True,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
         out.close()
         return started[-1]
 
@@ -76,8 +94,10 @@ def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
     job = ssh("one,two")
-    until(lambda: os.path.exists(job.args[0]) and "store on" in ssh.output() and len(ssh.notes()) == 3,
-          "the agents")
+    until(
+        lambda: os.path.exists(job.args[0]) and "store on" in ssh.output() and len(ssh.notes()) == 3,
+        "the agents",
+    )
     os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
     assert job.wait(120) == (143 if number != signal.SIGKILL else -9), ssh.output()
     until(lambda: len(ssh.notes()) == 6, "everybody's end")
@@ -85,8 +105,16 @@ def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
         assert ssh.notes()[-1] == ["left", "launch/store.py"]
 
 
-@pytest.mark.parametrize("hosts, code, result", [
-    ("one,gone", "0", 0), ("gone,one", "0", 2), ("one,gone", "5", 5), ("one", "0", 2), ("", "0", 2),
-    ("1,2,3,4,5,6,7,8,9", "0", 2)])
+@pytest.mark.parametrize(
+    "hosts, code, result",
+    [
+        ("one,gone", "0", 0),
+        ("gone,one", "0", 2),
+        ("one,gone", "5", 5),
+        ("one", "0", 2),
+        ("", "0", 2),
+        ("1,2,3,4,5,6,7,8,9", "0", 2),
+    ],
+)
 def test_a_machine_that_is_not_reached_is_done_without_unless_the_others_meet_there(ssh, hosts, code, result):
     assert ssh(hosts, CODE=code).wait(120) == result, ssh.output()

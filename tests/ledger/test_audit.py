@@ -1,6 +1,7 @@
 """The audit proves that no sample was lost or repeated, from the logs of all ranks; doctored logs show it can
 fail.
 """
+
 import json
 
 import pytest
@@ -19,10 +20,22 @@ def live(run, life, world, resumed, until, behind=0, dies_in=None):
     The last `behind` ranks do not finish step `until`; in step `dies_in` all ranks begin and none finishes.
     """
     epoch, batch = divmod(resumed, -(-N // BATCH))
-    Ledger(run).event("life", life=life, world=world, step=resumed, epoch=epoch, position=batch * BATCH, n=N,
-                      seed=SEED, global_batch_size=BATCH, stages=1)
+    Ledger(run).event(
+        "life",
+        life=life,
+        world=world,
+        step=resumed,
+        epoch=epoch,
+        position=batch * BATCH,
+        n=N,
+        seed=SEED,
+        global_batch_size=BATCH,
+        stages=1,
+    )
     for rank in range(world):
-        log, order, step = Audit(run, life, rank), ElasticSampler(N, BATCH, rank, world, SEED), 0
+        log = Audit(run, life, rank)
+        order = ElasticSampler(N, BATCH, rank, world, SEED)
+        step = 0
         for epoch in range(4):
             order.set_epoch(epoch)
             for ids in order:
@@ -42,15 +55,19 @@ def run(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("lives, expected", [
-    # (world, resumed, until, and of the broken ones: behind or dies_in)
-    ([(4, 0, 15), (2, 15, 15)], {}),           # complete, again
-    ([(11, 0, 8)], {}),                        # more ranks than samples
-    ([(2, 0, 4, 0, 5), (2, 5, 9)], {}),        # a rescued step counts, though no rank lived to note its end
-    ([(2, 0, 4, 0, 5), (2, 5, 5), (2, 3, 6)], {"lost": 2, "redone": 2}),
-    ([(2, 0, 9, 1), (3, 6, 7), (3, 5, 12)], {"lost": 5, "redone": 5}),  # 7 8 9 and 6 7
-    ([(2, 0, 9), (2, 6, 6)], {"lost": 3}),
-    ([(2, 0, 4), (2, 6, 7)], {"unproven": [5, 6]})])
+@pytest.mark.parametrize(
+    "lives, expected",
+    [
+        # (world, resumed, until, and of the broken ones: behind or dies_in)
+        ([(4, 0, 15), (2, 15, 15)], {}),  # complete, again
+        ([(11, 0, 8)], {}),  # more ranks than samples
+        ([(2, 0, 4, 0, 5), (2, 5, 9)], {}),  # a rescued step counts, though no rank lived to note its end
+        ([(2, 0, 4, 0, 5), (2, 5, 5), (2, 3, 6)], {"lost": 2, "redone": 2}),
+        ([(2, 0, 9, 1), (3, 6, 7), (3, 5, 12)], {"lost": 5, "redone": 5}),  # 7 8 9 and 6 7
+        ([(2, 0, 9), (2, 6, 6)], {"lost": 3}),
+        ([(2, 0, 4), (2, 6, 7)], {"unproven": [5, 6]}),
+    ],
+)
 def test_lost_and_redone_steps_are_counted_and_what_was_not_noted_is_unproven(tmp_path, lives, expected):
     for number, facts in enumerate(lives):
         live(tmp_path, f"life{number}", *facts)
@@ -63,19 +80,32 @@ def doctor(run, life, rank, step, event, change):
     lines = []
     for note in map(json.loads, path.read_text().splitlines()):
         fits = note["event"] == event and note["step"] == step
-        lines += [json.dumps(note | {"ids": ids}) for ids in change(note.get("ids"))] if fits else \
-            [json.dumps(note)]
+        lines += (
+            [json.dumps(note | {"ids": ids}) for ids in change(note.get("ids"))]
+            if fits
+            else [json.dumps(note)]
+        )
     path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("life, rank, step, event, change, expected", [
-    ("bb", 1, 12, "begin", lambda ids: [ids[1:]], {"missed": 1, "wrong": [12]}),
-    ("bb", 1, 12, "begin", lambda ids: [[*ids, ids[0]]], {"repeated": 1, "wrong": [12]}),
-    ("aa", 0, 3, "begin", lambda ids: [[(ids[0] + 1) % N, *ids[1:]]],
-     {"missed": 1, "repeated": 1, "wrong": [3]}),
-    ("cc", 0, 18, "begin", lambda ids: [ids, ids], {"repeated": BATCH, "wrong": [18]}),
-    ("cc", 0, 18, "begin", lambda ids: [], {"unproven": [18]}),
-    ("cc", 0, 20, "done", lambda ids: [], {})])  # the chain of steps ends at 19
+@pytest.mark.parametrize(
+    "life, rank, step, event, change, expected",
+    [
+        ("bb", 1, 12, "begin", lambda ids: [ids[1:]], {"missed": 1, "wrong": [12]}),
+        ("bb", 1, 12, "begin", lambda ids: [[*ids, ids[0]]], {"repeated": 1, "wrong": [12]}),
+        (
+            "aa",
+            0,
+            3,
+            "begin",
+            lambda ids: [[(ids[0] + 1) % N, *ids[1:]]],
+            {"missed": 1, "repeated": 1, "wrong": [3]},
+        ),
+        ("cc", 0, 18, "begin", lambda ids: [ids, ids], {"repeated": BATCH, "wrong": [18]}),
+        ("cc", 0, 18, "begin", lambda ids: [], {"unproven": [18]}),
+        ("cc", 0, 20, "done", lambda ids: [], {}),
+    ],
+)  # the chain of steps ends at 19
 def test_a_doctored_note_is_found(run, life, rank, step, event, change, expected, capsys):
     assert audit(run) == CLEAN
     doctor(run, life, rank, step, event, change)

@@ -1,4 +1,5 @@
 """The ledger survives what kills disks, and its report adds up."""
+
 import json
 import os
 import re
@@ -19,22 +20,48 @@ from common.ledger.ledger import read
 HOUSE = Path(__file__).parents[2]
 # Rank 0 of the first life is killed after step 49; steps 48 and 49 are lost, because a survivor saved 47.
 KILLED = (
-    {"t": 1000, "event": "life", "life": "aa", "world": 3, "step": 0, "job": "j", "began": 990,
-     "pids": [7, 8, 9], "hosts": ["x", "y", "y"]},
+    {
+        "t": 1000,
+        "event": "life",
+        "life": "aa",
+        "world": 3,
+        "step": 0,
+        "job": "j",
+        "began": 990,
+        "pids": [7, 8, 9],
+        "hosts": ["x", "y", "y"],
+    },
     {"t": 1002, "event": "first_step", "step": 1},
     {"t": 1041, "event": "save", "step": 40},
-    {"t": 1050, "event": "steps", "step": 49, "steps_s": 24, "data_wait_s": 14, "evaluation_s": 9,
-     "save_stall_s": 1},
+    {
+        "t": 1050,
+        "event": "steps",
+        "step": 49,
+        "steps_s": 24,
+        "data_wait_s": 14,
+        "evaluation_s": 9,
+        "save_stall_s": 1,
+    },
     {"t": 1052, "event": "death", "rank": 0, "why": "was killed by SIGKILL"},
     {"t": 1055, "event": "rescue", "step": 47, "rank": 2},
     {"t": 1056, "event": "left", "life": "aa", "rank": 1, "stepped": 1049},
     {"t": 1057, "event": "left", "life": "aa", "rank": 2, "stepped": 1051},
-    {"t": 1067, "event": "life", "life": "bb", "world": 2, "step": 47, "job": "j", "began": 1058,
-     "pids": [5, 6], "hosts": ["x", "y"]},
+    {
+        "t": 1067,
+        "event": "life",
+        "life": "bb",
+        "world": 2,
+        "step": 47,
+        "job": "j",
+        "began": 1058,
+        "pids": [5, 6],
+        "hosts": ["x", "y"],
+    },
     {"t": 1068, "event": "first_step", "step": 48},
     {"t": 1070, "event": "left", "life": "aa", "rank": 0, "stepped": 1069},  # it woke up
     {"t": 1090, "event": "steps", "step": 58, "steps_s": 20, "evaluation_s": 2},
-    {"t": 1091, "event": "done", "life": "bb", "step": 58})
+    {"t": 1091, "event": "done", "life": "bb", "step": 58},
+)
 
 
 def write(folder, *events):
@@ -44,19 +71,35 @@ def write(folder, *events):
 def test_each_second_is_in_one_bucket_also_those_of_a_life_whose_rank_0_was_killed(tmp_path):
     write(tmp_path, *KILLED)
     facts = summarize(tmp_path)
-    assert facts["buckets"] == {"start": 12 + 10, "data_wait": 14, "steps": 20, "evaluation": 11,
-                                "save_stall": 1, "rescue": 6, "down": 1, "redone": 24, "other": 2}
+    assert facts["buckets"] == {
+        "start": 12 + 10,
+        "data_wait": 14,
+        "steps": 20,
+        "evaluation": 11,
+        "save_stall": 1,
+        "rescue": 6,
+        "down": 1,
+        "redone": 24,
+        "other": 2,
+    }
     assert facts["wall_s"] == 101 and facts["goodput"] == 20 / 101
 
 
 def test_no_second_is_in_two_buckets_though_two_parts_claim_it(tmp_path):
     """An entry on the way out holds seconds of the rescue; a life may begin while the last one ends."""
     life = KILLED[0] | {"t": 8, "life": "aa", "began": 0}
-    write(tmp_path, life, {"t": 19, "event": "steps", "step": 5, "steps_s": 5, "save_stall_s": 4},
-          {"t": 20, "event": "left", "life": "aa", "rank": 0, "stepped": 15},
-          life | {"t": 22, "life": "bb", "began": 14, "step": 5}, {"t": 24, "event": "done", "step": 6})
-    first, second = ({name: seconds for name, seconds in life["buckets"].items() if seconds}
-                     for life in summarize(tmp_path)["lives"])
+    write(
+        tmp_path,
+        life,
+        {"t": 19, "event": "steps", "step": 5, "steps_s": 5, "save_stall_s": 4},
+        {"t": 20, "event": "left", "life": "aa", "rank": 0, "stepped": 15},
+        life | {"t": 22, "life": "bb", "began": 14, "step": 5},
+        {"t": 24, "event": "done", "step": 6},
+    )
+    first, second = (
+        {name: seconds for name, seconds in life["buckets"].items() if seconds}
+        for life in summarize(tmp_path)["lives"]
+    )
     assert first == {"start": 8, "steps": 5, "save_stall": 4, "rescue": 3}
     assert second == {"start": 2, "other": 2}
 
@@ -72,19 +115,29 @@ def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
     assert [death["rank"] for death in summarize(tmp_path)["deaths"]] == [1], "this life may go on"
 
 
-@pytest.mark.parametrize("state, more", [
-    ("training", []), ("dead", []), ("stop", [{"event": "stop"}]), ("done", [{"event": "done"}])])
+@pytest.mark.parametrize(
+    "state, more",
+    [("training", []), ("dead", []), ("stop", [{"event": "stop"}]), ("done", [{"event": "done"}])],
+)
 def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more):
     began = time.time() - 10
     pid = os.getpid() if state == "training" else 2**22 + 1
-    write(tmp_path, KILLED[0] | {"t": began, "world": 1, "pids": [pid], "hosts": [socket.gethostname()]},
-          {"t": began + 2, "event": "steps", "step": 8}, {"t": began + 6, "event": "steps", "step": 28},
-          {"t": began + 7, "event": "save", "step": 20}, *({"t": began + 8} | event for event in more))
+    write(
+        tmp_path,
+        KILLED[0] | {"t": began, "world": 1, "pids": [pid], "hosts": [socket.gethostname()]},
+        {"t": began + 2, "event": "steps", "step": 8},
+        {"t": began + 6, "event": "steps", "step": 28},
+        {"t": began + 7, "event": "save", "step": 20},
+        *({"t": began + 8} | event for event in more),
+    )
     assert main([str(tmp_path)]) == 0
     first, second, *_ = capsys.readouterr().out.splitlines()
     number = r"(\d+\.\d\d)"
-    ages = re.fullmatch(f"{tmp_path}: {state} at step 28, {number} s ago; step 20 saved {number} s ago; "
-                        f"4.67 steps/s; {int(state == 'training')} of 1 processes alive here", first)
+    ages = re.fullmatch(
+        f"{tmp_path}: {state} at step 28, {number} s ago; step 20 saved {number} s ago; "
+        f"4.67 steps/s; {int(state == 'training')} of 1 processes alive here",
+        first,
+    )
     assert 4 <= float(ages[1]) < 60 and 3 <= float(ages[2]) < 60 and second == f"pids {pid}"
 
 
@@ -97,7 +150,7 @@ def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_n
     for number, event in enumerate(KILLED):
         for name in event.keys() - {"event"}:
             damaged = {key: value for key, value in event.items() if key != name}
-            write(tmp_path, *KILLED[:number], damaged, *KILLED[number + 1:])
+            write(tmp_path, *KILLED[:number], damaged, *KILLED[number + 1 :])
             deaths = [deaths_of(life, over=True) for life in lives_of(tmp_path)]  # as a start does
             assert deaths and main([str(tmp_path)]) in (0, 2)
             lives_of(tmp_path, tmp_path / "another node's")
@@ -139,7 +192,8 @@ def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothin
 
 
 def test_events_are_private_lines_a_torn_one_joins_no_other_and_a_planted_link_is_not_followed(
-        tmp_path, capsys):
+    tmp_path, capsys
+):
     path = tmp_path / "new" / "ledger.jsonl"
     Ledger(tmp_path / "new").event("save", step=3, where=Path("a\nb"))
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and stat.S_IMODE(path.parent.stat().st_mode) == 0o700
@@ -150,14 +204,17 @@ def test_events_are_private_lines_a_torn_one_joins_no_other_and_a_planted_link_i
     assert (first["step"], first["where"], second["event"]) == (3, "a\nb", "life")
     (tmp_path / "ledger.jsonl").symlink_to(tmp_path / "elsewhere")
     book = Ledger(tmp_path)
-    book.event("save"), book.event("save")
+    book.event("save")
+    book.event("save")
     assert capsys.readouterr().err.count("warning") == 1 and not (tmp_path / "elsewhere").exists()
 
 
 def test_lines_of_many_writers_do_not_mix(tmp_path):
-    program = ("import sys; from pathlib import Path; from common.ledger import Ledger\n"
-               "book = Ledger(Path(sys.argv[1]))\n"
-               "for k in range(200): book.event('save', step=k, ids=list(range(500)))")
+    program = (
+        "import sys; from pathlib import Path; from common.ledger import Ledger\n"
+        "book = Ledger(Path(sys.argv[1]))\n"
+        "for k in range(200): book.event('save', step=k, ids=list(range(500)))"
+    )
     writers = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=HOUSE) for _ in range(4)]
     assert [writer.wait(timeout=300) for writer in writers] == [0, 0, 0, 0]
     lines = list(read(tmp_path / "ledger.jsonl"))
@@ -170,6 +227,12 @@ def test_a_command_survives_a_reader_that_leaves_and_any_encoding(tmp_path):
     write(run, *KILLED)
     ours, theirs = os.pipe()
     os.close(ours)
-    done = subprocess.run([sys.executable, "-m", "common.ledger", run], cwd=HOUSE, stdout=theirs, stderr=-1,
-                          env=os.environ | {"PYTHONIOENCODING": "latin-1"}, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-m", "common.ledger", run],
+        cwd=HOUSE,
+        stdout=theirs,
+        stderr=-1,
+        env=os.environ | {"PYTHONIOENCODING": "latin-1"},
+        timeout=300,
+    )
     assert (done.returncode, done.stderr) == (141, b"")

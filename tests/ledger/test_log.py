@@ -1,4 +1,5 @@
 """The log: each step once after any crashes, and no stream and no disk that stops a training."""
+
 import errno
 import os
 import stat
@@ -31,14 +32,17 @@ def steps(run_dir):
 
 # ---- metrics.jsonl --------------------------------------------------------------------------------
 def test_each_step_is_there_once_after_crashes_that_tear_lines_and_resume_earlier(tmp_path):
-    opts, path = options(tmp_path), tmp_path / "metrics.jsonl"
+    opts = options(tmp_path)
+    path = tmp_path / "metrics.jsonl"
     life(opts, 0, 5)
     with path.open("a") as file:
         file.write('{"step": 6, "lo')  # killed in the middle of a line
     life(opts, 3, 7)  # steps 4 and 5 were never saved
     with path.open("a") as file:
-        file.write('{"step": 7, "epoch": 1, "loss": 7.0}\n{"step": 2, "epoch": 1, "loss": 0}\n'
-                   'not JSON\n[1]\n{"loss": 1}\n')
+        file.write(
+            '{"step": 7, "epoch": 1, "loss": 7.0}\n{"step": 2, "epoch": 1, "loss": 0}\n'
+            'not JSON\n[1]\n{"loss": 1}\n'
+        )
     life(opts, 7, 9)
     life(opts, 9, 9)  # a finished run, started again
     path.write_bytes(path.read_bytes()[:-1])  # a whole line without its end
@@ -69,13 +73,15 @@ def test_a_step_has_one_training_row_and_one_evaluation_row_with_time_and_epochs
 
 
 def test_a_full_disk_costs_lines_and_one_warning_and_a_torn_line_does_not_swallow_the_next(
-        tmp_path, monkeypatch, capsys):
-    write, free = os.write, [1000]
+    tmp_path, monkeypatch, capsys
+):
+    write = os.write
+    free = [1000]
 
     def small_disk(fd, data):
         if not free[0]:
             raise OSError(errno.ENOSPC, "No space left on device")
-        n = write(fd, data[:free[0]])
+        n = write(fd, data[: free[0]])
         free[0] -= n
         return n
 
@@ -92,7 +98,8 @@ def test_a_full_disk_costs_lines_and_one_warning_and_a_torn_line_does_not_swallo
 
 # ---- the console ----------------------------------------------------------------------------------
 def test_a_line_says_epoch_step_eta_numbers_and_samples_per_second_and_the_last_one_the_result(
-        tmp_path, capsys, monkeypatch):
+    tmp_path, capsys, monkeypatch
+):
     now = [100.0]
     monkeypatch.setattr("common.ledger.log.time.monotonic", lambda: now[0])
     with closing(Log(options(tmp_path), 0, 100, 564)) as log:
@@ -110,7 +117,8 @@ def test_a_line_says_epoch_step_eta_numbers_and_samples_per_second_and_the_last_
         "epoch 1/3  step 120/564  eta 0:00:22  loss 0.4812  acc 0.861  lr 1.00e-03  1,280 samples/s",
         "step 188  val_acc 0.9712  val_loss 0.0900",
         "epoch 2/3  step 189/564  eta 0:04:21  f1 1.235  64 samples/s",
-        f"done at step 564: val_acc 0.9712 (best, step 188), {tmp_path}"]
+        f"done at step 564: val_acc 0.9712 (best, step 188), {tmp_path}",
+    ]
 
 
 def test_other_ranks_say_and_write_nothing(tmp_path, capsys):
@@ -139,18 +147,23 @@ with closing(Log(opts, 0, 0, 2000)) as log:
 """
 
 
-@pytest.mark.parametrize("kind, progress", [("pipe", "auto"), ("full", "on"), ("none", "auto"),
-                                            ("ascii", "auto")])
+@pytest.mark.parametrize(
+    "kind, progress", [("pipe", "auto"), ("full", "on"), ("none", "auto"), ("ascii", "auto")]
+)
 def test_no_stdout_stops_a_run(tmp_path, kind, progress):
     """A reader has left, a disk is full, there never was one, it cannot spell."""
     ours, theirs = os.pipe()
     out = os.open("/dev/full", os.O_WRONLY) if kind == "full" else theirs
     if kind == "pipe":
         os.close(ours)
-    program = subprocess.Popen([sys.executable, "-c", PROGRAM, tmp_path, progress], cwd=ROOT, stderr=-1,
-                               stdout=-1 if kind == "ascii" else out,
-                               preexec_fn=(lambda: os.close(1)) if kind == "none" else None,
-                               env=os.environ | {"PYTHONIOENCODING": "ascii:strict"})
+    program = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, tmp_path, progress],
+        cwd=ROOT,
+        stderr=-1,
+        stdout=-1 if kind == "ascii" else out,
+        preexec_fn=(lambda: os.close(1)) if kind == "none" else None,
+        env=os.environ | {"PYTHONIOENCODING": "ascii:strict"},
+    )
     shown, error = program.communicate()
     assert error == b"" and program.returncode == 0 and len(steps(tmp_path)) == 2000
     if kind == "ascii":
@@ -169,15 +182,19 @@ def test_curves_do_not_overlap_after_restarts(tmp_path):
         log.start(["resuming at step 4"], ["rank 1 was killed by SIGKILL", "step 4 saved by rank 0"])
         log.step({"step": 5, "epoch": 0, "loss": 50.0})
         log.evaluation({"step": 5, "val_acc": 0.5, "val_loss": 0.7}, {})
-    board = accumulator.EventAccumulator(str(tmp_path / "tb"))
+    board = accumulator.EventAccumulator(f"{tmp_path}/tb")
     board.Reload()
-    loss, accuracy = ([(point.step, point.value) for point in board.Scalars(tag)]
-                      for tag in ("train/loss", "val/acc"))
+    loss, accuracy = (
+        [(point.step, point.value) for point in board.Scalars(tag)] for tag in ("train/loss", "val/acc")
+    )
     assert loss == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 50)] and accuracy == [(5, 0.5)]
     assert len(board.Scalars("train/samples_per_s")) == 5
     (text,) = board.Tensors("run/lives/text_summary")
     assert text.step == 4 and text.tensor_proto.string_val[0].decode().split("\n\n") == [
-        "rank 1 was killed by SIGKILL", "step 4 saved by rank 0", "resuming at step 4"]
+        "rank 1 was killed by SIGKILL",
+        "step 4 saved by rank 0",
+        "resuming at step 4",
+    ]
     assert {stat.S_IMODE(file.stat().st_mode) for file in (tmp_path / "tb").iterdir()} == {0o600}
     assert stat.S_IMODE((tmp_path / "tb").stat().st_mode) == 0o700
 

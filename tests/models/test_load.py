@@ -1,4 +1,5 @@
 """`load(RUN)`: the net of a run in one line, as a notebook has it."""
+
 import os
 import subprocess
 import sys
@@ -59,8 +60,14 @@ def test_the_best_net_of_a_run_the_newest_and_that_of_a_step_evaluate_as_the_run
 def test_a_net_trained_in_stages_is_loaded_whole_without_torchrun_or_a_word(tmp_path):
     run(tmp_path / "run", 2, ROWS | {"model": "mlp", "script": "mp", "stages": 2, "epochs": 1}, train_mp)
     code = f"from common.models import load; print(load({str(tmp_path / 'run')!r})[1].weight.shape)"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          timeout=300, env=dict(os.environ, PYTHONPATH=str(ROOT)))
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ, PYTHONPATH=str(ROOT)),
+    )
     assert (done.stdout, done.stderr) == ("torch.Size([5, 4])\n", "")
 
 

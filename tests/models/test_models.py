@@ -39,7 +39,8 @@ def test_net_computes_what_the_tutorials_network_computes():
     net = build("net", IMAGES).eval()
     assert sum(p.numel() for p in net.parameters()) == 21840
     assert [name for name, _ in net.named_children()] == ["block1", "block2", "fc1", "fc2"]
-    x, (w1, b1, w2, b2, w3, b3, w4, b4) = samples(IMAGES), net.parameters()
+    x = samples(IMAGES)
+    w1, b1, w2, b2, w3, b3, w4, b4 = net.parameters()
     y = torch.relu(torch.max_pool2d(F.conv2d(x, w1, b1), 2))
     y = torch.relu(torch.max_pool2d(F.conv2d(y, w2, b2), 2)).view(-1, 320)
     y = F.linear(torch.relu(F.linear(y, w3, b3)), w4, b4)
@@ -58,7 +59,8 @@ def test_pooling_and_its_gradient_have_the_bits_of_torchs_own_also_where_pixels_
     special = torch.tensor([[[[float("nan"), 1, -float("inf")], [float("inf"), float("nan"), 2]]]]).to(kind)
     last = grid.contiguous(memory_format=torch.channels_last)
     for x in (grid, grid.round(), torch.zeros_like(grid), last, grid[:0], special):
-        mine, torchs = both(x, Halve()), both(x, torch.nn.MaxPool2d(2))
+        mine = both(x, Halve())
+        torchs = both(x, torch.nn.MaxPool2d(2))
         torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True)
 
 
@@ -70,7 +72,8 @@ def test_net_fits_images_of_any_size_and_number_of_channels(side):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_net_may_be_cut_between_any_two_of_its_children(name):
-    net, x = build(name, OWN[name]).eval(), samples(OWN[name])
+    net = build(name, OWN[name]).eval()
+    x = samples(OWN[name])
     assert isinstance(net, torch.nn.Sequential) and len(net) > 1
     for cut in range(len(net) + 1):
         assert torch.equal(net[cut:](net[:cut](x)), net(x))
@@ -82,7 +85,8 @@ def test_weights_depend_on_the_seed_alone_and_no_generator_moves(name):
     first = build(name, OWN[name], seed=3).state_dict()
     assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
     torch.rand(5)
-    again, other = build(name, OWN[name], seed=3).state_dict(), build(name, OWN[name], seed=4).state_dict()
+    again = build(name, OWN[name], seed=3).state_dict()
+    other = build(name, OWN[name], seed=4).state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not all(torch.equal(first[key], other[key]) for key in first)
 
@@ -109,21 +113,26 @@ def test_a_model_that_cannot_be_built_for_the_data_is_refused(model, data):
 def test_a_users_function_gets_as_many_facts_as_it_requires(tmp_path):
     (tmp_path / "sizes.py").write_text("hidden = 3\n")
     path = tmp_path / "mine.py"
-    path.write_text("from torch import nn\nfrom sizes import hidden\n"
-                    "def none(width=10): return nn.Linear(width, hidden)\n"
-                    "def one(data, width=hidden): return nn.Linear(data.sample_shape[0], width)\n"
-                    "def two(opts, data): assert opts.seed == 5; return nn.Linear(data.sample_shape[0], 3)\n")
+    path.write_text(
+        "from torch import nn\nfrom sizes import hidden\n"
+        "def none(width=10): return nn.Linear(width, hidden)\n"
+        "def one(data, width=hidden): return nn.Linear(data.sample_shape[0], width)\n"
+        "def two(opts, data): assert opts.seed == 5; return nn.Linear(data.sample_shape[0], 3)\n"
+    )
     weights = [build(f"{path}:{name}", ROWS, seed=5).weight for name in ("none", "one", "two")]
     assert torch.equal(weights[0], weights[1]) and torch.equal(weights[0], weights[2])
 
 
-@pytest.mark.parametrize("text, name, said", [
-    ("def other(): pass\n", "build", "no attribute 'build'"),
-    ("def build(): return 7\n", "build", "'int' object has no attribute"),
-    ("\n\ndef build(:\n", "build", "line 3: def build("),
-    ("def build():\n    return 1 / 0\n", "build", "line 2: return 1 / 0"),
-    ("def build(a, b, c): pass\n", "build", "missing 1 required positional argument"),
-])
+@pytest.mark.parametrize(
+    "text, name, said",
+    [
+        ("def other(): pass\n", "build", "no attribute 'build'"),
+        ("def build(): return 7\n", "build", "'int' object has no attribute"),
+        ("\n\ndef build(:\n", "build", "line 3: def build("),
+        ("def build():\n    return 1 / 0\n", "build", "line 2: return 1 / 0"),
+        ("def build(a, b, c): pass\n", "build", "missing 1 required positional argument"),
+    ],
+)
 def test_what_is_wrong_in_a_users_file_is_said_with_its_line(tmp_path, text, name, said):
     path = tmp_path / "mine.py"
     path.write_text(text)
@@ -151,20 +160,25 @@ def build(data):
 """
 
 
-@pytest.mark.parametrize("change, said", [
-    ("net.more = nn.LazyLinear(3)", "ValueError: Attempted to use an uninitialized parameter"),
-    ("net.more = nn.Linear(3, 3, device='meta')", "Cannot copy out of meta tensor"),
-    ("net.kept = Extra()", "its state_dict makes kept._extra_state anew"),
-    ("net.requires_grad_(False)", "no weight of it trains"),
-])
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("net.more = nn.LazyLinear(3)", "ValueError: Attempted to use an uninitialized parameter"),
+        ("net.more = nn.Linear(3, 3, device='meta')", "Cannot copy out of meta tensor"),
+        ("net.kept = Extra()", "its state_dict makes kept._extra_state anew"),
+        ("net.requires_grad_(False)", "no weight of it trains"),
+    ],
+)
 def test_a_net_that_could_not_train_or_resume_is_refused_before_the_first_step(tmp_path, change, said):
     (tmp_path / "mine.py").write_text(FLAWED.replace("CHANGE", change))
     assert said in refusal(f"{tmp_path}/mine.py:build", ROWS)
 
 
 def test_an_expanded_buffer_gets_memory_of_its_own_and_stays_tied(tmp_path):
-    change = "wide = torch.ones(1).expand(8); net.register_buffer('wide', wide); " \
-             "net.layer.same = nn.Module(); net.layer.same.register_buffer('too', net.wide)"
+    change = (
+        "wide = torch.ones(1).expand(8); net.register_buffer('wide', wide); "
+        "net.layer.same = nn.Module(); net.layer.same.register_buffer('too', net.wide)"
+    )
     (tmp_path / "mine.py").write_text(FLAWED.replace("CHANGE", change))
     net = build(f"{tmp_path}/mine.py:build", ROWS)
     net.wide.copy_(torch.arange(8))
@@ -183,6 +197,7 @@ def test_a_weight_with_holes_gets_memory_of_its_own_because_fused_optimizers_wri
 
 def test_a_frozen_batch_norm_stays_so_under_sync_bn(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from torch import nn\ndef f(data): return nn.Sequential(nn.Linear(10, 2), nn.BatchNorm1d(2))\n")
+        "from torch import nn\ndef f(data): return nn.Sequential(nn.Linear(10, 2), nn.BatchNorm1d(2))\n"
+    )
     net = build(f"{tmp_path}/mine.py:f", ROWS, sync_bn=True, freeze=("1.",)).train()
     assert isinstance(net[1], nn.SyncBatchNorm) and not net[1].training

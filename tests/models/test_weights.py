@@ -1,6 +1,8 @@
 """What a net begins with: weights from elsewhere, whole or in part, and layers that stand still."""
+
 import argparse
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -50,11 +52,17 @@ def same(net, weights):
     return all(torch.equal(tensor, weights[name]) for name, tensor in net.state_dict().items())
 
 
-@pytest.mark.parametrize("form", [
-    lambda w: w, lambda w: {"state_dict": w, "epoch": 3}, lambda w: {"model": w},
-    lambda w: {"module._orig_mod." + n: t for n, t in w.items()},
-    lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
-    lambda w: {n.replace("0.", "0._orig_mod."): t for n, t in w.items()}])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda w: w,
+        lambda w: {"state_dict": w, "epoch": 3},
+        lambda w: {"model": w},
+        lambda w: {"module._orig_mod." + n: t for n, t in w.items()},
+        lambda w: {"_orig_mod.module." + n: t for n, t in w.items()},
+        lambda w: {n.replace("0.", "0._orig_mod."): t for n, t in w.items()},
+    ],
+)
 def test_foreign_weights_come_in_bare_or_wrapped(build, form):
     foreign = build(seed=7).state_dict()
     torch.save(form(foreign), "w.pt")
@@ -79,8 +87,10 @@ def test_tied_weights_may_be_in_the_file_under_one_of_their_names(build):
 def test_a_head_of_another_size_begins_afresh_and_the_rest_does_not(build):
     other = {"4.weight": torch.ones(9, 144), "4.bias": torch.ones(9), "4.more": torch.ones(1)}
     torch.save(build(seed=7).state_dict() | other, "w.pt")
-    with refusal(r"3 tensors do not fit this model, the first: 4.bias \(in the file \(9,\) of real "
-                 r"numbers, in the model \(4,\)(.|\n)*--init-skip 4\."):
+    with refusal(
+        r"3 tensors do not fit this model, the first: 4.bias \(in the file \(9,\) of real "
+        r"numbers, in the model \(4,\)(.|\n)*--init-skip 4\."
+    ):
         build(init_from="w.pt")
     net = build(init_from="w.pt", init_skip=("4.",))
     assert same(net[:4], build(seed=7)[:4].state_dict()) and same(net[4], build()[4].state_dict())
@@ -93,15 +103,20 @@ class Bomb:
         return os.system, ("touch canary",)
 
 
-@pytest.mark.parametrize("content, said", [
-    (lambda w: Bomb(), "not a file of weights"), (lambda w: [1, 2], "not a file of weights"),
-    (lambda w: {"model": w, "args": argparse.Namespace(lr=1)}, "not a file of weights"),
-    (lambda w: {"net": w}, "'collections.OrderedDict' object has no attribute"),
-    (lambda w: w | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
-    (lambda w: w | {"more": torch.zeros(1)}, r"in the model absent"),
-    (lambda w: w | {"0.weight": w["0.weight"].char()}, "in the file .* of whole numbers"),
-    (lambda w: w | {"0.weight": w["0.weight"] * 1j}, "in the file .* of complex numbers"),
-    (lambda w: w | {"0.weight": w["0.weight"].to("meta")}, "Cannot copy out of meta tensor")])
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        (lambda w: Bomb(), "not a file of weights"),
+        (lambda w: [1, 2], "not a file of weights"),
+        (lambda w: {"model": w, "args": argparse.Namespace(lr=1)}, "not a file of weights"),
+        (lambda w: {"net": w}, "'collections.OrderedDict' object has no attribute"),
+        (lambda w: w | {"module.0.weight": torch.zeros(2, 3)}, "twice"),
+        (lambda w: w | {"more": torch.zeros(1)}, r"in the model absent"),
+        (lambda w: w | {"0.weight": w["0.weight"].char()}, "in the file .* of whole numbers"),
+        (lambda w: w | {"0.weight": w["0.weight"] * 1j}, "in the file .* of complex numbers"),
+        (lambda w: w | {"0.weight": w["0.weight"].to("meta")}, "Cannot copy out of meta tensor"),
+    ],
+)
 def test_foreign_files_that_would_load_as_other_numbers_are_refused_and_run_nothing(build, content, said):
     torch.save(content(build(seed=7).state_dict()), "w.pt")
     with refusal(said):
@@ -111,8 +126,7 @@ def test_foreign_files_that_would_load_as_other_numbers_are_refused_and_run_noth
 
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 def test_what_is_no_file_of_weights_is_refused(build, name):
-    with open(name, "wb") as file:
-        file.write(b"no file of weights")
+    Path(name).write_bytes(b"no file of weights")
     with refusal("not a file of weights"):
         build(init_from=name)
 
@@ -125,7 +139,7 @@ def test_a_frozen_layer_has_no_state_and_no_bit_of_its_weights_and_statistics_mo
     assert of == {"4.weight", "4.bias"}
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     for _ in range(2):
-        net.train()                                                 # as the scripts do at each epoch
+        net.train()  # as the scripts do at each epoch
         F.cross_entropy(net(torch.randn(8, 3, 8, 8)), torch.randint(4, (8,))).backward()
         state.update(8)
     moved = {name for name, tensor in net.state_dict().items() if not torch.equal(tensor, before[name])}

@@ -1,4 +1,5 @@
 """Flags and environment: what is accepted, what is refused, and in which words."""
+
 import json
 import os
 import re
@@ -17,9 +18,17 @@ from common.options.rules import DATASETS, NAMES, flag_of, torchvision_models, u
 from common.place import here
 
 ROOT = Path(__file__).parents[2]
-TORCHRUN = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
-            "TORCHELASTIC_RUN_ID": "none"}
+TORCHRUN = {
+    "WORLD_SIZE": "2",
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "0",
+    "GROUP_WORLD_SIZE": "1",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "TORCHELASTIC_RUN_ID": "none",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,35 +52,44 @@ def refused(capsys, *argv, script=None):
     return said.err
 
 
-@pytest.mark.parametrize(("script", "argv", "word"), [
-    ("ddp", "--epochs 0", "'0' is not a whole number from 1"),
-    ("ddp", "--lr nan", "'nan' is not a number from 0"),
-    ("ddp", "--label-smoothing 1", "below 1"),
-    ("ddp", "--run-dir=", "is empty"),
-    ("ddp", "--amp bf8", "choose from"),
-    ("ddp", "--lr-schedule cosin", "did you mean cosine?"),
-    ("ddp", "--model resnet8", "did you mean resnet18?"),
-    ("ddp", "--model gtp:tiny", "'gtp:tiny' is unknown"),
-    ("ddp", "--dataset gone.py:f", "there is no file 'gone.py'"),
-    ("ddp", "--task own.py", "write path/to/file.py:function"),
-    ("ddp", "--lerning-rate 1", "unknown argument '--lerning-rate'"),
-    ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
-    ("ddp", "--glob 8", "--glob"),  # no abbreviations
-    ("ddp", "--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
-    ("ddp", "--optimizer sgd --optimizer-args dampening=0.5", "dampening"),
-    ("ddp", "--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
-    ("ddp", "--no-decay-1d", "there is no decay"),
-    ("ddp", "--lr-schedule cosine --min-lr 1", "is not below --lr 0.001"),
-    ("ddp", "--init-skip fc.", "nothing is taken over"),
-    ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
-    ("ddp", "--resume nowhere", "'nowhere' is not there"),
-    ("ddp", "--resume file", "'file' is not there"),
-    ("ddp", "--init-from nowhere.pt", "'nowhere.pt' is not there"),
-    ("ddp", "--run-dir file/run", "is not a folder"),
-    ("ddp", "--devices cpu,cpu", "train_dp.py and train_mp.py"),
-    ("dp", "--devices cuda:0,cuda:1 --device cpu", "--devices=*cuda* cannot take effect with --device=cpu"),
-    ("mp", "--shard --optimizer adagrad", "--shard works with"),
-])
+@pytest.mark.parametrize(
+    ("script", "argv", "word"),
+    [
+        ("ddp", "--epochs 0", "'0' is not a whole number from 1"),
+        ("ddp", "--lr nan", "'nan' is not a number from 0"),
+        ("ddp", "--label-smoothing 1", "below 1"),
+        ("ddp", "--run-dir=", "is empty"),
+        ("ddp", "--amp bf8", "choose from"),
+        ("ddp", "--lr-schedule cosin", "did you mean cosine?"),
+        ("ddp", "--model resnet8", "did you mean resnet18?"),
+        ("ddp", "--model vit", "did you mean vit_"),
+        ("ddp", "--model gtp:tiny", "'gtp:tiny' is unknown"),
+        ("ddp", "--dataset gone.py:f", "there is no file 'gone.py'"),
+        ("ddp", "--task own.py", "write path/to/file.py:function"),
+        ("ddp", "--lerning-rate 1", "unknown argument '--lerning-rate'"),
+        ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
+        ("ddp", "--glob 8", "--glob"),  # no abbreviations
+        ("ddp", "--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
+        ("ddp", "--optimizer sgd --optimizer-args dampening=0.5", "dampening"),
+        ("ddp", "--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
+        ("ddp", "--no-decay-1d", "there is no decay"),
+        ("ddp", "--optimizer rprop --warmup-epochs 1", "it looks at lr once"),
+        ("ddp", "--lr-schedule cosine --min-lr 1", "is not below --lr 0.001"),
+        ("ddp", "--init-skip fc.", "nothing is taken over"),
+        ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
+        ("ddp", "--resume nowhere", "'nowhere' is not there"),
+        ("ddp", "--resume file", "'file' is not there"),
+        ("ddp", "--init-from nowhere.pt", "'nowhere.pt' is not there"),
+        ("ddp", "--run-dir file/run", "is not a folder"),
+        ("ddp", "--devices cpu,cpu", "train_dp.py and train_mp.py"),
+        (
+            "dp",
+            "--devices cuda:0,cuda:1 --device cpu",
+            "--devices=*cuda* cannot take effect with --device=cpu",
+        ),
+        ("mp", "--shard --optimizer adagrad", "--shard works with"),
+    ],
+)
 def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, script, argv, word):
     Path("file").touch()
     Path("own.py").write_text("def f(): pass\n")
@@ -92,6 +110,7 @@ def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, monkeypatch, da
 def test_the_names_known_to_options_are_those_of_the_registries():
     from common.data.datasets import DATASETS as registry
     from common.models.nets import MODELS
+
     assert {*DATASETS} <= {*registry} and {*NAMES["model"]} == {*MODELS}, "see common/options/rules.py"
     models = pytest.importorskip("torchvision").models
     assert {*torchvision_models()} == {*models.list_models(module=models)}
@@ -109,19 +128,49 @@ def test_values_left_open_follow_from_the_others():
     assert parse("--model=gpt", "--task=classify").task == "classify"
 
 
-@pytest.mark.parametrize("argv", [
-    "--run-dir a_b --best -loss --audit", "--run_dir=a_b --audit --best=-loss"])
+@pytest.mark.parametrize("argv", ["--run-dir a_b --best -loss --audit", "--run_dir=a_b --audit --best=-loss"])
 def test_both_spellings_of_a_flag_count_and_a_value_may_have_an_underscore_or_begin_with_a_minus(argv):
     opts = parse(*argv.split())
     assert (opts.run_dir, opts.best, opts.audit) == (Path("a_b"), "-loss", True)
 
 
 # ---- identity -------------------------------------------------------------------------------------
-FREE = {"run_dir", "resume", "epochs", "max_steps", "eval_only", "data_dir", "download", "workers", "device",
-        "devices", "accept_data_change", "threads", "save_every", "save_seconds", "keep", "eval_every",
-        "log_every", "progress", "tensorboard", "cross_check", "hang_timeout", "check_every",
-        "audit", "debug", "show_scatter", "stages", "balance", "recompute", "shard",
-        "vocab_size", "patience", "best", "keep_every", "digest_every"}
+FREE = {
+    "run_dir",
+    "resume",
+    "epochs",
+    "max_steps",
+    "eval_only",
+    "data_dir",
+    "download",
+    "workers",
+    "device",
+    "devices",
+    "accept_data_change",
+    "threads",
+    "save_every",
+    "save_seconds",
+    "keep",
+    "eval_every",
+    "log_every",
+    "progress",
+    "tensorboard",
+    "cross_check",
+    "hang_timeout",
+    "check_every",
+    "audit",
+    "debug",
+    "show_scatter",
+    "stages",
+    "balance",
+    "recompute",
+    "shard",
+    "vocab_size",
+    "patience",
+    "best",
+    "keep_every",
+    "digest_every",
+}
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(Options)])
@@ -144,33 +193,44 @@ def set_environment(patch, environ):
             patch.setenv(name, value)
 
 
-@pytest.mark.parametrize(("change", "script", "argv", "word"), [
-    # ranks could not meet
-    ({"RANK": "abc"}, "ddp", "", "RANK='abc'"),
-    ({"RANK": "2"}, "ddp", "", "RANK='2', WORLD_SIZE='2'"),
-    ({"RANK": None}, "ddp", "", "RANK is not set"),
-    ({"WORLD_SIZE": "0"}, "ddp", "", "WORLD_SIZE='0'"),
-    ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None, "RANK": "1"}, "ddp", "", "WORLD_SIZE is not set"),
-    ({"LOCAL_RANK": "2"}, "ddp", "", "LOCAL_RANK='2'"),
-    ({"LOCAL_WORLD_SIZE": "3"}, "ddp", "", "LOCAL_WORLD_SIZE='3'"),
-    ({"MASTER_ADDR": None}, "ddp", "", "MASTER_ADDR is not set"),
-    ({"MASTER_PORT": "abc"}, "ddp", "", "MASTER_PORT='abc'"),
-    # flags that cannot work in this world
-    ({}, "dp", "", "use train_ddp.py"),
-    ({}, "mp", "--stages 3", "cannot be divided"),
-    ({}, "mp", "--devices cpu,cpu", "--devices"),
-    ({}, "mp", "--virtual-ranks 1 --stages 1", "start at most 1 processes")])
+@pytest.mark.parametrize(
+    ("change", "script", "argv", "word"),
+    [
+        # ranks could not meet
+        ({"RANK": "abc"}, "ddp", "", "RANK='abc'"),
+        ({"RANK": "2"}, "ddp", "", "RANK='2', WORLD_SIZE='2'"),
+        ({"RANK": None}, "ddp", "", "RANK is not set"),
+        ({"WORLD_SIZE": "0"}, "ddp", "", "WORLD_SIZE='0'"),
+        ({"WORLD_SIZE": None, "LOCAL_WORLD_SIZE": None, "RANK": "1"}, "ddp", "", "WORLD_SIZE is not set"),
+        ({"LOCAL_RANK": "2"}, "ddp", "", "LOCAL_RANK='2'"),
+        ({"LOCAL_WORLD_SIZE": "3"}, "ddp", "", "LOCAL_WORLD_SIZE='3'"),
+        ({"MASTER_ADDR": None}, "ddp", "", "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": "abc"}, "ddp", "", "MASTER_PORT='abc'"),
+        # flags that cannot work in this world
+        ({}, "dp", "", "use train_ddp.py"),
+        ({}, "mp", "--stages 3", "cannot be divided"),
+        ({}, "mp", "--devices cpu,cpu", "--devices"),
+        ({}, "mp", "--virtual-ranks 1 --stages 1", "start at most 1 processes"),
+    ],
+)
 def test_a_world_that_cannot_be_is_refused(capsys, monkeypatch, change, script, argv, word):
     set_environment(monkeypatch, TORCHRUN | change)
     assert word in refused(capsys, *argv.split(), script=script)
 
 
-@pytest.mark.parametrize("environ", [
-    {},
-    {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:80"},  # Kubernetes, a service "master"
-    {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-    TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"},
-])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {
+            "WORLD_SIZE": "1",
+            "RANK": "0",
+            "MASTER_PORT": "tcp://10.0.0.1:80",
+        },  # Kubernetes, a service "master"
+        {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"},
+    ],
+)
 def test_what_torchrun_kubernetes_and_people_rightly_set_is_accepted(monkeypatch, environ):
     set_environment(monkeypatch, environ)
     begin_life()
@@ -185,10 +245,13 @@ def test_an_agent_that_does_not_know_the_world_yet_leaves_its_size_to_the_worker
     assert "WORLD_SIZE=1 cannot be divided into groups of 2" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("environ", "voices"), [
-    ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
-    ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),  # another machine has a log of its own
-])
+@pytest.mark.parametrize(
+    ("environ", "voices"),
+    [
+        ({"RANK": "1", "LOCAL_RANK": "1"}, 0),
+        ({"RANK": "2", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}, 1),  # another machine has a log of its own
+    ],
+)
 def test_a_wrong_flag_is_told_once_per_machine(capsys, monkeypatch, environ, voices):
     set_environment(monkeypatch, TORCHRUN | environ)
     with pytest.raises(SystemExit, match="2"):
@@ -197,16 +260,20 @@ def test_a_wrong_flag_is_told_once_per_machine(capsys, monkeypatch, environ, voi
 
 
 # ---- the guard ------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("error", "word"), [
-    (RuntimeError("mmap: can't allocate memory: you tried to allocate 8 bytes"), None),
-    (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321"), None),
-    (torch.OutOfMemoryError("CUDA out of memory"), None),
-    (torch.distributed.DistStoreError("wait timeout after 60000ms"), None),
-    (OSError(28, "No space left on device"), None),
-    (FileNotFoundError(2, "No such file or directory", "pictures"), "FileNotFoundError"),
-    (OSError("image file is truncated"), "truncated"),
-    (KeyError("x"), "KeyError"),
-    (ValueError("invalid literal"), "ValueError: invalid literal")])
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [
+        (RuntimeError("mmap: can't allocate memory: you tried to allocate 8 bytes"), None),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4321"), None),
+        (torch.OutOfMemoryError("CUDA out of memory"), None),
+        (torch.distributed.DistStoreError("wait timeout after 60000ms"), None),
+        (OSError(28, "No space left on device"), None),
+        (FileNotFoundError(2, "No such file or directory", "pictures"), "FileNotFoundError"),
+        (OSError("image file is truncated"), "truncated"),
+        (KeyError("x"), "KeyError"),
+        (ValueError("invalid literal"), "ValueError: invalid literal"),
+    ],
+)
 def test_the_guard_blames_what_would_fail_again_and_lets_pass_what_may_pass(error, word):
     with pytest.raises(Exception) as caught, blamed("dataset mine.py:data", "mend mine.py"):
         raise error
@@ -233,10 +300,12 @@ def test_a_users_file_that_was_changed_within_a_second_is_run_as_it_is_now(tmp_p
 
 def test_a_complete_run_says_so_before_net_and_data_are_made(jobs, tmp_path):
     own = tmp_path / "own.py"
-    own.write_text(f"import torch\ndef note(): open({str(tmp_path / 'made')!r}, 'a').write('x')\n"
-                   "def net(data): note(); return torch.nn.Linear(4, 2)\n"
-                   "def data():\n    note()\n    x, y = torch.ones(16, 4), torch.ones(16).long()\n"
-                   "    return x, y, x, y\n")
+    own.write_text(
+        f"import torch\ndef note(): open({str(tmp_path / 'made')!r}, 'a').write('x')\n"
+        "def net(data): note(); return torch.nn.Linear(4, 2)\n"
+        "def data():\n    note()\n    x, y = torch.ones(16, 4), torch.ones(16).long()\n"
+        "    return x, y, x, y\n"
+    )
     flags = [f"--model={own}:net", f"--dataset={own}:data", f"--run-dir={tmp_path / 'run'}", "--epochs=1"]
     jobs.python("train_ddp.py", *flags).ends_with(0)
     made = (tmp_path / "made").read_text()
@@ -252,11 +321,18 @@ def test_a_complete_run_says_so_before_net_and_data_are_made(jobs, tmp_path):
 
 # ---- as a command ---------------------------------------------------------------------------------
 def run(*argv, **kwargs):
-    code = ("import sys; from common.options import parse_options\n"
-            "try: parse_options('Train.\\n\\n    python train_ddp.py\\n')\n"
-            "finally: assert not {'torch', 'numpy', 'tensorboard', 'tqdm'} & set(sys.modules)")
-    return subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, text=True, timeout=60,
-                          **{"capture_output": True, **kwargs})
+    code = (
+        "import sys; from common.options import parse_options\n"
+        "try: parse_options('Train.\\n\\n    python train_ddp.py\\n')\n"
+        "finally: assert not {'torch', 'numpy', 'tensorboard', 'tqdm'} & set(sys.modules)"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code, *argv],
+        cwd=ROOT,
+        text=True,
+        timeout=60,
+        **{"capture_output": True, **kwargs},
+    )
 
 
 def test_help_opens_with_the_commands_and_names_every_flag_of_the_script_without_torch():
@@ -274,8 +350,10 @@ def test_an_error_that_cannot_be_printed_has_its_exit_code():
 
 
 def test_what_a_shell_has_closed_is_open_to_nowhere_before_any_file_takes_its_number():
-    code = ("import os, sys; from common.options import parse_options; parse_options('')\n"
-            "for end in (0, 1, 2): assert os.path.samestat(os.fstat(end), os.stat(os.devnull))\n"
-            "print('nowhere', file=sys.stderr), sys.stdout.flush()")
+    code = (
+        "import os, sys; from common.options import parse_options; parse_options('')\n"
+        "for end in (0, 1, 2): assert os.path.samestat(os.fstat(end), os.stat(os.devnull))\n"
+        "print('nowhere', file=sys.stderr), sys.stdout.flush()"
+    )
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
     assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0

@@ -1,4 +1,5 @@
 """Where a net may be cut: the pieces are the net, the cut is even, and what cannot be cut is refused."""
+
 from types import SimpleNamespace
 
 import pytest
@@ -17,9 +18,16 @@ from common.training import find_task
 from common.world import World
 
 
-@pytest.mark.parametrize(("weights", "counts"), [
-    ([1, 1, 1, 1], [2, 2]), ([5, 1, 1, 1], [1, 3]), ([1, 1, 1, 5], [3, 1]), ([1, 2, 3, 4, 5, 6], [3, 2, 1]),
-    ([1, 100, 1], [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [
+        ([1, 1, 1, 1], [2, 2]),
+        ([5, 1, 1, 1], [1, 3]),
+        ([1, 1, 1, 5], [3, 1]),
+        ([1, 2, 3, 4, 5, 6], [3, 2, 1]),
+        ([1, 100, 1], [1, 1, 1]),
+    ],
+)
 def test_a_cut_is_contiguous_and_its_heaviest_stage_as_light_as_possible(weights, counts):
     assert balance(weights, len(counts)) == counts
 
@@ -44,8 +52,9 @@ def twice():
     return nn.Sequential(part, nn.Tanh(), part, nn.Linear(4, 4))
 
 
-@pytest.mark.parametrize("make", [lambda: Doubled(*linears(2)), lambda: torch.jit.script(linears(2)), hooked,
-                                  twice])
+@pytest.mark.parametrize(
+    "make", [lambda: Doubled(*linears(2)), lambda: torch.jit.script(linears(2)), hooked, twice]
+)
 def test_the_pieces_of_an_unusual_net_are_the_net(make):
     net = make()
     x = torch.rand(3, 4)
@@ -76,14 +85,21 @@ def tied():
     return net
 
 
-@pytest.mark.parametrize(("make", "devices", "balance", "words"), [
-    (lambda: linears(1), "cpu cpu", "parameters", "has 1 pieces"),
-    (lambda: nn.Linear(4, 4), "cpu cpu", "parameters", "has 1 pieces"),
-    (hooked, "cpu cpu", "parameters", "has 1 pieces"),
-    (lambda: linears(2), "cpu", "parameters", "two devices"),
-    *((lambda: linears(2), "cpu cpu", balance, f"--balance {balance}") for balance in ("2,1", "2,x", "size")),
-    (lambda: linears(3), "cpu cpu", "1,1,1", "--balance 1,1,1"),
-    (tied, "cpu cpu", "parameters", "0.weight and 2.weight are one tensor.*stages 0 and 1")])
+@pytest.mark.parametrize(
+    ("make", "devices", "balance", "words"),
+    [
+        (lambda: linears(1), "cpu cpu", "parameters", "has 1 pieces"),
+        (lambda: nn.Linear(4, 4), "cpu cpu", "parameters", "has 1 pieces"),
+        (hooked, "cpu cpu", "parameters", "has 1 pieces"),
+        (lambda: linears(2), "cpu", "parameters", "two devices"),
+        *(
+            (lambda: linears(2), "cpu cpu", balance, f"--balance {balance}")
+            for balance in ("2,1", "2,x", "size")
+        ),
+        (lambda: linears(3), "cpu cpu", "1,1,1", "--balance 1,1,1"),
+        (tied, "cpu cpu", "parameters", "0.weight and 2.weight are one tensor.*stages 0 and 1"),
+    ],
+)
 def test_what_cannot_be_cut_is_refused_with_a_way_out(make, devices, balance, words):
     with refusal(words):
         over(devices, make(), balance=balance)
@@ -91,13 +107,18 @@ def test_what_cannot_be_cut_is_refused_with_a_way_out(make, devices, balance, wo
 
 def test_the_cut_is_as_asked_for_and_may_alternate_between_devices_as_in_the_tutorial():
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), *linears(2), nn.ReLU(), nn.Dropout())
-    assert over("cpu cpu", net, balance="2,1").groups == [
-        [("0", "1", "2"), ("3",)], [("4", "5", "6")]], "what has no weights goes with its neighbour"
+    assert over("cpu cpu", net, balance="2,1").groups == [[("0", "1", "2"), ("3",)], [("4", "5", "6")]], (
+        "what has no weights goes with its neighbour"
+    )
     facts = SimpleNamespace(name="images", classes=5, sample_shape=(1, 28, 28), vocab=None)
     net = build_model(Options(model="net", seed=0), facts)
     model = over("cpu cpu:0", net, (1, 28, 28), balance="1,1,1,1")
     assert [line.split()[1:3] for line in describe(model)[1:]] == [
-        ["cpu", "block1"], ["cpu:0", "block2"], ["cpu", "fc1"], ["cpu:0", "fc2"]]
+        ["cpu", "block1"],
+        ["cpu:0", "block2"],
+        ["cpu", "fc1"],
+        ["cpu:0", "fc2"],
+    ]
 
 
 @pytest.mark.parametrize("stages", [1, 2, 3, 4, 7])

@@ -1,4 +1,5 @@
 """--shard: memory is spread over the replicas a block at a time, for any net."""
+
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -60,8 +61,10 @@ def measured(world, make, micro):
     events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     grown = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
     state.update(N)
-    weights = {name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-               for name, p in net.named_parameters()}
+    weights = {
+        name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
+        for name, p in net.named_parameters()
+    }
     return SimpleNamespace(held=held / whole, peak=max(grown) / whole, weights=weights)
 
 
@@ -71,7 +74,7 @@ def test_a_sharded_net_gathers_a_block_at_a_time_and_exchanges_gradients_once_a_
 
     The ranks' least peak counts: gloo's threads let go of memory when they come to it.
     """
-    alone, = fork_ranks(1, measured, make, 8)
+    (alone,) = fork_ranks(1, measured, make, 8)
     for size, most in ((4, 1.1), (2, 2.1)):
         ranks = fork_ranks(size, measured, make, 2)
         assert min(rank.peak for rank in ranks) < most or make is not gpt, "times the weights"

@@ -4,6 +4,7 @@ train_ddp.py --virtual-ranks.
 And what stages must agree on: a step that overflows in one of them, foreign weights of which each takes its
 own, and a step that somebody's death cuts off between the last gradient and the first update.
 """
+
 import json
 import os
 import signal
@@ -27,9 +28,16 @@ from common.training import backward as whole_backward
 from common.world import World
 from common.world import world as pinned
 
-GPT = {"model": f"{NETS}:tied", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw",
-       "weight_decay": 0.1,
-       "clip_grad_norm": 0.5, "ema_decay": 0.9, "epochs": 2}
+GPT = {
+    "model": f"{NETS}:tied",
+    "dataset": f"{NETS}:words",
+    "global_batch_size": 20,
+    "optimizer": "adamw",
+    "weight_decay": 0.1,
+    "clip_grad_norm": 0.5,
+    "ema_decay": 0.9,
+    "epochs": 2,
+}
 MP = {"script": "mp", "hang_timeout": 20}
 
 
@@ -44,26 +52,40 @@ def pictures():
 
 
 # ---- any number of stages and of replicas ---------------------------------------------------------
-@pytest.mark.parametrize(("given", "cuts"), [
-    (CNN | {"epochs": 1}, ((2, 1), (2, 3), (3, 1), (1, 2))),
-    (GPT, ((2, 3), (4, 1))),
-    (CNN | {"model": f"{NETS}:frozen", "epochs": 1}, ((2, 3),)),
-    (CNN | {"epochs": 1, "virtual_ranks": 7, "amp": "bf16", "channels_last": True, "recompute": True},
-     ((2, 3), (4, 1)))],
-    ids=["cnn", "gpt", "frozen", "bf16"])
+@pytest.mark.parametrize(
+    ("given", "cuts"),
+    [
+        (CNN | {"epochs": 1}, ((2, 1), (2, 3), (3, 1), (1, 2))),
+        (GPT, ((2, 3), (4, 1))),
+        (CNN | {"model": f"{NETS}:frozen", "epochs": 1}, ((2, 3),)),
+        (
+            CNN | {"epochs": 1, "virtual_ranks": 7, "amp": "bf16", "channels_last": True, "recompute": True},
+            ((2, 3), (4, 1)),
+        ),
+    ],
+    ids=["cnn", "gpt", "frozen", "bf16"],
+)
 def test_any_stages_and_replicas_end_in_the_digest_of_train_ddp(tmp_path, given, cuts):
     ddp = run(tmp_path / "ddp", 1, given | {"recompute": False})
     for stages, replicas in cuts:
-        found = run(tmp_path / f"{stages}x{replicas}", stages * replicas, given | MP | {"stages": stages},
-                    train_mp)
+        found = run(
+            tmp_path / f"{stages}x{replicas}", stages * replicas, given | MP | {"stages": stages}, train_mp
+        )
         assert found == ddp, (
-            f"{stages} stages, {replicas} replicas: weights, or a loss, a hit, an evaluation of some step")
+            f"{stages} stages, {replicas} replicas: weights, or a loss, a hit, an evaluation of some step"
+        )
 
 
 def test_a_tensor_arrives_with_its_strides_without_holes_and_with_the_generators_state():
     x = torch.arange(240.0).view(2, 5, 4, 6)
-    tensors = [x, x.to(memory_format=torch.channels_last), x.permute(3, 1, 0, 2), x[:1], x[..., ::2],
-               x[1:, :, :1].expand(3, 5, 4, 6)]
+    tensors = [
+        x,
+        x.to(memory_format=torch.channels_last),
+        x.permute(3, 1, 0, 2),
+        x[:1],
+        x[..., ::2],
+        x[1:, :, :1].expand(3, 5, 4, 6),
+    ]
 
     def hand_on(world):
         transfer = Ranks(world.in_stages(2), [], torch.Generator())
@@ -86,15 +108,21 @@ def test_a_tensor_arrives_with_its_strides_without_holes_and_with_the_generators
 
 def test_kills_and_resizes_of_stages_and_replicas_leave_no_trace_in_the_bits(tmp_path):
     unbroken = run(tmp_path / "unbroken", 2, CNN)
-    lives = (2, 3, (5, 3, "before")), (2, 2, (0, 8, "after")), (1, 3, (1, 11, "within")), \
-        (3, 1, (2, 15, "before")), (2, 4, (2, 21, "after"))
+    lives = (
+        (2, 3, (5, 3, "before")),
+        (2, 2, (0, 8, "after")),
+        (1, 3, (1, 11, "within")),
+        (3, 1, (2, 15, "before")),
+        (2, 4, (2, 21, "after")),
+    )
     for stages, replicas, kill in lives:
         run(tmp_path / "killed", stages * replicas, CNN | MP | {"stages": stages}, train_mp, kill=kill)
     found = run(tmp_path / "killed", 4, CNN | MP | {"stages": 2}, train_mp)
     assert found[0] == unbroken[0]
     lines, whole = (set(metrics.splitlines()) for _, metrics in (found, unbroken))
-    assert lines <= whole and {json.loads(line)["step"]
-                               for line in whole - lines} <= {8, 21}, "those a rescue made are not logged"
+    assert lines <= whole and {json.loads(line)["step"] for line in whole - lines} <= {8, 21}, (
+        "those a rescue made are not logged"
+    )
 
 
 # ---- devices that each have a generator -----------------------------------------------------------
@@ -111,10 +139,14 @@ def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another
             backward(model, batch_at(world, 0, 8), state, world)
         return [p.grad.tolist() for p in net.parameters()]
 
-    one, two = torch.device("cpu", 0), torch.device("cpu", 1)
+    one = torch.device("cpu", 0)
+    two = torch.device("cpu", 1)
     same = fork_ranks(1, gradient, (one, one, one))
-    assert fork_ranks(1, gradient, (one, two, one)) == same == fork_ranks(1, gradient,
-                                                                          (torch.device("cpu"),) * 3)
+    assert (
+        fork_ranks(1, gradient, (one, two, one))
+        == same
+        == fork_ranks(1, gradient, (torch.device("cpu"),) * 3)
+    )
 
 
 # ---- a step that overflows ------------------------------------------------------------------------
@@ -129,7 +161,7 @@ def test_a_step_that_overflows_on_one_rank_or_in_one_stage_is_skipped_by_all():
         world = world.in_stages(stages or 1)
         model = split(net, opts, world, data, find_task(opts)) if stages else distribute(net, opts, world)
         state = TrainState(net, build_optimizer(net, opts), opts, 107, stages=model if stages else None)
-        state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 127, growth_interval=2)
+        state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
         scales = []
         for step in range(9):
             batch = batch_at(SimpleNamespace(rank=world.replica, size=world.replicas), step, 8)
@@ -150,7 +182,7 @@ def test_a_step_that_overflows_on_one_rank_or_in_one_stage_is_skipped_by_all():
 def test_each_stage_takes_its_own_of_foreign_weights_and_refuses_those_of_another_net(tmp_path, capfd):
     net = build_model(Options(model=CNN["model"], seed=77), pictures())
     weights = {f"module.{name}": tensor for name, tensor in net.state_dict().items()}
-    given = CNN | {"epochs": 1, "init_from": str(tmp_path / "foreign.pt")}
+    given = CNN | {"epochs": 1, "init_from": f"{tmp_path}/foreign.pt"}
     torch.save(weights, tmp_path / "foreign.pt")
     ddp = run(tmp_path / "ddp", 1, given)
     assert run(tmp_path / "mp", 3, given | MP, train_mp) == ddp
@@ -169,7 +201,9 @@ def cut_off(world, opts, step, passes):
     """Rank 3 dies when its gradient is complete; rank `passes`, if it is one, takes the step for agreed on by
     all.
     """
-    original, all_sum, armed = train_mp.backward, World.all_sum, [False]
+    original = train_mp.backward
+    all_sum = World.all_sum
+    armed = [False]
 
     def backward(model, batch, state, world):
         totals = original(model, batch, state, world)
@@ -179,8 +213,9 @@ def cut_off(world, opts, step, passes):
         return totals
 
     train_mp.backward = backward
-    World.all_sum = lambda world, tensor, *group: (tensor if armed[-1] and tensor.dtype in ASKS_AND_TOTALS
-                                                   else all_sum(world, tensor, *group))
+    World.all_sum = lambda world, tensor, *group: (
+        tensor if armed[-1] and tensor.dtype in ASKS_AND_TOTALS else all_sum(world, tensor, *group)
+    )
     return life(world, train_mp, opts)
 
 
@@ -189,5 +224,7 @@ def test_a_death_before_the_update_costs_no_step_whether_or_not_a_stage_has_made
     given = CNN | MP | {"stages": 2, "epochs": 2, "save_every": 100}
     fork_ranks(4, cut_off, options(tmp_path / "run", given), 3, passes, may_die=range(4))
     assert newest(tmp_path / "run") == 3
-    assert run(tmp_path / "run", 2, given | MP, train_mp)[0] == run(tmp_path / "unbroken", 1,
-                                                                    CNN | {"epochs": 2})[0]
+    assert (
+        run(tmp_path / "run", 2, given | MP, train_mp)[0]
+        == run(tmp_path / "unbroken", 1, CNN | {"epochs": 2})[0]
+    )

@@ -1,4 +1,5 @@
 """A net in stages computes what the whole one does: any cut, over ranks or devices, ragged shares too."""
+
 import signal
 from dataclasses import replace
 from functools import partial
@@ -55,8 +56,9 @@ def facts(model, dtype):
         x = torch.rand(N, *((10,) if model == "mlp" else (1, 16, 16)), generator=draws).to(dtype)
         samples = Samples(x, torch.randint(0, 5, (N,), generator=draws))
     vocab = 16 if model.startswith("gpt") else None
-    return SimpleNamespace(name="drawn", train=samples, test=samples, classes=16, vocab=vocab,
-                           sample_shape=samples.shape)
+    return SimpleNamespace(
+        name="drawn", train=samples, test=samples, classes=16, vocab=vocab, sample_shape=samples.shape
+    )
 
 
 def train(world, model, dtype, stages=0, devices=1, n=N, **more):
@@ -80,8 +82,10 @@ def train(world, model, dtype, stages=0, devices=1, n=N, **more):
         totals = world.all_sum((backward if cut else plain)(made, batch, state, world))
         state.update(batch.size)
         losses.append(totals.tolist()[0] / batch.size)
-    weights = {name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
-               for name, t in net.state_dict().items()}
+    weights = {
+        name: t.full_tensor() if hasattr(t, "full_tensor") else t.clone()
+        for name, t in net.state_dict().items()
+    }
     return {"loss": losses, "weights": weights, "metrics": evaluate(made, data.test, state, world)}
 
 
@@ -89,21 +93,32 @@ def assert_same(ours, theirs, tolerance):
     """`ours` is every rank's result; together they have all the weights there are."""
     for one in ours:
         assert one["loss"] == pytest.approx(theirs["loss"], abs=tolerance)
-        assert one["metrics"]["val_loss"] == pytest.approx(theirs["metrics"]["val_loss"],
-                                                           abs=max(tolerance, 1e-7))
+        assert one["metrics"]["val_loss"] == pytest.approx(
+            theirs["metrics"]["val_loss"], abs=max(tolerance, 1e-7)
+        )
         assert one["metrics"]["val_acc"] == theirs["metrics"]["val_acc"]
         for name, tensor in one["weights"].items():
             assert (tensor.double() - theirs["weights"][name].double()).abs().max() < 100 * tolerance, name
     assert set().union(*(one["weights"] for one in ours)) == set(theirs["weights"])
 
 
-@pytest.mark.parametrize(("model", "size", "stages", "more"), [
-    ("mlp", 2, 2, {"dtype": torch.float32}), ("net", 4, 4, {}), ("normed", 2, 2, {}), ("net", 3, 1, {}),
-    ("unused", 2, 2, {}),
-    ("net", 2, 1, {"shard": True}), ("mlp", 8, 2, {"shard": True}), ("gpt:6x2x8", 6, 3, {}),
-    ("gpt:6x2x8", 4, 2, {"shard": True, "recompute": True})])
+@pytest.mark.parametrize(
+    ("model", "size", "stages", "more"),
+    [
+        ("mlp", 2, 2, {"dtype": torch.float32}),
+        ("net", 4, 4, {}),
+        ("normed", 2, 2, {}),
+        ("net", 3, 1, {}),
+        ("unused", 2, 2, {}),
+        ("net", 2, 1, {"shard": True}),
+        ("mlp", 8, 2, {"shard": True}),
+        ("gpt:6x2x8", 6, 3, {}),
+        ("gpt:6x2x8", 4, 2, {"shard": True, "recompute": True}),
+    ],
+)
 def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
-        model, size, stages, more):
+    model, size, stages, more
+):
     given = {"micro_batch_size": 2, "clip_grad_norm": 0.1, "momentum": 0.9, "dtype": torch.float64} | more
     alone = {name: value for name, value in given.items() if name not in ("shard", "recompute")}
     ours = fork_ranks(size, partial(train, model=model, stages=stages, **given))
@@ -119,8 +134,11 @@ def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(mode
 @pytest.mark.parametrize("how", [{"recompute": True}, {"shard": True}])
 def test_running_statistics_in_stages_are_those_of_as_many_replicas(how):
     more = dict(model="normed", dtype=torch.float64, micro_batch_size=3, n=20)  # no sample alone
-    assert_same(fork_ranks(4, partial(train, stages=2, **how, **more)),
-                fork_ranks(2, partial(train, **more))[0], 1e-10)
+    assert_same(
+        fork_ranks(4, partial(train, stages=2, **how, **more)),
+        fork_ranks(2, partial(train, **more))[0],
+        1e-10,
+    )
 
 
 def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeypatch):
@@ -139,7 +157,8 @@ def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeyp
 @pytest.mark.parametrize("sharded", [False, True])
 def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on_the_cpu(sharded):
     """On GPUs two groups sum what lies on CPUs and on GPUs: each rank would wait in another one."""
-    device, told = torch.device("meta"), []
+    device = torch.device("meta")
+    told = []
 
     def tell(tensor):
         told.append(tensor)
@@ -156,12 +175,19 @@ DICTS = f"{TESTS}/tasks.py:padded"
 
 
 def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(jobs, tmp_path):
-    flags = (f"--model={DICTS}_net", f"--dataset={DICTS}_data", f"--task={DICTS}",
-             "--global-batch-size=32", "--max-steps=4", "--log-every=1",
-             "--no-tensorboard", f"--run-dir={tmp_path}/run")
+    flags = (
+        f"--model={DICTS}_net",
+        f"--dataset={DICTS}_data",
+        f"--task={DICTS}",
+        "--global-batch-size=32",
+        "--max-steps=4",
+        "--log-every=1",
+        "--no-tensorboard",
+        f"--run-dir={tmp_path}/run",
+    )
     jobs.torchrun(2, "train_mp.py", *flags, "--stages=1", "--shard").ends_with(0)
     job = jobs.torchrun(2, "train_mp.py", *flags, "--stages=2", f"--run-dir={tmp_path}/cut")
-    assert job.wait() != 0 and "train_mp.py\", line" not in job.output
+    assert job.wait() != 0 and 'train_mp.py", line' not in job.output
     assert "has 1 pieces" in job.output
     assert not (tmp_path / "cut/ledger.jsonl").exists(), "no life began"
 
@@ -177,7 +203,8 @@ def test_stages_that_pass_on_another_shape_than_at_the_start_are_refused():
 # ---- elastic: the same checkpoint whatever the cut ------------------------------------------------
 def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(jobs, tmp_path):
     deep = (*PACED, f"--model={TESTS}/paced.py:deep", "--micro-batch-size=4")
-    alone, run = tmp_path / "alone", tmp_path / "run"
+    alone = tmp_path / "alone"
+    run = tmp_path / "run"
 
     def uncut(folder, script="train_ddp.py", *flags):
         jobs.python(script, *deep, f"--run-dir={folder}", *flags, PACE="0").ends_with(0)
@@ -212,6 +239,7 @@ def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(
     assert lives(run)[5]["step"] == stopped
     counts = audit(run)
     assert counts["missed"] == counts["repeated"] == 0
-    ours, theirs = weights(run), weights(alone)
+    ours = weights(run)
+    theirs = weights(alone)
     assert ours.keys() == theirs.keys()
     assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)

@@ -1,4 +1,5 @@
 """--fork: a run that leaves another one at a step."""
+
 import json
 import shutil
 
@@ -25,10 +26,15 @@ def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(j
     assert {note["step"] for note in notes} == set(range(5, 11))
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--at=3"], "--fork needs --at"), (["--fork=x", "--at=3"], "--fork needs --at"),
-    (["--fork=nowhere", "--at=3", "--run-dir=new"], "name the folder of a run"),
-    (["--fork=damaged", "--at=3", "--run-dir=new"], "options.json is damaged")])
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        (["--at=3"], "--fork needs --at"),
+        (["--fork=x", "--at=3"], "--fork needs --at"),
+        (["--fork=nowhere", "--at=3", "--run-dir=new"], "name the folder of a run"),
+        (["--fork=damaged", "--at=3", "--run-dir=new"], "options.json is damaged"),
+    ],
+)
 def test_a_fork_that_lacks_something_is_refused(flags, words, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "damaged").mkdir()

@@ -2,6 +2,7 @@
 
 tests/test_promises.py has the rest: kills and other worlds, and a forged checkpoint.
 """
+
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from jobs import events
 
 from common.replay import main
 
-OWN = '''
+OWN = """
 import os
 import torch
 
@@ -32,16 +33,27 @@ def data():
 
 def rate(step, total, opts):
     return 2.0 if step == 4 and os.environ.get("CHEAT") else 1.0
-'''
-FLAGS = ["--virtual-ranks=4", "--global-batch-size=16", "--workers=0", "--no-tensorboard", "--log-every=1",
-         "--audit", "--keep=2", "--digest-every=1"]
+"""
+FLAGS = [
+    "--virtual-ranks=4",
+    "--global-batch-size=16",
+    "--workers=0",
+    "--no-tensorboard",
+    "--log-every=1",
+    "--audit",
+    "--keep=2",
+    "--digest-every=1",
+]
 pytestmark = pytest.mark.usefixtures("warm_starts")
 
 
 def train(jobs, run, *flags, processes=1, **env):
     flags = [f"--run-dir={run}", *FLAGS, *flags]
-    job = jobs.torchrun(processes, "train_ddp.py", *flags, **env) if processes > 1 else \
-        jobs.python("train_ddp.py", *flags, **env)
+    job = (
+        jobs.torchrun(processes, "train_ddp.py", *flags, **env)
+        if processes > 1
+        else jobs.python("train_ddp.py", *flags, **env)
+    )
     job.ends_with(0)
     return run
 
@@ -49,6 +61,7 @@ def train(jobs, run, *flags, processes=1, **env):
 @pytest.fixture
 def warm_starts(jobs, monkeypatch):
     """The scripts that replay starts are forked from the warm process, too."""
+
     def run(command, stdout):
         python, *words = map(str, command)
         assert (python, stdout) == (sys.executable, subprocess.DEVNULL)
@@ -114,9 +127,20 @@ def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs,
 def test_a_gpt_in_stages_is_made_again_by_train_ddp(jobs, tmp_path, capsys):
     run = tmp_path / "run"
     (tmp_path / "story.txt").write_text("Once upon a time. " * 200)
-    job = jobs.torchrun(2, "train_mp.py", f"--run-dir={run}", "--model=gpt:1x2x16", "--dataset=text:16",
-                        f"--data-dir={tmp_path}/story.txt", "--stages=2", "--max-steps=4", "--keep-every=2",
-                        "--virtual-ranks=4", "--global-batch-size=16", "--no-tensorboard")
+    job = jobs.torchrun(
+        2,
+        "train_mp.py",
+        f"--run-dir={run}",
+        "--model=gpt:1x2x16",
+        "--dataset=text:16",
+        f"--data-dir={tmp_path}/story.txt",
+        "--stages=2",
+        "--max-steps=4",
+        "--keep-every=2",
+        "--virtual-ranks=4",
+        "--global-batch-size=16",
+        "--no-tensorboard",
+    )
     job.ends_with(0)
     code, output = replay(capsys, "verify", run, "--all")
     assert code == 0 and results(output) == {(0, 2): "same", (2, 4): "same"}, output

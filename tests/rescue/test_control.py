@@ -1,4 +1,5 @@
 """What a person asks of a running training is done by all ranks at one step, noted, and taken away."""
+
 import signal
 
 import pytest
@@ -13,8 +14,11 @@ def ask(run, name, job):
     assert not (run / "control" / name).exists(), job.output
 
 
-SCRIPTS = {"ddp": ("train_ddp.py", 2, ()), "dp": ("train_dp.py", 0, ("--devices=cpu,cpu",)),
-           "mp": ("train_mp.py", 2, ("--micro-batch-size=8",))}
+SCRIPTS = {
+    "ddp": ("train_ddp.py", 2, ()),
+    "dp": ("train_dp.py", 0, ("--devices=cpu,cpu",)),
+    "mp": ("train_mp.py", 2, ("--micro-batch-size=8",)),
+}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)

@@ -1,4 +1,5 @@
 """What lives before it mean for the one that begins."""
+
 import shutil
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,8 +23,9 @@ def refused(run, *lives, step=7, position=0):
         for name in names:
             ledger.event(name, step=began + 9, rank=0, why="mine")
     try:
-        state = SimpleNamespace(opts=Options(run_dir=run), samples=9, step=step, epoch=0, position=position,
-                                finished=False)
+        state = SimpleNamespace(
+            opts=Options(run_dir=run), samples=9, step=step, epoch=0, position=position, finished=False
+        )
         refuse_without_progress(lives_of(run), state)
     except UserError as error:
         ledger.lines.close()
@@ -33,13 +35,19 @@ def refused(run, *lives, step=7, position=0):
 
 def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(tmp_path):
     trained = "first_step", "save", "error"  # what it saved was withdrawn: the next one begins where it began
-    killed = "first_step",
+    killed = ("first_step",)
     for lives, code in [
-            ([(7,)] * 3, 5), ([(7,)] * 2, None), ([(7, *trained)] * 3, 5), ([(7, *trained)] * 2, None),
-            ([(7, "error", "stop")] * 3, 5),
-            ([(7,), (5,), (7,), (7,)], None), ([(7,), (7, "stop"), (7,), (7,)], None),
-            ([(7, *killed)] * 3, None), ([(7, *killed)] * LIVES_KILLED, 5),
-            ([(7,), (7,), (7,), (7, "refused")], None)]:
+        ([(7,)] * 3, 5),
+        ([(7,)] * 2, None),
+        ([(7, *trained)] * 3, 5),
+        ([(7, *trained)] * 2, None),
+        ([(7, "error", "stop")] * 3, 5),
+        ([(7,), (5,), (7,), (7,)], None),
+        ([(7,), (7, "stop"), (7,), (7,)], None),
+        ([(7, *killed)] * 3, None),
+        ([(7, *killed)] * LIVES_KILLED, 5),
+        ([(7,), (7,), (7,), (7, "refused")], None),
+    ]:
         assert (refused(tmp_path, *lives) or (None,))[0] == code, lives
     said = "no progress in 3 lives on step 8; the first error: mine"
     assert said in refused(tmp_path, *[(7, *trained)] * 3)[1]
@@ -47,10 +55,13 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
     assert "none, it is an evaluation" in refused(tmp_path, *[(7,)] * 3, position=9)[1]
 
 
-@pytest.mark.parametrize("opened, restart, ends", [
-    (None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True), (4, 5, False), (9, 11, False)])
-def test_lives_that_end_before_they_train_end_the_job_with_5_too(tmp_path, monkeypatch, opened, restart,
-                                                                 ends):
+@pytest.mark.parametrize(
+    "opened, restart, ends",
+    [(None, 2, False), (None, 3, True), (1, 4, False), (1, 5, True), (4, 5, False), (9, 11, False)],
+)
+def test_lives_that_end_before_they_train_end_the_job_with_5_too(
+    tmp_path, monkeypatch, opened, restart, ends
+):
     """A step is not needed: what fails is the net, the data or the load."""
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restart))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", f"{tmp_path}/attempt_{restart}/0/error.json")
@@ -63,7 +74,13 @@ def test_lives_that_end_before_they_train_end_the_job_with_5_too(tmp_path, monke
 def test_a_start_that_finds_no_checkpoint_where_one_was_saved_tells_so(jobs, tmp_path):
     """Its disk may not be mounted: training would begin again without a word."""
     for steps, told in ((4, False), (4, True)):
-        said = jobs.python("train_ddp.py", f"--run-dir={tmp_path}/run", "--model=mlp", "--dataset=random",
-                           "--no-tensorboard", f"--max-steps={steps}").ends_with(0)
+        said = jobs.python(
+            "train_ddp.py",
+            f"--run-dir={tmp_path}/run",
+            "--model=mlp",
+            "--dataset=random",
+            "--no-tensorboard",
+            f"--max-steps={steps}",
+        ).ends_with(0)
         assert told == ("step 4 was saved, but no checkpoint is left; training begins again" in said), said
         shutil.rmtree(tmp_path / "run/checkpoints")

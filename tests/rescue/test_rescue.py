@@ -1,4 +1,5 @@
 """What a survivor saves, and that it never saves anything else."""
+
 import contextlib
 import ctypes
 import errno
@@ -34,8 +35,9 @@ SAMPLES = 64
 
 def a_run(world, run, *flags):
     """(state, store) of a small net at step 0, owned as train_ddp.py would own it."""
-    opts = parse_options("", [f"--run-dir={run}", "--global-batch-size=8", "--optimizer=adam", *flags],
-                         script="ddp")
+    opts = parse_options(
+        "", [f"--run-dir={run}", "--global-batch-size=8", "--optimizer=adam", *flags], script="ddp"
+    )
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
     state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
@@ -60,7 +62,8 @@ def run(tmp_path):
 
 # ---- the watcher: a main thread that does not come back -------------------------------------------
 def in_a_lock(world):
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(128)
     libc.pthread_mutex_lock(mutex)
     libc.pthread_mutex_lock(mutex)  # no signal ends this
 
@@ -76,7 +79,8 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
         common.checkpoint.store.STEP_SECONDS = 0.2
         state, store = a_run(world, run)
         with Rescue(store):
-            step(state), step(state)
+            step(state)
+            step(state)
             world.barrier()
             get_context("fork").Process(target=lambda: (os.setsid(), in_a_lock(world))).start()
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -89,6 +93,7 @@ def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(
 
 def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
     """The GPU's stream hangs, with updates behind it, for which the main thread waits."""
+
     def live(world):
         common.rescue.watch.STEP_SECONDS = 0.2
         common.checkpoint.store.STEP_SECONDS = 0.2
@@ -96,10 +101,13 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
             state, store = a_run(world, run)
             late_updates(state, default)
             state.scaler = SimpleNamespace(  # reads the GPU in the stream of the thread that asks
-                step=lambda optimizer: optimizer.step(), update=lambda: None,
-                state_dict=lambda: torch.cuda.current_stream().synchronize() or {"scale": 1.0})
+                step=lambda optimizer: optimizer.step(),
+                update=lambda: None,
+                state_dict=lambda: torch.cuda.current_stream().synchronize() or {"scale": 1.0},
+            )
             with Rescue(store):
-                step(state), step(state)
+                step(state)
+                step(state)
                 default.hang()
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
                 for _ in range(4):
@@ -113,20 +121,23 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
 def assert_same_as_undisturbed(run):
     def two_steps(world):
         state, _ = a_run(world, run.with_name("other"))
-        step(state), step(state)
+        step(state)
+        step(state)
         return {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
-    (_, folder), = checkpoints(run / "checkpoints")
+    ((_, folder),) = checkpoints(run / "checkpoints")
     found = load_file(folder / "model.safetensors")
     assert fork_ranks(1, two_steps) == [{name: tensor.tolist() for name, tensor in found.items()}]
 
 
 def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
     """As with NCCL: no collective fails. Rank 1 is no neighbour of rank 3."""
+
     def live(world):
         state, store = a_run(world, run)
         with Rescue(store):
-            step(state), step(state)
+            step(state)
+            step(state)
             world.barrier()
             if world.rank == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -189,9 +200,15 @@ def ends(world, state, store, rescue):
     store.close()  # the others wait at the end of the `with`
 
 
-@pytest.mark.parametrize("size, case, codes, steps", [
-    (1, stops, [143], [1]), (1, hangs, [1], [1]),
-    (2, saves_again, ["done"] * 2, [2, 1]), (2, ends, ["done"] * 2, [1])])
+@pytest.mark.parametrize(
+    "size, case, codes, steps",
+    [
+        (1, stops, [143], [1]),
+        (1, hangs, [1], [1]),
+        (2, saves_again, ["done"] * 2, [2, 1]),
+        (2, ends, ["done"] * 2, [1]),
+    ],
+)
 def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, size, case, codes, steps):
     def live(world):
         state, store = a_run(world, run)
@@ -209,6 +226,7 @@ def test_a_disk_that_takes_three_times_the_hang_limit_costs_nothing(run, size, c
 
 def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
     """Twenty median steps may be longer than any time-out of the process group."""
+
     def live(world):
         state, store = a_run(world, run)
         with Rescue(store):
@@ -223,7 +241,8 @@ def test_a_save_that_writes_no_byte_any_more_keeps_no_rescue_waiting(run):
     def live(world):
         common.checkpoint.store.HUNG_SECONDS = 0.3
         state, store = a_run(world, run)
-        commit, began = store.writer.commit, threading.Event()
+        commit = store.writer.commit
+        began = threading.Event()
         store.writer.commit = lambda *args: (began.set(), threading.Event().wait())
         with Rescue(store) as rescue:
             step(state)
@@ -266,8 +285,10 @@ def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
         with Rescue(store) as rescue:
             step(state)
             if what == "a full disk":
+
                 def full(*args):
                     raise OSError(errno.ENOSPC, "No space left on device")
+
                 store.writer.commit = full
             elif what == "a NaN":
                 state.net[0].weight.data.fill_(float("nan"))
@@ -280,13 +301,16 @@ def test_143_is_left_with_only_when_the_state_was_saved(run, what, code):
 # ---- all or nothing -------------------------------------------------------------------------------
 def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
     """The watcher's patience ends within the step, so only the lock holds it back."""
+
     def live(world):
         common.rescue.watch.STEP_SECONDS = 1.0
         state, store = a_run(world, run)
-        real, weight = state.optimizer.step, state.net[0].weight
+        real = state.optimizer.step
+        weight = state.net[0].weight
 
         def slow_step():
-            whole, end = weight.detach().clone(), time.monotonic() + 1.3
+            whole = weight.detach().clone()
+            end = time.monotonic() + 1.3
             os.kill(os.getpid(), signal.SIGTERM)
             weight.data.add_(1)  # half a step: nobody may see this
             while time.monotonic() < end:
@@ -305,12 +329,19 @@ def test_a_signal_inside_the_optimizer_finishes_the_step_first(run):
     assert_same_as_undisturbed(run)
 
 
-@pytest.mark.parametrize("error, kept", [
-    (ZeroDivisionError("mine"), [1]),
-    *((UserError("sample 37 cannot be read\nmend it", code), [1] if code == 2 else [])
-      for code in (2, 4, 5, 6, 7))])
+@pytest.mark.parametrize(
+    "error, kept",
+    [
+        (ZeroDivisionError("mine"), [1]),
+        *(
+            (UserError("sample 37 cannot be read\nmend it", code), [1] if code == 2 else [])
+            for code in (2, 4, 5, 6, 7)
+        ),
+    ],
+)
 def test_an_error_is_raised_on_and_costs_no_step_unless_the_state_must_not_be_saved(run, error, kept):
     """A bad sample or a full /dev/shm says nothing against the steps made so far."""
+
     def live(world):
         state, store = a_run(world, run)
         with pytest.raises(type(error)), Rescue(store):
@@ -344,6 +375,7 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
 
 def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
     """Rank 0, which holds the meeting place, is the one that lives."""
+
     def live(world):
         state, store = a_run(world, run)
         step(state)

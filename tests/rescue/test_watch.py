@@ -1,4 +1,5 @@
 """A run that hangs is ended, with the place of each rank; one that waits for a slow rank is not."""
+
 import ctypes
 import os
 import signal

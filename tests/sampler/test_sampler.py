@@ -1,6 +1,7 @@
 """The order: a permutation, random enough, cheap at any position, cut into shares that lose and repeat
 nothing.
 """
+
 import itertools
 import random
 from pathlib import Path
@@ -24,8 +25,9 @@ def test_every_sample_has_exactly_one_position(n):
 
 @pytest.mark.parametrize("n", [10**9, 2**31 + 1, 2**32 - 1, 2**40, 2**62])
 def test_huge_sizes_stay_in_range_and_never_collide(n):
-    edges = torch.cat([torch.arange(50_000), torch.arange(n // 2, n // 2 + 50_000),
-                       torch.arange(n - 50_000, n)])
+    edges = torch.cat(
+        [torch.arange(50_000), torch.arange(n // 2, n // 2 + 50_000), torch.arange(n - 50_000, n)]
+    )
     ids = permute(edges, n, 0, 0)
     assert 0 <= ids.min() and ids.max() < n
     assert len(ids.unique()) == len(ids)
@@ -51,6 +53,7 @@ def test_the_order_never_changes_between_releases_or_machines():
 
 # --- randomness that no rank owns ---
 
+
 def test_uniforms_belong_to_the_sample_and_to_nothing_else():
     whole = uniforms(range(1000), 1, 2)
     assert torch.equal(uniforms([999, 5], 1, 2), whole[[999, 5]])
@@ -69,6 +72,7 @@ def test_hash_seed_tells_keys_apart_but_not_kinds_of_integers():
 # --- cheap ---
 
 # --- every sample once ---
+
 
 def epoch_by_step(n, batch, world, seed=0, epoch=0, position=0):
     """Return for every remaining global batch the ids of all ranks, joined in the order of ranks."""
@@ -109,7 +113,7 @@ def test_a_training_resized_at_random_places_sees_the_epoch_of_an_unbroken_one()
         steps = []
         while position < n:
             rest = epoch_by_step(n, batch, dice.randint(1, 9), seed=1, epoch=4, position=position)
-            done = rest[:dice.randint(0, len(rest))]
+            done = rest[: dice.randint(0, len(rest))]
             steps += done
             position += sum(map(len, done))
         assert steps == epoch_by_step(n, batch, 1, seed=1, epoch=4)

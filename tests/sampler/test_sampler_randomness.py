@@ -4,6 +4,7 @@ Each statistic is a z-score: mean 0 and variance 1 for a random permutation. Ove
 spread are tested. torch.randperm passes, so the scale is right; fewer rounds or a weaker hash fail, so the
 check can fail. All seeds are fixed: the tests cannot pass today and fail tomorrow.
 """
+
 import itertools
 import math
 
@@ -15,7 +16,8 @@ from common.sampler import hash_seed, permute, uniforms
 
 
 def z_of_counts(counts, freedom=None):
-    counts, freedom = counts.double().flatten(), freedom or counts.numel() - 1
+    counts = counts.double().flatten()
+    freedom = freedom or len(counts) - 1
     expected = counts.mean()
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / math.sqrt(2 * freedom))
 
@@ -28,13 +30,16 @@ def statistics(ids, other):
     """Return the z-scores of one order, and of its relation to an `other` (another epoch's, or another
     seed's).
     """
-    n, root = len(ids), math.isqrt(len(ids))
+    n = len(ids)
+    root = math.isqrt(len(ids))
     places = torch.arange(n)
-    z = {"same place in other order": float((ids == other).sum() - 1),
-         "block of sample in block of position": z_of_table(places * 16 // n, ids * 16 // n, 16),
-         "low bits": z_of_table(places % 16, ids % 16, 16),
-         "remainders": z_of_table(places % 25, ids % 25, 25),
-         "block in other order": z_of_table(other * 16 // n, ids * 16 // n, 16)}
+    z = {
+        "same place in other order": float((ids == other).sum() - 1),
+        "block of sample in block of position": z_of_table(places * 16 // n, ids * 16 // n, 16),
+        "low bits": z_of_table(places % 16, ids % 16, 16),
+        "remainders": z_of_table(places % 25, ids % 25, 25),
+        "block in other order": z_of_table(other * 16 // n, ids * 16 // n, 16),
+    }
     for lag in (1, 2, 64, root):  # a Feistel network with too few rounds keeps differences in a row or column
         for name, part in (("row", ids // root), ("column", ids % root)):
             steps = (part[lag:] - part[:-lag]) % root

@@ -1,4 +1,5 @@
 """launch/slurm.sbatch under a real Slurm on this machine: a controller and two "nodes", all started here."""
+
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, audit, children, command, lives, reached, until, wait_for
+from jobs import CLEAN, PACED, ROOT, audit, children, command, free_port, lives, reached, until, wait_for
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CONF = """
@@ -54,21 +55,19 @@ def place(name):
     return shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
 
 
-def free_ports(count):
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports
-
-
 class Slurm:
     """The daemons, and what a person types; ends the jobs, then the daemons, which are children of ours."""
 
     def __init__(self, folder, more):
-        self.folder, self.daemons, self.conf = Path(folder), {}, CONF + more
-        self.env = os.environ | {"SLURM_CONF": f"{folder}/slurm.conf", "PYTHON": sys.executable,
-                                 "PACE": "0.05", "HOST": "127.0.0.1"}
+        self.folder = Path(folder)
+        self.daemons = {}
+        self.conf = CONF + more
+        self.env = os.environ | {
+            "SLURM_CONF": f"{folder}/slurm.conf",
+            "PYTHON": sys.executable,
+            "PACE": "0.05",
+            "HOST": "127.0.0.1",
+        }
 
     def __enter__(self):
         try:
@@ -83,13 +82,25 @@ class Slurm:
             (self.folder / name).mkdir()
         (self.folder / "key").touch(mode=0o600)
         (self.folder / "key").write_bytes(os.urandom(128))
-        *ports, self.env["PORT"] = map(str, free_ports(4))    # each Slurm of a test has a job 1
-        (self.folder / "slurm.conf").write_text(self.conf.format(
-            folder=self.folder, host=socket.gethostname(), ports=ports,
-            user=subprocess.run(["id", "-un"], capture_output=True, text=True, timeout=60).stdout.strip()))
-        own = [f"--{name}={self.folder}/{file}" for name, file in (
-            ("socket", "munge.sock"), ("key-file", "key"), ("pid-file", "munged.pid"), ("seed-file", "seed"),
-            ("log-file", "munged.log"))]
+        *ports, self.env["PORT"] = (str(free_port()) for _ in range(4))  # each Slurm of a test has a job 1
+        (self.folder / "slurm.conf").write_text(
+            self.conf.format(
+                folder=self.folder,
+                host=socket.gethostname(),
+                ports=ports,
+                user=subprocess.run(["id", "-un"], capture_output=True, text=True, timeout=60).stdout.strip(),
+            )
+        )
+        own = [
+            f"--{name}={self.folder}/{file}"
+            for name, file in (
+                ("socket", "munge.sock"),
+                ("key-file", "key"),
+                ("pid-file", "munged.pid"),
+                ("seed-file", "seed"),
+                ("log-file", "munged.log"),
+            )
+        ]
         self.start("munged", "--foreground", "--force", *own)
         until(lambda: (self.folder / "munge.sock").exists(), "munged", 20)
         self.start("slurmctld", "-D", "-c")
@@ -101,7 +112,8 @@ class Slurm:
     def start(self, program, *words, name=None):
         with open(self.folder / f"{name or program}.out", "wb") as out:
             self.daemons[name or program] = subprocess.Popen(
-                [place(program), *words], env=self.env, stdout=out, stderr=out, start_new_session=True)
+                [place(program), *words], env=self.env, stdout=out, stderr=out, start_new_session=True
+            )
 
     def __exit__(self, *_):
         if jobs := self.ask("squeue", "-h", "-o", "%A").split():
@@ -118,13 +130,28 @@ class Slurm:
 
     def ask(self, *words):
         """What a command of Slurm's prints."""
-        return subprocess.run(words, env=self.env, capture_output=True, text=True, timeout=60).stdout
+        done = subprocess.run(words, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=60)
+        return done.stdout
 
     def submit(self, run, *words, options=(), **env):
         done = subprocess.run(
-            ["sbatch", "--parsable", "--cpus-per-task=1", f"--output={self.folder}/%x-%A_%a.log", *options,
-             "launch/slurm.sbatch", *PACED, f"--run-dir={run}", *words],
-            cwd=ROOT, env=self.env | env, capture_output=True, text=True, timeout=60)
+            [
+                "sbatch",
+                "--parsable",
+                "--cpus-per-task=1",
+                f"--output={self.folder}/%x-%A_%a.log",
+                *options,
+                "launch/slurm.sbatch",
+                *PACED,
+                f"--run-dir={run}",
+                *words,
+            ],
+            cwd=ROOT,
+            env=self.env | env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -179,13 +206,23 @@ def test_a_job_on_two_nodes_is_warned_queued_again_and_complete_with_its_reason(
 def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
     runs = [tmp_path / f"run-{task}" for task in (1, 2)]
     script = tmp_path / "mine.sh"
-    script.write_text(f"#!/bin/bash\nset -- \"$@\" --run-dir={tmp_path}/run-$SLURM_ARRAY_TASK_ID\n"
-                      f". {ROOT}/launch/slurm.sbatch\n")
-    job = slurm.ask("sbatch", "--parsable", "--array=1-2", "--requeue", f"--output={slurm.folder}/%A_%a.log",
-                    f"--chdir={ROOT}", str(script), *PACED, "--epochs=99").strip()
+    script.write_text(
+        f'#!/bin/bash\nset -- "$@" --run-dir={tmp_path}/run-$SLURM_ARRAY_TASK_ID\n'
+        f". {ROOT}/launch/slurm.sbatch\n"
+    )
+    job = slurm.ask(
+        "sbatch",
+        "--parsable",
+        "--array=1-2",
+        "--requeue",
+        f"--output={slurm.folder}/%A_%a.log",
+        str(script),
+        *PACED,
+        "--epochs=99",
+    ).strip()
     for run in runs:
         wait_for(run, 2)
-    slurm.ask("scancel", "--batch", "--signal=USR1", f"{job}_2")    # the last one has the array's number
+    slurm.ask("scancel", "--batch", "--signal=USR1", f"{job}_2")  # the last one has the array's number
     slurm.reaches(f"{job}_2", "PENDING")
     step = len(lives(runs[0]))
     wait_for(runs[0], 30)
@@ -199,11 +236,20 @@ def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again
     job = slurm.submit(run, "--epochs=99", options=("--nodes=2",), PROCESSES="1", MIN_NODES="2", LOOK="0.5")
     assert wait_for(run, 3)["world"] == 2
     node = slurm.daemons.pop("n2")
-    steps = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
-             if re.match(rf"slurmstepd: \[{job}\.", command(pid).replace("\0", " "))]
-    (step, launcher), = [(step, pid) for step in steps for pid in children(step)
-                         if "SLURMD_NODENAME=n2" in Path(f"/proc/{pid}/environ").read_text(errors="replace")]
-    for pid in (*children(launcher), launcher, step):
+    steps = [
+        pid
+        for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        if re.match(rf"slurmstepd: \[{job}\.", command(pid).replace("\0", " "))
+    ]
+    ((step, launcher),) = [
+        (step, pid)
+        for step in steps
+        for pid in children(step)
+        if "SLURMD_NODENAME=n2" in Path(f"/proc/{pid}/environ").read_text(errors="replace")
+    ]
+    forks = children(launcher)
+    workers = [pid for fork in forks for pid in children(fork)]
+    for pid in (*workers, *forks, launcher, step):
         os.kill(pid, signal.SIGKILL)
     node.kill()
     node.wait()
@@ -235,8 +281,9 @@ def test_a_job_that_is_preempted_has_saved_and_resumes(slurm, tmp_path):
     job = slurm.submit(run, options=("--nodes=2", "--exclusive", "--cpus-per-task=2"), PROCESSES="1")
     assert wait_for(run, 3)["world"] == 2
     assert slurm.ask("squeue", "-h", "-s", "-j", job, "-o", "%i").split()[-1].startswith(job)
-    high = slurm.ask("sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null",
-                     "--wrap=sleep 1").strip()
+    high = slurm.ask(
+        "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
+    ).strip()
     slurm.reaches(high, "COMPLETED")
     slurm.reaches(job, "PENDING")
     assert "stopped on SIGTERM: step" in slurm.log()

@@ -1,11 +1,12 @@
 """GPUs for tests on CPUs: each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
 
-    with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
-        late_updates(state, default)     this state's updates are made when the default stream comes to them
-        default.hang()                   it comes to nothing more until `.set()` of what this returns
-    with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
-    OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
+with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
+    late_updates(state, default)     this state's updates are made when the default stream comes to them
+    default.hang()                   it comes to nothing more until `.set()` of what this returns
+with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
+OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
 """
+
 import contextlib
 import importlib
 import threading
@@ -18,7 +19,7 @@ from common.checkpoint import tensors
 from common.pipeline.stages import Stage
 from common.training.state import Updates
 
-backward = importlib.import_module("common.training.step")     # the door has a function of this name
+backward = importlib.import_module("common.training.step")  # the door has a function of this name
 
 
 # ---- streams --------------------------------------------------------------------------------------
@@ -26,7 +27,10 @@ class Stream:
     """Work in order; none is done before the program waits for it, or all that can be if `eager`."""
 
     def __init__(self, device=None, eager=False):
-        self.eager, self.work, self.done, self.turn = eager, [], 0, threading.RLock()
+        self.eager = eager
+        self.work = []
+        self.done = 0
+        self.turn = threading.RLock()
 
     def submit(self, job):
         self.work.append(job)
@@ -82,14 +86,17 @@ class Event:
 @contextlib.contextmanager
 def fake_streams():
     """Images take CPU tensors for a GPU's; yields the default stream, whose own work is done at once."""
-    default, here, copy = Stream(eager=True), threading.local(), torch._foreach_copy_
+    default = Stream(eager=True)
+    here = threading.local()
+    copy = torch._foreach_copy_
 
     def current(device=None):
         return getattr(here, "stream", default)
 
     @contextlib.contextmanager
     def stream(chosen):
-        before, here.stream = current(), chosen
+        before = current()
+        here.stream = chosen
         try:
             yield
         finally:
@@ -101,24 +108,32 @@ def fake_streams():
             current().synchronize()
 
     def pinned(self, size):
-        self.stream, self.copied = Stream("fake"), Event()
+        self.stream = Stream("fake")
+        self.copied = Event()
         return torch.zeros(size, dtype=torch.uint8)
 
     with pytest.MonkeyPatch.context() as patch:
-        for name, fake in (("current_stream", current), ("stream", stream), ("Stream", Stream),
-                           ("Event", Event), ("device", contextlib.nullcontext),
-                           ("synchronize", default.synchronize)):
+        for name, fake in (
+            ("current_stream", current),
+            ("stream", stream),
+            ("Stream", Stream),
+            ("Event", Event),
+            ("device", contextlib.nullcontext),
+            ("synchronize", default.synchronize),
+        ):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
-        patch.setattr(tensors.Image, "gpus",
-                      property(lambda self: {"fake"}, lambda self, devices: None), raising=False)
+        patch.setattr(
+            tensors.Image, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False
+        )
         patch.setattr(tensors.Image, "_pinned", pinned)
         yield default
 
 
 def late_updates(state, default):
     """The program runs ahead: the default stream makes each update, with the gradient of its step."""
-    state.updates, step = Updates("fake"), state.optimizer.step
+    state.updates = Updates("fake")
+    step = state.optimizer.step
 
     def launch():
         gradients = [p.grad for p in state.names]
@@ -138,10 +153,11 @@ def late_updates(state, default):
 # ---- generators -----------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fake_generators(*devices):
-    """A stage made inside draws from its device's generator; stages run in turn; `seed` seeds all generators.
-    """
+    """A stage made inside draws from its device's generator; stages run in turn; `seed` seeds them all."""
     own = {device: torch.Generator() for device in devices}
-    call, seed, generator = Stage._run, backward.seed, torch.default_generator
+    call = Stage._run
+    seed = backward.seed
+    generator = torch.default_generator
 
     def run(self, x):
         generator.set_state(own[self.device].get_state())

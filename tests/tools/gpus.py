@@ -1,9 +1,10 @@
 """GPUs for the children of a test: pytest's own process sees none, because its forks could not use them.
 
-    pytestmark = needs(2)                           # skipped where fewer are visible
-    train(jobs, run, "train_ddp.py", ...)           # a script to its end; its output
-    TESTS_GPUS=fake                                 # the same tests with CPUs for GPUs, where they can run
+pytestmark = needs(2)                           # skipped where fewer are visible
+train(jobs, run, "train_ddp.py", ...)           # a script to its end; its output
+TESTS_GPUS=fake                                 # the same tests with CPUs for GPUs, where they can run
 """
+
 import functools
 import json
 import os
@@ -15,8 +16,10 @@ import pytest
 from jobs import ROOT, rows
 
 CHECKS = ROOT / "tests/gpu/checks.py"
-ASK = ("import json, torch; n = torch.cuda.device_count(); "
-       "print(json.dumps([n, list(torch.cuda.nccl.version()) if n else []]))")
+ASK = (
+    "import json, torch; n = torch.cuda.device_count(); "
+    "print(json.dumps([n, list(torch.cuda.nccl.version()) if n else []]))"
+)
 
 
 def fake():
@@ -57,8 +60,15 @@ def begin(jobs, script, *flags, world=0, gpus=None, **env):
     """A script, or `checks NAME`, as a process; under the launcher if `world` names a number of processes."""
     launcher = [ROOT / "launch/torchrun.py", f"--nproc_per_node={world}", "--max_restarts=5"] if world else []
     script = script if script == "-m" else ROOT / script
-    return jobs.start(*launcher, script, *flags, cold=not fake(), CUDA_VISIBLE_DEVICES=visible(gpus),
-                      PYTHONPATH=str(ROOT), **env)
+    return jobs.start(
+        *launcher,
+        script,
+        *flags,
+        cold=not fake(),
+        CUDA_VISIBLE_DEVICES=visible(gpus),
+        PYTHONPATH=str(ROOT),
+        **env,
+    )
 
 
 def end(job, code=0):

@@ -1,11 +1,13 @@
 """Starts training as a person would, watches it from outside, and ends what is left of it; every process
 carries a token in its environment, and no other process is ever signalled.
 """
+
 import contextlib
 import functools
 import json
 import os
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,15 +22,22 @@ from police import listeners
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests/tools"
-PACED = (f"--model={TESTS}/paced.py:net", f"--dataset={TESTS}/paced.py:data", "--global-batch-size=32",
-         "--epochs=2",
-         "--audit", "--no-tensorboard", "--log-every=1", "--lr=0.01")
-STEPS = 22                               # of PACED
+PACED = (
+    f"--model={TESTS}/paced.py:net",
+    f"--dataset={TESTS}/paced.py:data",
+    "--global-batch-size=32",
+    "--epochs=2",
+    "--audit",
+    "--no-tensorboard",
+    "--log-every=1",
+    "--lr=0.01",
+)
+STEPS = 22  # of PACED
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}  # the audit of a run that lost nothing
 SHARED_PORT = tuple(map(int, version("torch").split(".")[:2])) < (2, 15)  # all jobs of a machine have 29500
 
 
-def until(condition, what, deadline=120):
+def until(condition, what, deadline=300):
     """The condition's first true value."""
     end = time.monotonic() + deadline
     while not (value := condition()):
@@ -39,17 +48,25 @@ def until(condition, what, deadline=120):
 
 
 def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """None of those that the kernel gives to whoever asks for any: it would soon be taken again."""
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Jobs:
     """What one test, or one campaign, starts; the end of the `with` leaves no process of it."""
 
     def __init__(self, folder):
-        self.folder, self.token, self.count = Path(folder), f"jobs-{uuid.uuid4().hex}", 0
+        self.folder = Path(folder)
+        self.token = f"jobs-{uuid.uuid4().hex}"
+        self.count = 0
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.warm, self.codes, self.pids, self.news = None, {}, {}, threading.Condition()
+        self.warm = None
+        self.codes = {}
+        self.pids = {}
+        self.news = threading.Condition()
 
     def __enter__(self):
         return self
@@ -68,34 +85,58 @@ class Jobs:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PET_", "PYTEST"))}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             env.pop(name, None)
-        return env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token,
-                      "PYTHONDONTWRITEBYTECODE": "1"} | extra
+        return (
+            env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"} | extra
+        )
 
     def start(self, *argv, cold=False, cwd=None, **env):
         """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell would."""
         self.count += 1
         cwd = str(cwd or self.folder)
-        out, argv = self.folder / f"output-{self.count}", [str(a) for a in argv]
+        out = self.folder / f"output-{self.count}"
+        argv = [str(a) for a in argv]
         if cold:
             command = ["-m", "torch.distributed.run", *argv[1:]] if argv[0] == "torchrun" else argv
             with open(out, "ab") as file:
-                child = subprocess.Popen([sys.executable, *command], env=self.environment(**env),
-                                         cwd=cwd, stdout=file, stderr=file, stdin=subprocess.DEVNULL,
-                                         start_new_session=True)
+                child = subprocess.Popen(
+                    [sys.executable, *command],
+                    env=self.environment(**env),
+                    cwd=cwd,
+                    stdout=file,
+                    stderr=file,
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
             return Job(self, child.pid, out, child)
         self._warm_up()
         with self.news:
-            self.warm.stdin.write(json.dumps({"id": self.count, "argv": argv, "env": self.environment(**env),
-                                              "cwd": cwd, "out": str(out)}).encode() + b"\n")
+            self.warm.stdin.write(
+                json.dumps(
+                    {
+                        "id": self.count,
+                        "argv": argv,
+                        "env": self.environment(**env),
+                        "cwd": cwd,
+                        "out": str(out),
+                    }
+                ).encode()
+                + b"\n"
+            )
             self.warm.stdin.flush()
-            self.news.wait_for(lambda: self.count in self.pids, 120)
+            self.news.wait_for(lambda: self.count in self.pids, 300)
             return Job(self, self.pids[self.count], out, number=self.count)
 
     def torchrun(self, nproc, script, *flags, restarts=10, **env):
         if SHARED_PORT:
             env.setdefault("PET_MASTER_PORT", str(free_port()))
-        return self.start("torchrun", f"--nproc_per_node={nproc}", f"--max_restarts={restarts}",
-                          ROOT / script, *flags, **env)
+        return self.start(
+            "torchrun",
+            f"--nproc_per_node={nproc}",
+            f"--max_restarts={restarts}",
+            ROOT / script,
+            *flags,
+            **env,
+        )
 
     def python(self, script, *flags, **how):
         return self.start(ROOT / script, *flags, **how)
@@ -103,16 +144,18 @@ class Jobs:
     def owns(self, pid):
         """Whether that process carries our token: a pid alone may be somebody else's by now."""
         try:
-            with open(f"/proc/{pid}/environ", "rb") as file:
-                return self.token.encode() in file.read()
+            return self.token.encode() in Path(f"/proc/{pid}/environ").read_bytes()
         except OSError:
             return False
 
     def alive(self):
         """Every living process of ours, the warm one excepted; zombies do not live."""
         pids = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
-        return [pid for pid in pids if self.owns(pid) and not (self.warm and pid == self.warm.pid)
-                and state(pid) not in "ZX"]
+        return [
+            pid
+            for pid in pids
+            if self.owns(pid) and not (self.warm and pid == self.warm.pid) and state(pid) not in "ZX"
+        ]
 
     def kill(self, pid, number=signal.SIGKILL):
         """Whether the signal was sent to a living process of ours."""
@@ -126,9 +169,13 @@ class Jobs:
     def _warm_up(self):
         if self.warm:
             return
-        self.warm = subprocess.Popen([sys.executable, str(TESTS / "warm_torchrun.py")], stdin=subprocess.PIPE,
-                                     stdout=subprocess.PIPE,
-                                     env=self.environment(), start_new_session=True)
+        self.warm = subprocess.Popen(
+            [sys.executable, f"{TESTS}/warm_torchrun.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self.environment(),
+            start_new_session=True,
+        )
         self.warm.stdout.readline()
         self.reader = threading.Thread(target=self._listen, daemon=True)
         self.reader.start()
@@ -138,7 +185,7 @@ class Jobs:
             news = json.loads(line)
             with self.news:
                 if "code" in news:
-                    self.codes[news["id"]] = news["code"]    # not by pid: soon another process has it
+                    self.codes[news["id"]] = news["code"]  # not by pid: soon another process has it
                 else:
                     self.pids[news["id"]] = news["pid"]
                 self.news.notify_all()
@@ -146,12 +193,16 @@ class Jobs:
 
 class Job:
     def __init__(self, jobs, pid, out, child=None, number=None):
-        self.jobs, self.pid, self.out, self.child, self.number = jobs, pid, out, child, number
+        self.jobs = jobs
+        self.pid = pid
+        self.out = out
+        self.child = child
+        self.number = number
 
     def poll(self):
         return self.child.poll() if self.child else self.jobs.codes.get(self.number)
 
-    def wait(self, deadline=120):
+    def wait(self, deadline=300):  # longer than ranks wait for one that does not come
         """The exit code; the whole output is in the error if it does not come."""
         try:
             until(lambda: self.poll() is not None, f"the end of {self.pid}", deadline)
@@ -184,8 +235,7 @@ def state(pid):
 
 def command(pid):
     try:
-        with open(f"/proc/{pid}/cmdline") as file:
-            return file.read()
+        return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
 
@@ -196,15 +246,17 @@ def listening(pid):
 
 
 def children(pid):
-    return [p for p in map(int, filter(str.isdecimal, os.listdir("/proc"))) if (s := _stat(p))[1] == pid
-            and s[0] not in "ZX"]
+    return [
+        p
+        for p in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        if (s := _stat(p))[1] == pid and s[0] not in "ZX"
+    ]
 
 
 def _stat(pid):
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            letter, parent = file.read().rpartition(b")")[2].split()[:2]
-            return letter.decode(), int(parent)
+        letter, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+        return letter.decode(), int(parent)
     except (OSError, ValueError):
         return "X", 0
 
@@ -248,13 +300,15 @@ def reached(run):
 
 def wait_for(run, step, life=0, job=None):
     """The newest life (at least number `life`, from 0), once a rank of it has done `step`."""
+
     def there():
         if job and job.poll() is not None and not (lives(run) and reached(run) >= step):
             raise AssertionError(f"the job ended with {job.poll()} before step {step}\n{job.output}")
         found = lives(run)
         return len(found) > life and reached(run) >= step and found[-1]
+
     try:
-        return until(there, f"step {step} of life {life} in {run}", 300)
+        return until(there, f"step {step} of life {life} in {run}")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.output if job else ''}") from None
 
@@ -262,6 +316,7 @@ def wait_for(run, step, life=0, job=None):
 def audit(run):
     """{"missed", "repeated", "lost", "redone"} as `python -m common.ledger RUN --audit` prints them."""
     from common.ledger import audit as count
+
     return count(Path(run))
 
 
@@ -274,7 +329,9 @@ def weights(run):
     """Every tensor of the newest whole checkpoint, by name; of a sharded one, its rows are put together."""
     import torch
     from safetensors.torch import load_file
-    newest, found = sorted((Path(run) / "checkpoints").glob("step-*"))[-1], {}
+
+    newest = sorted((Path(run) / "checkpoints").glob("step-*"))[-1]
+    found = {}
     for kind, prefix in (("model", ""), ("optimizer", "optimizer ")):
         for path in sorted(newest.rglob(f"{kind}.safetensors")):
             for name, tensor in load_file(path).items():

@@ -7,6 +7,7 @@
 Speaks the protocol of /dev/fuse itself (fuse.h of Linux, version 7.31): no library, no package. One process
 serves all mounts. They share the files in `folder`/server.
 """
+
 import contextlib
 import ctypes
 import errno
@@ -22,24 +23,40 @@ from pathlib import Path
 from types import SimpleNamespace
 
 KNOBS = {
-    "latency": 0.0,         # seconds, of each request
-    "bandwidth": 0.0,       # bytes a second of all mounts together, to and fro; 0: no limit
+    "latency": 0.0,  # seconds, of each request
+    "bandwidth": 0.0,  # bytes a second of all mounts together, to and fro; 0: no limit
     # Seconds that a mount believes what it knows: attributes, names, and that a name does not exist. An open
     # asks the server (NFS: close-to-open).
     "late": 0.0,
-    "away": False,          # the server does not answer
+    "away": False,  # the server does not answer
 }
-NAMES = {1: "lookup", 3: "getattr", 4: "setattr", 9: "mkdir", 10: "unlink", 11: "rmdir", 12: "rename",
-         14: "open", 15: "read", 16: "write", 18: "release", 20: "nothing", 25: "nothing", 27: "opendir",
-         28: "readdir", 30: "nothing", 35: "create"}     # nothing: a sync, a close
+NAMES = {
+    1: "lookup",
+    3: "getattr",
+    4: "setattr",
+    9: "mkdir",
+    10: "unlink",
+    11: "rmdir",
+    12: "rename",
+    14: "open",
+    15: "read",
+    16: "write",
+    18: "release",
+    20: "nothing",
+    25: "nothing",
+    27: "opendir",
+    28: "readdir",
+    30: "nothing",
+    35: "create",
+}  # nothing: a sync, a close
 FORGET, READ, WRITE, INIT, INTERRUPT, BATCH_FORGET = 2, 15, 16, 26, 36, 42
-SILENT = (FORGET, BATCH_FORGET, INTERRUPT)          # the kernel expects no answer
+SILENT = (FORGET, BATCH_FORGET, INTERRUPT)  # the kernel expects no answer
 BIG_WRITES, AUTO_INVAL_DATA, MAX_PAGES = 1 << 5, 1 << 12, 1 << 22
 DIRECT_IO = 1 << 0
 NOTIFY_INVAL_INODE = 2
 MODE, SIZE = 1 << 0, 1 << 3
-MOST = 1 << 20                                      # bytes of a read or write
-THREADS = 6                                         # of each mount: a slow request does not delay the others
+MOST = 1 << 20  # bytes of a read or write
+THREADS = 6  # of each mount: a slow request does not delay the others
 LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -47,8 +64,10 @@ class Server:
     """What all mounts share: the files, the line to the server."""
 
     def __init__(self, folder, knobs):
-        self.folder, self.knobs = str(folder), SimpleNamespace(**knobs)
-        self.lock, self.line = threading.RLock(), threading.Lock()
+        self.folder = str(folder)
+        self.knobs = SimpleNamespace(**knobs)
+        self.lock = threading.RLock()
+        self.line = threading.Lock()
         self.back = threading.Event()
         self.turn(knobs)
 
@@ -69,9 +88,11 @@ class Mount:
     """One machine's view: the kernel's caches are its own."""
 
     def __init__(self, server, device):
-        self.server, self.device, self.knobs = server, device, server.knobs
+        self.server = server
+        self.device = device
+        self.knobs = server.knobs
         root = os.open(server.folder, os.O_PATH)
-        self.nodes = {1: [root, 1]}             # inode: [descriptor, how often the kernel was told of it]
+        self.nodes = {1: [root, 1]}  # inode: [descriptor, how often the kernel was told of it]
 
     def serve(self):
         while True:
@@ -80,19 +101,20 @@ class Mount:
             except OSError as error:
                 if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
                     continue
-                return                              # unmounted
+                return  # unmounted
             length, op, unique, node = struct.unpack_from("IIQQ", data)
-            answer, number = b"", 0
+            answer = b""
+            number = 0
             try:
                 answer = self._answer(op, node, data[40:length])
             except OSError as error:
                 number = error.errno or errno.EIO
-            except Exception as error:          # a mistake here must not leave the caller waiting for ever
+            except Exception as error:  # a mistake here must not leave the caller waiting for ever
                 print(f"{NAMES.get(op, op)}: {error!r}", file=sys.stderr, flush=True)
                 number = errno.EIO
             if op not in SILENT:
                 text = b"" if number else answer or b""
-                with contextlib.suppress(OSError):      # the caller was killed meanwhile
+                with contextlib.suppress(OSError):  # the caller was killed meanwhile
                     os.write(self.device, struct.pack("IiQ", 16 + len(text), -number, unique) + text)
 
     def _answer(self, op, node, data):
@@ -133,19 +155,36 @@ class Mount:
     def _attributes(self, node):
         info = os.fstat(self._at(node))
         times = [divmod(ns, 10**9) for ns in (info.st_atime_ns, info.st_mtime_ns, info.st_ctime_ns)]
-        return struct.pack("QQQQQQIIIIIIIIII", node, info.st_size, info.st_blocks, *(t[0] for t in times),
-                           *(t[1] for t in times), info.st_mode, info.st_nlink, info.st_uid, info.st_gid,
-                           info.st_rdev, 4096, 0)
+        return struct.pack(
+            "QQQQQQIIIIIIIIII",
+            node,
+            info.st_size,
+            info.st_blocks,
+            *(t[0] for t in times),
+            *(t[1] for t in times),
+            info.st_mode,
+            info.st_nlink,
+            info.st_uid,
+            info.st_gid,
+            info.st_rdev,
+            4096,
+            0,
+        )
 
     def _lookup(self, node, data):
         try:
             return self._entry(node, data[:-1])
-        except FileNotFoundError:               # the kernel remembers this too
+        except FileNotFoundError:  # the kernel remembers this too
             return struct.pack("QQQQII", 0, 0, *self._valid()) + bytes(88)
 
     def _forget(self, op, node, data):
-        told = [(node, *struct.unpack_from("Q", data))] if op == FORGET else \
-            list(struct.iter_unpack("QQ", data[8:])) if op == BATCH_FORGET else []
+        told = (
+            [(node, *struct.unpack_from("Q", data))]
+            if op == FORGET
+            else list(struct.iter_unpack("QQ", data[8:]))
+            if op == BATCH_FORGET
+            else []
+        )
         for number, times in told:
             with self.server.lock:
                 if number in self.nodes:
@@ -183,8 +222,9 @@ class Mount:
 
     # ---- files -------------------------------------------------------------------------------------
     def _open(self, node, data):
-        flags, descriptor = struct.unpack_from("I", data)[0], self._at(node)
-        if os.fstat(descriptor).st_nlink == 0:      # the kernel looks the name up again, as NFS at each open
+        flags = struct.unpack_from("I", data)[0]
+        descriptor = self._at(node)
+        if os.fstat(descriptor).st_nlink == 0:  # the kernel looks the name up again, as NFS at each open
             raise OSError(errno.ESTALE, "open")
         self._notify(node, -1)
         done = os.O_NOFOLLOW | os.O_EXCL | os.O_CREAT
@@ -209,8 +249,8 @@ class Mount:
 
     def _write(self, node, data):
         fd, at, size, _, _, flags = struct.unpack_from("QQIIQI", data)
-        os.pwrite(fd, data[40:], at)                # with O_APPEND at the end of the file, wherever `at` is
-        if flags & os.O_APPEND:                     # in a thread: it may wait for the answer to this write
+        os.pwrite(fd, data[40:], at)  # with O_APPEND at the end of the file, wherever `at` is
+        if flags & os.O_APPEND:  # in a thread: it may wait for the answer to this write
             threading.Thread(target=self._notify, args=(node, 0)).start()
         return struct.pack("II", size, 0)
 
@@ -257,7 +297,7 @@ def _mounted(path):
     """The descriptor over which the kernel asks."""
     device = os.open("/dev/fuse", os.O_RDWR)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions"
-    if LIBC.mount(b"netfs", path.encode(), b"fuse.netfs", 6, options.encode()):     # nosuid, nodev
+    if LIBC.mount(b"netfs", path.encode(), b"fuse.netfs", 6, options.encode()):  # nosuid, nodev
         raise OSError(ctypes.get_errno(), f"mount: {os.strerror(ctypes.get_errno())}")
     return device
 
@@ -266,20 +306,27 @@ def _mounted(path):
 def served(folder, machines=1, **knobs):
     """The mounts of one server, a process of its own; `set` turns knobs, `server` is the folder behind."""
     import pytest
+
     if os.geteuid() or not os.access("/dev/fuse", os.R_OK | os.W_OK):
         pytest.skip("no file system in user space: it takes root and /dev/fuse")
-    folder, unknown = Path(folder), set(knobs) - set(KNOBS)
+    folder = Path(folder)
+    unknown = set(knobs) - set(KNOBS)
     assert not unknown, unknown
     mounts = [folder / f"machine{k}" for k in range(machines)]
     for path in (folder / "server", *mounts):
         path.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen([sys.executable, __file__, folder, json.dumps(KNOBS | knobs), *mounts],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, __file__, folder, json.dumps(KNOBS | knobs), *mounts],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
 
     def turn(**knobs):
         process.stdin.write(json.dumps(knobs) + "\n")
         process.stdin.flush()
         return process.stdout.readline()
+
     try:
         if not process.stdout.readline():
             pytest.skip("no file system in user space: this process may not mount one")
@@ -290,7 +337,7 @@ def served(folder, machines=1, **knobs):
         for pipe in (process.stdin, process.stdout):
             pipe.close()
         for path in mounts:
-            LIBC.umount2(str(path).encode(), 2)                                  # MNT_DETACH
+            LIBC.umount2(str(path).encode(), 2)  # MNT_DETACH
 
 
 if __name__ == "__main__":

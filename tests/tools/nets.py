@@ -1,6 +1,7 @@
 """Nets and data for the tests of --virtual-ranks, given to the scripts as `--model tests/tools/nets.py:cnn`
 and so on.
 """
+
 import os
 import resource
 
@@ -16,7 +17,8 @@ WORDS, LENGTH = 23, 12
 def pictures():
     """(x, y, x_test, y_test): 107 pictures, so that every epoch ends in a short batch."""
     draws = torch.Generator().manual_seed(1)
-    x, y = torch.randn(150, 1, 12, 12, generator=draws), torch.randint(4, (150,), generator=draws)
+    x = torch.randn(150, 1, 12, 12, generator=draws)
+    y = torch.randint(4, (150,), generator=draws)
     x += y.view(-1, 1, 1, 1) * 0.2
     return x[:107], y[:107], x[107:], y[107:]
 
@@ -24,7 +26,8 @@ def pictures():
 def colours():
     """Pictures of three channels, as torchvision's nets take them."""
     draws = torch.Generator().manual_seed(2)
-    x, y = torch.randn(72, 3, 32, 32, generator=draws), torch.randint(3, (72,), generator=draws)
+    x = torch.randn(72, 3, 32, 32, generator=draws)
+    y = torch.randint(3, (72,), generator=draws)
     return x[:64], y[:64], x[64:], y[64:]  # 24, 24, 16: no slice of one, which BatchNorm refuses
 
 
@@ -50,10 +53,21 @@ def sentences():
 def cnn(data):
     """Convolutions with BatchNorm, dropout, and a buffer that does not move and is not finite."""
     net = nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(1, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
         nn.Dropout2d(0.2),
-        nn.Conv2d(8, 12, 3, padding=1), nn.GroupNorm(3, 12), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(),
-        nn.Linear(12 * 9, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, data.classes))
+        nn.Conv2d(8, 12, 3, padding=1),
+        nn.GroupNorm(3, 12),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(12 * 9, 32),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(32, data.classes),
+    )
     net[0].register_buffer("infinite", torch.tensor([float("-inf"), 1.0]))
     return net
 
@@ -72,14 +86,24 @@ class Gpt(nn.Module):
 
     def __init__(self, width=16):
         super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, width), nn.Embedding(LENGTH, width)
+        self.words = nn.Embedding(WORDS, width)
+        self.places = nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.LayerNorm(width), "mix": nn.Linear(LENGTH, LENGTH),
-                           "up": nn.Linear(width, 4 * width), "down": nn.Linear(4 * width, width)})
-            for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, WORDS, bias=False)
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width),
+                    "mix": nn.Linear(LENGTH, LENGTH),
+                    "up": nn.Linear(width, 4 * width),
+                    "down": nn.Linear(4 * width, width),
+                }
+            )
+            for _ in range(2)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, WORDS, bias=False)
         self.head.weight = self.words.weight
-        self.never, self.at_times = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(width))
+        self.never = nn.Parameter(torch.ones(3))
+        self.at_times = nn.Parameter(torch.ones(width))
 
     def forward(self, x):
         h = F.dropout(self.words(x) + self.places.weight, 0.1, self.training)
@@ -100,8 +124,9 @@ class Tied(nn.Module):
 
     def __init__(self, width):
         super().__init__()
-        self.one, self.two, self.out = nn.Linear(width, width), nn.Linear(width, width), nn.Linear(width,
-                                                                                                   WORDS)
+        self.one = nn.Linear(width, width)
+        self.two = nn.Linear(width, width)
+        self.out = nn.Linear(width, WORDS)
         self.two.weight = self.one.weight
         self.register_buffer("mask", torch.linspace(0.5, 1.5, width))
 

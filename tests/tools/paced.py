@@ -1,6 +1,7 @@
 """A net and a dataset for tests that interrupt: steps of a set length, float64 and no dropout, so that worlds
 agree to 1e-9.
 """
+
 import os
 import time
 from collections import OrderedDict
@@ -29,15 +30,23 @@ class Cast(nn.Module):
 
 
 def net(opts, data):
-    return nn.Sequential(OrderedDict(pace=Pace(), fc1=nn.Linear(6, 32).double(), act=nn.Tanh(),
-                                     fc2=nn.Linear(32, 3).double()))
+    return nn.Sequential(
+        OrderedDict(pace=Pace(), fc1=nn.Linear(6, 32).double(), act=nn.Tanh(), fc2=nn.Linear(32, 3).double())
+    )
 
 
 def dropping(opts, data):
     """float32 with dropout: only fixed slices (--virtual-ranks) give the same bits at every world."""
-    return nn.Sequential(OrderedDict(pace=Pace(), cast=Cast(), fc1=nn.Linear(6, 32), act=nn.Tanh(),
-                                     drop=nn.Dropout(0.3),
-                                     fc2=nn.Linear(32, 3)))
+    return nn.Sequential(
+        OrderedDict(
+            pace=Pace(),
+            cast=Cast(),
+            fc1=nn.Linear(6, 32),
+            act=nn.Tanh(),
+            drop=nn.Dropout(0.3),
+            fc2=nn.Linear(32, 3),
+        )
+    )
 
 
 def deep(opts, data):
@@ -60,7 +69,8 @@ class Files(Dataset):
     classes = 3
 
     def __init__(self, x, y):
-        self.x, self.y = x, y
+        self.x = x
+        self.y = y
 
     def __len__(self):
         return len(self.y)

@@ -1,4 +1,5 @@
 """A dataset with a sample that cannot be read, for tests of runs that come to nothing."""
+
 import torch
 from torch.utils.data import Dataset
 

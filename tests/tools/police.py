@@ -1,6 +1,7 @@
 """What a test could leave behind: processes, listening sockets, files in the temporary folder or in the
 project's own.
 """
+
 import gc
 import os
 import signal
@@ -14,7 +15,7 @@ TOKEN = f"tests-{uuid.uuid4().hex}"  # in the environment of all that a test sta
 KEPT = ("tests/tools/warm_torchrun.py", "resource_tracker")  # processes that live as long as pytest
 # torch's cache; what torchrun itself leaves; what multiprocessing cannot remove when its process is killed.
 NOT_OURS = ("torchinductor_", "torchelastic_", "pymp-", "__pycache__", ".pytest_cache", ".ruff_cache")
-PATIENCE = 30.0                                                      # seconds
+PATIENCE = 30.0  # seconds
 
 
 def move_in():
@@ -28,35 +29,43 @@ def move_in():
 
 def belongings():
     """{what: how to remove it} of all that is there now."""
-    found = {f"process {pid}: {command}": lambda pid=pid: os.kill(pid, signal.SIGKILL) for pid,
-             command in _processes()}
+    found = {
+        f"process {pid}: {command}": lambda pid=pid: os.kill(pid, signal.SIGKILL)
+        for pid, command in _processes()
+    }
     found |= {f"listening socket {inode}": lambda: None for inode in listeners()}
-    return found | {f"file {folder / name}": lambda: None for folder in (ROOT, Path(tempfile.gettempdir()))
-                    for name in os.listdir(folder) if not name.startswith(NOT_OURS)}
+    return found | {
+        f"file {folder / name}": lambda: None
+        for folder in (ROOT, Path(tempfile.gettempdir()))
+        for name in os.listdir(folder)
+        if not name.startswith(NOT_OURS)
+    }
 
 
 def left_since(before):
     """What is there now, was not before, and does not go away by itself; it is removed where that is safe."""
     end = time.monotonic() + PATIENCE
-    while (left := {what: remove for what,
-                    remove in belongings().items() if what not in before}) and time.monotonic() < end:
+
+    def left():
+        return {what: remove for what, remove in belongings().items() if what not in before}
+
+    while left() and time.monotonic() < end:
         gc.collect()  # a socket may hang on a cycle of dead objects
         time.sleep(0.02)
-    for remove in left.values():
+    stayed = left()
+    for remove in stayed.values():
         try:
             remove()
         except ProcessLookupError:
             pass
-    return sorted(left)
+    return sorted(stayed)
 
 
 def _processes():
     for name in filter(str.isdecimal, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         try:
-            with open(f"/proc/{name}/environ", "rb") as file:  # empty for the dead
-                ours = TOKEN.encode() in file.read()
-            with open(f"/proc/{name}/cmdline", "rb") as file:
-                command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+            ours = TOKEN in Path(f"/proc/{name}/environ").read_text(errors="replace")  # empty for the dead
+            command = Path(f"/proc/{name}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
         except OSError:
             continue
         if ours and int(name) != os.getpid() and not any(word in command for word in KEPT):
@@ -64,9 +73,9 @@ def _processes():
 
 
 def listeners(pid="self"):
-    """Inodes of the TCP sockets on which a process listens, with the local address as the kernel writes it.
-    """
-    held, found = set(), {}
+    """{inode: local address, as the kernel writes it} of the TCP sockets on which a process listens."""
+    held = set()
+    found = {}
     for fd in os.listdir(f"/proc/{pid}/fd") if os.path.isdir(f"/proc/{pid}/fd") else ():
         try:
             held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))

@@ -8,6 +8,7 @@ importing torch.
 
     assert fork_ranks(3, sum_of_ones) == [3, 3, 3]
 """
+
 import ctypes
 import gc
 import os
@@ -40,27 +41,45 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
     to it).
     """
     import torch._dynamo  # noqa: F401  (DDP imports it: seconds, here once and not in every rank)
-    sys.stdout.flush(), sys.stderr.flush()
-    life, end, parent = uuid.uuid4().hex[:12], time.monotonic() + deadline, os.getpid()
-    pids, pipes, texts, ended, answers = [], selectors.DefaultSelector(), [bytearray()
-                                                                           for _ in range(size)], [], {}
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    life = uuid.uuid4().hex[:12]
+    end = time.monotonic() + deadline
+    parent = os.getpid()
+    pids = []
+    pipes = selectors.DefaultSelector()
+    texts = [bytearray() for _ in range(size)]
+    ended = []
+    answers = {}
     try:
-        # inherited: no race for a free port
-        with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:
+        with socket.create_server(("127.0.0.1", 0), backlog=256) as listener:  # inherited: no race for a port
             for rank in range(size):
                 reader, writer = os.pipe()
                 pids.append(os.fork())
                 if pids[-1] == 0:
-                    _live(rank, size, node_size or size, life, parent, listener, writer, hang_timeout,
-                          function, args)
+                    _live(
+                        rank,
+                        size,
+                        node_size or size,
+                        life,
+                        parent,
+                        listener,
+                        writer,
+                        hang_timeout,
+                        function,
+                        args,
+                    )
                 os.close(writer)
                 pipes.register(reader, selectors.EVENT_READ, rank)
         while pipes.get_map() and (left := end - time.monotonic()) > 0:
             for key, _ in pipes.select(left):
-                piece, rank = os.read(key.fd, 1 << 20), key.data
+                piece = os.read(key.fd, 1 << 20)
+                rank = key.data
                 texts[rank] += piece
                 if not piece:  # it has answered, or is gone
-                    pipes.unregister(key.fd), os.close(key.fd)
+                    pipes.unregister(key.fd)
+                    os.close(key.fd)
                     ended.append(rank)
                     answers[rank] = pickle.loads(texts[rank]) if texts[rank] else (False, "died")
                     if not answers[rank][0] and rank not in may_die:
@@ -70,8 +89,9 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
         for key in list(pipes.get_map().values()):
             os.close(key.fd)
         pipes.close()
-    wrong = [f"rank {rank}, exit code {codes[rank]}: {answers[rank][1]}" for rank in ended
-             if not answers[rank][0]]
+    wrong = [
+        f"rank {rank}, exit code {codes[rank]}: {answers[rank][1]}" for rank in ended if not answers[rank][0]
+    ]
     late = [f"rank {rank}: no answer in time, killed" for rank in range(size) if rank not in ended]
     if late or any(not answers[rank][0] and rank not in may_die for rank in ended):
         raise AssertionError("\n".join(wrong + late))
@@ -92,7 +112,8 @@ def _end(pid):
 
 def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, function, args):
     """A rank from birth to death; never returns, for pytest's own stack is above it."""
-    code, answer = 1, (False, "")
+    code = 1
+    answer = (False, "")
     errors.OTHER_RANKS_SECONDS = 0.0  # there is no agent to end them first
     gc.freeze()  # a search through all of torch's objects would copy each of their pages, 0.3 s
     try:
@@ -101,34 +122,62 @@ def _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, f
             ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
         if os.getppid() != parent:
             os._exit(1)
-        (host, port), patience = listener.getsockname(), timedelta(seconds=hang_timeout)
+        host, port = listener.getsockname()
+        patience = timedelta(seconds=hang_timeout)
         node, local_rank = divmod(rank, node_size)
         local_size = min(node_size, size - node * node_size)
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR=host, MASTER_PORT=str(port),
-                          LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size), GROUP_RANK=str(node),
-                          GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0")
-        store, socket_fd = None, listener.detach()
+        os.environ.update(
+            RANK=str(rank),
+            WORLD_SIZE=str(size),
+            MASTER_ADDR=host,
+            MASTER_PORT=str(port),
+            LOCAL_RANK=str(local_rank),
+            LOCAL_WORLD_SIZE=str(local_size),
+            GROUP_RANK=str(node),
+            GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",
+        )
+        store = None
+        socket_fd = listener.detach()
         if rank or size == 1:
             os.close(socket_fd)  # rank 0's alone: its death must show
         if size > 1:
-            store = dist.TCPStore(host, port, is_master=rank == 0, wait_for_workers=False, timeout=patience,
-                                  master_listen_fd=None if rank else socket_fd)
-            dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank,
-                                    world_size=size,
-                                    timeout=patience)
-        world = World(rank=rank, size=size, local_rank=local_rank, local_size=local_size,
-                      devices=(torch.device("cpu"),), life=life, store=store)
-        answer, code = (True, function(world, *args)), 0
+            store = dist.TCPStore(
+                host,
+                port,
+                is_master=rank == 0,
+                wait_for_workers=False,
+                timeout=patience,
+                master_listen_fd=None if rank else socket_fd,
+            )
+            os.environ["TORCH_DIST_INIT_BARRIER"] = "1"  # no test lets a rank die before the others have it
+            dist.init_process_group(
+                "gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=size, timeout=patience
+            )
+            del os.environ["TORCH_DIST_INIT_BARRIER"]
+        world = World(
+            rank=rank,
+            size=size,
+            local_rank=local_rank,
+            local_size=local_size,
+            devices=(torch.device("cpu"),),
+            life=life,
+            store=store,
+        )
+        answer = (True, function(world, *args))
+        code = 0
     except SystemExit as error:
-        answer, code = (False, f"sys.exit({error.code!r})"), error.code if isinstance(error.code, int) else 1
+        answer = (False, f"sys.exit({error.code!r})")
+        code = error.code if isinstance(error.code, int) else 1
     except BaseException:
         answer = (False, traceback.format_exc())
     finally:
         try:
             text = pickle.dumps(answer)
         except Exception:
-            code, text = 1, pickle.dumps((False, traceback.format_exc()))
-        sys.stdout.flush(), sys.stderr.flush()
+            code = 1
+            text = pickle.dumps((False, traceback.format_exc()))
+        sys.stdout.flush()
+        sys.stderr.flush()
         with open(writer, "wb") as file:
             file.write(text)
         while code == 0:

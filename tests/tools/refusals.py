@@ -1,4 +1,5 @@
 """What a person is told when something cannot be: three lines at most, and an exit code."""
+
 import contextlib
 
 import pytest

@@ -1,14 +1,16 @@
 """A rank's share of a global batch of given tensors, as `batches` would cut it."""
+
 from common.data import Batch
 from common.data.loading import forward_sizes
 from common.sampler import share
 
 
 def share_of(x, y, opts, rank=0, world=1):
-    mine, parts = share(len(x), rank, world, opts.virtual_ranks), []
+    mine = share(len(x), rank, world, opts.virtual_ranks)
+    parts = []
     at = mine.start
     for n in forward_sizes(len(x), rank, world, opts):
-        parts.append((n, (x[at:at + n], y[at:at + n]) if n or opts.sync_bn or opts.shard else None))
+        parts.append((n, (x[at : at + n], y[at : at + n]) if n or opts.sync_bn or opts.shard else None))
         at += n
     return Batch(parts, list(mine), len(x))
 
@@ -20,7 +22,8 @@ class Samples:
     classes = 0  # evaluation then takes as many samples at once as it likes
 
     def __init__(self, x, y):
-        self.x, self.y = x, y
+        self.x = x
+        self.y = y
         self.shape = tuple(x.shape[1:])
         self.tokens = y.shape[1:].numel()
 

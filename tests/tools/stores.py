@@ -1,6 +1,7 @@
 """What the tests of the store stand on: a tiny state in which every value tells its step, stores over it,
 worlds of one.
 """
+
 import contextlib
 import os
 import signal
@@ -26,13 +27,21 @@ from common.world import World
 
 
 def options(folder, **flags):
-    return Options(run_dir=folder / "run",
-                   **{"keep": 2, "workers": 0, "save_every": 1, "save_seconds": 0} | flags)
+    return Options(
+        run_dir=folder / "run", **{"keep": 2, "workers": 0, "save_every": 1, "save_seconds": 0} | flags
+    )
 
 
 def world_of_one():
-    return World(rank=0, size=1, local_rank=0, local_size=1, devices=(torch.device("cpu"),),
-                 life=uuid.uuid4().hex[:12], store=None)
+    return World(
+        rank=0,
+        size=1,
+        local_rank=0,
+        local_size=1,
+        devices=(torch.device("cpu"),),
+        life=uuid.uuid4().hex[:12],
+        store=None,
+    )
 
 
 def tiny_net():
@@ -53,7 +62,9 @@ def at_step(state, step):
         for part in state.tensors().values():
             for name in part:
                 part[name].copy_(expected(part[name], step))
-        state.step, state.epoch, state.position = step, step // 10, step % 10
+        state.step = step
+        state.epoch = step // 10
+        state.position = step % 10
     return state
 
 
@@ -65,13 +76,16 @@ def expected(tensor, step):
 def is_at(state, step):
     """Whether every tensor and every counter is that of `step`, and of no other."""
     return (state.step, state.epoch, state.position) == (step, step // 10, step % 10) and all(
-        torch.equal(tensor, expected(tensor, step)) for part in state.tensors().values()
-        for tensor in part.values())
+        torch.equal(tensor, expected(tensor, step))
+        for part in state.tensors().values()
+        for tensor in part.values()
+    )
 
 
 def images_are_at(images, step):
-    return all(torch.equal(view, expected(view, step)) for image in images.values()
-               for view in image.views.values())
+    return all(
+        torch.equal(view, expected(view, step)) for image in images.values() for view in image.views.values()
+    )
 
 
 def new_store(opts, world=None, fingerprint="f" * 64):
@@ -90,7 +104,8 @@ def heard(said):
 
 def started(opts, world=None):
     """(a store over a tiny state, that state), restored."""
-    store, state = new_store(opts, world), tiny_state(opts)
+    store = new_store(opts, world)
+    state = tiny_state(opts)
     store.restore(state)
     return store, state
 
@@ -98,7 +113,8 @@ def started(opts, world=None):
 @contextlib.contextmanager
 def a_life(opts, net=None, samples=None, said=None, **given):
     """store, state, source: one life of the run from restore to close, in this process."""
-    store, state = new_store(opts, **given), tiny_state(opts, net, samples)
+    store = new_store(opts, **given)
+    state = tiny_state(opts, net, samples)
     try:
         with heard(said):
             source = store.restore(state)
@@ -136,7 +152,8 @@ def save(life, step):
     life.store.save()
     life.store.wait()
     if life.store.error:
-        error, life.store.error = life.store.error, None
+        error = life.store.error
+        life.store.error = None
         raise error if isinstance(error, Exception) else OSError(error)
 
 
@@ -201,7 +218,7 @@ def flips(path, every):
             at = bit // 8
             os.pwrite(file.fileno(), bytes([data[at] ^ 1 << bit % 8]), at)
             yield bit, bit // every % 7 == 0
-            os.pwrite(file.fileno(), data[at:at + 1], at)
+            os.pwrite(file.fileno(), data[at : at + 1], at)
 
 
 def steps_of(opts):

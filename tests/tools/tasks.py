@@ -1,7 +1,8 @@
 """Jobs that are no classification: for each a net, a dataset and a task, as a user would write them.
 
-    train_ddp.py --task tests/tools/tasks.py:padded --model tests/tools/tasks.py:padded_net --dataset tests/tools/tasks.py:padded_data
+train_ddp.py --task tests/tools/tasks.py:padded --model tests/tools/tasks.py:padded_net --dataset tests/tools/tasks.py:padded_data
 """  # noqa: E501
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -12,7 +13,9 @@ class Drawn(Dataset):
     """Sample i is a function of i."""
 
     def __init__(self, n, make, **attributes):
-        self.n, self.make, self.fingerprint = n, make, f"{make.__name__} {n}"
+        self.n = n
+        self.make = make
+        self.fingerprint = f"{make.__name__} {n}"
         vars(self).update(attributes)
 
     def __len__(self):
@@ -29,7 +32,8 @@ def both(make, n=74, **attributes):
 # ---- regression: float targets; samples with weights, so a count may be any number ----
 def regression(net, batch):
     x, y = batch
-    weight, error = x[:, 0].sigmoid(), net(x).squeeze(1) - y
+    weight = x[:, 0].sigmoid()
+    error = net(x).squeeze(1) - y
     return {"loss": ((weight * error.square()).sum(), weight.sum()), "mae": (error.abs().sum(), len(y))}
 
 
@@ -37,6 +41,7 @@ def regression_data():
     def make(draw):
         x = torch.randn(6, generator=draw)
         return x, x.sum().item() + 5  # a Python float
+
     return both(make)
 
 
@@ -47,16 +52,20 @@ def regression_net():
 # ---- segmentation: a class for each pixel, 255 does not count; a confusion matrix becomes a mean IoU ----
 def segmentation(net, batch):
     x, y = batch
-    out, real = net(x), y != 255
+    out = net(x)
+    real = y != 255
     pairs = 3 * y[real] + out.argmax(1)[real]
-    return {"loss": (F.cross_entropy(out, y, ignore_index=255, reduction="sum"), real.sum()),
-            "confusion": pairs.bincount(minlength=9).view(3, 3)}
+    return {
+        "loss": (F.cross_entropy(out, y, ignore_index=255, reduction="sum"), real.sum()),
+        "confusion": pairs.bincount(minlength=9).view(3, 3),
+    }
 
 
 def finish(metrics):
     if "confusion" in metrics:
         seen = metrics["confusion"].double()
-        both_say, either = seen.diag(), seen.sum(0) + seen.sum(1) - seen.diag()
+        both_say = seen.diag()
+        either = seen.sum(0) + seen.sum(1) - seen.diag()
         metrics["iou"] = (both_say / either.clamp(min=1)).mean()
     return metrics
 
@@ -67,6 +76,7 @@ def segmentation_data():
         y = x.argmax(0)
         y[torch.rand(6, 6, generator=draw) < 0.3] = 255
         return x, y
+
     return both(make)
 
 
@@ -82,6 +92,7 @@ def autoencoder(net, batch):
 def autoencoder_data():
     def make(draw):
         return torch.rand(6, generator=draw)
+
     return both(make)
 
 
@@ -92,8 +103,10 @@ def autoencoder_net():
 # ---- dicts of unequal lengths, padded to the longest of a forward, with a mask; -100 does not count ----
 class Words(Drawn):
     def collate(self, samples):
-        words, labels = (nn.utils.rnn.pad_sequence([sample[key] for sample in samples], True, padding)
-                         for key, padding in (("words", 0), ("labels", -100)))
+        words, labels = (
+            nn.utils.rnn.pad_sequence([sample[key] for sample in samples], True, padding)
+            for key, padding in (("words", 0), ("labels", -100))
+        )
         return {"x": {"words": words, "mask": words != 0}, "y": labels}
 
 
@@ -102,7 +115,9 @@ class Tagger(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.drop, self.head = nn.Embedding(20, 6), nn.Dropout(0.1), nn.Linear(12, 3)
+        self.embed = nn.Embedding(20, 6)
+        self.drop = nn.Dropout(0.1)
+        self.head = nn.Linear(12, 3)
 
     def forward(self, words, mask):
         x = self.drop(self.embed(words))
@@ -111,10 +126,13 @@ class Tagger(nn.Module):
 
 
 def padded(net, batch):
-    out, y = net(**batch["x"]), batch["y"]
+    out = net(**batch["x"])
+    y = batch["y"]
     real = y != -100
-    return {"loss": (F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum"), real.sum()),
-            "acc": ((out.argmax(2) == y).logical_and(real).sum(), real.sum())}
+    return {
+        "loss": (F.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="sum"), real.sum()),
+        "acc": ((out.argmax(2) == y).logical_and(real).sum(), real.sum()),
+    }
 
 
 def padded_data():
@@ -123,6 +141,7 @@ def padded_data():
         labels = words % 3
         labels[torch.rand(len(words), generator=draw) < 0.4] = -100  # some samples have no target at all
         return {"words": words, "labels": labels}
+
     return Words(74, make), Words(21, make)
 
 
@@ -143,7 +162,8 @@ class Pupil(nn.Module):
 
 def distillation(net, batch):
     a, b = batch
-    first, second = net(a), net.pupil(b)  # parts of the net may be called, too
+    first = net(a)  # parts of the net may be called, too
+    second = net.pupil(b)
     with torch.no_grad():
         wanted = net.teacher(a).log_softmax(1)
     soft = F.kl_div(first.log_softmax(1), wanted, log_target=True, reduction="sum")
@@ -155,6 +175,7 @@ def distillation_data():
     def make(draw):
         x = torch.randn(6, generator=draw)
         return x + 0.1 * torch.randn(6), x + 0.1 * torch.randn(6)  # augmented: seeded by (seed, epoch, id)
+
     return both(make)
 
 

@@ -6,6 +6,7 @@ Speaks JSON lines: {"id", "argv", "env", "cwd", "out"} in; {"id", "pid"} out, an
 process has ended. argv[0] is a script of Python, "-m" before a module's name, or the word torchrun: then the
 workers are forked from the agent in the same way, and so is the fork server of launch/torchrun.py.
 """
+
 import atexit
 import contextlib
 import gc
@@ -29,7 +30,9 @@ class Forked(subprocess.Popen):
     """subprocess.Popen for `python -u SCRIPT ...`, by a fork without the exec."""
 
     def _execute_child(self, args, *rest):
-        cwd, env, outputs = rest[4], rest[5], (rest[12], rest[14])
+        cwd = rest[4]
+        env = rest[5]
+        outputs = (rest[12], rest[14])
         self.pid = os.fork()
         if self.pid == 0:
             for fd, wanted in zip(outputs, (1, 2), strict=True):
@@ -59,6 +62,7 @@ def become(argv, env, cwd):
         if argv[0] == "torchrun":
             import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
             from torch.distributed.run import main
+
             handler.Popen = Forked
             main()
         elif argv[0] == "-m":
@@ -83,7 +87,8 @@ def become(argv, env, cwd):
         try:
             threading._shutdown()
             atexit._run_exitfuncs()
-            sys.stdout.flush(), sys.stderr.flush()
+            sys.stdout.flush()
+            sys.stderr.flush()
         finally:
             os._exit(code)
 
@@ -118,13 +123,15 @@ def main():
     import torch._dynamo  # noqa: F401  (DDP and optimizers import it: as many seconds as torch itself)
     import torch.distributed.run  # noqa: F401
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+
     dynamic_rendezvous.get_method_name = lambda: ""  # as launch/agent.py; with all modules here, a whole core
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     signal.set_wakeup_fd(writer)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     say = os.fdopen(os.dup(1), "w", buffering=1)
-    buffered, ids = b"", {}
+    buffered = b""
+    ids = {}
     print(json.dumps({"ready": os.getpid()}), file=say)
     while True:
         ready = select.select([0, reader], [], [])[0]

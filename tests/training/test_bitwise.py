@@ -4,6 +4,7 @@ resizes.
 Whole scripts run in forked ranks: data, store, rescue, log and evaluation are those of a run by hand. The
 long form (`pytest -m long`) takes 200 steps and more, and all worlds.
 """
+
 import json
 import os
 import signal
@@ -30,21 +31,43 @@ from common.training import TrainState, backward, build_optimizer, distribute
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
-CNN = {"model": f"{NETS}:cnn", "dataset": f"{NETS}:pictures", "global_batch_size": 24, "optimizer": "adamw",
-       "weight_decay": 0.05,
-       "ema_decay": 0.9, "clip_grad_norm": 1.0, "lr_schedule": "cosine", "label_smoothing": 0.1}
-GPT = {"model": f"{NETS}:gpt", "dataset": f"{NETS}:words", "global_batch_size": 20, "optimizer": "adamw",
-       "weight_decay": 0.1}
-LSTM = {"model": "lstm", "dataset": f"{NETS}:sentences", "global_batch_size": 27, "clip_grad_norm": 1.0,
-        "max_steps": 12}
-RESNET = {"model": "resnet18", "dataset": f"{NETS}:colours", "global_batch_size": 24, "optimizer": "sgd",
-          "max_steps": 2}
+CNN = {
+    "model": f"{NETS}:cnn",
+    "dataset": f"{NETS}:pictures",
+    "global_batch_size": 24,
+    "optimizer": "adamw",
+    "weight_decay": 0.05,
+    "ema_decay": 0.9,
+    "clip_grad_norm": 1.0,
+    "lr_schedule": "cosine",
+    "label_smoothing": 0.1,
+}
+GPT = {
+    "model": f"{NETS}:gpt",
+    "dataset": f"{NETS}:words",
+    "global_batch_size": 20,
+    "optimizer": "adamw",
+    "weight_decay": 0.1,
+}
+LSTM = {
+    "model": "lstm",
+    "dataset": f"{NETS}:sentences",
+    "global_batch_size": 27,
+    "clip_grad_norm": 1.0,
+    "max_steps": 12,
+}
+RESNET = {
+    "model": "resnet18",
+    "dataset": f"{NETS}:colours",
+    "global_batch_size": 24,
+    "optimizer": "sgd",
+    "max_steps": 2,
+}
 STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 
 
 def life(world, script, opts, kill=None):
-    """A rank's life in a script, from its options to its end; `kill` = (rank, step, phase): SIGKILL, there.
-    """
+    """A rank's life in a script, from its options to its end; `kill`, (rank, step, phase): SIGKILL there."""
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
     world = world.in_stages(opts.stages or world.size) if opts.script == "mp" else world
     house.join = lambda opts: (pinned.pin(opts), world)[1]
@@ -80,9 +103,21 @@ def die_at(script, step, phase):
 
 
 def options(folder, given):
-    return Options(**{"run_dir": folder, "virtual_ranks": 8, "epochs": 6, "log_every": 1,
-                      "tensorboard": False, "keep": 2,
-                      "save_every": 4, "device": "cpu", "check_every": 5, "hang_timeout": 60} | given)
+    return Options(
+        **{
+            "run_dir": folder,
+            "virtual_ranks": 8,
+            "epochs": 6,
+            "log_every": 1,
+            "tensorboard": False,
+            "keep": 2,
+            "save_every": 4,
+            "device": "cpu",
+            "check_every": 5,
+            "hang_timeout": 60,
+        }
+        | given
+    )
 
 
 def run(folder, world, given, script=train_ddp, kill=None):
@@ -102,10 +137,12 @@ def left_by(folder):
 
 def one_digest(tmp_path, given, worlds):
     found = {world: run(tmp_path / f"w{world}", world, given) for world in worlds}
-    assert len({digest for digest, _ in found.values()}) == 1, {world: digest[:12] for world,
-                                                                (digest, _) in found.items()}
+    assert len({digest for digest, _ in found.values()}) == 1, {
+        world: digest[:12] for world, (digest, _) in found.items()
+    }
     assert len(set(found.values())) == 1, (
-        "losses, hits and evaluations of every step are equal to the last digit")
+        "losses, hits and evaluations of every step are equal to the last digit"
+    )
     return found[worlds[0]]
 
 
@@ -130,7 +167,8 @@ def test_weights_and_metrics_are_the_same_at_any_world(tmp_path, case):
 
 
 def test_train_mp_ends_in_the_digest_of_train_ddp_and_takes_over_from_it(tmp_path):
-    given, mp = CNN | {"epochs": 2}, {"script": "mp", "devices": ("cpu", "cpu")}
+    given = CNN | {"epochs": 2}
+    mp = {"script": "mp", "devices": ("cpu", "cpu")}
     ddp = run(tmp_path / "ddp", 3, given)
     assert run(tmp_path / "mp", 1, given | mp, train_mp) == ddp
     run(tmp_path / "both", 2, given | {"max_steps": 4})
@@ -141,8 +179,9 @@ def test_train_mp_ends_in_the_digest_of_train_ddp_and_takes_over_from_it(tmp_pat
 def test_plain_mode_gives_other_bits_at_other_worlds_so_this_check_can_fail(tmp_path):
     plain = CNN | {"virtual_ranks": 0, "epochs": 1}
     assert run(tmp_path / "w1", 1, plain)[0] != run(tmp_path / "w2", 2, plain)[0]
-    assert run(tmp_path / "again", 2, plain)[0] == run(tmp_path / "w2b", 2,
-                                                       plain)[0], "but equal runs are equal"
+    assert run(tmp_path / "again", 2, plain)[0] == run(tmp_path / "w2b", 2, plain)[0], (
+        "but equal runs are equal"
+    )
 
 
 # ---- through kills and resizes --------------------------------------------------------------------
@@ -156,9 +195,14 @@ def through_kills(folder, given, kills, last_world):
 
 def test_kills_and_resizes_leave_no_trace_in_the_bits(tmp_path):
     unbroken = run(tmp_path / "unbroken", 2, CNN)
-    kills = [(3, 1, 3, "before"), (2, 0, 8, "within"), (1, 0, 10, "after"), (5, 4, 14, "after"),
-             (8, 0, 21, "within"),
-             (2, 1, 29, "before")]
+    kills = [
+        (3, 1, 3, "before"),
+        (2, 0, 8, "within"),
+        (1, 0, 10, "after"),
+        (5, 4, 14, "after"),
+        (8, 0, 21, "within"),
+        (2, 1, 29, "before"),
+    ]
     assert through_kills(tmp_path / "killed", CNN, kills, 4) == unbroken
     assert [life["world"] for life in lives(tmp_path / "killed")] == [3, 2, 1, 5, 8, 2, 4]
 
@@ -196,7 +240,8 @@ def small(world, virtual_ranks):
 
 def batch_at(world, step, slices, size=24):
     draws = torch.Generator().manual_seed(step)
-    x, y = torch.randn(size, 1, 12, 12, generator=draws), torch.randint(4, (size,), generator=draws)
+    x = torch.randn(size, 1, 12, 12, generator=draws)
+    y = torch.randint(4, (size,), generator=draws)
     return share_of(x, y, Options(virtual_ranks=slices), world.rank, world.size)
 
 

@@ -1,4 +1,5 @@
 """--cross-check: a rank whose device computes wrong numbers is found by the votes of all, and named."""
+
 import socket
 from types import SimpleNamespace
 
@@ -19,7 +20,9 @@ def broken(world, opts, rank, first, last, again):
 
     With `again` also when it computes a slice once more.
     """
-    linear, original, wrong = torch.nn.functional.linear, train_ddp.backward, []
+    linear = torch.nn.functional.linear
+    original = train_ddp.backward
+    wrong = []
 
     def backward(model, batch, state, world):
         wrong[:] = [True] * (first <= state.step + 1 <= last)
@@ -34,17 +37,23 @@ def broken(world, opts, rank, first, last, again):
         return out
 
     if world.rank == rank:
-        train_ddp.backward, torch.nn.functional.linear = backward, flipped
+        train_ddp.backward = backward
+        torch.nn.functional.linear = flipped
     return life(world, train_ddp, opts)
 
 
-@pytest.mark.parametrize("ranks, rank, first, last, again, named", [
-    (3, 1, 5, 99, True, "rank 1"),           # a device that is always wrong: a third decides
-    (3, 2, 6, 6, False, "rank 2"),           # wrong once, in the slice that is compared
-    (2, 0, 6, 6, False, "rank 0"),           # of two, the one that computes something else the second time
-    (2, 1, 5, 99, True, "rank 0 or rank 1")])  # of two that stay different nobody can tell
+@pytest.mark.parametrize(
+    "ranks, rank, first, last, again, named",
+    [
+        (3, 1, 5, 99, True, "rank 1"),  # a device that is always wrong: a third decides
+        (3, 2, 6, 6, False, "rank 2"),  # wrong once, in the slice that is compared
+        (2, 0, 6, 6, False, "rank 0"),  # of two, the one that computes something else the second time
+        (2, 1, 5, 99, True, "rank 0 or rank 1"),
+    ],
+)  # of two that stay different nobody can tell
 def test_a_device_that_computes_wrong_numbers_is_named_and_the_run_goes_back(
-        tmp_path, capfd, ranks, rank, first, last, again, named):
+    tmp_path, capfd, ranks, rank, first, last, again, named
+):
     opts = options(tmp_path / "run", CNN | EVERY)
     codes = fork_ranks(ranks, broken, opts, rank, first, last, again, may_die=range(ranks))
     assert codes == [7] * ranks

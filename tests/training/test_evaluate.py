@@ -37,7 +37,7 @@ def metrics_of(world, n, ema=0.0):
 
 @pytest.mark.parametrize("n", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 17])
 def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_sample_once(n):
-    (alone, _), = fork_ranks(1, metrics_of, n)
+    ((alone, _),) = fork_ranks(1, metrics_of, n)
     split = split_of(n)
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3)).eval()
@@ -52,7 +52,7 @@ def test_metrics_are_the_same_to_the_last_bit_at_every_world_and_count_each_samp
 
 
 def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
-    (found, weight), = fork_ranks(1, metrics_of, 9, 0.9)
+    ((found, weight),) = fork_ranks(1, metrics_of, 9, 0.9)
     assert found["val_loss"] == pytest.approx(1.0986, abs=1e-3)  # all zero: log 3
     assert found["predictions"] == [0] * 9
     assert any(weight[0])
@@ -60,14 +60,16 @@ def test_averaged_weights_are_evaluated_and_the_net_keeps_its_own():
 
 @pytest.mark.parametrize("between", ["evaluate", "update"])
 def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_become(tmp_path, between):
-    """--save-every falls on the last step of an epoch: its evaluation puts the averages into the net at once.
-    """
+    """--save-every falls on the last step of an epoch: its evaluation puts averages into the net at once."""
+
     def live(world):
         with fake_streams():
             state, store = a_run(world, tmp_path / "run", "--ema-decay=0.5")
-            step(state), step(state)
+            step(state)
+            step(state)
             wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
-            write, changed = store._write, threading.Event()
+            write = store._write
+            changed = threading.Event()
             store._write = lambda *args: (changed.wait(20), write(*args))[1]
             store.save()
             split, land = split_of(8, 4), lambda: (changed.set(), store.wait())
@@ -79,9 +81,10 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
                 step(state)
                 land()
             store.close()
-        (_, folder), = checkpoints(tmp_path / "run/checkpoints")
-        return [n for n,
-                t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])]
+        ((_, folder),) = checkpoints(tmp_path / "run/checkpoints")
+        return [
+            n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])
+        ]
 
     assert fork_ranks(1, live) == [[]]
 

@@ -2,6 +2,7 @@
 
 torch's own list of optimizers, with their settings, says what there is.
 """
+
 import contextlib
 import inspect
 import sys
@@ -20,9 +21,11 @@ from common.options import parse_options
 from common.options.options import RATE, RATES
 from common.training import TrainState, build_optimizer
 
-CANNOT = {               # what torch lists and we refuse, and why
-    "LBFGS": "needs the loss several times in one step", "SparseAdam": "needs sparse gradients",
-    "dampening": "damps all steps but the first, so its momentum has no first value"}
+CANNOT = {  # what torch lists and we refuse, and why
+    "LBFGS": "needs the loss several times in one step",
+    "SparseAdam": "needs sparse gradients",
+    "dampening": "damps all steps but the first, so its momentum has no first value",
+}
 
 
 def torchs_list(world):
@@ -33,8 +36,12 @@ def torchs_list(world):
         sys.modules["expecttest"] = ModuleType("expecttest")
         sys.modules["expecttest"].TestCase = unittest.TestCase
     from torch.testing._internal.common_optimizers import optim_db
-    return [(info.optim_cls.__name__, each.kwargs) for info in optim_db
-            for each in info.optim_inputs_func(device="cpu")]
+
+    return [
+        (info.optim_cls.__name__, each.kwargs)
+        for info in optim_db
+        for each in info.optim_inputs_func(device="cpu")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +78,8 @@ def net_for(name):
 
 def train(step, net):
     torch.manual_seed(step)
-    x, y = torch.randn(8, 1, 12, 12), torch.randint(4, (8,))
+    x = torch.randn(8, 1, 12, 12)
+    y = torch.randint(4, (8,))
     F.cross_entropy(net(x), y).backward()
 
 
@@ -101,7 +109,8 @@ def same(one, other):
 def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_checkpoint(listed):
     wrong = []
     for name, settings in able(listed):
-        state, net = made(name, settings), net_for(name)
+        state = made(name, settings)
+        net = net_for(name)
         plain = getattr(torch.optim, name)(net.parameters(), **full(name, settings))
         before = captured(state)
         for step in range(4):
@@ -193,6 +202,7 @@ def own(tmp_path, monkeypatch):
         opts = parse_options("", list(flags), "ddp")
         net = net_for("")
         return TrainState(net, build_optimizer(net, opts), opts, 640)
+
     return build
 
 
@@ -203,24 +213,28 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
         train(step, state.net)
         state.update(64)
         rates.append([group["lr"] for group in state.optimizer.param_groups])
-    factors = [min(1, (step + 1) / 4) * (1 - step / 30) for step in range(3)]   # 10 steps an epoch, 3 epochs
+    factors = [min(1, (step + 1) / 4) * (1 - step / 30) for step in range(3)]  # 10 steps an epoch, 3 epochs
     assert rates == [[0.5 * f, 0.5 * f * 0.1] for f in factors]
     assert [group["weight_decay"] for group in state.optimizer.param_groups] == [0.3, 0.3]
     moments = {values["mu_product"].item() for values in state.optimizer.state.values()}
     assert len(moments) == 1 and 0 < moments.pop() < 0.9
 
 
-@pytest.mark.parametrize("flag, words", [
-    ("--optimizer=own.py:half", "3.weight trains, but is in no group"),
-    ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
-    ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
-    ("--optimizer=own.py:plain", "its state has turn, which no checkpoint would hold"),
-    ("--optimizer=own.py:lbfgs", "without a closure"),
-    ("--optimizer=own.py:counting", "no change of its groups"),
-    ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
-    ("--optimizer-args=amsgrad='x'", "a step of Adam: TypeError"),
-    ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
-    ("--optimizer=muon", "Muon only supports 2D")])
+@pytest.mark.parametrize(
+    "flag, words",
+    [
+        ("--optimizer=own.py:half", "3.weight trains, but is in no group"),
+        ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
+        ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
+        ("--optimizer=own.py:plain", "its state has turn, which no checkpoint would hold"),
+        ("--optimizer=own.py:lbfgs", "without a closure"),
+        ("--optimizer=own.py:counting", "no change of its groups"),
+        ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),
+        ("--optimizer-args=amsgrad='x'", "a step of Adam: TypeError"),
+        ("--lr-schedule=own.py:wrong", "returned -1.0 for step 0"),
+        ("--optimizer=muon", "Muon only supports 2D"),
+    ],
+)
 def test_an_optimizer_or_a_schedule_that_cannot_be_right_is_refused(own, flag, words):
     with refusal(words):
         own(flag)
@@ -228,13 +242,16 @@ def test_an_optimizer_or_a_schedule_that_cannot_be_right_is_refused(own, flag, w
 
 def test_flags_of_the_update_rule_reach_it(own):
     for flags, name, wanted in [
-            (["--optimizer=AdamW", "--optimizer-args=betas=(0.8,0.95)"], "betas", (0.8, 0.95)),
-            (["--optimizer=adamw"], "fused", True),
-            (["--optimizer=sgd", "--optimizer-args=nesterov=True"], "nesterov", True),
-            (["--optimizer=rmsprop", "--momentum=0.5"], "momentum", 0.5),
-            (["--optimizer=sgd", "--optimizer-args=momentum=0.5"], "momentum", 0.5),
-            (["--optimizer=adadelta"], "lr", 1.0)]:
+        (["--optimizer=AdamW", "--optimizer-args=betas=(0.8,0.95)"], "betas", (0.8, 0.95)),
+        (["--optimizer=adamw"], "fused", True),
+        (["--optimizer=sgd", "--optimizer-args=nesterov=True"], "nesterov", True),
+        (["--optimizer=rmsprop", "--momentum=0.5"], "momentum", 0.5),
+        (["--optimizer=sgd", "--optimizer-args=momentum=0.5"], "momentum", 0.5),
+        (["--optimizer=adadelta"], "lr", 1.0),
+    ]:
         assert own(*flags).optimizer.defaults[name] == wanted
     groups = own("--weight-decay=0.1", "--no-decay-1d").optimizer.param_groups
     assert [(group["weight_decay"], [p.dim() for p in group["params"]]) for group in groups] == [
-        (0.1, [2, 2]), (0.0, [1, 1])]
+        (0.1, [2, 2]),
+        (0.0, [1, 1]),
+    ]

@@ -49,27 +49,33 @@ def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_
 
 
 @pytest.mark.parametrize("overflows", [(), (0,), (1,), (0, 1, 2)])
-@pytest.mark.parametrize("flags", [{"optimizer": "adam"}, {"optimizer": "sgd"},
-                                   {"optimizer": "adamw", "clip_grad_norm": 1.0}])
+@pytest.mark.parametrize(
+    "flags", [{"optimizer": "adam"}, {"optimizer": "sgd"}, {"optimizer": "adamw", "clip_grad_norm": 1.0}]
+)
 def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, overflows):
     state = make(**flags)
     parts = [list(module.parameters()) for module in state.net]
     state.scaler = OverDevices("cpu", init_scale=2.0, growth_interval=100, parts=parts)
-    state.stages = SimpleNamespace(world=SimpleNamespace(all_sum=lambda total: total),
-                                   norm=nn.utils.get_total_norm)
+    state.stages = SimpleNamespace(
+        world=SimpleNamespace(all_sum=lambda total: total), norm=nn.utils.get_total_norm
+    )
     before = held(state)
     loss = nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,)))
     state.scaler.scale(loss).backward()
     for index in overflows:
         parts[index][0].grad.view(-1)[0] = float("inf")
     state.update(8)
-    moved = [name for name, tensor in held(state).items()
-             if name not in state.buffers.committed and not torch.equal(tensor, before[name])]
+    moved = [
+        name
+        for name, tensor in held(state).items()
+        if name not in state.buffers.committed and not torch.equal(tensor, before[name])
+    ]
     assert state.scaler.get_scale() == (1.0 if overflows else 2.0) and bool(moved) != bool(overflows), moved
 
 
 def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_their_averages():
-    net, opts = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)), Options(ema_decay=0.5)
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    opts = Options(ema_decay=0.5)
     net[2].weight = weight = net[0].weight
     state = train(TrainState(net, build_optimizer(net, opts), opts, 100), 1)
     before = held(state)
@@ -107,7 +113,9 @@ def test_a_rescue_has_the_newest_step_that_the_gpu_has_made_also_if_one_begins_w
     wanted = train(make(), step).tensors()["model"]
     with hung(3) as (state, default, gate):
         train(state, 1)
-        live, copies, found = state.tensors, itertools.count(), []
+        live = state.tensors
+        copies = itertools.count()
+        found = []
 
         class Remote:
             def __init__(self, tensor):

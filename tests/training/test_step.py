@@ -31,7 +31,8 @@ def small_net(norm=False):
 def batch_of(size, rank=0, world=1, opts=None):
     """The share of one rank of one and the same global batch."""
     torch.manual_seed(size)
-    x, y = torch.randn(size, 6, dtype=torch.float64), torch.randint(0, 3, (size,))
+    x = torch.randn(size, 6, dtype=torch.float64)
+    y = torch.randint(0, 3, (size,))
     return share_of(x, y, opts or Options(), rank, world)
 
 
@@ -44,7 +45,8 @@ def gradient_of(world, size, flags):
 
 
 def full_batch_gradient(size, smoothing=0.0):
-    net, batch = small_net(), batch_of(size)
+    net = small_net()
+    batch = batch_of(size)
     out = net(batch.x)
     loss = nn.functional.cross_entropy(out, batch.y, label_smoothing=smoothing)
     loss.backward()
@@ -52,9 +54,15 @@ def full_batch_gradient(size, smoothing=0.0):
     return [p.grad for p in net.parameters()], [loss.item() * size, size, right, size]
 
 
-@pytest.mark.parametrize(("world", "size", "flags"), [
-    *((world, size, {}) for world in (1, 2, 3, 5) for size in (16, 17, 4, 2, 1)),  # ragged, fewer than ranks
-    *((2, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}) for micro in (1, 3, 8, 100))])
+@pytest.mark.parametrize(
+    ("world", "size", "flags"),
+    [
+        *(
+            (world, size, {}) for world in (1, 2, 3, 5) for size in (16, 17, 4, 2, 1)
+        ),  # ragged, fewer than ranks
+        *((2, 17, {"micro_batch_size": micro, "label_smoothing": 0.1}) for micro in (1, 3, 8, 100)),
+    ],
+)
 def test_the_gradient_is_the_full_batch_gradient_at_any_world_size_and_micro_batch(world, size, flags):
     wanted, totals = full_batch_gradient(size, flags.get("label_smoothing", 0.0))
     for grads, found in fork_ranks(world, gradient_of, size, flags):
@@ -70,8 +78,9 @@ def step_with_batch_norm(world):
         batch = batch_of(size, world.rank, world.size)
         backward(model.eval() if len(batch.ids) == 1 else model, batch, state, world)
         state.update(size)
-    return {n: b.tolist() for n, b in state.net.named_buffers()}, {n: b.tolist() for n,
-                                                                   b in state.buffers.committed.items()}
+    return {n: b.tolist() for n, b in state.net.named_buffers()}, {
+        n: b.tolist() for n, b in state.buffers.committed.items()
+    }
 
 
 def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
@@ -81,12 +90,15 @@ def test_batch_norm_statistics_are_equal_on_all_ranks_at_every_commit():
     assert views[0][0]["2.num_batches_tracked"] >= 2
 
 
-@pytest.mark.parametrize(("size", "count", "sizes"),
-                         [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])])
+@pytest.mark.parametrize(
+    ("size", "count", "sizes"), [(30, 2, [15, 15]), (10, 2, [5, 5]), (10, 3, [4, 4, 2]), (1, 2, [1])]
+)
 def test_cpu_replicas_get_the_chunks_that_gpus_would_get(size, count, sizes):
-    net, seen = small_net(), []
+    net = small_net()
+    seen = []
     net.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
-    model, batch = CpuReplicas(net, count), batch_of(size)
+    model = CpuReplicas(net, count)
+    batch = batch_of(size)
     nn.functional.cross_entropy(model(batch.x), batch.y).backward()
     assert seen == sizes
     for p, wanted in zip(net.parameters(), full_batch_gradient(size)[0], strict=True):
@@ -112,11 +124,14 @@ class InAThread(nn.Module):
 def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     """A new thread's own type is bfloat16 on CPUs, so the other one is asked for; on GPUs it is float16."""
     monkeypatch.setattr(sys.modules["common.training.replicas"], "CpuReplicas", InAThread)
-    net, opts, seen = small_net().float(), Options(script="dp", amp="fp16"), []
+    net = small_net().float()
+    opts = Options(script="dp", amp="fp16")
+    seen = []
     net[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     state = SimpleNamespace(net=net, opts=opts, step=0)
     world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
-    state.task, batch = find_task(opts), batch_of(7)
+    state.task = find_task(opts)
+    batch = batch_of(7)
     forward(distribute(net, opts, world), (batch.x.float(), batch.y), state, state.task.zeros(world.device))
     assert seen == [torch.float16]
 
@@ -130,20 +145,24 @@ def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_li
     net = Fails(5, 3)
     state = make_state(net, model=f"{__file__}:net")
     state.step = 400
-    batch, said = batch_of(4), r"RuntimeError: shape '\[-1, 5\]'.*\n.*test_step.py, line \d+"
+    batch = batch_of(4)
+    said = r"RuntimeError: shape '\[-1, 5\]'.*\n.*test_step.py, line \d+"
     with refusal(said):
         forward(net, (batch.x.float(), batch.y), state, state.task.zeros(torch.device("cpu")))
 
 
 def test_compiled_code_is_not_copied_to_many_devices():
-    net, opts, one = small_net(), Options(script="dp", compile=True), torch.device("cpu")
+    net = small_net()
+    opts = Options(script="dp", compile=True)
+    one = torch.device("cpu")
     with refusal("--compile: train_dp.py copies the net to its devices"):
         distribute(net, opts, SimpleNamespace(devices=(one, one), device=one))
 
 
 def synced(world, size, micro):
     """Samples of each forward of a rank under --sync-bn; in each, SyncBatchNorm would wait for all ranks."""
-    net, seen = small_net(), []
+    net = small_net()
+    seen = []
     state = make_state(net, sync_bn=True, micro_batch_size=micro)
     net.register_forward_hook(lambda _, inputs, output: seen.append(len(output)))
     batch = batch_of(size, world.rank, world.size, state.opts)
@@ -151,8 +170,9 @@ def synced(world, size, micro):
     return seen
 
 
-@pytest.mark.parametrize(("world", "size", "micro"),
-                         [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2)])
+@pytest.mark.parametrize(
+    ("world", "size", "micro"), [(3, 16, 0), (3, 2, 0), (4, 3, 8), (2, 33, 16), (3, 16, 2)]
+)
 def test_with_sync_bn_all_ranks_make_as_many_forwards_whatever_their_shares(world, size, micro):
     forwards = fork_ranks(world, synced, size, micro, deadline=30)
     assert len({len(seen) for seen in forwards}) == 1 and sum(map(sum, forwards)) == size
@@ -192,7 +212,9 @@ class Flawed(nn.Module):
 
     def __init__(self, slices):
         super().__init__()
-        self.first, self.inner, self.slices = nn.Linear(6, 3).double(), nn.Linear(3, 3).double(), slices
+        self.first = nn.Linear(6, 3).double()
+        self.inner = nn.Linear(3, 3).double()
+        self.slices = slices
 
     def forward(self, x):
         x = self.first(x)

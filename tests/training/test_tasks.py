@@ -1,4 +1,5 @@
 """Tasks of one's own: exact means, the same bits at any world; what cannot be is refused at the start."""
+
 import math
 import sys
 from functools import partial
@@ -37,25 +38,31 @@ class Life:
     """What a script makes of its options, and its steps."""
 
     def __init__(self, opts, world=ALONE, double=False, devices=1):
-        self.opts, self.data, self.task = opts, load_data(opts), find_task(opts)
+        self.opts = opts
+        self.data = load_data(opts)
+        self.task = find_task(opts)
         world = World(**(vars(world) | {"devices": (CPU,) * devices})).in_stages(opts.stages or 1)
         self.world = world
         net = build_model(opts, self.data)
         if double:
-            net, fetch = net.double(), type(self.data.train).fetch
+            net = net.double()
+            fetch = type(self.data.train).fetch
             for part in (self.data.train, self.data.test):
                 part.fetch = lambda *a, part=part: doubled(fetch(part, *a))
         if opts.script == "mp":
-            self.run, self.model = staged, split(net, opts, world, self.data, self.task)
+            self.run = staged
+            self.model = split(net, opts, world, self.data, self.task)
             net = self.model.net
         else:
-            self.run, net = backward, prepare(net, opts, world, self.data, self.task)
+            self.run = backward
+            net = prepare(net, opts, world, self.data, self.task)
             self.model = distribute(net, opts, world)
         stages = self.model if opts.script == "mp" else None
         n = len(self.data.train)
         self.state = TrainState(net, build_optimizer(net, opts), opts, n, task=self.task, stages=stages)
-        self.order = ElasticSampler(n, opts.global_batch_size, world.replica, world.replicas, opts.seed,
-                                    slices=opts.virtual_ranks)
+        self.order = ElasticSampler(
+            n, opts.global_batch_size, world.replica, world.replicas, opts.seed, slices=opts.virtual_ranks
+        )
 
     def step(self, batch):
         totals = self.world.all_sum(self.run(self.model, batch, self.state, self.world))
@@ -77,6 +84,7 @@ class Life:
 
 def doubled(tree):
     from common.data import map_tensors
+
     return map_tensors(lambda x: x.double() if x.is_floating_point() else x, tree)
 
 
@@ -141,7 +149,7 @@ def test_a_kill_and_another_world_leave_no_trace_in_the_bits_of_any_job(tmp_path
 @pytest.mark.parametrize("name", tasks.IN_STAGES)
 def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name):
     wanted, loss = full_batch(name, 11)
-    (_, _, metrics), = fork_ranks(1, one_way, name)
+    ((_, _, metrics),) = fork_ranks(1, one_way, name)
     for world, more in ((4, {"stages": 2, "micro_batch_size": 2}), (1, {"devices": 2})):
         for ours, weights, judged in fork_ranks(world, partial(one_way, script="mp", **more), name):
             assert ours == pytest.approx(loss, rel=1e-12)
@@ -157,8 +165,8 @@ def one_way(world, name, script="ddp", devices=1, **more):
 
 @pytest.mark.parametrize("name", [name for name in tasks.NAMES if name != "padded"])  # its dropout differs
 def test_replicas_in_one_process_take_and_give_trees(name):
-    (loss, weights, metrics), = fork_ranks(1, one_way, name)
-    (found, moved, judged), = fork_ranks(1, one_way, name, "dp", 2)
+    ((loss, weights, metrics),) = fork_ranks(1, one_way, name)
+    ((found, moved, judged),) = fork_ranks(1, one_way, name, "dp", 2)
     assert found == pytest.approx(loss, rel=1e-12) and judged == pytest.approx(metrics, rel=1e-12)
     for key, tensor in weights.items():
         torch.testing.assert_close(moved[key], tensor, rtol=0, atol=1e-12)
@@ -209,19 +217,27 @@ def own_task(tmp_path, body, more="", **given):
 GOOD = "return {'loss': (error.sum(), len(y))}"
 
 
-@pytest.mark.parametrize("body, more, given, words", [
-    # at the start
-    ("return error.mean()", "", {}, "wanted each time"),
-    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "n: numbers without a count"),
-    ("return {'loss': (out.summ(), len(y))}", "", {}, "own.py, line 8"),
-    (GOOD, "", {"best": "f1"}, "the task has no 'f1'"),
-    (GOOD, "def finish(m): return m['f1']", {}, "own.py, line 9"),
-    # in a later step
-    ("return {'loss': (error.sum(), len(y))} | ({'more': (1, 1)} if first else {})", "", {}, "KeyError"),
-    ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if first else 1).int()}", "", {}, "one shape"),
-    ("return {'loss': (error.sum().item(), len(y))}", "", {}, "loss has no gradient, but counts 11"),
-    ("return {'loss': (error.sum(), 1.0 if first else float('nan'))}", "", {}, "the loss is nan"),
-])
+@pytest.mark.parametrize(
+    "body, more, given, words",
+    [
+        # at the start
+        ("return error.mean()", "", {}, "wanted each time"),
+        ("return {'loss': (error.sum(), len(y)), 'n': torch.ones(2)}", "", {}, "n: numbers without a count"),
+        ("return {'loss': (out.summ(), len(y))}", "", {}, "own.py, line 8"),
+        (GOOD, "", {"best": "f1"}, "the task has no 'f1'"),
+        (GOOD, "def finish(m): return m['f1']", {}, "own.py, line 9"),
+        # in a later step
+        ("return {'loss': (error.sum(), len(y))} | ({'more': (1, 1)} if first else {})", "", {}, "KeyError"),
+        (
+            "return {'loss': (error.sum(), len(y)), 'n': torch.ones(2 if first else 1).int()}",
+            "",
+            {},
+            "one shape",
+        ),
+        ("return {'loss': (error.sum().item(), len(y))}", "", {}, "loss has no gradient, but counts 11"),
+        ("return {'loss': (error.sum(), 1.0 if first else float('nan'))}", "", {}, "the loss is nan"),
+    ],
+)
 def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, more, given, words):
     with refusal(words, code=5 if "nan" in words else 2):
         life = Life(own_task(tmp_path, body, more, **given))
@@ -260,10 +276,12 @@ def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
 @pytest.mark.parametrize("training", [True, False])
 def test_tokens_has_the_mean_over_targets_that_count_and_the_perplexity(training):
     opts = Options(task="tokens")
-    task, net = find_task(opts), torch.nn.Embedding(7, 7).double().train(training)
+    task = find_task(opts)
+    net = torch.nn.Embedding(7, 7).double().train(training)
     x, y = torch.randint(7, (2, 4, 9))
     y[:, ::2] = -100
-    out, wanted = net(x[:, 1::2]).flatten(0, 1), y[:, 1::2].flatten()
+    out = net(x[:, 1::2]).flatten(0, 1)
+    wanted = y[:, 1::2].flatten()
     loss = torch.nn.functional.cross_entropy(out, wanted).item()
     right = (out.argmax(1) == wanted).double().mean().item()
     for batch in ((x, y), {"input": x, "labels": y}):

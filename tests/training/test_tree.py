@@ -1,5 +1,5 @@
-"""Every world performs the additions of one tree: proven symbolically, without arithmetic and without ranks.
-"""
+"""Every world performs the additions of one tree: proven symbolically, without arithmetic or ranks."""
+
 from common.sampler import share
 from common.training.bitwise import carries, tree_of
 
@@ -59,8 +59,8 @@ def test_a_thousand_ranks_add_along_the_same_tree():
 
 def test_a_rank_sends_one_sum_when_slices_and_ranks_are_powers_of_two():
     for k in range(6):
-        for slices in (2 ** k, 64, 4096):
-            assert tree_of(slices, 2 ** k)[0] == [1] * 2 ** k, slices
+        for slices in (2**k, 64, 4096):
+            assert tree_of(slices, 2**k)[0] == [1] * 2**k, slices
     assert [tree_of(6, world)[0] for world in (2, 3)] == [[2, 2], [1, 1, 1]]
 
 

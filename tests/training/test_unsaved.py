@@ -1,4 +1,5 @@
 """What a net remembers where no checkpoint looks."""
+
 import math
 import random
 
@@ -16,7 +17,9 @@ class Remembers(nn.Module):
 
     def __init__(self, act):
         super().__init__()
-        self.layer, self.act, self.kept = nn.Linear(3, 2), act, {}
+        self.layer = nn.Linear(3, 2)
+        self.act = act
+        self.kept = {}
         self.register_buffer("cache", torch.zeros(2), persistent=False)
         self.register_buffer("mean", torch.zeros(2))
 
@@ -55,21 +58,29 @@ def drawn(make, draw):
     def act(net):
         net.kept.setdefault("source", make())
         draw(net.kept["source"])
+
     return act
 
 
-@pytest.mark.parametrize("act, name", [
-    (counted, "kept"), (appended, "kept"), (lambda net: net.cache.add_(1), "cache"),
-    (drawn(torch.Generator, lambda source: torch.rand(1, generator=source)), "kept"),
-    (drawn(random.Random, lambda source: source.random()), "kept"),
-    (drawn(numpy.random.default_rng, lambda source: source.random()), "kept")],
-    ids=["a number", "a list", "a buffer that is not persistent", "torch's draws", "Python's", "numpy's"])
+@pytest.mark.parametrize(
+    "act, name",
+    [
+        (counted, "kept"),
+        (appended, "kept"),
+        (lambda net: net.cache.add_(1), "cache"),
+        (drawn(torch.Generator, lambda source: torch.rand(1, generator=source)), "kept"),
+        (drawn(random.Random, lambda source: source.random()), "kept"),
+        (drawn(numpy.random.default_rng, lambda source: source.random()), "kept"),
+    ],
+    ids=["a number", "a list", "a buffer that is not persistent", "torch's draws", "Python's", "numpy's"],
+)
 def test_what_changes_outside_of_the_checkpoint_is_warned_of_once(act, name, capsys):
     words = after_three_steps(act, capsys)
     assert words.count("warning") == 1 and f"training changes {name}," in words
 
 
-@pytest.mark.parametrize("act", [derived, cached, lambda net: net.mean.add_(1),
-                                 lambda net: net.cache.fill_(math.nan)])
+@pytest.mark.parametrize(
+    "act", [derived, cached, lambda net: net.mean.add_(1), lambda net: net.cache.fill_(math.nan)]
+)
 def test_nothing_is_printed_of_what_is_saved_or_computed_afresh(act, capsys):
     assert after_three_steps(act, capsys) == ""

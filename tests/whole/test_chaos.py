@@ -1,6 +1,7 @@
 """The short form of the fault campaign, and proof that it can fail; the long form is a command, see
 tests/chaos/.
 """
+
 import random
 
 import pytest
@@ -26,21 +27,32 @@ def test_machines_that_die_in_bunches_cost_no_sample(jobs, tmp_path):
     assert found["lives"] > 1
 
 
-@pytest.mark.parametrize("bug, event, words", [
-    ("no_rescue", Event("worker", "KILL", steps=3), "a survivor's step is lost"),
-    ("position_ahead", Event("worker", "KILL", steps=3), "'missed': [1-9]"),
-    ("optimizer_forgotten", Event("worker", "KILL", steps=3), "weights differ"),
-    ("orphans", Event("agent", "KILL", steps=3), "the workers of dead agents to end"),
-    ("loaders_hold_up_their_rank", Event("loader", "KILL", steps=3),
-     "the rank of a dead loading process to leave"),
-    ("named_too_early", Event("point", "KILL", "write:optimizer.safetensors", 9),
-     "damaged|a survivor's step is lost"),
-    ("half_a_step", Event("worker", "TERM", steps=3), "weights differ"),
-])
+@pytest.mark.parametrize(
+    "bug, event, words",
+    [
+        ("no_rescue", Event("worker", "KILL", steps=3), "a survivor's step is lost"),
+        ("position_ahead", Event("worker", "KILL", steps=3), "'missed': [1-9]"),
+        ("optimizer_forgotten", Event("worker", "KILL", steps=3), "weights differ"),
+        ("orphans", Event("agent", "KILL", steps=3), "the workers of dead agents to end"),
+        (
+            "loaders_hold_up_their_rank",
+            Event("loader", "KILL", steps=3),
+            "the rank of a dead loading process to leave",
+        ),
+        (
+            "named_too_early",
+            Event("point", "KILL", "write:optimizer.safetensors", 9),
+            "damaged|a survivor's step is lost",
+        ),
+        ("half_a_step", Event("worker", "TERM", steps=3), "weights differ"),
+    ],
+)
 def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
     monkeypatch.setattr("tests.chaos.strikes.MISSED", 3)
     campaign = Campaign(jobs, random.Random(1), count=0, epochs=2, CHAOS_BUG=bug)
-    campaign.todo, campaign.kinds, campaign.size = [event, event], ["plain"] * 9, 2
+    campaign.todo = [event, event]
+    campaign.kinds = ["plain"] * 9
+    campaign.size = 2
     campaign.patience = 5
     if bug == "named_too_early":
         campaign.size = 1  # a survivor would write the same step again
@@ -54,18 +66,26 @@ def test_the_campaign_finds_a_mistake(jobs, monkeypatch, bug, event, words):
             jobs.kill(pid)
 
 
-@pytest.mark.parametrize("point, rescued, begun", [("close.0", 1, [0, STEPS]), ("closed.0", 0, [0, STEPS]),
-                                                   ("leave.1", 0, [0])])
+@pytest.mark.parametrize(
+    "point, rescued, begun", [("close.0", 1, [0, STEPS]), ("closed.0", 0, [0, STEPS]), ("leave.1", 0, [0])]
+)
 def test_a_death_in_the_last_moments_leaves_the_last_step_on_the_disk(jobs, tmp_path, point, rescued, begun):
     """close.0: the process that saves dies with the last save hardly begun; one of the others saves.
     leave.1: the run is done, so that the next start has nothing to do.
     """
-    run, armed = tmp_path / "run", tmp_path / "armed"
+    run = tmp_path / "run"
+    armed = tmp_path / "armed"
     armed.mkdir()
     (armed / point).write_text("KILL")
-    job = jobs.torchrun(3, "tests/chaos/worker.py", *PACED, f"--run-dir={run}", PACE="0",
-                        CHAOS_ARMED=str(armed),
-                        CHAOS_JOURNAL=str(tmp_path / "journal"))
+    job = jobs.torchrun(
+        3,
+        "tests/chaos/worker.py",
+        *PACED,
+        f"--run-dir={run}",
+        PACE="0",
+        CHAOS_ARMED=str(armed),
+        CHAOS_JOURNAL=f"{tmp_path}/journal",
+    )
     job.ends_with(0)
     assert [life["step"] for life in lives(run)] == begun
     assert (run / f"checkpoints/step-{STEPS:08d}/manifest.json").exists()

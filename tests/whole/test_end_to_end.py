@@ -2,6 +2,7 @@
 result of a run that nobody disturbed. Worlds agree to 1e-9 here (float64, no dropout), so that a sample or a
 step too many would show.
 """
+
 import signal
 import time
 from functools import partial
@@ -25,8 +26,11 @@ from jobs import (
 )
 from test_promises import assert_same_model
 
-SCRIPTS = {"dp": ("train_dp.py", "--devices=cpu,cpu"), "mp": ("train_mp.py", "--devices=cpu,cpu"),
-           "ddp": ("train_ddp.py",)}
+SCRIPTS = {
+    "dp": ("train_dp.py", "--devices=cpu,cpu"),
+    "mp": ("train_mp.py", "--devices=cpu,cpu"),
+    "ddp": ("train_ddp.py",),
+}
 
 
 @pytest.fixture(scope="module")
@@ -151,8 +155,7 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
 
 
 def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
-    """Of two, so that the other lives on; long before --hang-timeout, which is 600 s in a life's first steps.
-    """
+    """Of two, so that the other lives on; long before the hang limit, 600 s in a life's first steps."""
     files = (f"--dataset={TESTS}/paced.py:files", "--workers=2")
     job = ddp(jobs, 2, run, *files, PACE="0.05")
     life = wait_for(run, 4, 0, job)
@@ -165,9 +168,14 @@ def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
 
 @pytest.mark.parametrize("nproc", [0, 2])
 def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_said(jobs, run, nproc):
-    flags = ("--model=mlp", f"--dataset={TESTS}/poisoned.py:data", "--workers=2", "--global-batch-size=10",
-             "--no-tensorboard",
-             f"--run-dir={run}")
+    flags = (
+        "--model=mlp",
+        f"--dataset={TESTS}/poisoned.py:data",
+        "--workers=2",
+        "--global-batch-size=10",
+        "--no-tensorboard",
+        f"--run-dir={run}",
+    )
     start = partial(jobs.torchrun, nproc, restarts=0) if nproc else jobs.python
     job = start("train_ddp.py", *flags)
     assert job.wait() != 0
@@ -182,9 +190,16 @@ def test_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
 
 
 # ---- asked to stop --------------------------------------------------------------------------------
-@pytest.mark.parametrize("script, signals", [
-    ("dp", ["SIGTERM"]), ("mp", ["SIGINT"]), ("ddp", ["SIGUSR1"]), ("ddp", ["SIGTERM", "SIGTERM"]),
-    ("dp", ["SIGINT", "SIGTERM"])])
+@pytest.mark.parametrize(
+    "script, signals",
+    [
+        ("dp", ["SIGTERM"]),
+        ("mp", ["SIGINT"]),
+        ("ddp", ["SIGUSR1"]),
+        ("ddp", ["SIGTERM", "SIGTERM"]),
+        ("dp", ["SIGINT", "SIGTERM"]),
+    ],
+)
 def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, script, signals):
     job = plain(jobs, script, run, PACE="0.2")
     wait_for(run, 3, 0, job)
@@ -243,11 +258,14 @@ def test_a_mistake_is_said_once_under_torchrun_and_costs_no_restart(jobs, run):
     assert "exitcode: 2" in job.output or "exitcode  : 2" in job.output, job.output
 
 
-@pytest.mark.parametrize("argv, words", [
-    (["train_mp.py", *PACED, "--devices=cpu,cpu,cpu,cpu,cpu,cpu"], "6 stages"),
-    (["train_dp.py", "--device=cuda"], "no GPU"),
-    (["train_ddp.py", "--init-from", __file__], "not a file of weights"),
-])
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["train_mp.py", *PACED, "--devices=cpu,cpu,cpu,cpu,cpu,cpu"], "6 stages"),
+        (["train_dp.py", "--device=cuda"], "no GPU"),
+        (["train_ddp.py", "--init-from", __file__], "not a file of weights"),
+    ],
+)
 def test_a_mistake_is_one_short_message_and_exit_code_2(jobs, run, argv, words):
     said = jobs.python(*argv, f"--run-dir={run}", "--no-tensorboard", CUDA_VISIBLE_DEVICES="").ends_with(2)
     assert words in said and "Traceback" not in said and len(said.strip().splitlines()) <= 3, said

@@ -1,4 +1,5 @@
 """Every evaluation is in metrics.jsonl once, wherever the process that should have written it died."""
+
 import json
 import os
 import signal
@@ -13,8 +14,11 @@ import train_dp
 import train_mp
 
 TWO = ("cpu", "cpu")
-SCRIPTS = {"ddp": (train_ddp, 2, {}), "dp": (train_dp, 1, {"script": "dp", "devices": TWO}),
-           "mp": (train_mp, 1, {"script": "mp", "devices": TWO})}
+SCRIPTS = {
+    "ddp": (train_ddp, 2, {}),
+    "dp": (train_dp, 1, {"script": "dp", "devices": TWO}),
+    "mp": (train_mp, 1, {"script": "mp", "devices": TWO}),
+}
 # Evaluated at the end of an epoch, step 5, and in mid-epoch, where --max-steps ends the run.
 PLAIN = CNN | {"virtual_ranks": 0, "epochs": 2, "max_steps": 8, "save_every": 8}
 
@@ -23,6 +27,7 @@ def struck(world, script, opts, step, where, how):
     """A life whose rank 0 dies at the evaluation of `step`: before it is made, or when it is made and not yet
     written.
     """
+
     def strike(at):
         if world.rank == 0 and at == step:
             if how == "killed":
@@ -53,8 +58,9 @@ def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name
 
     def run(folder, *strike):
         opts = options(folder, PLAIN | extra)
-        return fork_ranks(world, struck if strike else life, script, opts, *strike,
-                          may_die=range(world) if strike else ())[0]
+        return fork_ranks(
+            world, struck if strike else life, script, opts, *strike, may_die=range(world) if strike else ()
+        )[0]
 
     run(tmp_path / "whole")
     whole = left_by(tmp_path / "whole")
@@ -68,5 +74,7 @@ def test_each_evaluation_is_written_once_whenever_its_writer_dies(tmp_path, name
         newest = max((folder / "checkpoints").iterdir())
         before = (folder / "metrics.jsonl").read_bytes(), newest.stat().st_ino
         run(folder)
-        assert before == ((folder / "metrics.jsonl").read_bytes(),
-                          max((folder / "checkpoints").iterdir()).stat().st_ino)
+        assert before == (
+            (folder / "metrics.jsonl").read_bytes(),
+            max((folder / "checkpoints").iterdir()).stat().st_ino,
+        )

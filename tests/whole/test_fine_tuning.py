@@ -1,4 +1,5 @@
 """Weights of another task, frozen layers, a user's optimizer and schedule, patience: kills leave no trace."""
+
 import json
 
 import torch
@@ -33,16 +34,27 @@ class Facts:
 
 
 def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_digest(tmp_path, capfd):
-    own, file = tmp_path / "own.py", tmp_path / "foreign.safetensors"
+    own = tmp_path / "own.py"
+    file = tmp_path / "foreign.safetensors"
     own.write_text(OWN)
     exec(OWN, made := {})
     foreign = made["net"](Facts).state_dict()
     save_file(foreign, file)
-    given = {"model": f"{own}:net", "dataset": f"{NETS}:pictures", "global_batch_size": 24,
-             "virtual_ranks": 4, "lr": 0.02,
-             "optimizer": f"{own}:optimizer", "lr_schedule": f"{own}:schedule",
-             "weight_decay": 0.1, "init_from": str(file), "init_skip": ("7.",), "freeze": ("0.", "1."),
-             "patience": 2, "audit": True}
+    given = {
+        "model": f"{own}:net",
+        "dataset": f"{NETS}:pictures",
+        "global_batch_size": 24,
+        "virtual_ranks": 4,
+        "lr": 0.02,
+        "optimizer": f"{own}:optimizer",
+        "lr_schedule": f"{own}:schedule",
+        "weight_decay": 0.1,
+        "init_from": str(file),
+        "init_skip": ("7.",),
+        "freeze": ("0.", "1."),
+        "patience": 2,
+        "audit": True,
+    }
     killed = tmp_path / "killed"
     wrong = options(killed, given | {"init_skip": ()})  # 9 classes do not fit 4
     assert fork_ranks(1, life, train_ddp, wrong, may_die=[0]) == [2]
@@ -62,7 +74,8 @@ def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_diges
     for folder, path in zip((killed, tmp_path / "stages"), files, strict=True):
         assert main([str(folder), "--best", "--export", str(path)]) == 0
     assert files[0].read_bytes() == files[1].read_bytes()
-    net, found = made["net"](type("Data", (), {"classes": 4})), load_file(files[0])
+    net = made["net"](type("Data", (), {"classes": 4}))
+    found = load_file(files[0])
     net.load_state_dict(found)
     same = {name for name, tensor in found.items() if torch.equal(tensor, foreign[name])}
     assert same == {name for name in found if name.startswith(("0.", "1."))}, "what is frozen and no more"

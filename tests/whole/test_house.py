@@ -1,4 +1,5 @@
 """The rules of the house, of which a careless edit breaks one without any other test noticing."""
+
 import ast
 import functools
 import os
@@ -15,19 +16,34 @@ HOUSE = ROOT / "common"
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
 MAP = ast.get_docstring(ast.parse((HOUSE / "__init__.py").read_text(encoding="utf-8")), clean=False)
 # Each paragraph of the map is a floor, the top one first: {room: how high it is}.
-FLOORS = [rooms for part in MAP.split("\n\n")
-          if (rooms := re.findall(r"^    (\w+)  +\S", part, re.MULTILINE))]
+FLOORS = [
+    rooms for part in MAP.split("\n\n") if (rooms := re.findall(r"^    (\w+)  +\S", part, re.MULTILINE))
+]
 HEIGHT = {room: -number for number, floor in enumerate(FLOORS) for room in floor}
 FILES = sorted(path for path in HOUSE.rglob("*.py") if path != HOUSE / "__init__.py")
 TORCHLESS = ("common", "common.place", "common.errors", "common.options", "common.ledger")
-MOST_NAMES = 14          # that one door hands out
+MOST_NAMES = 14  # that one door hands out
 
 # These alone say torch.distributed, and these alone read os.environ.
-COLLECTIVE = {"world/world", "world/rendezvous", "training/replicas", "training/bitwise",
-              "pipeline/split", "pipeline/transfer"}
+COLLECTIVE = {
+    "world/world",
+    "world/rendezvous",
+    "training/replicas",
+    "training/bitwise",
+    "pipeline/split",
+    "pipeline/transfer",
+}
 ENVIRON = {"place", "errors", "world/world"}
-TOP_LEVEL = {"README.md", "requirements.txt", "train_ddp.py", "train_dp.py", "train_mp.py", "common",
-             "launch", "tests"}
+TOP_LEVEL = {
+    "README.md",
+    "requirements.txt",
+    "train_ddp.py",
+    "train_dp.py",
+    "train_mp.py",
+    "common",
+    "launch",
+    "tests",
+}
 MADE_BY_USE = {"runs", "data", "__pycache__"}
 
 
@@ -51,9 +67,12 @@ def imports(path):
     What a checker alone imports, for its types, is left out.
     """
     found = []
-    for_types = {id(inner) for node in tree_of(path).body
-                 if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-                 for inner in ast.walk(node)}
+    for_types = {
+        id(inner)
+        for node in tree_of(path).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
     for node in ast.walk(tree_of(path)):
         if id(node) in for_types:
             continue
@@ -69,10 +88,16 @@ def door(room):
     """The names that a room hands out: all that its door imports; of a file all without an underscore."""
     if (HOUSE / f"{room}.py").is_file():
         body = tree_of(HOUSE / f"{room}.py").body
-        names = {name.id for node in body if isinstance(node, ast.Assign)
-                 for name in ast.walk(node) if isinstance(name, ast.Name)}
-        return {name for name in names | {getattr(node, "name", "_") for node in body}
-                if not name.startswith("_")}
+        names = {
+            name.id
+            for node in body
+            if isinstance(node, ast.Assign)
+            for name in ast.walk(node)
+            if isinstance(name, ast.Name)
+        }
+        return {
+            name for name in names | {getattr(node, "name", "_") for node in body} if not name.startswith("_")
+        }
     return {name for _, name in imports(HOUSE / room / "__init__.py")}
 
 
@@ -83,8 +108,11 @@ def says(path, dotted):
     tree = tree_of(path)
     mains = [node for node in tree.body if isinstance(node, ast.If) and "__name__" in ast.dump(node.test)]
     skipped = {id(inner) for node in mains for inner in ast.walk(node)}
-    return [node.lineno for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted and id(node) not in skipped]
+    return [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) == dotted and id(node) not in skipped
+    ]
 
 
 def test_the_map_lists_every_room_once_and_this_test_sees_its_files():
@@ -104,12 +132,14 @@ def test_a_room_uses_the_floors_below_it_through_their_doors(path):
             continue
         room = rest.partition(".")[0] or name
         if room == own:
-            assert module != f"common.{own}" or path.stem == "__main__" or own == place(path), \
+            assert module != f"common.{own}" or path.stem == "__main__" or own == place(path), (
                 "inside a room nobody comes in by the door"
+            )
             continue
         assert HEIGHT[room] < HEIGHT[own], f"{own} imports {room}: a room uses the floors below it only"
-        assert (module == f"common.{room}"
-                and name in door(room)), f"{module}.{name} is not handed out by the door of {room}"
+        assert module == f"common.{room}" and name in door(room), (
+            f"{module}.{name} is not handed out by the door of {room}"
+        )
 
 
 @pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
@@ -128,9 +158,14 @@ def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
 @pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])
 def test_no_circle_inside_a_room(room):
     files = [path for path in FILES if room_of(path) == room and path.stem != "__init__"]
-    arrows = {place(path): {module[7:].replace(".", "/") for module,
-                            _ in imports(path) if module.startswith(f"common.{room}.")}
-              for path in files}
+    arrows = {
+        place(path): {
+            module[7:].replace(".", "/")
+            for module, _ in imports(path)
+            if module.startswith(f"common.{room}.")
+        }
+        for path in files
+    }
     assert len(list(TopologicalSorter(arrows).static_order())) >= len(files)
 
 
@@ -157,31 +192,38 @@ def test_a_script_asks_for_no_rank_and_calls_no_collective(path):
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Compare | ast.If | ast.IfExp | ast.BoolOp):
             inside = [node] if isinstance(node, ast.Compare) else [getattr(node, "test", None) or node]
-            ranks = [ast.unparse(n) for part in inside for n in ast.walk(part)
-                     if getattr(n, "attr", getattr(n, "id", "")) in ("rank", "local_rank", "node")]
+            ranks = [
+                ast.unparse(n)
+                for part in inside
+                for n in ast.walk(part)
+                if getattr(n, "attr", getattr(n, "id", "")) in ("rank", "local_rank", "node")
+            ]
             assert not ranks, (
-                f"{path.name}, line {node.lineno} depends on {ranks}: let common/ be quiet on the other "
-                f"ranks")
+                f"{path.name}, line {node.lineno} depends on {ranks}: let common/ be quiet on the other ranks"
+            )
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_a_script_takes_from_doors_alone(path):
     for module, name in imports(path):
         if module.startswith("common"):
-            assert (module.count(".") == 1
-                    and name in door(module.partition(".")[2])), f"{path.name} imports {module}.{name}"
+            assert module.count(".") == 1 and name in door(module.partition(".")[2]), (
+                f"{path.name} imports {module}.{name}"
+            )
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
 def test_the_optimizer_steps_within_30_lines_of_the_loop_over_batches(path):
     lines = path.read_text().splitlines()
     loop = next(i for i, line in enumerate(lines) if line.strip().startswith("for batch in"))
-    assert any("state.update(" in line for line in lines[loop:loop + 30])
+    assert any("state.update(" in line for line in lines[loop : loop + 30])
 
 
 def test_options_and_what_they_need_import_without_torch_or_numpy():
-    code = (f"import sys, {', '.join(TORCHLESS)}; print([n for n in ('torch', 'numpy', 'tqdm') if n in "
-            f"sys.modules])")
+    code = (
+        f"import sys, {', '.join(TORCHLESS)}; print([n for n in ('torch', 'numpy', 'tqdm') if n in "
+        f"sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
@@ -192,9 +234,9 @@ def test_the_top_level_holds_what_was_agreed_on():
 
 def test_no_file_names_a_place_of_one_machine():
     homes = re.compile("/(" + "|".join(("work", "home", "root", "Users", "tmp/team")) + ")/")
-    for path in [p for folder in ("common", "launch", "tests", ".github", ".ci")
-                 for p in (ROOT / folder).rglob("*")] + [
-            *SCRIPTS, ROOT / "README.md"]:
+    folders = ("common", "launch", "tests", ".github", ".ci")
+    inside = [path for folder in folders for path in (ROOT / folder).rglob("*")]
+    for path in [*inside, *SCRIPTS, ROOT / "README.md"]:
         if path.is_file() and path.suffix not in (".pyc", ".safetensors"):
             named = homes.search(path.read_text(encoding="utf-8", errors="replace"))
             assert not named, f"{path.relative_to(ROOT)}: {named[0]}"
@@ -203,6 +245,11 @@ def test_no_file_names_a_place_of_one_machine():
 @pytest.mark.parametrize("words", ["check --output-format concise", "format --diff"])
 def test_ruff_finds_nothing(words):
     pytest.importorskip("ruff")
-    done = subprocess.run([sys.executable, "-m", "ruff", *words.split(), "--no-cache"], cwd=ROOT,
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", *words.split(), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,6 +2,7 @@
 
 Whole scripts run in forked ranks, as in test_bitwise.py.
 """
+
 import io
 import tarfile
 
@@ -50,16 +51,29 @@ def tar(opts): return Tar(opts.data_dir + "/train.tar"), Tar(opts.data_dir + "/v
 
 def tokens(folder):
     write_tokens(folder / "data", train=2500, val=200, vocab=30)
-    return {"model": "gpt:1x2x16", "dataset": "tokens:16", "data_dir": str(folder / "data"), "epochs": 2,
-            "vocab_size": 30}
+    return {
+        "model": "gpt:1x2x16",
+        "dataset": "tokens:16",
+        "data_dir": f"{folder}/data",
+        "epochs": 2,
+        "vocab_size": 30,
+    }
 
 
 def pictures(folder):
     write_images(folder / "data", n=50)
-    (folder / "net.py").write_text("from torch import nn\ndef small(data):\n return nn.Sequential("
-                                   "nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, data.classes))\n")
-    return {"model": f"{folder}/net.py:small", "dataset": "imagefolder", "data_dir": str(folder / "data"),
-            "epochs": 2, "image_size": 16, "workers": 1}
+    (folder / "net.py").write_text(
+        "from torch import nn\ndef small(data):\n return nn.Sequential("
+        "nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, data.classes))\n"
+    )
+    return {
+        "model": f"{folder}/net.py:small",
+        "dataset": "imagefolder",
+        "data_dir": f"{folder}/data",
+        "epochs": 2,
+        "image_size": 16,
+        "workers": 1,
+    }
 
 
 def weights(folder):
@@ -77,7 +91,7 @@ def tar(folder):
                     entry = tarfile.TarInfo(f"{k:05}.{kind}")
                     entry.size = len(content)
                     shard.addfile(entry, io.BytesIO(content))
-    return weights(folder) | {"dataset": f"{folder}/mine.py:tar", "data_dir": str(folder / "data")}
+    return weights(folder) | {"dataset": f"{folder}/mine.py:tar", "data_dir": f"{folder}/data"}
 
 
 @pytest.mark.parametrize("make", [tokens, pictures, weights, tar])

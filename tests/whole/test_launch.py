@@ -1,6 +1,7 @@
 """launch/ and tests/run.sh: one command from a fresh clone to a training, and the same command again after
 any end.
 """
+
 import json
 import os
 import re
@@ -20,14 +21,18 @@ LOCAL, TORCHRUN = ROOT / "launch" / "local.sh", ROOT / "launch" / "torchrun.py"
 HOME = Path(sys.prefix)
 # as the kernel writes 127.0.0.1 and ::1
 LOOPBACK = re.compile("0100007F|0{24}01000000|0{16}FFFF00000100007F")
-needs_an_environment = pytest.mark.skipif(not (HOME / "bin" / "python").exists(),
-                                          reason="the tests run in no environment")
+needs_an_environment = pytest.mark.skipif(
+    not (HOME / "bin" / "python").exists(), reason="the tests run in no environment"
+)
 
 
 def environment(**extra):
     """As in a fresh shell: no environment is active, unless `extra` says so; None unsets a variable."""
-    env = {name: value for name, value in os.environ.items()
-           if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NPROC", "PYTHONPATH")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "CONDA_PREFIX", "NPROC", "PYTHONPATH")
+    }
     env |= {"PIP_NO_INDEX": "1"} | extra
     return {name: value for name, value in env.items() if value is not None}
 
@@ -37,8 +42,9 @@ def sh(*words, cwd=ROOT, path=None, **extra):
     env = environment(**extra)
     if path:
         env["PATH"] = f"{path}{os.pathsep}{env['PATH']}"
-    return subprocess.run(list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True,
-                          timeout=300)
+    return subprocess.run(
+        list(map(str, words)), cwd=cwd, env=env, capture_output=True, text=True, timeout=300
+    )
 
 
 def executable(path, text):
@@ -77,7 +83,7 @@ def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_f
     assert "making " in first.stdout
     prefix, launcher, *rest = given(first)
     assert Path(prefix) == clone / ".venv" and Path(launcher).parent == clone / "launch"
-    assert rest == ["--nproc_per_node=3", str(clone / "train_ddp.py"), *words]
+    assert rest == ["--nproc_per_node=3", f"{clone}/train_ddp.py", *words]
     assert not {"x", "y"} & {path.name for path in tmp_path.iterdir()}
     made = (clone / ".venv/pyvenv.cfg").stat().st_mtime_ns
     second = sh(clone / "launch/local.sh", cwd=tmp_path, NPROC="5", CUDA_VISIBLE_DEVICES="")
@@ -86,27 +92,36 @@ def test_the_first_call_makes_an_environment_beside_the_project_and_the_second_f
 
 
 @needs_an_environment
-@pytest.mark.parametrize(("variable", "visible", "count"), [
-    ("VIRTUAL_ENV", None, 4), ("CONDA_PREFIX", "2,GPU-7a,1", 3), ("VIRTUAL_ENV", "", 2)])
+@pytest.mark.parametrize(
+    ("variable", "visible", "count"),
+    [("VIRTUAL_ENV", None, 4), ("CONDA_PREFIX", "2,GPU-7a,1", 3), ("VIRTUAL_ENV", "", 2)],
+)
 def test_an_active_environment_is_used_and_a_process_started_for_each_visible_gpu(
-        clone, tmp_path, variable, visible, count):
+    clone, tmp_path, variable, visible, count
+):
     gpus = executable(tmp_path / "bin/nvidia-smi", "#!/bin/sh\nfor i in 0 1 2 3; do echo GPU $i: H; done\n")
-    words = given(sh(clone / "launch/local.sh", path=gpus, CUDA_VISIBLE_DEVICES=visible,
-                     **{variable: str(HOME)}))
+    words = given(
+        sh(clone / "launch/local.sh", path=gpus, CUDA_VISIBLE_DEVICES=visible, **{variable: str(HOME)})
+    )
     assert Path(words[0]) == HOME and words[2] == f"--nproc_per_node={count}"
     assert not (clone / ".venv").exists()
 
 
 def test_the_shell_scripts_are_clean():
-    scripts = [*ROOT.glob("launch/*.sh"), ROOT / "launch/slurm.sbatch", ROOT / "tests/run.sh",
-               ROOT / ".ci/run"]
+    scripts = [
+        *ROOT.glob("launch/*.sh"),
+        ROOT / "launch/slurm.sbatch",
+        ROOT / "tests/run.sh",
+        ROOT / ".ci/run",
+    ]
     for path in scripts:
         assert subprocess.run(["bash", "-n", path], timeout=60).returncode == 0
         assert path.name == "setup.sh" or os.access(path, os.X_OK), path
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed: syntax alone was checked")
-    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True,
-                          timeout=60)
+    done = subprocess.run(
+        ["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -124,29 +139,46 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_exit_code_2_before_any_proc
 
 
 def test_a_wrong_flag_of_torchruns_own_and_a_script_that_is_not_there_are_refused(jobs):
-    for words, text in ((["--nproc_per_node=none", "train_ddp.py"], "torchrun cannot start so"),
-                        (["no_such_script.py"], "no_such_script.py")):
+    for words, text in (
+        (["--nproc_per_node=none", "train_ddp.py"], "torchrun cannot start so"),
+        (["no_such_script.py"], "no_such_script.py"),
+    ):
         said = jobs.start(TORCHRUN, *words).ends_with(2)
         assert text in said and len(said.splitlines()) <= 3, said
 
 
 def test_settings_of_the_rendezvous_come_on_top_of_the_launchers_own(tmp_path):
-    args = agent.get_args_parser().parse_args([
-        "--nnodes=1:2", "--rdzv_endpoint=127.0.0.1:29400", "--rdzv_backend=c10d",
-        "--rdzv-conf", "is_host=0,last_call_timeout=9", "train_ddp.py"])
+    args = agent.get_args_parser().parse_args(
+        [
+            "--nnodes=1:2",
+            "--rdzv_endpoint=127.0.0.1:29400",
+            "--rdzv_backend=c10d",
+            "--rdzv-conf",
+            "is_host=0,last_call_timeout=9",
+            "train_ddp.py",
+        ]
+    )
     agent.settle(args, str(tmp_path))
     config = agent.config_from_args(args)[0]
     assert {"last_call_timeout=9", "keep_alive_interval=2", "keep_alive_max_attempt=3", "is_host=0"} <= {
-        f"{name}={value}" for name, value in config.rdzv_configs.items()}
+        f"{name}={value}" for name, value in config.rdzv_configs.items()
+    }
 
 
-@pytest.mark.parametrize("name, endpoint, address", [
-    ("127.0.1.1", "192.0.2.9:29400", "10.0.0.7"), ("10.0.0.5", "192.0.2.9:29400", None),
-    ("127.0.1.1", "127.0.0.1:29400", None), ("127.0.1.1", "/shared/JOB.meeting", None)])
+@pytest.mark.parametrize(
+    "name, endpoint, address",
+    [
+        ("127.0.1.1", "192.0.2.9:29400", "10.0.0.7"),
+        ("10.0.0.5", "192.0.2.9:29400", None),
+        ("127.0.1.1", "127.0.0.1:29400", None),
+        ("127.0.1.1", "/shared/JOB.meeting", None),
+    ],
+)
 def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_the_network(
-        monkeypatch, name, endpoint, address):
-    """Debian writes `127.0.1.1 node01` into /etc/hosts, and torch tells the other machines to come to node01.
-    """
+    monkeypatch, name, endpoint, address
+):
+    """Debian writes `127.0.1.1 node01` into /etc/hosts, and torch calls the other machines to node01."""
+
     class Probe(socket.socket):
         def connect(self, place):
             self.way = place[0]
@@ -159,10 +191,17 @@ def test_where_a_machines_name_is_a_loopback_the_launcher_takes_its_address_in_t
     assert agent.address_towards(endpoint) == address
 
 
-@pytest.mark.parametrize("words, environ, processes", [
-    ([], {}, 1), (["--nproc-per-node", "3"], {}, 3), (["--nproc_per=2"], {"PET_NPROC_PER_NODE": "3"}, 2),
-    (["--nproc_per_node=gpu"], {}, 0), (["--nnodes=1:4"], {}, 0),
-    (["--nproc_per_node=2"], {"PET_NNODES": "2"}, 0)])
+@pytest.mark.parametrize(
+    "words, environ, processes",
+    [
+        ([], {}, 1),
+        (["--nproc-per-node", "3"], {}, 3),
+        (["--nproc_per=2"], {"PET_NPROC_PER_NODE": "3"}, 2),
+        (["--nproc_per_node=gpu"], {}, 0),
+        (["--nnodes=1:4"], {}, 0),
+        (["--nproc_per_node=2"], {"PET_NNODES": "2"}, 0),
+    ],
+)
 def test_the_launcher_counts_processes_as_torchrun_does_or_not_at_all(monkeypatch, words, environ, processes):
     monkeypatch.setattr(os, "environ", environ)
     assert torchrun.count(torchrun.glance(words)) == processes
@@ -175,16 +214,24 @@ def hears(pid):
     return int(caught, 16) >> signal.SIGTERM - 1 & 1
 
 
-WAITS = ["--nnodes=2", "--rdzv_backend=c10d", "--rdzv_id=one", "--rdzv_endpoint=meeting",
-         "--rdzv_conf=store_type=file"]
+WAITS = [
+    "--nnodes=2",
+    "--rdzv_backend=c10d",
+    "--rdzv_id=one",
+    "--rdzv_endpoint=meeting",
+    "--rdzv_conf=store_type=file",
+]
 
 
 @pytest.mark.parametrize("words, when", [([], hears), (WAITS, lambda _: os.path.getsize("meeting"))])
-def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(start, monkeypatch, tmp_path, words,
-                                                                          when):
+def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(
+    start, monkeypatch, tmp_path, words, when
+):
     alone = ["unshare", "--pid", "--fork", "--kill-child"]
-    if not shutil.which("unshare") or subprocess.run([*alone, "true"], capture_output=True,
-                                                     timeout=60).returncode:
+    if (
+        not shutil.which("unshare")
+        or subprocess.run([*alone, "true"], capture_output=True, timeout=60).returncode
+    ):
         pytest.skip("no PID namespace can be made here")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "meeting").touch()
@@ -202,9 +249,17 @@ def start(tmp_path):
 
     def begin(*words, **extra):
         out = open(tmp_path / f"output-{len(started)}", "w+b")
-        started.append(subprocess.Popen(list(map(str, words)), cwd=tmp_path, env=environment(**extra),
-                                        stdout=out, stderr=out,
-                                        stdin=subprocess.DEVNULL, start_new_session=True))
+        started.append(
+            subprocess.Popen(
+                list(map(str, words)),
+                cwd=tmp_path,
+                env=environment(**extra),
+                stdout=out,
+                stderr=out,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        )
         started[-1].output = lambda: Path(out.name).read_text()
         started[-1].out = out
         return started[-1]
@@ -217,13 +272,15 @@ def start(tmp_path):
 
 
 def left_in_the_temporary_folder():
-    return {path.name for path in Path(os.environ["TMPDIR"]).glob("*torch*-*")} \
-        | {path.name for path in Path(os.environ["TMPDIR"]).glob("torchelastic_*")}
+    return {path.name for path in Path(os.environ["TMPDIR"]).glob("*torch*-*")} | {
+        path.name for path in Path(os.environ["TMPDIR"]).glob("torchelastic_*")
+    }
 
 
 @needs_an_environment
 def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command_each_time(
-        start, jobs, tmp_path):
+    start, jobs, tmp_path
+):
     run = tmp_path / "run of 'one'"
     words = [*PACED, "--epochs", "8", "--run-dir", run]  # a life that is killed must not complete it
     env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711", "OMP_NUM_THREADS": None}
@@ -258,10 +315,24 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
 
 def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, tmp_path):
     """`--node_rank --master_addr --master_port`: what most people type."""
-    env = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port()),
-           "PACE": "0.02"}
-    nodes = [jobs.start(TORCHRUN, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run",
-                        PET_NODE_RANK=str(rank), **env) for rank in (0, 1)]
+    env = {
+        "PET_NNODES": "2",
+        "PET_MASTER_ADDR": "127.0.0.1",
+        "PET_MASTER_PORT": str(free_port()),
+        "PACE": "0.02",
+    }
+    nodes = [
+        jobs.start(
+            TORCHRUN,
+            ROOT / "train_ddp.py",
+            *PACED,
+            "--run-dir",
+            tmp_path / "run",
+            PET_NODE_RANK=str(rank),
+            **env,
+        )
+        for rank in (0, 1)
+    ]
     life = wait_for(tmp_path / "run", 3, job=nodes[0])
     assert life["world"] == 2 and jobs.kill(life["pids"][1])
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
@@ -269,15 +340,20 @@ def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill
 
 
 def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):
-    text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*",
-                     (ROOT / "train_ddp.py").read_text())[0].replace("\\", "")
-    for old, new in (("=8", "=1"), ("=1:4", "=1:2"), ("HOST:29400", f"127.0.0.1:{free_port()}"),
-                     ("/shared/run", str(tmp_path / "run"))):
+    text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*", (ROOT / "train_ddp.py").read_text())[0].replace(
+        "\\", ""
+    )
+    for old, new in (
+        ("=8", "=1"),
+        ("=1:4", "=1:2"),
+        ("HOST:29400", f"127.0.0.1:{free_port()}"),
+        ("/shared/run", f"{tmp_path}/run"),
+    ):
         text = text.replace(old, new)
     setting, *words = text.split()
     at = words.index("train_ddp.py")
     here = ["--local_addr=127.0.0.1", "--rdzv_conf=last_call_timeout=1"]
-    words[at:at + 1] = [*here, ROOT / "train_ddp.py", *PACED, "--epochs=999"]
+    words[at : at + 1] = [*here, ROOT / "train_ddp.py", *PACED, "--epochs=999"]
     env = dict([setting.split("=")], PACE="0.05")
     first = jobs.start(*words, **env)
     wait_for(tmp_path / "run", 2, job=first)

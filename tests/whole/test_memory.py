@@ -1,5 +1,5 @@
-"""A net whose weights and optimizer do not fit in one process trains over several; what does not fit says so.
-"""
+"""A net whose weights and optimizer do not fit in one process trains over several; what does not says so."""
+
 import pytest
 from jobs import TESTS
 
@@ -7,9 +7,17 @@ from jobs import TESTS
 # are 7 times that,
 # 840 MB, divided by the number of stages; buffers, activations and threads are some 150 MB more in each
 # process.
-FLAGS = (f"--model={TESTS}/nets.py:rationed", "--dataset=text:16", "--global-batch-size=8",
-         "--micro-batch-size=1", "--max-steps=1",
-         "--log-every=1", "--eval-every=0", "--no-tensorboard", "--hang-timeout=60")
+FLAGS = (
+    f"--model={TESTS}/nets.py:rationed",
+    "--dataset=text:16",
+    "--global-batch-size=8",
+    "--micro-batch-size=1",
+    "--max-steps=1",
+    "--log-every=1",
+    "--eval-every=0",
+    "--no-tensorboard",
+    "--hang-timeout=60",
+)
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
 """The forked worlds that other tests stand on: what they return, and how they fail."""
+
 import os
 import signal
 import time
@@ -15,7 +16,8 @@ def test_the_first_rank_to_fail_is_reported_first_with_its_traceback_and_nothing
             raise ValueError("the reason")
         return world.all_sum(torch.ones(1)).item()
 
-    began, before = time.monotonic(), children(os.getpid())
+    began = time.monotonic()
+    before = children(os.getpid())
     with pytest.raises(AssertionError) as error:
         fork_ranks(2, fail_at_one, deadline=600)
     assert str(error.value).startswith("rank 1, exit code 1: Traceback") and "fail_at_one" in str(error.value)

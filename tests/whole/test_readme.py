@@ -1,4 +1,5 @@
 """No README and no file of launch/ says what is not so: commands are parsed by what they start, or run."""
+
 import ast
 import re
 import shlex
@@ -17,8 +18,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("common", "launch", "tests"))]
 README, COMMON, *_ = (page.read_text(encoding="utf-8") for page in PAGES)
 LONGEST = {"README.md": 120, "common/README.md": 250, "launch/README.md": 120, "tests/README.md": 80}
-MADE = ("my_", "options.json", "metrics.jsonl", "ledger.jsonl", "model.", "optimizer.", "state.json",
-        "manifest.json", "tb/", "audit/", "control/")  # by a reader or by a run
+MADE = (
+    "my_",
+    "options.json",
+    "metrics.jsonl",
+    "ledger.jsonl",
+    "model.",
+    "optimizer.",
+    "state.json",
+    "manifest.json",
+    "tb/",
+    "audit/",
+    "control/",
+)  # by a reader or by a run
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -52,8 +64,9 @@ def documented():
         where = page.relative_to(ROOT).as_posix()
         for block in fenced(text, "sh"):
             shown += [(where, words) for words in commands(block)]
-        inline = re.findall(r"`((?:launch/|tests/run|torchrun|sbatch|pip|python|CUDA)[^`\n]* [^`\n]*)`",
-                            prose(text))
+        inline = re.findall(
+            r"`((?:launch/|tests/run|torchrun|sbatch|pip|python|CUDA)[^`\n]* [^`\n]*)`", prose(text)
+        )
         shown += [(where, shlex.split(command)) for command in inline]
     for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), *(ROOT / "common").rglob("*.py")]:
         doc = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
@@ -102,10 +115,10 @@ def check(words, monkeypatch):
         if program == "launch/ssh.sh":
             del rest[0]  # its machines
         if program == "sbatch":
-            del rest[:rest.index("launch/slurm.sbatch") + 1]
+            del rest[: rest.index("launch/slurm.sbatch") + 1]
         if "--nproc" in rest:
             at = rest.index("--nproc")
-            del rest[at:at + 2]
+            del rest[at : at + 2]
         script = rest.pop(0) if rest and rest[0].endswith(".py") else "train_ddp.py"
         check_training(script, rest, monkeypatch)
     elif program == "launch/notice.py":
@@ -135,8 +148,9 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("where, words", documented(),
-                         ids=lambda value: shlex.join(value) if isinstance(value, list) else value)
+@pytest.mark.parametrize(
+    "where, words", documented(), ids=lambda value: shlex.join(value) if isinstance(value, list) else value
+)
 def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, folder):
     check(words, monkeypatch)
 
@@ -149,6 +163,7 @@ def test_the_commands_of_the_first_pages_can_be_typed_one_after_the_other(monkey
             monkeypatch.setattr(sys, "argv", [script])
             options = parse_options("", flags)
             assert not options.compare(begun.setdefault(options.run_dir, options.identity())), flags
+
     monkeypatch.setattr(sys.modules[__name__], "check_training", resume)
     for where, words in documented():
         if where in ("README.md", "common/README.md"):
@@ -158,18 +173,25 @@ def test_the_commands_of_the_first_pages_can_be_typed_one_after_the_other(monkey
 
 
 def test_a_documented_torchrun_over_a_range_of_machines_survives_a_late_join():
-    ranges = [words for _, words in documented()
-              if "torchrun" in words and re.search(r"nnodes=\d+:\d", " ".join(words))]
+    ranges = [
+        words
+        for _, words in documented()
+        if "torchrun" in words and re.search(r"nnodes=\d+:\d", " ".join(words))
+    ]
     assert ranges
     for words in ranges:
-        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words[:words.index("torchrun")]
+        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words[: words.index("torchrun")]
 
 
 def test_enough_commands_were_found_to_be_checked():
     starts = {" ".join(words[:2]) for _, words in documented()}
     assert len(documented()) > 40
-    assert {"python -m", "torchrun --nproc_per_node=2", "launch/local.sh --epochs",
-            "python launch/store.py"} <= starts
+    assert {
+        "python -m",
+        "torchrun --nproc_per_node=2",
+        "launch/local.sh --epochs",
+        "python launch/store.py",
+    } <= starts
 
 
 # ---- the text -------------------------------------------------------------------------------------
@@ -214,8 +236,8 @@ def train(jobs, folder, *words):
 def own_code():
     """(the code of my_own.py, the flags that train with it), from the first page."""
     text = section(README, "The three scripts")
-    code, = fenced(text, "python")
-    command, = commands(fenced(text, "sh")[0])
+    (code,) = fenced(text, "python")
+    (command,) = commands(fenced(text, "sh")[0])
     assert command[:2] == ["python", "train_ddp.py"]
     return code, command[2:]
 
@@ -226,7 +248,7 @@ def test_the_readmes_own_model_and_dataset_train_and_load_again(jobs, tmp_path):
     train(jobs, tmp_path, *flags, "--max-steps", "30", "--no-tensorboard")
     last = rows(tmp_path / "runs/wide")[-1]
     assert last["val_acc"] > 0.8
-    accuracy, = fork_ranks(1, accuracy_in_a_notebook, tmp_path, code)
+    (accuracy,) = fork_ranks(1, accuracy_in_a_notebook, tmp_path, code)
     assert abs(accuracy - last["val_acc"]) < 1e-9
 
 
@@ -235,6 +257,7 @@ def accuracy_in_a_notebook(world, folder, code):
     import os
 
     from common.models import load
+
     names = {}
     exec(code, names)
     os.chdir(folder)

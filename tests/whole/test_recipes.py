@@ -1,12 +1,13 @@
 """The recipes of common/README.md, as they are printed there."""
+
 import torch
 from jobs import TESTS
 from test_readme import COMMON, fenced, section
 
 TEXT = section(COMMON, "Recipes")
-CODE, = fenced(TEXT, "python")
-WRITES, = fenced(section(COMMON, "The result"), "python")
-DATA = f'''
+(CODE,) = fenced(TEXT, "python")
+(WRITES,) = fenced(section(COMMON, "The result"), "python")
+DATA = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})
 import paced
@@ -16,17 +17,26 @@ def rare():
     train = weighted(train, 1.0 + (train.y == 2).double())
     train.classes = test.classes
     return train, test
-'''
+"""
 
 
 def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jobs, tmp_path):
     file = tmp_path / "my_recipes.py"
     file.write_text(CODE + DATA)
-    job = jobs.python("train_ddp.py", "--model=mlp", f"--dataset={file}:rare", f"--task={file}:mixup",
-                      "--epochs=2", "--log-every=5", "--workers=0", "--no-tensorboard",
-                      f"--run-dir={tmp_path / 'run'}")
+    job = jobs.python(
+        "train_ddp.py",
+        "--model=mlp",
+        f"--dataset={file}:rare",
+        f"--task={file}:mixup",
+        "--epochs=2",
+        "--log-every=5",
+        "--workers=0",
+        "--no-tensorboard",
+        f"--run-dir={tmp_path / 'run'}",
+    )
     job.ends_with(0)
-    names, rows = {}, []
+    names = {}
+    rows = []
     exec(CODE, names)
     names["send"](tmp_path / "run", lambda row, step: rows.append((step, row)))
     steps = [step for step, row in rows if "loss" in row]
@@ -34,16 +44,25 @@ def test_mixup_trains_a_weighted_dataset_and_each_row_of_its_log_is_sent_once(jo
 
 
 def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
-    context, = [line.split("`")[1] for line in TEXT.splitlines() if "torch.profiler" in line]
+    (context,) = [line.split("`")[1] for line in TEXT.splitlines() if "torch.profiler" in line]
     script = (TESTS.parents[1] / "train_ddp.py").read_text()
     head, _, loop = script.partition("        while not state.finished:\n")
     body, _, rest = loop.partition("\n\n\n")
     indented = "\n".join(f"    {line}" for line in ["        while not state.finished:", *body.splitlines()])
     copy = tmp_path / "profiled.py"
-    copy.write_text(f"import torch\n{head}        {context}\n{indented}\n"
-                    f"        profiler.export_chrome_trace({str(tmp_path / 'trace.json')!r})\n\n\n{rest}")
-    job = jobs.start(copy, "--model=mlp", "--dataset=random", "--max-steps=3", "--no-tensorboard",
-                     f"--run-dir={tmp_path / 'run'}", PYTHONPATH=str(TESTS.parents[1]))
+    copy.write_text(
+        f"import torch\n{head}        {context}\n{indented}\n"
+        f"        profiler.export_chrome_trace({str(tmp_path / 'trace.json')!r})\n\n\n{rest}"
+    )
+    job = jobs.start(
+        copy,
+        "--model=mlp",
+        "--dataset=random",
+        "--max-steps=3",
+        "--no-tensorboard",
+        f"--run-dir={tmp_path / 'run'}",
+        PYTHONPATH=str(TESTS.parents[1]),
+    )
     job.ends_with(0)
     assert "aten::" in (tmp_path / "trace.json").read_text()
 
@@ -51,10 +70,17 @@ def test_the_profiler_of_torch_goes_around_the_loop(jobs, tmp_path):
 def test_a_gpt_of_a_run_writes_on(jobs, tmp_path):
     file = tmp_path / "cats.txt"
     file.write_text("the cat sat on the mat. " * 600)
-    job = jobs.python("train_ddp.py", "--model=gpt:1x2x16", "--dataset=text:64", f"--data-dir={file}",
-                      "--max-steps=2", "--no-tensorboard", f"--run-dir={tmp_path / 'run'}")
+    job = jobs.python(
+        "train_ddp.py",
+        "--model=gpt:1x2x16",
+        "--dataset=text:64",
+        f"--data-dir={file}",
+        "--max-steps=2",
+        "--no-tensorboard",
+        f"--run-dir={tmp_path / 'run'}",
+    )
     job.ends_with(0)
     names = {"torch": torch}
     with torch.no_grad():
-        exec(WRITES.replace("runs/wide", str(tmp_path / "run")).replace("range(200)", "range(70)"), names)
+        exec(WRITES.replace("runs/wide", f"{tmp_path}/run").replace("range(200)", "range(70)"), names)
     assert names["ids"].shape == (1, 74) and bytes(names["ids"][0, :4].tolist()) == b"the "

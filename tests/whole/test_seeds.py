@@ -1,78 +1,121 @@
 """The documents the project came from: what they promise happens here, with their numbers."""
-import json
+
 import os
 import re
-import socket
 from functools import partial
 from pathlib import Path
 
 import pytest
+from jobs import ROOT, free_port, rows
 
-ROOT = Path(__file__).resolve().parents[2]
 MNIST = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data"))
 
 
 def script(start, name, *arguments):
     """What it prints; `start`: jobs.python or jobs.torchrun."""
     job = start(name, *arguments, "--no-tensorboard")
-    assert job.wait(300) == 0, job.output
-    return job.output
-
-
-def metrics(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return job.ends_with(0)
 
 
 def test_000_the_lstm_learns_the_two_sentences_under_data_parallel_in_ten_epochs(jobs, tmp_path):
-    out = script(jobs.python, "train_dp.py", "--model=lstm", "--dataset=sentiment", "--epochs=10",
-                 "--log-every=1", "--optimizer=adam", "--lr=0.001", f"--run-dir={tmp_path}",
-                 "--devices=cpu,cpu")
-    losses = [m["loss"] for m in metrics(tmp_path) if "loss" in m]
-    assert len(losses) == 10 and 0.6 < losses[0] < 0.8 and losses[-1] < 0.5 and losses == sorted(losses,
-                                                                                                 reverse=True)
+    out = script(
+        jobs.python,
+        "train_dp.py",
+        "--model=lstm",
+        "--dataset=sentiment",
+        "--epochs=10",
+        "--log-every=1",
+        "--optimizer=adam",
+        "--lr=0.001",
+        f"--run-dir={tmp_path}",
+        "--devices=cpu,cpu",
+    )
+    losses = [m["loss"] for m in rows(tmp_path) if "loss" in m]
+    assert (
+        len(losses) == 10
+        and 0.6 < losses[0] < 0.8
+        and losses[-1] < 0.5
+        and losses == sorted(losses, reverse=True)
+    )
     assert "predictions [1 0]  labels [1 0]" in out
 
 
 @pytest.mark.skipif(not (MNIST / "MNIST/raw/train-images-idx3-ubyte").exists(), reason="no MNIST files")
 def test_001_and_002_the_mnist_net_on_two_processes_passes_97_percent_in_two_epochs(jobs, tmp_path):
-    script(partial(jobs.torchrun, 2), "train_ddp.py", "--dataset=mnist", f"--data-dir={MNIST}", "--epochs=2",
-           "--max-steps=1300", f"--run-dir={tmp_path}")
-    first, second = (line["val_acc"] for line in metrics(tmp_path) if "val_acc" in line)
+    script(
+        partial(jobs.torchrun, 2),
+        "train_ddp.py",
+        "--dataset=mnist",
+        f"--data-dir={MNIST}",
+        "--epochs=2",
+        "--max-steps=1300",
+        f"--run-dir={tmp_path}",
+    )
+    first, second = (line["val_acc"] for line in rows(tmp_path) if "val_acc" in line)
     assert first > 0.95 and second > 0.97
 
 
 @pytest.mark.parametrize("name", ["train_dp.py", "train_mp.py"])
 def test_002_the_same_net_trains_over_two_devices_of_one_process(jobs, tmp_path, name):
-    out = script(jobs.python, name, "--devices=cpu,cpu", "--epochs=1", f"--run-dir={tmp_path}",
-                 "--optimizer=sgd", "--lr=0.05", "--momentum=0.5", "--max-steps=120",
-                 *["--balance=1,1,1,1"] * (name == "train_mp.py"))
-    found = metrics(tmp_path)
+    out = script(
+        jobs.python,
+        name,
+        "--devices=cpu,cpu",
+        "--epochs=1",
+        f"--run-dir={tmp_path}",
+        "--optimizer=sgd",
+        "--lr=0.05",
+        "--momentum=0.5",
+        "--max-steps=120",
+        *["--balance=1,1,1,1"] * (name == "train_mp.py"),
+    )
+    found = rows(tmp_path)
     assert found[0]["loss"] > 2.0 and found[-1]["val_acc"] > 0.5
     if name == "train_mp.py":
-        assert all(re.search(rf"^ +{i}  cpu +{name} ", out, re.M) for i,
-                   name in enumerate(("block1", "block2", "fc1", "fc2")))
+        assert all(
+            re.search(rf"^ +{i}  cpu +{name} ", out, re.M)
+            for i, name in enumerate(("block1", "block2", "fc1", "fc2"))
+        )
 
 
 def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_environment(jobs, tmp_path):
-    flags = ("--model=mlp", "--dataset=random:200x10", "--epochs=2", "--log-every=1", f"--run-dir={tmp_path}",
-             "--no-tensorboard", "--optimizer=sgd", "--momentum=0", "--lr=0.001")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    flags = (
+        "--model=mlp",
+        "--dataset=random:200x10",
+        "--epochs=2",
+        "--log-every=1",
+        f"--run-dir={tmp_path}",
+        "--no-tensorboard",
+        "--optimizer=sgd",
+        "--momentum=0",
+        "--lr=0.001",
+    )
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [jobs.python("train_ddp.py", *flags, **env, RANK=str(rank)) for rank in range(2)]
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
     outs = [rank.output for rank in ranks]
     assert "world 2 " in outs[0] and "model mlp: 67 parameters" in outs[0]  # 10*5 + 5 + 5*2 + 2
     assert not [line for line in outs[1].splitlines() if not line.startswith("[W")]  # of torch
-    assert [m["step"] for m in metrics(tmp_path) if "loss" in m] == list(range(1, 9))  # 4 steps an epoch
+    assert [m["step"] for m in rows(tmp_path) if "loss" in m] == list(range(1, 9))  # 4 steps an epoch
 
 
-@pytest.mark.parametrize(("devices", "inside"),
-                         [("cpu", [30, 30, 30, 10]), ("cpu,cpu", [15, 15] * 3 + [5, 5])])
+@pytest.mark.parametrize(
+    ("devices", "inside"), [("cpu", [30, 30, 30, 10]), ("cpu,cpu", [15, 15] * 3 + [5, 5])]
+)
 def test_004_the_random_batches_are_scattered_as_in_the_tutorial(jobs, tmp_path, devices, inside):
-    out = script(jobs.python, "train_dp.py", "--dataset=random", "--model=mlp", "--epochs=1",
-                 "--global-batch-size=30", f"--run-dir={tmp_path}", f"--devices={devices}", "--show-scatter")
+    out = script(
+        jobs.python,
+        "train_dp.py",
+        "--dataset=random",
+        "--model=mlp",
+        "--epochs=1",
+        "--global-batch-size=30",
+        f"--run-dir={tmp_path}",
+        f"--devices={devices}",
+        "--show-scatter",
+    )
     lines = [line.split() for line in out.splitlines()]
     sizes = [int(words[4].strip("(,")) for words in lines if words[:2] == ["In", "Model:"]]
     outside = [int(words[3].strip("(,")) for words in lines if words[:1] == ["Outside:"]]
-    assert sizes[:len(inside)] == inside
+    assert sizes[: len(inside)] == inside
     assert outside[:4] == [30, 30, 30, 10]

@@ -1,6 +1,7 @@
 """What a door hands out says its types, so that an editor can jump and a checker can look; nothing else has
 to.
 """
+
 import ast
 import subprocess
 import sys
@@ -24,10 +25,14 @@ def untyped(function, owner=""):
     """What a function's signature leaves open, in words."""
     given = function.args
     every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
-    open_ = [f"{owner}{function.name}({arg.arg})" for arg in every if arg.annotation is None
-             and arg.arg not in ("self", "cls")]
-    return open_ + ([f"{owner}{function.name} -> ?"] if function.returns is None
-                    and function.name != "__init__" else [])
+    open_ = [
+        f"{owner}{function.name}({arg.arg})"
+        for arg in every
+        if arg.annotation is None and arg.arg not in ("self", "cls")
+    ]
+    return open_ + (
+        [f"{owner}{function.name} -> ?"] if function.returns is None and function.name != "__init__" else []
+    )
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -37,8 +42,9 @@ def test_all_that_a_door_hands_out_says_its_types(room):
         if isinstance(node, ast.FunctionDef):
             missing += untyped(node)
         for method in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(method,
-                          ast.FunctionDef) and (method.name == "__init__" or not method.name.startswith("_")):
+            if isinstance(method, ast.FunctionDef) and (
+                method.name == "__init__" or not method.name.startswith("_")
+            ):
                 missing += untyped(method, f"{name}.")
     assert bool(definitions(room)) == bool(door(room))
     assert not missing, f"common/{room} hands this out without types: {', '.join(missing)}"
@@ -46,13 +52,31 @@ def test_all_that_a_door_hands_out_says_its_types(room):
 
 def test_a_type_checker_finds_nothing(tmp_path):
     pytest.importorskip("mypy")
-    done = subprocess.run([sys.executable, "-m", "mypy", "--config-file", ".mypy.ini", "--cache-dir",
-                           tmp_path], cwd=ROOT,
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--config-file", ".mypy.ini", "--cache-dir", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "wrong.py").write_text("from common.sampler import share\n\nshare('four', 1, 2)\n")
-    done = subprocess.run([sys.executable, "-m", "mypy", "--config-file", ".mypy.ini", "--cache-dir",
-                           tmp_path,
-                           tmp_path / "wrong.py"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (done.returncode == 1
-            and "arg-type" in done.stdout), "a checker that finds nothing wrong anywhere checks nothing"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "mypy",
+            "--config-file",
+            ".mypy.ini",
+            "--cache-dir",
+            tmp_path,
+            tmp_path / "wrong.py",
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 1 and "arg-type" in done.stdout, (
+        "a checker that finds nothing wrong anywhere checks nothing"
+    )

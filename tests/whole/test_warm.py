@@ -1,6 +1,7 @@
 """launch/torchrun.py on one machine: restarts without imports, exit codes passed on; and the breaker of runs
 that come to nothing.
 """
+
 import re
 import signal
 import time
@@ -11,7 +12,7 @@ from jobs import CLEAN, PACED, ROOT, TESTS, audit, children, command, events, li
 from common.ledger import summarize
 
 TORCHRUN = ROOT / "launch" / "torchrun.py"
-NOHUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN           # these tests run under nohup
+NOHUP = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # these tests run under nohup
 
 
 def warm(jobs, *arguments, nproc=2, **env):
@@ -31,7 +32,8 @@ def fork_server(job):
 def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path):
     run = tmp_path / "run"
     job = warm(jobs, *PACED, "--run-dir", run, "--epochs=999")  # it must not end before the last kill
-    killed, deaths = [], []
+    killed = []
+    deaths = []
     for life in range(3):
         pid = wait_for(run, 2 + 4 * life, life, job)["pids"][life % 2]
         assert pid in children(fork_server(job))  # a process of its own would import torch for seconds
@@ -47,8 +49,9 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
     # And the ledger knows where the time went: the parts of a restart add up to what was seen from outside.
     buckets = [life["buckets"] for life in summarize(run)["lives"]]
-    for before, after, moment, first in zip(buckets[:-1], buckets[1:], killed, events(run, "first_step")[1:],
-                                            strict=True):
+    for before, after, moment, first in zip(
+        buckets[:-1], buckets[1:], killed, events(run, "first_step")[1:], strict=True
+    ):
         seconds = first["t"] - moment
         assert abs(before["rescue"] + after["down"] + after["start"] - seconds) < max(0.5, 0.5 * seconds)
 
@@ -69,8 +72,15 @@ def test_workers_die_with_a_killed_launcher(jobs, tmp_path):
     until(lambda: not {server, *workers} & set(jobs.alive()), "the workers' end")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, pytest.param(
-    signal.SIGHUP, marks=pytest.mark.skipif(NOHUP, reason="nohup"))])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGTERM,
+        signal.SIGINT,
+        signal.SIGUSR1,
+        pytest.param(signal.SIGHUP, marks=pytest.mark.skipif(NOHUP, reason="nohup")),
+    ],
+)
 def test_a_stop_on_request_leaves_143_and_the_same_command_goes_on_to_0(jobs, tmp_path, number):
     run = tmp_path / "run"
     job = warm(jobs, *PACED, "--run-dir", run)
@@ -100,19 +110,28 @@ def test_a_stopped_worker_is_woken_for_the_stop_and_not_waited_for(jobs, tmp_pat
 
 
 def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(jobs, tmp_path):
-    deaf = script(tmp_path, "import pathlib, signal, sys, time\n"
-                            "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-                            "pathlib.Path(sys.argv[1]).touch()\nwhile True: time.sleep(1)\n")
+    deaf = script(
+        tmp_path,
+        "import pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[1]).touch()\nwhile True: time.sleep(1)\n",
+    )
     job = jobs.start(TORCHRUN, deaf, tmp_path / "begun", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     until((tmp_path / "begun").exists, "the script")
     job.kill(signal.SIGTERM)
     job.ends_with(1)
 
 
-@pytest.mark.parametrize("text, code, method", [
-    ("import os; os._exit(0)", 0, "forkserver"), ("import sys; sys.exit(3)", 3, "forkserver"),
-    ("raise OSError(5, 'disk')", 1, "forkserver"), ("import os; os.kill(os.getpid(), 9)", 1, "forkserver"),
-    ("import sys; sys.exit(3)", 3, "spawn")])
+@pytest.mark.parametrize(
+    "text, code, method",
+    [
+        ("import os; os._exit(0)", 0, "forkserver"),
+        ("import sys; sys.exit(3)", 3, "forkserver"),
+        ("raise OSError(5, 'disk')", 1, "forkserver"),
+        ("import os; os.kill(os.getpid(), 9)", 1, "forkserver"),
+        ("import sys; sys.exit(3)", 3, "spawn"),
+    ],
+)
 def test_a_script_of_any_kind_ends_the_job_with_its_own_code(jobs, tmp_path, text, code, method):
     one_fails = script(tmp_path, f"import os\nif os.environ['RANK'] == '0':\n    {text}\n")
     job = jobs.start(TORCHRUN, "--nproc_per=2", "--max_restarts=0", f"--start_method={method}", one_fails)
@@ -136,8 +155,11 @@ def test_a_script_beside_a_package_named_common_finds_ours(jobs, tmp_path):
 
 def test_forks_draw_different_numbers_as_processes_do_that_are_started_afresh(jobs, tmp_path):
     """Else data drawn without a seed is the same on all ranks, trains, and cannot be resumed."""
-    draws = script(tmp_path, "import random, numpy, torch\n"
-                             "print('drawn', torch.rand(()).item(), numpy.random.rand(), random.random())\n")
+    draws = script(
+        tmp_path,
+        "import random, numpy, torch\n"
+        "print('drawn', torch.rand(()).item(), numpy.random.rand(), random.random())\n",
+    )
     said = jobs.start(TORCHRUN, "--nproc_per_node=2", draws).ends_with(0)
     first, second = (line.split()[1:] for line in said.splitlines() if line.startswith("drawn"))
     assert not {*first} & {*second}
@@ -147,10 +169,21 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
     run = tmp_path / "run"
     deadly = (TESTS / "poisoned.py").read_text().replace("raise OSError", "os.kill(os.getpid(), 9)  #")
     data = script(tmp_path, f"import os\n{deadly}")
-    flags = ("--model", "mlp", "--dataset", f"{data}:data", "--workers", "0", "--no-tensorboard",
-             "--run-dir", run, "--global-batch-size", "20")
+    flags = (
+        "--model",
+        "mlp",
+        "--dataset",
+        f"{data}:data",
+        "--workers",
+        "0",
+        "--no-tensorboard",
+        "--run-dir",
+        run,
+        "--global-batch-size",
+        "20",
+    )
     said = warm(jobs, *flags).ends_with(5)
-    word = said[said.index("error: no progress"):]
+    word = said[said.index("error: no progress") :]
     assert "the first error: " in word and said.count("error: no progress") == 1
     samples = re.search(r"its samples: ([\d, ]+)", word)[1].split(", ")
     assert "37" in samples and len(samples) == 20
@@ -166,7 +199,10 @@ def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path, agent):
     """As where there is too little memory to build the net."""
     (tmp_path / "net.py").write_text("import os\ndef killed(data):\n    os.kill(os.getpid(), 9)\n")
     flags = ("--dataset", "random", "--model", tmp_path / "net.py:killed")
-    job = warm(jobs, *flags, nproc=1) if agent == "ours" else jobs.torchrun(2, "train_ddp.py", *flags,
-                                                                            restarts=5)
+    job = (
+        warm(jobs, *flags, nproc=1)
+        if agent == "ours"
+        else jobs.torchrun(2, "train_ddp.py", *flags, restarts=5)
+    )
     said = job.ends_with(5 if agent == "ours" else 1)  # torchrun turns every code into 1
     assert said.count("lives in a row ended before they could train") == 1, said

@@ -1,4 +1,5 @@
 """What decides bits and speed on GPUs: set, recorded, refused where it cannot take effect."""
+
 import contextlib
 from types import SimpleNamespace
 
@@ -24,8 +25,10 @@ def as_it_was():
     torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("flags, benchmark, tf32", [({}, True, False), ({"tf32": True}, True, True),
-                                                    ({"virtual_ranks": 2}, False, False)])
+@pytest.mark.parametrize(
+    "flags, benchmark, tf32",
+    [({}, True, False), ({"tf32": True}, True, True), ({"virtual_ranks": 2}, False, False)],
+)
 def test_kernels_are_chosen_by_their_speed_unless_bits_are_promised(flags, benchmark, tf32):
     torch.backends.cudnn.benchmark = torch.backends.cuda.matmul.allow_tf32 = False
     pinned.pin(Options(**flags))
@@ -47,8 +50,9 @@ def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
     world = World(0, 1, 0, 1, (torch.device("cpu"),), "life", 0)
     state = TrainState(net, build_optimizer(net, opts), opts, 4)
     with refusal() as told, blamed():  # as round a life
-        backward(distribute(net, opts, world), share_of(torch.randn(4, 4), torch.arange(4) % 2, opts), state,
-                 world)
+        backward(
+            distribute(net, opts, world), share_of(torch.randn(4, 4), torch.arange(4) % 2, opts), state, world
+        )
     for words in ("put_", "--debug", "--virtual-ranks", "replace the layer"):
         assert words in str(told.value)
 
@@ -56,10 +60,16 @@ def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
 CUDNN = "one layer"  # it has a state of its own, which moves on with each forward and is in no checkpoint
 
 
-@pytest.mark.parametrize("device, flags, dropout, refused", [
-    ("cpu", {"tf32": True}, 0.0, "--tf32 works on GPUs only"),
-    ("cuda", {"virtual_ranks": 2}, 0.5, CUDNN), ("cuda", {"script": "mp", "recompute": True}, 0.5, CUDNN),
-    ("cuda", {"virtual_ranks": 2}, 0.0, ""), ("cuda", {}, 0.5, "")])
+@pytest.mark.parametrize(
+    "device, flags, dropout, refused",
+    [
+        ("cpu", {"tf32": True}, 0.0, "--tf32 works on GPUs only"),
+        ("cuda", {"virtual_ranks": 2}, 0.5, CUDNN),
+        ("cuda", {"script": "mp", "recompute": True}, 0.5, CUDNN),
+        ("cuda", {"virtual_ranks": 2}, 0.0, ""),
+        ("cuda", {}, 0.5, ""),
+    ],
+)
 def test_what_a_device_cannot_do_or_cannot_do_again_is_refused(device, flags, dropout, refused):
     world = SimpleNamespace(device=torch.device(device), devices=(torch.device(device),), stages=1)
     net = nn.LSTM(4, 4, num_layers=2, dropout=dropout)

@@ -1,4 +1,5 @@
 """launch/store.py: the one process that a job on several machines cannot do without."""
+
 import signal
 import socket
 from importlib.util import module_from_spec, spec_from_file_location
@@ -31,8 +32,11 @@ def test_a_signal_ends_it_with_0(store, name):
 
 def test_what_is_no_address_of_ours_is_refused_in_two_lines(jobs):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        for address, word in ((f"127.0.0.1:{taken.getsockname()[1]}", "in use"), ("192.0.2.1:0", "assign"),
-                              ("127.0.0.1", "usage")):
+        for address, word in (
+            (f"127.0.0.1:{taken.getsockname()[1]}", "in use"),
+            ("192.0.2.1:0", "assign"),
+            ("127.0.0.1", "usage"),
+        ):
             said = jobs.start(STORE, address).ends_with(2)
             assert word in said and len(said.splitlines()) <= 2, said
 
@@ -44,7 +48,8 @@ def test_a_name_that_only_this_machine_can_reach_is_refused(monkeypatch, capsys)
     spec = spec_from_file_location("rendezvous_store", STORE)
     launcher = module_from_spec(spec)
     spec.loader.exec_module(launcher)
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_,
-                        **__: [(socket.AF_INET, 0, 0, "", ("127.0.1.1", 0))])
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *_, **__: [(socket.AF_INET, 0, 0, "", ("127.0.1.1", 0))]
+    )
     assert launcher.main(["node01:29400"]) == 2
     assert "node01 is 127.0.1.1 on this machine" in capsys.readouterr().err

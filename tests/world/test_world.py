@@ -27,8 +27,14 @@ def test_without_torchrun_the_world_is_one_rank_in_a_process_made_ready():
         called = []
         worlds.keep_memory = lambda: called.append(True)
         world = join(Options(device="cpu"))
-        return (world.rank, world.size, world.device.type, called, gc.isenabled(),
-                gc.get_freeze_count() > 1000)
+        return (
+            world.rank,
+            world.size,
+            world.device.type,
+            called,
+            gc.isenabled(),
+            gc.get_freeze_count() > 1000,
+        )
 
     assert fork_ranks(1, live) == [(0, 1, "cpu", [True], True, True)]
 
@@ -45,8 +51,11 @@ def meet_twice_at_one_agent(world):
     if world.rank == 1:
         agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         world.store.set("agent", str(agent.port))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=world.store.get("agent").decode(),
-                      TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=world.store.get("agent").decode(),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
     ports = []
     for life in range(3):
         store = fresh_store(world.rank, world.size)
@@ -96,8 +105,14 @@ def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_a
 
 def test_a_name_that_is_a_loopback_is_refused_between_machines_and_not_used_by_gloo(monkeypatch):
     """Debian's installer writes `127.0.1.1 node01` into /etc/hosts: others would knock there in vain."""
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1,
-                        "MASTER_ADDR": "node01", "MASTER_PORT": 29400}.items():
+    for name, value in {
+        "RANK": 0,
+        "WORLD_SIZE": 2,
+        "LOCAL_RANK": 0,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_ADDR": "node01",
+        "MASTER_PORT": 29400,
+    }.items():
         monkeypatch.setenv(name, str(value))
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
@@ -153,6 +168,7 @@ def test_lifelines_go_over_ipv6_too(monkeypatch):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("without IPv6")
+
     class Store(dict):
         host = "::1"
         set = dict.__setitem__
