@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -102,12 +101,12 @@ class Slurm:
             )
         ]
         self.start("munged", "--foreground", "--force", *own)
-        until(lambda: (self.folder / "munge.sock").exists(), "munged", 20)
+        until(lambda: (self.folder / "munge.sock").exists(), "munged")
         self.start("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self.start("slurmd", "-D", "-N", node, name=node)
         nodes = "sinfo", "-h", "-N", "-p", "all", "-o", "%t"
-        until(lambda: self.ask(*nodes).split() == ["idle"] * 2, "two idle nodes", 40)
+        until(lambda: self.ask(*nodes).split() == ["idle"] * 2, "two idle nodes")
 
     def start(self, program, *words, name=None):
         with open(self.folder / f"{name or program}.out", "wb") as out:
@@ -119,7 +118,7 @@ class Slurm:
         if jobs := self.ask("squeue", "-h", "-o", "%A").split():
             self.ask("scancel", "--signal=KILL", "--full", *jobs)
             self.ask("scancel", *jobs)
-        until(lambda: not self.ask("squeue", "-h", "-t", "R,CG"), "the end of the jobs", 60)
+        until(lambda: not self.ask("squeue", "-h", "-t", "R,CG"), "the end of the jobs")
         for daemon in reversed(self.daemons.values()):
             daemon.send_signal(signal.SIGTERM)
             try:
@@ -166,9 +165,9 @@ class Slurm:
     def log(self):
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
-    def reaches(self, job, state, seconds=60):
+    def reaches(self, job, state):
         try:
-            until(lambda: self.state(job) == state, f"job {job} to be {state}", seconds)
+            until(lambda: self.state(job) == state, f"job {job} to be {state}")
         except AssertionError as error:
             raise AssertionError(f"{error}: it is {self.state(job)}\n{self.log()}") from None
 
@@ -228,7 +227,7 @@ def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
     wait_for(runs[0], 30)
     assert slurm.state(f"{job}_1") == "RUNNING" and len(lives(runs[0])) == step == 1
     slurm.ask("scancel", job)
-    until(lambda: "stopped on SIGTERM" in slurm.log(), "the first task to save", 30)
+    until(lambda: "stopped on SIGTERM" in slurm.log(), "the first task to save")
 
 
 def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again(slurm, tmp_path):
@@ -254,7 +253,7 @@ def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again
     node.kill()
     node.wait()
     slurm.ask("scontrol", "update", "NodeName=n2", "State=DOWN", "Reason=test")
-    slurm.reaches(job, "PENDING", 90)
+    slurm.reaches(job, "PENDING")
     assert "queued again" in slurm.log() and "saved" in slurm.log()
     assert audit(run) == CLEAN
 
@@ -269,10 +268,9 @@ def test_bad_input_is_not_queued_again_and_a_cancelled_job_has_saved(slurm, tmp_
     second = slurm.submit(run, "--epochs=99")
     slurm.reaches(second, "FAILED")
     assert slurm.fact(second, "ExitCode") == "6:0" and "in use by" in slurm.fact(second, "Comment")
-    began = time.monotonic()
     slurm.ask("scancel", job)
     slurm.reaches(job, "CANCELLED")
-    assert time.monotonic() - began < 20 and list(run.glob("checkpoints/step-*/manifest.json"))
+    assert list(run.glob("checkpoints/step-*/manifest.json"))
 
 
 @pytest.mark.parametrize("slurm", [PREEMPT], indirect=True, ids=["preempt"])
@@ -298,7 +296,7 @@ def test_a_job_whose_time_is_up_has_saved_and_is_queued_again(slurm, tmp_path):
     run = tmp_path / "run"
     job = slurm.submit(run, "--epochs=999", options=("--time=1", "--signal=B:USR1@30"), NOTICE="30")
     wait_for(run, 3)
-    slurm.reaches(job, "PENDING", 120)
+    slurm.reaches(job, "PENDING")
     assert "stopped on SIGUSR1: step" in slurm.log() and "queued again" in slurm.log()
     step = reached(run)
     slurm.starts_again(job)
