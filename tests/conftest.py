@@ -18,14 +18,14 @@ sys.dont_write_bytecode = False
 
 gc.disable()  # imports make no garbage, and the search for it is a fifth of their time
 
-# Before anything imports torch. One thread, no GPU: forked ranks (ranks.py) inherit neither of them alive.
+# Before anything imports torch. One thread and no GPU: neither would survive the forks of ranks.py.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TESTS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))  # see tools/gpus.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(name, None)
 
-# A shell starts what it puts into the background deaf to Ctrl-C, and so were all that tests start.
+# A shell starts what it puts into the background deaf to Ctrl-C, and so would be all that tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -46,16 +46,11 @@ def pytest_sessionfinish():
 
 def pytest_terminal_summary(terminalreporter):
     """How many of README's promises held, if they were tested."""
-    results = {
-        name: [
-            report
-            for report in terminalreporter.stats.get(name, [])
-            if report.nodeid.startswith("tests/test_promises.py") and report.when == "call"
-        ]
-        for name in ("passed", "failed")
-    }
-    held = len(results["passed"])
-    broken = len(results["failed"])
+    counts = {"passed": 0, "failed": 0}
+    for name in counts:
+        for report in terminalreporter.stats.get(name, []):
+            counts[name] += report.when == "call" and report.nodeid.startswith("tests/test_promises.py")
+    held, broken = counts.values()
     if held + broken:
         terminalreporter.write_line(f"promises: {held} of the {held + broken} tests of test_promises.py held")
 

@@ -372,8 +372,9 @@ def test_a_device_that_computes_wrong_numbers_is_found_and_named(jobs, tmp_path)
         )
         for rank in range(3)
     ]
-    assert [rank.wait() for rank in ranks] == [7, 7, 7], "".join(rank.output for rank in ranks)
+    codes = [rank.wait() for rank in ranks]
     named = "".join(rank.output for rank in ranks)
+    assert codes == [7, 7, 7], named
     assert "rank 1" in named and "rank 2" not in named and "rank 0" not in named, named
 
 

@@ -31,7 +31,7 @@ def ways_to_save(folder, mb, device, durable):
     net = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(layers)]).to(device)
     opts = Options(run_dir=folder / "run", optimizer="adamw", save_every=1, save_seconds=0)
     state = TrainState(net, build_optimizer(net, opts), opts, samples=10**6)
-    world = World(0, 1, 0, 1, (device,), uuid.uuid4().hex[:12], 0)
+    world = World(0, 1, 0, 1, (device,), uuid.uuid4().hex[:12])
     store = CheckpointStore(opts, world, "f" * 64)
     store.restore(state)
     tensors = [t for part in state.tensors().values() for t in part.values() if t.is_floating_point()]

@@ -97,7 +97,7 @@ def seconds(step, batch, count, device):
 def main():
     args = arguments(__doc__, device="cuda:0", nets="resnet50,gpt:medium,net", rounds=5, steps=20, compile=0)
     device = torch.device(args.device)
-    world = World(0, 1, 0, 1, (device,), "bench", 0)
+    world = World(0, 1, 0, 1, (device,), "bench")
     for name in args.nets.split(","):
         model, size, shape, more = NETS[name]
         opts = Options(

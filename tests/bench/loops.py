@@ -157,7 +157,7 @@ def loop(kind, rounds, folder):
 
 
 def memory(rounds):
-    """Out of memory, with everything a batch needs."""
+    """Batches from a dataset in memory, with all that a step needs."""
     keep_memory()
     opts = Options(dataset="digits", device="cpu")
     data = load_data(opts)
@@ -173,7 +173,7 @@ def memory(rounds):
 
 
 def index(rounds):
-    """Anywhere in an epoch."""
+    """The first ids from anywhere in an epoch."""
     times = []
     for epoch in range(rounds):
         order = ElasticSampler(10**12, 64)

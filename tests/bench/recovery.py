@@ -77,10 +77,9 @@ class Bench:
         run = self.folder / f"run-{self.number}"
         run.mkdir(mode=0o700)
         own = self.folder / "own.py"
-        script = (
-            [own, run]
-            if name == "bare"
-            else [
+        script = [own, run]
+        if name != "bare":
+            script = [
                 ROOT / "train_ddp.py",
                 f"--model={own}:net",
                 f"--dataset={own}:data",
@@ -94,7 +93,6 @@ class Bench:
                 "--no-tensorboard",
                 "--log-every=5",
             ]
-        )
         # without the variable the bare script hangs
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         began = time.time()
@@ -111,14 +109,14 @@ class Bench:
                 assert job.poll() is None, f"{name} has ended"
                 return len(events(run, "first_step")) >= count
 
-            until(there, "a first step", 300)
+            until(there, "a first step")
             return events(run, "first_step")[-1]["t"]
 
         try:
             self.note(name, "start s", first_steps(1) - began)
             if name != "bare":
                 (run / "control/save").touch()
-                until(lambda: events(run, "save"), "a save", 300)
+                until(lambda: events(run, "save"), "a save")
                 self.note(name, "durable s", events(run, "save")[-1]["save_s"])
             time.sleep(0.3)
             os.kill(self.draw.choice(events(run, "life")[-1]["pids"]), signal.SIGKILL)

@@ -110,7 +110,7 @@ class Cluster:
     def close(self):
         if self.store:
             self.store.kill(signal.SIGTERM)
-            self.store.wait(10)
+            self.store.wait()
 
     def orphans(self, deadline):
         """Seconds until no worker of a dead agent is left."""

@@ -32,7 +32,7 @@ SIGNALS = {
     "loader": {"KILL": 70, "SEGV": 6, "TERM": 12, "STOP CONT": 12},
     "stall": {"STOP": 1},
     "workers": {"KILL": 2, "TERM": 1},
-    "resize": {"TERM": 3, "INT": 1},
+    "resize": {"TERM": 1},
 }
 GROUPS = {"step": 34, "save": 44, "evaluation": 14, "end": 8}
 SHORT = [

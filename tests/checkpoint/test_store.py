@@ -64,10 +64,8 @@ def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, optimizer):
     with a_life(opts, Odd()) as life:
         assert life.source == "checkpoints/step-00000007" and is_at(life.state, 7)
         strides = life.state.net.conv.weight.stride()
-        assert (
-            strides == Odd().conv.weight.stride()
-            and life.state.net.head.weight is life.state.net.embed.weight
-        )
+        assert strides == Odd().conv.weight.stride()
+        assert life.state.net.head.weight is life.state.net.embed.weight
 
 
 def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
@@ -111,11 +109,8 @@ def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path)
     said = []
     with a_life(opts, said=said) as life:
         assert is_at(life.state, 5)
-        assert (
-            "model.safetensors has sha256" in said[0]
-            and "manifest says" in said[0]
-            and "after step 5" in said[1]
-        )
+        assert "model.safetensors has sha256" in said[0] and "manifest says" in said[0]
+        assert "after step 5" in said[1]
         # below the damaged one, and not lost to it
         assert announced_rescue(life.store, at_step(life.state, 7))
         save(life, 10)
@@ -171,9 +166,8 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         assert life.state.verdict
         assert not announced_rescue(life.store, life.state)
         newest = opts.run_dir / "checkpoints/step-00000002"
-        assert f"--run-dir NEW --resume {newest} --lr X" in str(
-            told.value
-        ) and "nothing after the newest checkpoint is kept" in str(told.value)
+        assert f"--run-dir NEW --resume {newest} --lr X" in str(told.value)
+        assert "nothing after the newest checkpoint is kept" in str(told.value)
     with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:  # what it says works
         assert life.state.step == 2
     assert steps_of(opts) == [2, 1]

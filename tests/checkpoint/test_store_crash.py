@@ -210,18 +210,12 @@ def test_every_crash_state_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_pa
             if key not in seen:
                 seen.add(key)
                 if len(seen) % every == 0:
-                    record_evaluation(
-                        tmp_path / "state",
-                        tree,
-                        ordered,
-                        [last, coming],
-                        min(announced, opts.keep, len(STEPS)),
-                        images,
-                    )
+                    whole = min(announced, opts.keep, len(STEPS))
+                    check(tmp_path / "state", tree, ordered, [last, coming], whole, images)
     assert states >= 2000 and len(trees) >= 300
 
 
-def record_evaluation(root, tree, ordered, allowed, whole, images):
+def check(root, tree, ordered, allowed, whole, images):
     """Read the disk that a crash has left."""
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir()

@@ -96,10 +96,8 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
                     saved = False
                 fired = fault.failed
             found, whole = load(root, images)
-            assert whole and found == (step if saved else before if steps_of(opts)[0] == before else step), (
-                name,
-                k,
-            )
+            stands = before if not saved and steps_of(opts)[0] == before else step
+            assert whole and found == stands, (name, k)
             assert saved or fault.failed and life.store.saved is None
             assert k < 60
         save(life, step + 1)  # and the next one is as good as ever

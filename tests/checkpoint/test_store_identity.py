@@ -107,11 +107,8 @@ def test_the_way_to_a_users_file_does_not_count(tmp_path, monkeypatch):
 def test_what_does_not_decide_the_result_may_change_and_options_json_has_its_newest_value(tmp_path):
     two_checkpoints(tmp_path)
     for epochs in (7, 9):
-        with a_life(
-            options(
-                tmp_path, epochs=epochs, max_steps=7, save_every=3, keep=5, log_every=1, data_dir="elsewhere"
-            )
-        ) as life:
+        changed = {"max_steps": 7, "save_every": 3, "keep": 5, "log_every": 1, "data_dir": "elsewhere"}
+        with a_life(options(tmp_path, epochs=epochs, **changed)) as life:
             assert is_at(life.state, 2)
             assert json.loads((tmp_path / "run/options.json").read_text())["options"]["epochs"] == epochs
 

@@ -27,11 +27,8 @@ def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_
     two_checkpoints(tmp_path)
     said = []
     with a_life(options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said) as life:
-        assert (
-            is_at(life.state, 2)
-            and "fingerprint was ffffffffffff, now 000000000000" in said[0]
-            and len(said) == 1
-        )
+        assert is_at(life.state, 2) and len(said) == 1
+        assert "fingerprint was ffffffffffff, now 000000000000" in said[0]
     with a_life(options(tmp_path), fingerprint=OTHER, said=said) as life:  # nothing was saved in between
         assert is_at(life.state, 2) and len(said) == 1
         save(life, 3)
@@ -44,15 +41,11 @@ def test_mended_data_with_as_many_samples_goes_on_at_its_position_and_has_to_be_
 def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(tmp_path, samples):
     two_checkpoints(tmp_path)
     said = []
-    with a_life(
-        options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said, samples=samples
-    ) as life:
+    opts = options(tmp_path, accept_data_change=True)
+    with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
         assert (life.state.step, life.state.epoch, life.state.position) == (2, 0, 0)
-    assert (
-        len(said) == 2
-        and said[1].startswith("step 2 was saved at position 2 ")
-        and f"again with {samples} samples" in said[1]
-    )
+    assert len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ")
+    assert f"again with {samples} samples" in said[1]
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
         assert life.state.position == 0 and len(said) == 3  # the checkpoint is the same
         life.state.position = 4
@@ -66,9 +59,8 @@ def test_an_epoch_that_is_complete_stays_complete_whatever_the_data_becomes(tmp_
         at_step(life.state, 2).position = 640
         life.store.save()
     said = []
-    with a_life(
-        options(tmp_path, accept_data_change=True), fingerprint=OTHER, said=said, samples=700
-    ) as life:
+    opts = options(tmp_path, accept_data_change=True)
+    with a_life(opts, fingerprint=OTHER, said=said, samples=700) as life:
         assert life.state.epoch_over and life.state.position == 700 and len(said) == 1
 
 

@@ -26,7 +26,6 @@ def test_a_worker_trains_on_the_gpu_and_so_does_the_one_after_it(jobs, tmp_path)
         until(
             lambda life=life: job.poll() is not None or len(events(run, "first_step")) >= life,
             f"the first step of life {life}",
-            180,
         )
         assert job.poll() is None and ("devices cuda:0" in job.output or fake()), job.output
         if life == 1:

@@ -20,7 +20,7 @@ def pids(run, life=0):
 
 
 def stopped(job):
-    """In seconds, all of it: see the fixture."""
+    """Asks the job to stop and waits for its end."""
     job.kill(signal.SIGTERM)
     job.wait()
 

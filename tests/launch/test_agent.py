@@ -18,6 +18,7 @@ if os.environ["WORLD_SIZE"] == "3":
     os.kill(int(os.environ.get("LAUNCHER_PID", os.getppid())), signal.SIGKILL)
 signal.pause()
 """
+# Its notes: WORLD-RANK-PID.
 WAITS = """
 import os, pathlib, sys, time
 here = pathlib.Path(__file__).parent
@@ -28,7 +29,7 @@ while not (here / "end").exists() and not (here / f"end-{world}-{rank}").exists(
 if (here / f"fail-{world}-{rank}").exists():
     (here / f"fail-{world}-{rank}").unlink()
     sys.exit(1)
-"""  # its notes: WORLD-RANK-PID
+"""
 
 
 @pytest.fixture

@@ -154,20 +154,11 @@ def why_not():
         return "pods need root"
     if not all(map(shutil.which, ("ip", "unshare", "setpriv", "pivot_root"))):
         return "pods need iproute2 and util-linux"
-    made = [
-        "unshare",
-        "--user",
-        "--map-root-user",
-        "--mount",
-        "--pid",
-        "--fork",
-        "unshare",
-        "--user",
-        "--map-user=10001",
-        "--map-group=10001",
-        "true",
-    ]
-    done = subprocess.run(made, capture_output=True, timeout=60)
+    made = (
+        "unshare --user --map-root-user --mount --pid --fork "
+        "unshare --user --map-user=10001 --map-group=10001 true"
+    )
+    done = subprocess.run(made.split(), capture_output=True, timeout=60)
     return "no namespaces can be made here" if done.returncode else ""
 
 
@@ -192,16 +183,7 @@ def test_a_pod_trains_on_a_read_only_root_and_saves_when_it_is_asked_to_leave(tm
         open(log, "wb") as out,
         subprocess.Popen(
             [
-                "unshare",
-                "--net",
-                "--user",
-                "--map-root-user",
-                "--mount",
-                "--uts",
-                "--pid",
-                "--fork",
-                "--kill-child",
-                "sh",
+                *"unshare --net --user --map-root-user --mount --uts --pid --fork --kill-child sh".split(),
                 "-c",
                 BEGIN,
                 "sh",
@@ -223,7 +205,7 @@ def test_a_pod_trains_on_a_read_only_root_and_saves_when_it_is_asked_to_leave(tm
         try:
             wait_for(tmp_path / "volume/train", 3)
             os.kill(children(pod.pid)[0], signal.SIGTERM)
-            assert pod.wait(120) == 143, log.read_text()
+            assert pod.wait(300) == 143, log.read_text()
         finally:
             pod.kill()  # the whole pod goes with it
     step = re.search(r"stopped on SIGTERM: step (\d+) saved", log.read_text())[1]

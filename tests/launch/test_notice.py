@@ -20,7 +20,7 @@ TRAINING = (
 
 
 class Cloud(ThreadingHTTPServer):
-    """One cloud's metadata server; `notice` is whether it announces an end, `asked` what it was asked.""" ""
+    """One cloud's metadata server; `notice` is whether it announces an end, `asked` what it was asked."""
 
     daemon_threads = True
 
@@ -143,7 +143,7 @@ def test_a_clouds_notice_reaches_the_training_as_sigterm_and_its_exit_code_is_ke
     until(lambda: len(here.asked) > 6, "some looks")
     assert job.poll() is None and (tmp_path / "err").read_text() == ""
     here.notice = True
-    assert job.wait(120) == 143 and (tmp_path / "err").read_text().startswith(words)
+    assert job.wait(300) == 143 and (tmp_path / "err").read_text().startswith(words)
     until(lambda: state(watcher) in "ZX", "the watcher's end")
 
 
@@ -180,4 +180,4 @@ def test_a_launcher_that_runs_already_is_watched_by_its_number(cloud):
             capture_output=True,
             text=True,
         )
-        assert training.wait(120) == 143 and done.returncode == 0, done.stderr
+        assert training.wait(300) == 143 and done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ def slurm(tmp_path):
         "srun": SRUN,
         "scancel": SCANCEL,
         "scontrol": '#!/bin/sh\necho scontrol "$@" >> said\n',
-        "mktemp": "#!/bin/sh\nsleep 0.3\nexec /usr/bin/mktemp\n",  # no look before a training
+        "mktemp": "#!/bin/sh\nsleep 0.3\nexec /usr/bin/mktemp\n",  # a look must not come so early
         "squeue": '#!/bin/sh\necho squeue "$@" >> said\necho "$LEFT"\n',
     }.items():
         (tmp_path / name).write_text(text)
@@ -54,7 +54,9 @@ def slurm(tmp_path):
         done = subprocess.run(["bash", SCRIPT, *words], env=given, cwd=tmp_path, timeout=60)
         said = (tmp_path / "said").read_text().splitlines()
         (tmp_path / "said").unlink()
-        said.sort(key=lambda line: not line.startswith("srun"))  # a look may come before it
+        said.sort(
+            key=lambda line: not line.startswith("srun")
+        )  # srun, in the background, may note itself after a look
         return done.returncode, said
 
     return run

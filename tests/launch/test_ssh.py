@@ -81,7 +81,7 @@ def ssh(tmp_path):
 
 def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh):
     job = ssh("a@one,two,three", "--run-dir", "$(touch x) 'b'  c", NPROC="8", MIN="2", PORT="777", CODE="0")
-    assert job.wait(120) == 0, ssh.output()
+    assert job.wait(300) == 0, ssh.output()
     store, *agents = [note for note in ssh.notes() if note[0] != "left"]
     assert store == [str(ROOT), "launch/store.py", "one:777"] and len(agents) == 3
     assert agents[0] == agents[1] == agents[2]
@@ -94,12 +94,9 @@ def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
     job = ssh("one,two")
-    until(
-        lambda: os.path.exists(job.args[0]) and "store on" in ssh.output() and len(ssh.notes()) == 3,
-        "the agents",
-    )
+    until(lambda: "store on" in ssh.output() and len(ssh.notes()) == 3, "the agents")
     os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
-    assert job.wait(120) == (143 if number != signal.SIGKILL else -9), ssh.output()
+    assert job.wait(300) == (143 if number != signal.SIGKILL else -9), ssh.output()
     until(lambda: len(ssh.notes()) == 6, "everybody's end")
     if number != signal.SIGKILL:
         assert ssh.notes()[-1] == ["left", "launch/store.py"]
@@ -117,4 +114,4 @@ def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
     ],
 )
 def test_a_machine_that_is_not_reached_is_done_without_unless_the_others_meet_there(ssh, hosts, code, result):
-    assert ssh(hosts, CODE=code).wait(120) == result, ssh.output()
+    assert ssh(hosts, CODE=code).wait(300) == result, ssh.output()

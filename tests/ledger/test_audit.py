@@ -79,12 +79,10 @@ def doctor(run, life, rank, step, event, change):
     path = run / "audit" / f"life-{life}-rank{rank}.jsonl"
     lines = []
     for note in map(json.loads, path.read_text().splitlines()):
-        fits = note["event"] == event and note["step"] == step
-        lines += (
-            [json.dumps(note | {"ids": ids}) for ids in change(note.get("ids"))]
-            if fits
-            else [json.dumps(note)]
-        )
+        if note["event"] == event and note["step"] == step:
+            lines += [json.dumps(note | {"ids": ids}) for ids in change(note.get("ids"))]
+        else:
+            lines.append(json.dumps(note))
     path.write_text("\n".join(lines) + "\n")
 
 
@@ -103,9 +101,9 @@ def doctor(run, life, rank, step, event, change):
         ),
         ("cc", 0, 18, "begin", lambda ids: [ids, ids], {"repeated": BATCH, "wrong": [18]}),
         ("cc", 0, 18, "begin", lambda ids: [], {"unproven": [18]}),
-        ("cc", 0, 20, "done", lambda ids: [], {}),
+        ("cc", 0, 20, "done", lambda ids: [], {}),  # the chain of steps ends at 19
     ],
-)  # the chain of steps ends at 19
+)
 def test_a_doctored_note_is_found(run, life, rank, step, event, change, expected, capsys):
     assert audit(run) == CLEAN
     doctor(run, life, rank, step, event, change)

@@ -222,11 +222,8 @@ def test_a_world_that_cannot_be_is_refused(capsys, monkeypatch, change, script, 
     "environ",
     [
         {},
-        {
-            "WORLD_SIZE": "1",
-            "RANK": "0",
-            "MASTER_PORT": "tcp://10.0.0.1:80",
-        },  # Kubernetes, a service "master"
+        # Kubernetes, a service "master"
+        {"WORLD_SIZE": "1", "RANK": "0", "MASTER_PORT": "tcp://10.0.0.1:80"},
         {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
         TORCHRUN | {"RANK": "1", "LOCAL_RANK": "1"},
     ],

@@ -68,7 +68,7 @@ def over(devices, net, shape=(4,), size=1, **flags):
     """The net in stages over these devices of one process."""
     opts = Options(script="mp", **flags)
     data = SimpleNamespace(train=Samples(torch.rand(2, *shape), torch.zeros(2, dtype=torch.int64)))
-    world = World(0, size, 0, size, tuple(map(torch.device, devices.split())), "life", 0)
+    world = World(0, size, 0, size, tuple(map(torch.device, devices.split())), "life")
     return split(net, opts, world, data, find_task(opts))
 
 

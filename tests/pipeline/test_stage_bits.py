@@ -142,11 +142,8 @@ def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another
     one = torch.device("cpu", 0)
     two = torch.device("cpu", 1)
     same = fork_ranks(1, gradient, (one, one, one))
-    assert (
-        fork_ranks(1, gradient, (one, two, one))
-        == same
-        == fork_ranks(1, gradient, (torch.device("cpu"),) * 3)
-    )
+    assert fork_ranks(1, gradient, (one, two, one)) == same
+    assert fork_ranks(1, gradient, (torch.device("cpu"),) * 3) == same
 
 
 # ---- a step that overflows ------------------------------------------------------------------------

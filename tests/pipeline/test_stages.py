@@ -26,7 +26,7 @@ from common.training import backward as plain
 from common.world import World
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, (CPU,), "life", 0)
+ALONE = World(0, 1, 0, 1, (CPU,), "life")
 N = 22  # samples: 2 global batches of 10, and one of 2
 
 

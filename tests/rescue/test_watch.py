@@ -48,7 +48,7 @@ def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_
 
 def sleep_for_more_than_ten_limits(world):
     """SIGSTOP, as debuggers and Slurm's suspend send it."""
-    state, thread, reports = watched(world, 0.2)
+    state, thread, reports = watched(world, 0.3)
     if (waker := os.fork()) == 0:
         time.sleep(3.3)
         os.kill(os.getppid(), signal.SIGCONT)

@@ -69,8 +69,6 @@ def test_hash_seed_tells_keys_apart_but_not_kinds_of_integers():
     assert 0 <= hash_seed() < 2**32
 
 
-# --- cheap ---
-
 # --- every sample once ---
 
 

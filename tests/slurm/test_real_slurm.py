@@ -81,7 +81,8 @@ class Slurm:
             (self.folder / name).mkdir()
         (self.folder / "key").touch(mode=0o600)
         (self.folder / "key").write_bytes(os.urandom(128))
-        *ports, self.env["PORT"] = (str(free_port()) for _ in range(4))  # each Slurm of a test has a job 1
+        # PORT too: slurm.sbatch would derive it from the job's number, 1 in the Slurm of each test
+        *ports, self.env["PORT"] = (str(free_port()) for _ in range(4))
         (self.folder / "slurm.conf").write_text(
             self.conf.format(
                 folder=self.folder,

@@ -1,10 +1,12 @@
-"""GPUs for tests on CPUs: each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
+"""GPUs for tests on CPUs.
 
-with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
-    late_updates(state, default)     this state's updates are made when the default stream comes to them
-    default.hang()                   it comes to nothing more until `.set()` of what this returns
-with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
-OverDevices("cpu", [[p], [q]])       a GradScaler that notes overflows of parameters on as many devices
+    with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
+        late_updates(state, default)     this state's updates are made when the default stream comes to them
+        default.hang()                   it comes to nothing more until `.set()` of what this returns
+    with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
+    OverDevices("cpu", parts=[[p], [q]]) a GradScaler to which each list lies on a device of its own
+
+Each event comes as late, or as far apart, as CUDA allows, so no test needs luck.
 """
 
 import contextlib

@@ -1,8 +1,10 @@
-"""GPUs for the children of a test: pytest's own process sees none, because its forks could not use them.
+"""GPUs for the children of a test.
 
-pytestmark = needs(2)                           # skipped where fewer are visible
-train(jobs, run, "train_ddp.py", ...)           # a script to its end; its output
-TESTS_GPUS=fake                                 # the same tests with CPUs for GPUs, where they can run
+    pytestmark = needs(2)                           # skipped where fewer are visible
+    train(jobs, run, "train_ddp.py", ...)           # a script to its end; its output
+    TESTS_GPUS=fake                                 # the same tests with CPUs for GPUs, where they can run
+
+pytest's own process sees none, because its forks could not use them.
 """
 
 import functools
@@ -57,7 +59,7 @@ def devices(*numbers):
 
 
 def begin(jobs, script, *flags, world=0, gpus=None, **env):
-    """A script, or `checks NAME`, as a process; under the launcher if `world` names a number of processes."""
+    """A script, or "-m" and a module, as a process; under the launcher if `world` says how many."""
     launcher = [ROOT / "launch/torchrun.py", f"--nproc_per_node={world}", "--max_restarts=5"] if world else []
     script = script if script == "-m" else ROOT / script
     return jobs.start(

@@ -34,7 +34,7 @@ PACED = (
 )
 STEPS = 22  # of PACED
 CLEAN = {"missed": 0, "repeated": 0, "lost": 0, "redone": 0}  # the audit of a run that lost nothing
-SHARED_PORT = tuple(map(int, version("torch").split(".")[:2])) < (2, 15)  # all jobs of a machine have 29500
+SHARED_PORT = tuple(map(int, version("torch").split(".")[:2])) < (2, 15)  # plain torchrun: one port, 29500
 
 
 def until(condition, what, deadline=300):
@@ -48,7 +48,7 @@ def until(condition, what, deadline=300):
 
 
 def free_port():
-    """None of those that the kernel gives to whoever asks for any: it would soon be taken again."""
+    """Outside the range from which the kernel serves whoever asks for any: one of those is soon taken."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
@@ -85,9 +85,8 @@ class Jobs:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "PET_", "PYTEST"))}
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             env.pop(name, None)
-        return (
-            env | {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"} | extra
-        )
+        env |= {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"}
+        return env | extra
 
     def start(self, *argv, cold=False, cwd=None, **env):
         """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell would."""
@@ -109,20 +108,9 @@ class Jobs:
                 )
             return Job(self, child.pid, out, child)
         self._warm_up()
+        asked = {"id": self.count, "argv": argv, "env": self.environment(**env), "cwd": cwd, "out": str(out)}
         with self.news:
-            self.warm.stdin.write(
-                json.dumps(
-                    {
-                        "id": self.count,
-                        "argv": argv,
-                        "env": self.environment(**env),
-                        "cwd": cwd,
-                        "out": str(out),
-                    }
-                ).encode()
-                + b"\n"
-            )
-            self.warm.stdin.flush()
+            print(json.dumps(asked), file=self.warm.stdin, flush=True)
             self.news.wait_for(lambda: self.count in self.pids, 300)
             return Job(self, self.pids[self.count], out, number=self.count)
 
@@ -171,6 +159,7 @@ class Jobs:
             return
         self.warm = subprocess.Popen(
             [sys.executable, f"{TESTS}/warm_torchrun.py"],
+            text=True,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self.environment(),

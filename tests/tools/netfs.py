@@ -30,7 +30,7 @@ KNOBS = {
     "late": 0.0,
     "away": False,  # the server does not answer
 }
-NAMES = {
+NAMES = {  # nothing: a sync, a close
     1: "lookup",
     3: "getattr",
     4: "setattr",
@@ -48,7 +48,7 @@ NAMES = {
     28: "readdir",
     30: "nothing",
     35: "create",
-}  # nothing: a sync, a close
+}
 FORGET, READ, WRITE, INIT, INTERRUPT, BATCH_FORGET = 2, 15, 16, 26, 36, 42
 SILENT = (FORGET, BATCH_FORGET, INTERRUPT)  # the kernel expects no answer
 BIG_WRITES, AUTO_INVAL_DATA, MAX_PAGES = 1 << 5, 1 << 12, 1 << 22
@@ -178,13 +178,11 @@ class Mount:
             return struct.pack("QQQQII", 0, 0, *self._valid()) + bytes(88)
 
     def _forget(self, op, node, data):
-        told = (
-            [(node, *struct.unpack_from("Q", data))]
-            if op == FORGET
-            else list(struct.iter_unpack("QQ", data[8:]))
-            if op == BATCH_FORGET
-            else []
-        )
+        told = []
+        if op == FORGET:
+            told = [(node, *struct.unpack_from("Q", data))]
+        elif op == BATCH_FORGET:
+            told = struct.iter_unpack("QQ", data[8:])
         for number, times in told:
             with self.server.lock:
                 if number in self.nodes:

@@ -44,7 +44,7 @@ def words():
 
 
 def sentences():
-    """As many as the slices of a batch of 1,500 take; to be predicted: whether the first word is even."""
+    """Enough for batches of 1,500; to be predicted: whether the first word is even."""
     x = torch.randint(WORDS, (5000, LENGTH), generator=torch.Generator().manual_seed(6))
     y = x[:, 0] % 2
     return x[:4000], y[:4000], x[4000:], y[4000:]

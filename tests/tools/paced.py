@@ -20,7 +20,7 @@ class Pace(nn.Module):
             self.ballast = nn.Parameter(torch.zeros(size), requires_grad=False)
 
     def forward(self, x):
-        time.sleep(float(os.environ.get("PACE", "0.005")))
+        time.sleep(float(os.environ.get("PACE", "0.02")))
         return x.double()
 
 

@@ -49,10 +49,9 @@ def left_since(before):
     def left():
         return {what: remove for what, remove in belongings().items() if what not in before}
 
-    while left() and time.monotonic() < end:
+    while (stayed := left()) and time.monotonic() < end:
         gc.collect()  # a socket may hang on a cycle of dead objects
         time.sleep(0.02)
-    stayed = left()
     for remove in stayed.values():
         try:
             remove()

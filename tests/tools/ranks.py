@@ -44,6 +44,7 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
 
     sys.stdout.flush()
     sys.stderr.flush()
+    node_size = node_size or size
     life = uuid.uuid4().hex[:12]
     end = time.monotonic() + deadline
     parent = os.getpid()
@@ -58,18 +59,7 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
                 reader, writer = os.pipe()
                 pids.append(os.fork())
                 if pids[-1] == 0:
-                    _live(
-                        rank,
-                        size,
-                        node_size or size,
-                        life,
-                        parent,
-                        listener,
-                        writer,
-                        hang_timeout,
-                        function,
-                        args,
-                    )
+                    _live(rank, size, node_size, life, parent, listener, writer, hang_timeout, function, args)
                 os.close(writer)
                 pipes.register(reader, selectors.EVENT_READ, rank)
         while pipes.get_map() and (left := end - time.monotonic()) > 0:
@@ -99,9 +89,7 @@ def fork_ranks(size, function, *args, deadline=120, hang_timeout=30, may_die=(),
 
 
 def _end(pid):
-    """The exit code; SIGKILL does not change that of a process which is leaving already. Its workers go with
-    it.
-    """
+    """Kills a rank with its workers; its exit code. One that is leaving already keeps its own."""
     for kill, target in ((os.killpg, pid), (os.kill, pid)):  # it may not have made its group yet
         try:
             kill(target, signal.SIGKILL)

@@ -30,6 +30,7 @@ class Forked(subprocess.Popen):
     """subprocess.Popen for `python -u SCRIPT ...`, by a fork without the exec."""
 
     def _execute_child(self, args, *rest):
+        # Popen's own order; the last two: where stdout and stderr of the child are written
         cwd = rest[4]
         env = rest[5]
         outputs = (rest[12], rest[14])

@@ -48,9 +48,9 @@ def broken(world, opts, rank, first, last, again):
         (3, 1, 5, 99, True, "rank 1"),  # a device that is always wrong: a third decides
         (3, 2, 6, 6, False, "rank 2"),  # wrong once, in the slice that is compared
         (2, 0, 6, 6, False, "rank 0"),  # of two, the one that computes something else the second time
-        (2, 1, 5, 99, True, "rank 0 or rank 1"),
+        (2, 1, 5, 99, True, "rank 0 or rank 1"),  # of two that stay different nobody can tell
     ],
-)  # of two that stay different nobody can tell
+)
 def test_a_device_that_computes_wrong_numbers_is_named_and_the_run_goes_back(
     tmp_path, capfd, ranks, rank, first, last, again, named
 ):

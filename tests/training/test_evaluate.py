@@ -72,7 +72,12 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
             changed = threading.Event()
             store._write = lambda *args: (changed.wait(20), write(*args))[1]
             store.save()
-            split, land = split_of(8, 4), lambda: (changed.set(), store.wait())
+            split = split_of(8, 4)
+
+            def land():
+                changed.set()
+                store.wait()
+
             if between == "evaluate":
                 fetch = split.fetch
                 split.fetch = lambda *args: (land(), fetch(*args))[1]  # while the net has the averages

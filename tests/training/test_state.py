@@ -148,7 +148,7 @@ def test_the_program_runs_ahead_of_the_gpu_by_an_update_and_waits_without_the_lo
         late.start()
         late.join(0.2)
         assert late.is_alive() and state.step == 1 and state.whole == 0
-        assert state.lock.acquire(timeout=1)
+        assert state.lock.acquire(timeout=60)
         state.lock.release()
         gate.set()
         late.join(20)

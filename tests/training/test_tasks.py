@@ -24,7 +24,7 @@ from common.training import TrainState, backward, build_optimizer, distribute, e
 from common.world import World
 
 CPU = torch.device("cpu")
-ALONE = World(0, 1, 0, 1, (CPU,), "life", 0)
+ALONE = World(0, 1, 0, 1, (CPU,), "life")
 
 
 def options(name, **more):

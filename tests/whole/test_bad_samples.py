@@ -76,5 +76,5 @@ def test_after_a_loss_that_is_no_number_the_command_it_names_begins_another_run_
     command = re.search("--run-dir NEW.*", job.ends_with(5))[0]
     words = command.replace("NEW", f"{tmp_path}/new").replace("X", "0.001")
     job = jobs.python("train_ddp.py", *flags, *shlex.split(words), PACE="0")
-    job.wait(60)  # what was saved at such a rate may be lost
+    job.wait()  # with any code: what was saved at such a rate may be useless
     assert begins in job.output, job.output

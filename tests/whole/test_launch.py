@@ -228,17 +228,14 @@ def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(
     start, monkeypatch, tmp_path, words, when
 ):
     alone = ["unshare", "--pid", "--fork", "--kill-child"]
-    if (
-        not shutil.which("unshare")
-        or subprocess.run([*alone, "true"], capture_output=True, timeout=60).returncode
-    ):
+    if not shutil.which("unshare") or sh(*alone, "true").returncode:
         pytest.skip("no PID namespace can be made here")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "meeting").touch()
     job = start(*alone, sys.executable, TORCHRUN, *words, ROOT / "train_ddp.py", *PACED)
     until(lambda: children(job.pid) and when(children(job.pid)[0]), "the launcher to be there")
     os.kill(children(job.pid)[0], signal.SIGTERM)
-    assert job.wait(120) == 143, job.output()
+    assert job.wait(300) == 143, job.output()
     assert not (tmp_path / "runs").exists() and "Traceback" not in job.output()
 
 
@@ -272,9 +269,7 @@ def start(tmp_path):
 
 
 def left_in_the_temporary_folder():
-    return {path.name for path in Path(os.environ["TMPDIR"]).glob("*torch*-*")} | {
-        path.name for path in Path(os.environ["TMPDIR"]).glob("torchelastic_*")
-    }
+    return {name for name in os.listdir(os.environ["TMPDIR"]) if re.search("torch.*-|^torchelastic_", name)}
 
 
 @needs_an_environment
@@ -294,7 +289,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     os.kill(life["pids"][1], signal.SIGKILL)
     wait_for(run, 6, life=1, job=job)
     os.killpg(job.pid, signal.SIGINT)  # Ctrl-C
-    assert job.wait(120) == 143, job.output()
+    assert job.wait(300) == 143, job.output()
     out = job.output()
     assert "stopped on SIGINT" in out and not any(word in out for word in ("Traceback", "OMP_NUM_THREADS"))
     assert left_in_the_temporary_folder() == before
@@ -340,10 +335,9 @@ def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill
 
 
 def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):
-    text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*", (ROOT / "train_ddp.py").read_text())[0].replace(
-        "\\", ""
-    )
+    text = re.search(r"TORCH_\w+=1 torchrun --nnodes.*\n.*", (ROOT / "train_ddp.py").read_text())[0]
     for old, new in (
+        ("\\", ""),
         ("=8", "=1"),
         ("=1:4", "=1:2"),
         ("HOST:29400", f"127.0.0.1:{free_port()}"),

@@ -4,9 +4,8 @@ import pytest
 from jobs import TESTS
 
 # Of 29.9 million parameters, 120 MB: weights, gradients, Adam's two averages and the image of a checkpoint
-# are 7 times that,
-# 840 MB, divided by the number of stages; buffers, activations and threads are some 150 MB more in each
-# process.
+# are 7 times that, 840 MB, divided by the number of stages; buffers, activations and threads are some
+# 150 MB more in each process.
 FLAGS = (
     f"--model={TESTS}/nets.py:rationed",
     "--dataset=text:16",

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("common", "launch", "tests"))]
 README, COMMON, *_ = (page.read_text(encoding="utf-8") for page in PAGES)
 LONGEST = {"README.md": 120, "common/README.md": 250, "launch/README.md": 120, "tests/README.md": 80}
-MADE = (
+MADE = (  # by a reader or by a run
     "my_",
     "options.json",
     "metrics.jsonl",
@@ -30,7 +30,7 @@ MADE = (
     "tb/",
     "audit/",
     "control/",
-)  # by a reader or by a run
+)
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 
 
@@ -89,9 +89,9 @@ def check_training(script, flags, monkeypatch):
     assert isinstance(parse_options("", flags), Options)
 
 
-def check_flags(path, words):
+def check_flags(path, words, pattern='"--{}"'):
     text = path.read_text()
-    assert all(f'"{word}"' in text for word in words if word.startswith("--")), words
+    assert all(pattern.format(word[2:]) in text for word in words if word.startswith("--")), words
 
 
 def check(words, monkeypatch):
@@ -127,7 +127,7 @@ def check(words, monkeypatch):
     elif program == "launch/store.py":
         assert len(rest) == 1 and re.fullmatch(r"\S+:\w+", rest[0]), words
     elif program.startswith("tests/bench/"):
-        check_flags(ROOT / program, rest)
+        check_flags(ROOT / program, rest, " {}=")
     elif program in ("docker", "kubectl"):
         assert (ROOT / rest[rest.index("-f") + 1]).is_file(), words
     elif program == "tests/run.sh":

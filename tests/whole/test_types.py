@@ -52,8 +52,9 @@ def test_all_that_a_door_hands_out_says_its_types(room):
 
 def test_a_type_checker_finds_nothing(tmp_path):
     pytest.importorskip("mypy")
+    mypy = [sys.executable, "-m", "mypy", "--config-file", ".mypy.ini", "--cache-dir", tmp_path]
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file", ".mypy.ini", "--cache-dir", tmp_path],
+        mypy,
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -62,16 +63,7 @@ def test_a_type_checker_finds_nothing(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "wrong.py").write_text("from common.sampler import share\n\nshare('four', 1, 2)\n")
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "mypy",
-            "--config-file",
-            ".mypy.ini",
-            "--cache-dir",
-            tmp_path,
-            tmp_path / "wrong.py",
-        ],
+        [*mypy, tmp_path / "wrong.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,

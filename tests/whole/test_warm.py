@@ -49,9 +49,8 @@ def test_a_killed_worker_is_replaced_at_once_and_nothing_is_lost(jobs, tmp_path)
     assert [life["restart"] for life in lives(run)] == [0, 1, 2, 3]
     # And the ledger knows where the time went: the parts of a restart add up to what was seen from outside.
     buckets = [life["buckets"] for life in summarize(run)["lives"]]
-    for before, after, moment, first in zip(
-        buckets[:-1], buckets[1:], killed, events(run, "first_step")[1:], strict=True
-    ):
+    first_steps = events(run, "first_step")[1:]
+    for before, after, moment, first in zip(buckets[:-1], buckets[1:], killed, first_steps, strict=True):
         seconds = first["t"] - moment
         assert abs(before["rescue"] + after["down"] + after["start"] - seconds) < max(0.5, 0.5 * seconds)
 
@@ -170,17 +169,12 @@ def test_three_lives_on_one_step_end_with_5_the_samples_and_the_first_error(jobs
     deadly = (TESTS / "poisoned.py").read_text().replace("raise OSError", "os.kill(os.getpid(), 9)  #")
     data = script(tmp_path, f"import os\n{deadly}")
     flags = (
-        "--model",
-        "mlp",
-        "--dataset",
-        f"{data}:data",
-        "--workers",
-        "0",
+        "--model=mlp",
+        f"--dataset={data}:data",
+        "--workers=0",
         "--no-tensorboard",
-        "--run-dir",
-        run,
-        "--global-batch-size",
-        "20",
+        f"--run-dir={run}",
+        "--global-batch-size=20",
     )
     said = warm(jobs, *flags).ends_with(5)
     word = said[said.index("error: no progress") :]

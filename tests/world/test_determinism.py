@@ -47,7 +47,7 @@ def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
     opts = Options(virtual_ranks=2, global_batch_size=4)
     pinned.pin(opts)
     net = Refused(4, 2)
-    world = World(0, 1, 0, 1, (torch.device("cpu"),), "life", 0)
+    world = World(0, 1, 0, 1, (torch.device("cpu"),), "life")
     state = TrainState(net, build_optimizer(net, opts), opts, 4)
     with refusal() as told, blamed():  # as round a life
         backward(

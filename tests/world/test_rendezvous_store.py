@@ -26,7 +26,7 @@ def test_it_listens_on_the_address_it_was_given_and_on_no_other(store):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_ends_it_with_0(store, name):
     store[0].kill(getattr(signal, name))
-    assert store[0].wait(20) == 0, store[0].output
+    assert store[0].wait() == 0, store[0].output
     assert state(store[0].pid) in "ZX"
 
 

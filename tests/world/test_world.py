@@ -146,7 +146,7 @@ def rank_3_dies_as_stages_form_groups(world):
 
 def test_ranks_that_form_groups_with_one_that_has_died_give_up_as_soon():
     """Nobody watches yet: they waited for an hour, where a machine with two of four ranks died here."""
-    fork_ranks(4, rank_3_dies_as_stages_form_groups, deadline=60)
+    fork_ranks(4, rank_3_dies_as_stages_form_groups)
 
 
 def rank_2_dies_before_anybody_watches(world):
@@ -160,7 +160,7 @@ def rank_2_dies_before_anybody_watches(world):
 
 def test_ranks_do_not_wait_for_one_that_has_died_before_anybody_watches():
     """A machine that dies while a checkpoint is loaded: they waited for an hour."""
-    assert fork_ranks(3, rank_2_dies_before_anybody_watches, may_die=[0, 2], deadline=60) == [7, None, 1]
+    assert fork_ranks(3, rank_2_dies_before_anybody_watches, may_die=[0, 2]) == [7, None, 1]
 
 
 def test_lifelines_go_over_ipv6_too(monkeypatch):
