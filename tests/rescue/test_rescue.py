@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import fake_streams, late_updates
-from jobs import events, until
+from jobs import command, events, until
 from ranks import fork_ranks
 from safetensors.torch import load_file
 
@@ -266,6 +266,7 @@ def test_a_death_while_all_wait_for_the_end_is_no_good_end(run):
 
 def test_a_thread_may_dismiss_the_agent(monkeypatch):
     agent = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)", "torchrun"])
+    until(lambda: command(agent.pid), "its command line, which it has a moment later than its program")
     monkeypatch.setenv("LAUNCHER_PID", str(agent.pid))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "9")
