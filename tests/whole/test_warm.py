@@ -156,8 +156,9 @@ def test_forks_draw_different_numbers_as_processes_do_that_are_started_afresh(jo
     """Else data drawn without a seed is the same on all ranks, trains, and cannot be resumed."""
     draws = script(
         tmp_path,
-        "import random, numpy, torch\n"
-        "print('drawn', torch.rand(()).item(), numpy.random.rand(), random.random())\n",
+        "import os, random, numpy, torch\n"
+        "line = f'drawn {torch.rand(()).item()} {numpy.random.rand()} {random.random()}\\n'\n"
+        "os.write(1, line.encode())\n",  # at once: print would write it piece by piece, between the other's
     )
     said = jobs.start(TORCHRUN, "--nproc_per_node=2", draws).ends_with(0)
     first, second = (line.split()[1:] for line in said.splitlines() if line.startswith("drawn"))
