@@ -9,6 +9,7 @@ workers are forked from the agent in the same way, and so is the fork server of 
 
 import atexit
 import contextlib
+import functools
 import gc
 import json
 import multiprocessing.util
@@ -29,6 +30,8 @@ HANDLED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGC
 class Forked(subprocess.Popen):
     """subprocess.Popen for `python -u SCRIPT ...`, by a fork without the exec."""
 
+    gate = None  # a pipe: at its end the ranks begin
+
     def _execute_child(self, args, *rest):
         # Popen's own order; the last two: where stdout and stderr of the child are written
         cwd = rest[4]
@@ -39,11 +42,21 @@ class Forked(subprocess.Popen):
             for fd, wanted in zip(outputs, (1, 2), strict=True):
                 if fd >= 0:
                     os.dup2(fd, wanted)
-            become([a for a in args[1:] if a != "-u"], env, cwd)
+            become([a for a in args[1:] if a != "-u"], env, cwd, self.gate)
         self._child_created = True
 
 
-def become(argv, env, cwd):
+def start_together(ranks, start):
+    """No rank runs before all are forked: the agent's store looks up who connects, in a thread of its own;
+    a rank that was forked meanwhile would wait for glibc's lock for ever.
+    """
+    Forked.gate = os.pipe()
+    start(ranks)
+    for fd in Forked.gate:
+        os.close(fd)
+
+
+def become(argv, env, cwd, gate=None):
     """This forked process is `python argv...` from here on, and ends as that would; never returns."""
     code = 1
     gc.freeze()  # a search through all of torch's objects would copy each of their pages, 0.3 s
@@ -54,6 +67,10 @@ def become(argv, env, cwd):
         for name in HANDLED:
             signal.signal(getattr(signal, name), signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if gate:
+            os.close(gate[1])
+            os.read(gate[0], 1)
+            os.close(gate[0])
         atexit._clear()
         os.environ.clear()
         os.environ.update(env)
@@ -62,9 +79,11 @@ def become(argv, env, cwd):
         sys.argv = argv
         if argv[0] == "torchrun":
             import torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler as handler
+            from torch.distributed.elastic.multiprocessing.api import PContext
             from torch.distributed.run import main
 
             handler.Popen = Forked
+            PContext.start = functools.partialmethod(start_together, PContext.start)
             main()
         elif argv[0] == "-m":
             sys.path[:1] = [cwd or "."]
