@@ -30,7 +30,7 @@ def slurm(tmp_path):
         "srun": SRUN,
         "scancel": SCANCEL,
         "scontrol": '#!/bin/sh\necho scontrol "$@" >> said\n',
-        "mktemp": "#!/bin/sh\nsleep 0.3\nexec /usr/bin/mktemp\n",  # a look must not come so early
+        "mktemp": "#!/bin/sh\nsleep 0.3\nexec /usr/bin/mktemp\n",  # slow: no look may come before srun
         "squeue": '#!/bin/sh\necho squeue "$@" >> said\necho "$LEFT"\n',
     }.items():
         (tmp_path / name).write_text(text)

@@ -48,7 +48,7 @@ def until(condition, what, deadline=300):
 
 
 def free_port():
-    """Outside the range from which the kernel serves whoever asks for any: one of those is soon taken."""
+    """Below the ports that the kernel hands out by itself: one of those may be another's a moment later."""
     while True:
         port = 10_000 + secrets.randbelow(20_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
