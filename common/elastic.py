@@ -24,19 +24,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common.data import Batch, Data
+from common.data import Batch, Data, map_tensors
 from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
 from common.training import (
     autocast,
+    check_sum,
+    check_used,
     distribute,
     evaluate,
     find_task,
+    groups_of,
     placed,
     prepare,
-    refuse_unused,
     seed,
     task_of,
 )
@@ -113,8 +115,9 @@ class Elastic(Run):
     def _begin(self):
         begin_life()
         self._check_arguments()
-        rate = float(max(self._rates()))
-        for group in self.optimizer.param_groups:
+        groups = groups_of(self.optimizer)
+        rate = float(max(group["lr"] for group in groups))
+        for group in groups:
             group["scale"] = float(group["lr"]) / (rate or 1.0)
         self.opts = Options.of_script(
             self.given,
@@ -129,10 +132,12 @@ class Elastic(Run):
         super().__init__(self.opts, self.sets)
         check_net(self.net, self.opts.model)
         prepare(self.net, self.opts, self.world, self.data, find_task(self.opts))
-        self.net.train()  # here a net may freeze parts of itself
         self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
-        self.restore(self.net, self.optimizer, schedule=self.schedule)
-        self.rates = self._rates()
+        state = self.restore(self.net, self.optimizer, schedule=self.schedule)
+        self.report_due = state.epoch_over and not state.evaluated_now  # a life died before it had reported
+        self.settings = self._settings()
+        self.training = self._training()
+        self.modes = self._modes()
 
     def _check_arguments(self):
         for name in self.given:
@@ -148,13 +153,19 @@ class Elastic(Run):
         state = self.state
         while not state.finished:
             self.order.set_epoch(state.epoch, state.position)
-            self.net.train()
-            if self.epoch_ended and not state.evaluated_now:
-                yield self._prepared(Batch([], [], 0))  # a life died before it had reported
+            self._set_modes(self.modes)
+            if self.report_due:
+                self.report_due = False
+                yield self._prepared(Batch([], [], 0))
             for batch in self.batches():
-                yield self._prepared(batch)
-                if not self.trained:
-                    raise UserError("a batch was not trained on\ncall run.step(loss, count) for each")
+                prepared = self._prepared(batch)
+                yield prepared
+                if not self.trained or self.batch is not prepared:
+                    raise UserError(
+                        "a batch was not trained on, or two loops over run take turns\n"
+                        "call run.step(loss, count) for each batch, in one loop"
+                    )
+                self.obey()  # not in run.step: what the loop changes after it belongs to the step
             reports = gather(self.world, [state.best, state.evaluated])
             state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
             self.end_epoch()
@@ -179,9 +190,9 @@ class Elastic(Run):
         model: Any = self.wrapped if training else self.net
         with autocast(self.opts, self.world.device):
             out = model(*inputs, **named)
-        if isinstance(out, Tensor) and self.opts.amp != "off":
-            return out.float()
-        return out
+        if self.opts.amp == "off":
+            return out
+        return map_tensors(lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, out)
 
     def step(self, loss: Tensor, count: float | Tensor) -> None:
         """One step: `loss` is the sum over this rank's samples, `count` the number of those that count."""
@@ -190,18 +201,21 @@ class Elastic(Run):
         if not size:
             return state.buffers.restore()
         self._check_step()
+        check_sum(loss)
         real = float(bool(self.batch.ids))
         mean = loss * (self.world.size / size * real)
         state.scaler.scale(mean).backward()
-        refuse_unused(self.wrapped, self.opts)
+        check_used(self.wrapped, state)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
         state.average(totals, self.batch, self.world)
         self.sum_up(totals)
         state.update(size)
         self.trained = True
-        self.rates = self._rates()
-        self.stepped(totals)
+        self.settings = self._settings()
+        if self.epoch_ended:
+            self.modes = self._modes()
+        self.log_step(totals)
 
     def _check_step(self):
         if self.trained:
@@ -211,14 +225,41 @@ class Elastic(Run):
                 "run.step without run.model: other ranks would lack this gradient\n"
                 "call run.model(x) in place of the net"
             )
-        if self.rates != self._rates():
+        for before, now in zip(self.settings, self._settings(), strict=True):
+            changed = [name for name in now if now[name] != before.get(name)]
+            if changed:
+                raise UserError(
+                    f"the script changes the optimizer's {changed[0]}, and a restart would not know that\n"
+                    "for the rate give Elastic(schedule=f), where f(step, steps in all) returns a factor"
+                )
+        if any(p.grad is not None for p in self.state.names):
             raise UserError(
-                "the script changes the optimizer's rate, and a restart would not know that\n"
-                "give Elastic(schedule=f), where f(step, steps in all) returns a factor"
+                "a gradient is there before run.step, which makes that of the mean\n"
+                "add up the losses, and give run.step their sum"
+            )
+        if self.training != self._training():
+            raise UserError(
+                "a weight has begun to train, or has ceased to: other ranks would not average it\n"
+                "train such phases as two runs, each with a run_dir of its own"
             )
 
-    def _rates(self):
-        return [group["lr"] for group in self.optimizer.param_groups]
+    def _settings(self):
+        """What each group of the optimizer has beside its weights."""
+        return [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in groups_of(self.optimizer)
+        ]
+
+    def _training(self):
+        return [p.requires_grad for p in self.state.names]
+
+    def _modes(self):
+        """Which parts of the net train and which evaluate: the script says, an evaluation gives it back."""
+        return {module: module.training for module in self.net.modules()}
+
+    def _set_modes(self, modes):
+        for module, training in modes.items():
+            module.training = training
 
     @property
     def epoch_ended(self) -> bool:
@@ -231,11 +272,11 @@ class Elastic(Run):
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.
         """
         task = task_of(lambda net, part, state: judge(Batch([(1, part)], [], 0)), "judge")
+        modes = self._modes()
         try:
-            task.try_out(self.net, self.data, self.opts, self.world.device)
             return evaluate(self.net, self.data.test, self.state, self.world, task)
         finally:
-            self.net.train()
+            self._set_modes(modes)
 
     def report(self, **metrics: float) -> None:
         """Logs an evaluation; the best one keeps its checkpoint. Where ranks differ, rank 0's counts.
@@ -245,3 +286,5 @@ class Elastic(Run):
         numbers = {name.removeprefix("val_"): float(value) for name, value in metrics.items()}
         self.state.task.shown = [*numbers]
         self.record({f"val_{name}": value for name, value in numbers.items()})
+        if not self.epoch_ended and self.state.best["step"] == self.state.step:
+            self.store.save()  # at an epoch's end it is saved with the epoch

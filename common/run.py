@@ -71,6 +71,7 @@ class Run:
         opts = self.opts
         world = self.world
         self.parameters = parameters
+        self.scheduled = more.get("schedule") or opts.lr_schedule != "constant"
         self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
         self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
         self.store = CheckpointStore(opts, world, str(self.data.fingerprint))
@@ -118,8 +119,13 @@ class Run:
     def _introduce(self, lives):
         """A life with as many processes as the one before it in the same job says one line."""
         opts = self.opts
+        state = self.state
         size = self.world.size
         lines = self._header()
+        if self.scheduled and state.total_steps < opts.epochs * state.steps_per_epoch:
+            lines.append(
+                f"the rate follows --epochs {opts.epochs}, which --max-steps {opts.max_steps} cuts short"
+            )
         line = self._resumption()
         deaths = []
         if lives:
@@ -134,6 +140,8 @@ class Run:
                 line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
                 if last[0]["world"] == size:
                     lines = []
+        if self.scheduled and lives and lives[-1][0]["epochs"] != opts.epochs:
+            line += f"; --epochs was {lives[-1][0]['epochs']}: from here on the rate follows the new number"
         self.log.start([*lines, line], deaths)
         saved = named(chain(*lives), "save", "rescue")
         if saved and not (self.source or "").startswith("checkpoints/"):  # a disk is not mounted, say
@@ -202,6 +210,7 @@ class Run:
         state = self.state
         for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
             self.audit.begin(state.step + 1, batch.ids)
+            state.buffers.note_weights()
             yield batch
             if state.finished:
                 return
@@ -219,13 +228,22 @@ class Run:
 
     def stepped(self, totals: Tensor) -> None:
         """After the update: logs, compares the replicas, saves when due, does what it is told."""
+        self.log_step(totals)
+        self.obey()
+
+    def log_step(self, totals: Tensor) -> None:
+        """Notes the step where it is due."""
         state = self.state
-        opts = self.opts
         self.audit.done(state.whole)
         self.clock.stepped(state.step)
-        if state.step % opts.log_every == 0:
+        if state.step % self.opts.log_every == 0:
             self.log.step(state.note(totals) | self.world.memory())
-        if opts.check_every and state.step % opts.check_every == 0:
+
+    def obey(self) -> None:
+        """Compares the replicas and saves when it is due, leaves when it is told."""
+        state = self.state
+        every = self.opts.check_every
+        if every and state.step % every == 0:
             self.store.agree()
         if self.rescue.save_asked or self.store.due():
             self.rescue.save_asked = False

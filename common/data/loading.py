@@ -10,7 +10,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from common.data.splits import (
     TensorSplit,
     Windows,
     as_input,
+    is_picture,
     map_tensors,
+    refuse_unshifted,
     whole_targets,
 )
 from common.errors import UserError, blamed, one_line
@@ -72,7 +74,7 @@ def split_of(samples, source, opts):
     split = samples
     if isinstance(samples, tuple):
         x, y = TensorDataset(*samples).tensors  # of one length
-        if x.dtype != torch.uint8:
+        if not is_picture(x):
             x = as_input(x)
         if opts.task == "classify":
             y = whole_targets(y, len(x), source.known_classes, f"dataset {opts.dataset}")
@@ -80,7 +82,9 @@ def split_of(samples, source, opts):
     elif not isinstance(samples, Windows):
         split = DatasetSplit(samples, opts)
     split.classes = source.known_classes
-    split.look(f"dataset {opts.dataset}")
+    batch = split.look(f"dataset {opts.dataset}")
+    if opts.task == "tokens":
+        refuse_unshifted(batch, f"dataset {opts.dataset}")
     return split
 
 
@@ -106,13 +110,18 @@ class Batch(NamedTuple):
     size: int  # number of samples in the whole global batch
 
     @property
+    def data(self) -> Any:
+        """What collate made of a share that is one forward."""
+        return self.parts[0][1]
+
+    @property
     def x(self) -> Tensor:
-        """The inputs, of a share that is one forward of (input, target)."""
-        return self.parts[0][1][0]
+        """The inputs, of (input, target)."""
+        return self.data[0]
 
     @property
     def y(self) -> Tensor:
-        return self.parts[0][1][1]
+        return self.data[1]
 
 
 def batches(split: Split, order: ElasticSampler, opts: Options) -> Iterator[Batch]:

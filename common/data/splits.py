@@ -62,15 +62,16 @@ class Split:
     note = None  # note("bad_sample", ...) writes to the ledger
 
     def look(self, name):
-        """Takes the shape of samples from the first one that can be read."""
+        """Takes the shape of samples from the first one that can be read; returns the batch of that one."""
         for id in range(len(self)):
-            tensors = leaves(self.fetch([id]))
+            batch = self.fetch([id])
+            tensors = leaves(batch)
             if tensors:
                 x = tensors[0]
                 self.first = id
                 self.shape = x.shape[1:]
                 self.tokens = x.numel() if x.dtype == torch.int64 else 1
-                return
+                return batch
         raise UserError(
             f"{name} has an empty set: none of its {len(self):,} samples can be read, or has a tensor\n"
             "at least one is needed to train on, and one to test on"
@@ -99,7 +100,7 @@ class TensorSplit(Split):
         y = self.y.index_select(0, rows)
         if augment and self.augment:
             x = self.augment(x, uniforms(rows, self.seed, epoch))
-        if x.dtype == torch.uint8:
+        if is_picture(x):
             x = x.float().mul_(self.scale).add_(self.shift)
         return x, y
 
@@ -230,13 +231,32 @@ def whole_targets(y, count, classes, which):
     return whole
 
 
+def is_picture(x):
+    """Whether a batch holds pictures in bytes."""
+    return x.dtype == torch.uint8 and x.dim() == 4
+
+
 def as_input(x):
-    """The tensor as a net accepts it: bytes become 0..1, other numbers float32, indices int64."""
-    if x.dtype == torch.uint8:
+    """The tensor as a net accepts it: pictures become 0..1, other numbers float32, indices int64."""
+    if is_picture(x):
         return x.float().div_(255)
-    if x.is_floating_point():
+    if x.is_floating_point() or x.dtype == torch.uint8:
         return x.float()
     return x.long() if x.dtype in WORDS else x
+
+
+def refuse_unshifted(batch, name):
+    """UserError if labels are the words themselves: here the net would learn to copy its input."""
+    match batch:
+        case {"input_ids": Tensor() as words, "labels": Tensor() as labels} if words.shape == labels.shape:
+            real = labels >= 0
+            if real.sum() > 1 and torch.equal(words[real], labels[real]):
+                raise UserError(
+                    f"{name}: labels are the input_ids, which a model of Hugging Face shifts; "
+                    "--task tokens does not\n"
+                    "let collate(samples) shift them: labels[t] is input_ids[t + 1], -100 at the end; "
+                    "or take the model's own loss: --task path/to/file.py:function"
+                )
 
 
 def sizes_of(tensors):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from common.checkpoint import weights_of
 from common.data import Data
@@ -103,21 +104,30 @@ def build_model(opts: Options, data: Data) -> nn.Module:
             net = call_user(opts.model, opts, data)
         else:
             net = MODELS.get(name, partial(build_torchvision, name))(data, *size)
+        make_lazy_weights(net, data)
         net = net.cpu()
         check_net(net, opts.model)
-    net.train()  # here a net may freeze parts of itself
     vars(net)["_facts"] = facts_of(net) | {"data": {fact: getattr(data, fact, None) for fact in FACTS}}
     if opts.init_from:
         load_weights(net, opts)
     if opts.sync_bn:  # into new modules, so before some of them are frozen
         net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
-    freeze(net, opts.freeze)
+    freeze(net, opts.freeze)  # last, as a net may freeze parts of itself in train()
     if not opts.eval_only and not any(p.requires_grad for p in net.parameters()):
         raise UserError(
             f"model {opts.model}: no weight of it trains\n"
             "give it weights with requires_grad, or --freeze fewer"
         )
     return net
+
+
+@torch.no_grad()
+def make_lazy_weights(net, data):
+    """The weights of torch's lazy modules, whose shapes follow from a first input."""
+    if any(map(is_lazy, net.parameters())):
+        kind = torch.int64 if data.vocab else torch.float32
+        net.eval()(torch.zeros(1, *data.sample_shape, dtype=kind))
+        net.train()
 
 
 def load(run: str | Path, which: str | int = "best") -> nn.Module:

@@ -70,14 +70,17 @@ def read_weights(path):
 def freeze(net, prefixes):
     """--freeze: weights with these prefixes do not train, and their modules stay in evaluation mode.
 
-    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off.
+    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off. So stay parts that
+    the model's function has put into evaluation mode; not a whole net, as others' loaders return it.
     """
+    still = {name for name, module in net.named_modules() if net.training and not module.training}
+    net.train()
     check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
     for name, parameter in net.named_parameters():
         if name.startswith(prefixes):
             parameter.requires_grad_(False)
     for name, module in net.named_modules():
-        if name and f"{name}.".startswith(prefixes):
+        if name in still or name and f"{name}.".startswith(prefixes):
             # net.train() calls it on every module
             module.eval().train = lambda mode=True, module=module: module
 

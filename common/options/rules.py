@@ -47,7 +47,6 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--min-lr", "--lr-schedule=*.py:*", "let the function do it"),
     ("--warmup-epochs", "--lr-schedule=*.py:*", "let the function do it"),
     ("--optimizer-args", "--optimizer=*.py:*", "let the function do it"),
-    ("--optimizer-args=*dampening*", "--optimizer", "it would damp the first step, too, unlike torch"),
     ("--no-decay-1d", "--optimizer=*.py:*", "let the function do it"),
     ("--no-decay-1d", "--weight-decay=0.0", "there is no decay"),
     ("--label-smoothing", "--task=*.py:*", "let the function do it"),

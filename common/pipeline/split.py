@@ -50,7 +50,8 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
             shapes = edges(net, groups, x, world.device, autocast(opts, world.device))
     model = Pipeline(net, groups, shapes, opts, world, example)
     if opts.shard and world.size > 1:
-        shard(model.stages[0], world)
+        with blamed("--shard", "leave it out, or --channels-last, or give each weight a dimension"):
+            shard(model.stages[0], world)
     if opts.virtual_ranks:
         model.tree = distribute(model, opts, world)
     return model

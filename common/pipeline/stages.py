@@ -1,13 +1,15 @@
 """Stage and Pipeline: a net in stages, over ranks with micro batches in flight, or over local devices."""
 
 import itertools
+import random
 from contextlib import contextmanager, nullcontext
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from common.errors import blamed
+from common.errors import UserError, blamed
 from common.pipeline.transfer import Ranks, timetable
 from common.training import autocast, local, placed, seed
 
@@ -165,6 +167,7 @@ class Pipeline(nn.Module):
             if first or last:
                 samples = placed(samples, stage.device, opts, own=bool(tree))
             seed(opts.seed, "step", state.step, *([v] if tree else [world.replica, v]))
+            places = places_of_draws()
             if first:
                 x = None if last else task.input_of(samples)
             else:
@@ -176,6 +179,11 @@ class Pipeline(nn.Module):
             if x is not None:
                 with blamed(f"model {opts.model}, stage {world.stage}"):
                     y = stage(x.clone())  # layers may work in place, and x is a leaf or a part of the batch
+            if tree and places_of_draws() != places:
+                raise UserError(
+                    f"model {opts.model}: stage {world.stage} draws from random or numpy\n"
+                    "between stages only torch's draws go on: draw from torch, or use train_ddp.py"
+                )
             found = task.zeros(stage.device, tree.kind if tree else torch.float64)
             if last:
                 values = task(stage, samples, state) if first else task.answered(y, samples, state)
@@ -205,7 +213,8 @@ class Pipeline(nn.Module):
         if tree:
             return tree.finish(batch, state)
         if world.replicas > 1 and not opts.shard:  # --shard has summed already
-            for p in trained:
+            used = world.sum_over_replicas(torch.tensor([p.grad is not None for p in trained]).int())
+            for p in itertools.compress(trained, used.tolist()):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 world.sum_over_replicas(p.grad)
         state.average(totals, batch, world)
@@ -223,6 +232,11 @@ class Pipeline(nn.Module):
         if self.opts.shard:  # these have some rows each
             lengths = self.world.sum_over_replicas(lengths.square()).sqrt()
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
+
+
+def places_of_draws():
+    """How far the generators of random and numpy have come."""
+    return random.getstate()[1][-1], np.random.get_state()[2]
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from torch import nn
 
 from common.data import loaded
 from common.training.state import TrainState
-from common.training.step import placed
-from common.training.tasks import SHOWN_SAMPLES, Task
+from common.training.step import placed, seed
+from common.training.tasks import OWN, SHOWN_SAMPLES, Task
 from common.world import World, gather
 
 BLOCK = 256  # samples per forward: the same blocks at every world size
@@ -29,22 +29,30 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
         end = -(-end // world.replicas) * world.replicas
     mine = range(world.replica, end, world.replicas)
     cuts = [[blocks[number % len(blocks)].tolist()] for number in mine]
-    pairs = 2 * len(task.names)
-    rows = torch.zeros(len(blocks), pairs, dtype=torch.float64, device=world.device)
-    totals = task.zeros(world.device)
+    found = {}  # {number of a block: its sums and counts}
+    totals = None
     with state.averaged():
         for number, (((_, part),), _) in zip(mine, loaded(split, cuts, state.opts), strict=True):
             state.progress += 1
+            seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
             values = None
             if part is not None:
                 values = judge(placed(part, world.device, state.opts), state)
             if values is None or number >= len(blocks):
                 continue
-            found = task.add(task.zeros(world.device), values)
-            rows[number] = found[:pairs]
-            totals += found
-    rows = world.all_sum(rows.cpu())
-    totals = world.all_sum(totals.cpu())  # whole numbers, which are the same in any order
+            if not task.names:
+                task.learn(values)
+            counted = task.add(task.zeros(world.device), values)
+            found[number] = counted[: 2 * len(task.names)].clone()
+            totals = counted if totals is None else totals.add_(counted)
+    task.agree(world)
+    pairs = 2 * len(task.names)
+    rows = torch.zeros(len(blocks), pairs, dtype=torch.float64)
+    for number, row in found.items():
+        rows[number] = row
+    totals = task.zeros("cpu") if totals is None else totals.cpu()
+    rows = world.all_sum(rows)
+    totals = world.all_sum(totals)  # whole numbers, which are the same in any order
     totals[:pairs] = rows.cumsum(0)[-1]  # in one order
     metrics = {f"val_{name}": value for name, value in task.metrics(totals).items()}
     if len(split) <= SHOWN_SAMPLES:
@@ -56,8 +64,8 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
 
 
 def block_size(split, opts):
-    """Samples per forward; of a user's own task no more than a forward of the training has."""
+    """Samples per forward; of a user's own code, or with --micro-batch-size, no more than in the training."""
     sizes = [BLOCK, BLOCK_TOKENS // split.tokens, BLOCK_LOGITS // (split.tokens * (split.classes or 1))]
-    if ".py" in opts.task:
+    if opts.micro_batch_size or ".py" in opts.task or opts.task == OWN:
         sizes.append(opts.micro_batch_size or -(-opts.global_batch_size // (opts.virtual_ranks or 1)))
     return max(1, min(sizes))

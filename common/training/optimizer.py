@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError, blamed
 from common.options import Options, call_user
+from common.training.unsaved import remembered_aside
 
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
@@ -37,20 +38,46 @@ def checked(optimizer, opts):
     """A user's optimizer; UserError unless it is one, at the rate of --lr."""
     flag = f"--optimizer {opts.optimizer}"
     with blamed(flag, "return a torch.optim.Optimizer of the net's weights"):
-        groups = optimizer.param_groups
-    usual = inspect.signature(type(optimizer)).parameters.get("lr")
-    for group in groups:
-        if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
-            raise UserError(
-                f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
-                "give --lr, and a group with another rate a `scale`"
-            )
+        groups_of(optimizer)
+    for part in parts_of(optimizer):
+        usual = inspect.signature(type(part)).parameters.get("lr")
+        for group in part.param_groups:
+            if group.get("lr", opts.lr) not in (opts.lr, usual and usual.default):
+                raise UserError(
+                    f"{flag}: its lr={group['lr']} cannot take effect, --lr is {opts.lr}\n"
+                    "give --lr, and a group with another rate a `scale`"
+                )
     return optimizer
 
 
+# ---- an optimizer may hold others: Muon for the matrices and AdamW for the rest, say ----
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """The optimizer, and all that are its attributes or in lists there."""
+    parts = [optimizer]
+    for value in vars(optimizer).values():
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, torch.optim.Optimizer):
+                parts += parts_of(part)
+    return parts
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict]:
+    return [group for part in parts_of(optimizer) for group in part.param_groups]
+
+
 def check_groups(optimizer, net):
-    """UserError if a weight trains that the optimizer does not have."""
+    """UserError if a weight trains that the optimizer does not have, or the other way round."""
     held = {p for group in optimizer.param_groups for p in group["params"]}
+    strangers = held - {*net.parameters()}
+    if strangers:
+        raise UserError(
+            f"the optimizer has a weight of shape {[*strangers.pop().shape]} that is not the net's\n"
+            "ranks would not average its gradient, and no checkpoint would hold it: make it a part of the net"
+        )
+    if any(group.get("dampening") for group in groups_of(optimizer)):
+        raise UserError(
+            "the optimizer has dampening, which would damp its first step, too, unlike torch\nleave it out"
+        )
     for name, p in net.named_parameters():
         if p.requires_grad and p not in held:
             raise UserError(
@@ -82,13 +109,25 @@ def make_state(optimizer):
     So a checkpoint has the same names at step 0 and at step 1000. The step is made without a gradient, and
     without weight decay, which SGD would remember.
     """
+    for part in parts_of(optimizer):
+        before = remembered_aside(part)
+        _make_state(part)
+        changed = [name for name, value in remembered_aside(part).items() if before.get(name) != value]
+        if changed:
+            raise UserError(
+                f"a step of {type(part).__name__} changes its {changed[0]}, which no checkpoint holds\n"
+                "wanted: tensors in the state of each weight, or optimizers as its attributes"
+            )
+
+
+def _make_state(optimizer):
     groups = optimizer.param_groups
     states = optimizer.state
     for group in groups:
         for weight in group["params"]:
             twin = weight.detach().clone()
             twin.grad = torch.zeros_like(twin)
-            state = FirstValues(states[weight])
+            state = FirstValues(states.get(weight, {}))
             # It cannot be changed: no checkpoint would hold that.
             optimizer.param_groups = [MappingProxyType(group | {"weight_decay": 0.0, "params": [twin]})]
             optimizer.state = defaultdict(dict, {twin: state})
@@ -96,7 +135,7 @@ def make_state(optimizer):
                 f"a step of {type(optimizer).__name__}",
                 "wanted: other --optimizer-args; a step() without a closure; no change of its groups",
             ):
-                optimizer.step()
+                inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks: they belong to real steps
             states[weight] = state.first
     optimizer.param_groups = groups
     optimizer.state = states

@@ -3,26 +3,35 @@
 Not stored is what follows from (options, step): order, learning rate, draws of dropout and augmentation.
 """
 
-import io
 import math
-import pickle
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from common.data import Batch
-from common.errors import UserError, say
+from common.errors import UserError, blamed, say
 from common.models import facts_of
 from common.options import Options
 from common.place import here
-from common.training.optimizer import check_groups, divide, learning_rate, local, make_state, unscale
+from common.training.optimizer import (
+    check_groups,
+    divide,
+    groups_of,
+    learning_rate,
+    local,
+    make_state,
+    parts_of,
+    unscale,
+)
 from common.training.tasks import Task, best_of, find_task
+from common.training.unsaved import warn_of_unsaved
 from common.world import World, fingerprint_of
 
 Facts = dict[str, Any]  # ready for JSON
@@ -38,9 +47,9 @@ class Stages(Protocol):
 
 
 class Averages(dict[str, Tensor]):
-    """--ema-decay: the averaged weights by name; `in_net` while they have changed places with the net's."""
+    """--ema-decay: the averaged weights by name; `own` are the net's weights while it has the averages."""
 
-    in_net = False
+    own: dict[str, Tensor] = {}
 
 
 class TrainState:
@@ -75,7 +84,9 @@ class TrainState:
         self.buffers = Buffers(net)
         self.ema = Averages()
         if opts.ema_decay:
-            self.ema.update((name, p.detach().clone()) for p, name in self.names.items())
+            for p, name in self.names.items():
+                kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
+                self.ema[name] = p.detach().to(kind, copy=True)
         self.lock = threading.RLock()
         self.verdict: UserError | None = None  # why this state may neither be saved nor updated
         self.stepped = time.time()  # the end of the last step
@@ -83,7 +94,7 @@ class TrainState:
         self.rate(0)  # a schedule of one's own that fails does so before the first step
         check_groups(optimizer, net)
         make_state(optimizer)
-        warn_of_unsaved(net, optimizer)
+        warn_of_unsaved(net, parts_of(optimizer)[-1])
         gpu = next((p.device for p in self.names if p.is_cuda), None)
         self.updates = Updates(gpu)
 
@@ -124,7 +135,7 @@ class TrainState:
         if clip:
             norm_of = self.stages.norm if self.stages else torch.nn.utils.get_total_norm
             torch.nn.utils.clip_grads_with_norm_(self.names, clip, norm_of(self.gradients))
-        fused = all(group.get("fused") for group in self.optimizer.param_groups)
+        fused = all(group.get("fused") for group in groups_of(self.optimizer))
         if self.updates.gpu and (self.stages or not fused):
             # In stages a rescue needs this gradient whole. Optimizers that are not fused count on the CPU, or
             # read the GPU.
@@ -137,17 +148,20 @@ class TrainState:
         if not self.updates.ready:
             self.finish_gradient(size)
         rate = self.rate(self.planned)
-        for group in self.optimizer.param_groups:
+        for group in groups_of(self.optimizer):
             group["lr"] = rate * group.get("scale", 1.0)
+        self.buffers.check_weights()
         with self.changing():
             if self.verdict:
                 raise self.verdict
             self.distrust()  # it stays so if the update fails
-            self.scaler.step(self.optimizer)
+            with blamed(f"optimizer {self.opts.optimizer}"):
+                self.scaler.step(self.optimizer)
             self.scaler.update()
             if self.ema:
-                weights = [p.detach() for p in self.names]
-                torch._foreach_lerp_(list(self.ema.values()), weights, 1 - self.opts.ema_decay)
+                averages = list(self.ema.values())
+                weights = [p.detach().to(a.dtype) for p, a in zip(self.names, averages, strict=True)]
+                torch._foreach_lerp_(averages, weights, 1 - self.opts.ema_decay)
             self.buffers.take()
             self.step += 1
             self.position += size
@@ -212,26 +226,31 @@ class TrainState:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside this block the net has the averaged weights (--ema-decay), outside its own."""
-        self._exchange()
+        """Inside this block the net has the averaged weights (--ema-decay), outside its own.
+
+        A checkpoint has its own in any case: they are copied before the first weight changes.
+        """
+        if not self.ema:
+            yield
+            return
+        self.updates.settle()  # without the lock, as a collective may hang
+        own = {name: p.detach().clone() for p, name in self.names.items()}
+        self._fill(self.ema, own)
         try:
             yield
         finally:
-            self._exchange()
+            self._fill(own, {})
 
     @torch.no_grad()
-    def _exchange(self):
-        if not self.ema:
-            return
-        self.updates.settle()  # without the lock, as a collective may hang
+    def _fill(self, weights, own):
+        """Puts these weights into the net; afterwards `own` is what a checkpoint has in their place."""
         with self.changing():
+            self.ema.own = self.ema.own or own
             for p, name in self.names.items():
-                weight = p.clone()
-                p.copy_(self.ema[name])
-                self.ema[name].copy_(weight)
-            self.ema.in_net = not self.ema.in_net
+                p.copy_(weights[name])
             if self.updates.gpu:
                 torch.cuda.synchronize()
+            self.ema.own = own
 
     # ---- how far the run is ----
     @property
@@ -306,18 +325,14 @@ class TrainState:
     def _named(self):
         committed = self.buffers.committed
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
-        optimizer = {}
-        for p, values in self.optimizer.state.items():
-            for key, value in values.items():
-                if torch.is_tensor(value):
-                    optimizer[f"{self.names[p]}/{key}"] = value
         for name, p in self.net.named_parameters(remove_duplicate=False):
-            average = self.ema.get(self.names[p])
-            if self.ema.in_net:
-                model[name] = average
-                average = p.detach()
-            if average is not None:
-                optimizer[f"{self.names[p]}/ema"] = average
+            model[name] = self.ema.own.get(self.names[p], model[name])
+        optimizer = {f"{name}/ema": average for name, average in self.ema.items()}
+        for i, part in enumerate(parts_of(self.optimizer)):
+            for p, values in part.state.items():
+                for key, value in values.items():
+                    if torch.is_tensor(value):
+                        optimizer[f"{self.names[p]}/{f'{i}.' if i else ''}{key}"] = value
         return {"model": model, "optimizer": optimizer}
 
     def facts(self) -> Facts:
@@ -382,16 +397,23 @@ class Buffers:
 
     `committed` holds those of the last whole step, by name: a checkpoint takes these. Replicas, and slices of
     --virtual-ranks, change floating-point buffers by the mean over all samples, counters by what one of them
-    counts. Changes are computed in double precision, which holds every counter below 2**53.
+    counts: right for running means and for numbers of forwards, as torch's own layers keep them. Changes are
+    computed in double precision, which holds every counter below 2**53.
     """
 
     def __init__(self, net):
+        self.net = net
+        self.marks = None  # of the weights, until the first step of a life is made
         named = dict(net.named_buffers(remove_duplicate=False))
         self.committed = {path: b.detach().clone() for path, b in named.items()}
         self.places = []  # instead of tensors, because a module may replace a tensor
+        self.sums = {}  # {name: its place in `views`} of buffers that may be no running means
         for path in named:
             owner, _, name = path.rpartition(".")
-            self.places.append((net.get_submodule(owner)._buffers, name))
+            module = net.get_submodule(owner)
+            self.places.append((module._buffers, name))
+            if not (isinstance(module, _NormBase) or type(module).__module__.startswith("torch.")):
+                self.sums[path] = len(self.places) - 1
         numbers = _numbers(named.values())
         sizes = [b.numel() for b in numbers]
         self.numel = sum(sizes)
@@ -414,6 +436,31 @@ class Buffers:
         for (owner, name), committed in zip(self.places, self.committed.values(), strict=True):
             owner[name] = renewed.setdefault(owner[name], committed.clone())
 
+    def note_weights(self):
+        """Before the first forward of a life: `check_weights` compares."""
+        if self.marks is None:
+            self.marks = self._marks()
+
+    def check_weights(self):
+        """UserError if the first forward has changed a weight: a rescue would save it, ranks may differ."""
+        if self.marks:
+            now = self._marks()
+            for name, mark in self.marks.items():
+                if now[name] != mark:
+                    raise UserError(
+                        f"{name} is changed by a forward, or before it; only a step may change weights\n"
+                        "make it a buffer; or change it in a hook (optimizer.register_step_post_hook), "
+                        "or after run.step in a loop of your own"
+                    )
+            self.marks = {}
+
+    def _marks(self):
+        """{name: a number that changes with the weight}; torch counts the changes of those that train."""
+        return {
+            name: p._version if p.requires_grad else fingerprint_of([p])
+            for name, p in self.net.named_parameters()
+        }
+
     def average(self, world, weight):
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
         if self.numel and world.replicas > 1:
@@ -431,11 +478,29 @@ class Buffers:
     @torch.no_grad()
     def apply(self, moved):
         """Sets the live buffers to the committed ones plus their summed changes."""
+        self.flat.copy_(moved)
+        changed = [path for path, i in self.sums.items() if self.views[i].any()]
+        self.sums = {}
+        if changed and here().speaks:
+            say(
+                f"warning: a forward changes {', '.join(changed[:3])}, which moves by the mean of what the "
+                "ranks change, or if it is a whole number by what one of them counts\n"
+                "         this is right for a running mean, not for a sum or a table: count these in a --task",
+                sys.stderr,
+            )
         self._flat(self.committed.values()).add_(moved.to(self.flat))
         _copy(_numbers(self._live()), self.views)
 
     def _live(self):
-        return [owner[name] for owner, name in self.places]
+        live = []
+        for (owner, name), (path, committed) in zip(self.places, self.committed.items(), strict=True):
+            live.append(owner[name])
+            if owner[name].shape != committed.shape:
+                raise UserError(
+                    f"buffer {path} is now {tuple(owner[name].shape)}, it was {tuple(committed.shape)}\n"
+                    "a buffer keeps its shape: hold what follows the batch in a plain attribute"
+                )
+        return live
 
     def _flat(self, buffers):
         _copy(self.views, _numbers(buffers))
@@ -478,61 +543,3 @@ class Updates:
     def aside(self):
         """For a rescue: a stream of its own; the usual one may stand behind a dead collective."""
         return torch.cuda.stream(self.side) if self.side else nullcontext()
-
-
-# ---- what a net remembers, and no checkpoint holds: a resumed run lacks it ----
-TORCHS = frozenset(vars(nn.Module()))  # what each module has for itself
-
-
-def warn_of_unsaved(net, optimizer):
-    """Compares the net after the first two steps of a life, and warns of what changed and is not saved."""
-    seen = []
-
-    def look(*_):
-        seen.append(remembered(net))
-        if len(seen) < 2:
-            return
-        hook.remove()
-        changed = [name for name in seen[1] if seen[0].get(name) != seen[1][name]]
-        if changed and here().speaks:
-            say(
-                f"warning: training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
-                "         if the net reads it in a later step, make it a persistent buffer (register_buffer)",
-                sys.stderr,
-            )
-
-    hook = optimizer.register_step_post_hook(look)
-
-
-def remembered(net):
-    """{name: hash} of each attribute and buffer that is not saved."""
-    saved = {tensor.data_ptr() for tensor in net.state_dict().values()}
-    hashes = {}
-    for path, module in net.named_modules():
-        values = {name: value for name, value in vars(module).items() if name not in TORCHS}
-        for name in module._non_persistent_buffers_set:
-            values[name] = module._buffers[name]
-        for name, value in values.items():
-            file = io.BytesIO()
-            with suppress(Exception):  # a function, a file: no memory that could be compared
-                Memory(file, saved).dump(value)
-                hashes[f"{path}.{name}".lstrip(".")] = hash(file.getvalue())
-    return hashes
-
-
-class Memory(pickle.Pickler):
-    """Writes tensors as their hash, and nothing of what is saved or follows from it."""
-
-    def __init__(self, file, saved):
-        super().__init__(file)
-        self.saved = saved
-
-    def persistent_id(self, thing):
-        if isinstance(thing, nn.Module):
-            return "a module"
-        if isinstance(thing, torch.Generator):  # the sum of its bits, which a hash begins with, stays
-            return thing.get_state().tolist()
-        if isinstance(thing, Tensor):
-            follows = thing.grad_fn is not None or thing.data_ptr() in self.saved
-            return "saved" if follows else fingerprint_of([thing])
-        return None

@@ -5,6 +5,7 @@ the size of the global batch before the backward; `state.count` corrects for wha
 """
 
 import socket
+import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import Batch, batches, map_tensors
-from common.errors import blamed
+from common.errors import blamed, say
 from common.options import Options
 from common.sampler import ElasticSampler, seed_cpu
 from common.training.bitwise import Tree
@@ -41,16 +42,24 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
             loss = forward(model, placed(part, world.device, opts), state, totals)
             # DDP divides by the number of ranks: the factor world.size undoes that.
             state.scaler.scale(loss * (world.size / batch.size)).backward()
-    refuse_unused(model, opts)
+    check_used(model, state)
     state.average(totals, batch, world)
     return totals
 
 
-def refuse_unused(model: nn.Module, opts: Options) -> None:
-    """UserError if a weight had no part in the loss: DDP did not average it, and says so a step later."""
+def check_used(model: nn.Module, state: TrainState) -> None:
+    """UserError if a weight had no part in the loss: DDP did not average it, and says so a step later.
+
+    A world of one trains without it, and is warned in its first step: it may grow.
+    """
+    names = [name for p, name in state.names.items() if p.requires_grad and p.grad is None]
+    fact = f"model {state.opts.model}: {', '.join(names[:3]) or 'a weight'} had no part in the loss"
+    way_out = "freeze it, or add 0 * weight.sum() to the loss, or train with --virtual-ranks"
     if isinstance(model, DistributedDataParallel):
-        with blamed(f"model {opts.model}"):
+        with blamed(fact, way_out):
             model._check_reducer_finalized()
+    elif names and not state.step:
+        say(f"warning: {fact}: more processes would refuse that\n         {way_out}", sys.stderr)
 
 
 def backward_slices(tree, batch, state):

@@ -20,10 +20,12 @@ from common.data import leaves, map_tensors
 from common.errors import UserError, blamed, did_you_mean
 from common.options import Options, find_user
 from common.sampler import seeded
+from common.world import gather
 
 AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
+REDUCED_TO_MEAN = 1  # in torch's loss functions
 OWN = "the script"  # its loop computes the loss (elastic.py)
 WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
 
@@ -81,6 +83,11 @@ def judged(net, batch, state):
     out = getattr(out, "logits", out)  # of a Hugging Face net
     rows = out.flatten(0, -2)
     answers = out.detach().argmax(-1)
+    if answers.shape != y.shape:
+        raise UserError(
+            f"the net answers with {tuple(answers.shape)} classes, the targets are {tuple(y.shape)}\n"
+            "wanted: a number for each class in the last dimension of the output, and one target for it"
+        )
     if state.net.training:
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
         loss = criterion(rows, y.flatten(), opts.label_smoothing)
@@ -118,6 +125,7 @@ class Task:
         """The sum to be minimised; if nothing counts, a 0 that depends on `tensors`."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
+            check_sum(loss)
             return loss
         if count:
             raise UserError(
@@ -198,6 +206,27 @@ class Task:
                 raise TypeError("no value is a (sum, count)")
             metrics = self.metrics(self.add(self.zeros("cpu"), values))
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
+
+    def agree(self, world):
+        """A rank that had nothing to evaluate takes the names from one that had; call it on every rank."""
+        shapes = {name: [*shape] for name, shape in self.shapes.items()}
+        names, shapes = next(told for told in gather(world, [self.names, shapes]) if told[0])
+        self.names = names
+        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+
+
+def check_sum(loss: Tensor) -> None:
+    """UserError for a loss that torch has just made a mean, or that is summed in 16 bits."""
+    made_by = loss.grad_fn
+    if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or "Mean" in type(made_by).__name__:
+        raise UserError(
+            "the loss is a mean, wanted is the sum: only sums add up over ranks with unequal shares\n"
+            'give the loss function reduction="sum", or multiply by what the mean has divided by'
+        )
+    if loss.dtype in AMP.values():
+        raise UserError(
+            f"the loss is a sum in {loss.dtype}, which has three digits\ncompute it in float32: out.float()"
+        )
 
 
 def nothing(tensors):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import UserError
+from common.errors import UserError, blamed
 from common.options import Options
 from common.place import here
 from common.sampler import hash_seed
@@ -221,7 +221,8 @@ def choose_devices(opts, place):
             "use --device cpu, or make a GPU visible"
         )
     if opts.devices:
-        return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
+        with blamed(f"--devices {','.join(opts.devices)}", "name devices of torch: cpu,cpu or cuda:0,cuda:1"):
+            return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
     if not count:
         return (torch.device("cpu"),)
     if opts.script != "ddp" and place.size == 1:

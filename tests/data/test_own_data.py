@@ -83,13 +83,14 @@ def test_labels_that_are_whole_numbers_of_another_type_count(tmp_path, label):
 @pytest.mark.parametrize(
     "text",
     [
-        "def make(): return (torch.tensor([[0, 51, 255]]).byte(), torch.tensor([0])) * 2",
-        "class It(Rows):\n def __getitem__(s, i): return torch.tensor([0, 51, 255]).byte(), 0\n"
-        "def make(): return It(3), It(3)",
+        "def make(): return (X[None], torch.tensor([0])) * 2",
+        "class It(Rows):\n def __getitem__(s, i): return X, 0\ndef make(): return It(3), It(3)",
     ],
 )
-def test_a_users_bytes_are_scaled_to_one(tmp_path, text):
-    torch.testing.assert_close(load(mine(tmp_path, text)).train.fetch([0])[0], torch.tensor([[0, 0.2, 1]]))
+def test_a_users_pictures_in_bytes_are_scaled_to_one_and_other_features_are_not(tmp_path, text):
+    for kind, scale in (("[[[0, 51, 255]]]", 255), ("[0, 51, 255]", 1)):
+        x = load(mine(tmp_path / str(scale), f"X = torch.tensor({kind}).byte()\n{text}")).train.fetch([0])[0]
+        torch.testing.assert_close(x.flatten(), torch.tensor([0.0, 51.0, 255.0]) / scale)
 
 
 def test_one_changed_bit_of_tensors_changes_the_fingerprint(tmp_path):

@@ -99,5 +99,6 @@ def test_an_evaluation_with_many_classes_takes_few_samples_at_once_and_any_world
         return block_size(SimpleNamespace(tokens=tokens, classes=classes), Options(**more))
 
     assert [size(1, 10), size(128, 256), size(128, 50304), size(1024, 50304)] == [256, 32, 2, 1]
+    assert size(1, None, micro_batch_size=8) == 8
     assert size(1, None, task="own.py:loss", micro_batch_size=8) == 8
     assert size(1, None, task="own.py:loss", virtual_ranks=4, global_batch_size=66) == 17

@@ -1,0 +1,83 @@
+"""What a net or an optimizer remembers, and no checkpoint holds: a resumed run lacks it."""
+
+import io
+import pickle
+import sys
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from common.errors import say
+from common.place import here
+from common.world import fingerprint_of
+
+TORCHS = frozenset(vars(nn.Module()))  # what each module has for itself
+
+
+def warn_of_unsaved(net, optimizer):
+    """Compares the net after the first two steps of a life, and warns of what changed and is not saved."""
+    seen = []
+
+    def look(*_):
+        seen.append(remembered(net))
+        if len(seen) < 2:
+            return
+        hook.remove()
+        changed = [name for name in seen[1] if seen[0].get(name) != seen[1][name]]
+        if changed and here().speaks:
+            say(
+                f"warning: training changes {', '.join(changed[:3])}, which no checkpoint holds\n"
+                "         if the net reads it in a later step, make it a persistent buffer (register_buffer)",
+                sys.stderr,
+            )
+
+    hook = optimizer.register_step_post_hook(look)
+
+
+def remembered(net):
+    """{name: hash} of each attribute and buffer that is not saved."""
+    values = {}
+    for path, module in net.named_modules():
+        own = {name: value for name, value in vars(module).items() if name not in TORCHS}
+        for name in module._non_persistent_buffers_set:
+            own[name] = module._buffers[name]
+        values |= {f"{path}.{name}".lstrip("."): value for name, value in own.items()}
+    return hashes_of(values, net.state_dict().values())
+
+
+def remembered_aside(optimizer):
+    """{name: hash} of what an optimizer keeps on itself, beside the state of its weights."""
+    weights = [p for group in optimizer.param_groups for p in group["params"]]
+    torchs = {*vars(torch.optim.SGD([torch.zeros(1)])), "_need_device_dtype_check_for_fused"}
+    return hashes_of({name: value for name, value in vars(optimizer).items() if name not in torchs}, weights)
+
+
+def hashes_of(values, saved):
+    """{name: hash} of values by name; what follows from the `saved` tensors does not count."""
+    hashes = {}
+    addresses = {tensor.data_ptr() for tensor in saved}
+    for name, value in values.items():
+        file = io.BytesIO()
+        with suppress(Exception):  # a function, a file: no memory that could be compared
+            Memory(file, addresses).dump(value)
+            hashes[name] = hash(file.getvalue())
+    return hashes
+
+
+class Memory(pickle.Pickler):
+    """Writes tensors as their hash, and nothing of what is saved or follows from it."""
+
+    def __init__(self, file, saved):
+        super().__init__(file)
+        self.saved = saved
+
+    def persistent_id(self, thing):
+        if isinstance(thing, (nn.Module, torch.optim.Optimizer)):
+            return "looked at by itself"
+        if isinstance(thing, torch.Generator):  # the sum of its bits, which a hash begins with, stays
+            return thing.get_state().tolist()
+        if isinstance(thing, Tensor):
+            follows = thing.grad_fn is not None or thing.data_ptr() in self.saved
+            return "saved" if follows else fingerprint_of([thing])
+        return None
