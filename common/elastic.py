@@ -239,7 +239,7 @@ class Elastic(Run):
             )
         if self.training != self._training():
             raise UserError(
-                "a weight has begun to train, or has ceased to: other ranks would not average it\n"
+                "requires_grad of a weight has changed since the start, and ranks would not average it\n"
                 "train such phases as two runs, each with a run_dir of its own"
             )
 

@@ -124,7 +124,7 @@ class Run:
         lines = self._header()
         if self.scheduled and state.total_steps < opts.epochs * state.steps_per_epoch:
             lines.append(
-                f"the rate follows --epochs {opts.epochs}, which --max-steps {opts.max_steps} cuts short"
+                f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does"
             )
         line = self._resumption()
         deaths = []
@@ -141,7 +141,9 @@ class Run:
                 if last[0]["world"] == size:
                     lines = []
         if self.scheduled and lives and lives[-1][0]["epochs"] != opts.epochs:
-            line += f"; --epochs was {lives[-1][0]['epochs']}: from here on the rate follows the new number"
+            line += (
+                f"; --epochs was {lives[-1][0]['epochs']}, now the rate's schedule is that of {opts.epochs}"
+            )
         self.log.start([*lines, line], deaths)
         saved = named(chain(*lives), "save", "rescue")
         if saved and not (self.source or "").startswith("checkpoints/"):  # a disk is not mounted, say

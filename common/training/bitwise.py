@@ -20,10 +20,13 @@ additions follow the tree. The last slice sends a bucket as soon as backward has
     sums of rank 2   [c0 c1 c2]    (a part each)   rank 2 adds a2 b2 c2    (a part each)
 
 A missing term is -0.0, the one number whose addition never changes a bit (+0.0 would turn -0.0 into +0.0):
-for a parameter that a slice does not use, and for a slice of a short last batch without samples.
+for a parameter that a slice does not use, and for a slice of a short last batch without samples. So a sum
+that is -0.0 everywhere has no term: such a parameter gets no gradient, as in torch's own loops.
 """
 
 import functools
+import itertools
+import math
 from bisect import bisect
 
 import torch
@@ -128,8 +131,9 @@ class Tree:
             bucket.add()
         for bucket in self.buckets:
             bucket.wait()
-            for tensor, total in zip(bucket.members, bucket.views[0], strict=True):
-                tensor.grad = total
+            firsts = bucket.flat[0].view(-1)[bucket.starts].tolist()
+            for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
+                tensor.grad = None if is_missing(total, first) else total
         self.move_buffers()
         totals = self.tail.grad[self.buffers.numel :].double()
         state.count(totals[1], batch.size, self.world.sum_over_stages)
@@ -155,6 +159,7 @@ class Bucket:
         sizes = [-(-tensor.numel() // align) * align for tensor in members]
         part = -(-sum(sizes) // (align * world.replicas)) * align
         self.flat = first.new_zeros(self.rows_of[world.replica], world.replicas, part)  # the rows to send
+        self.starts = [*itertools.accumulate(sizes[:-1], initial=0)]
         self.views = [_views(row.view(-1), members, sizes) for row in self.flat]
         self.received = list(first.new_empty(sum(self.rows_of), part).split(self.rows_of))
 
@@ -202,6 +207,13 @@ class Bucket:
     def wait(self):
         while self.works:
             self.works.pop(0).wait()
+
+
+def is_missing(total, first):
+    """Whether a sum, whose first number is `first`, is -0.0 everywhere."""
+    if first or math.copysign(1.0, first.real) > 0:
+        return False
+    return fingerprint_of([total]) == fingerprint_of([torch.full_like(total, -0.0)])
 
 
 def gradient_of(tensor):

@@ -485,7 +485,7 @@ class Buffers:
             say(
                 f"warning: a forward changes {', '.join(changed[:3])}, which moves by the mean of what the "
                 "ranks change, or if it is a whole number by what one of them counts\n"
-                "         this is right for a running mean, not for a sum or a table: count these in a --task",
+                "         right for a running mean, not for a sum or a table: count these in a --task",
                 sys.stderr,
             )
         self._flat(self.committed.values()).add_(moved.to(self.flat))

@@ -85,8 +85,8 @@ def judged(net, batch, state):
     answers = out.detach().argmax(-1)
     if answers.shape != y.shape:
         raise UserError(
-            f"the net answers with {tuple(answers.shape)} classes, the targets are {tuple(y.shape)}\n"
-            "wanted: a number for each class in the last dimension of the output, and one target for it"
+            f"an output of shape {tuple(out.shape)} does not fit targets of shape {tuple(y.shape)}\n"
+            "wanted: the numbers of all classes in the output's last dimension, and one target for them"
         )
     if state.net.training:
         rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
