@@ -31,7 +31,6 @@ from common.options import Options, begin_life
 from common.run import Run
 from common.training import (
     autocast,
-    check_sum,
     check_used,
     distribute,
     evaluate,
@@ -201,7 +200,7 @@ class Elastic(Run):
         if not size:
             return state.buffers.restore()
         self._check_step()
-        check_sum(loss)
+        state.task.check_sum(loss)
         real = float(bool(self.batch.ids))
         mean = loss * (self.world.size / size * real)
         state.scaler.scale(mean).backward()

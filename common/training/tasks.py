@@ -125,7 +125,7 @@ class Task:
         """The sum to be minimised; if nothing counts, a 0 that depends on `tensors`."""
         loss, count = values[self.names[0]]
         if isinstance(loss, Tensor) and loss.requires_grad:
-            check_sum(loss)
+            self.check_sum(loss)
             return loss
         if count:
             raise UserError(
@@ -133,6 +133,19 @@ class Task:
                 "return the sum as torch computed it: without .item(), .detach() or no_grad"
             )
         return nothing(tensors)
+
+    def check_sum(self, loss):
+        """UserError for a loss that torch has just made a mean, or that is summed in 16 bits."""
+        made_by = loss.grad_fn
+        if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or "Mean" in type(made_by).__name__:
+            raise UserError(
+                "the loss is a mean, wanted is the sum: only sums add up over ranks with unequal shares\n"
+                'give the loss function reduction="sum", or multiply by what the mean has divided by'
+            )
+        if loss.dtype in AMP.values():
+            raise UserError(
+                f"the loss is a sum in {loss.dtype}, which has three digits\ncompute it in float32: out.float()"
+            )
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
     def zeros(self, device, kind=torch.float64):
@@ -213,20 +226,6 @@ class Task:
         names, shapes = next(told for told in gather(world, [self.names, shapes]) if told[0])
         self.names = names
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
-
-
-def check_sum(loss: Tensor) -> None:
-    """UserError for a loss that torch has just made a mean, or that is summed in 16 bits."""
-    made_by = loss.grad_fn
-    if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or "Mean" in type(made_by).__name__:
-        raise UserError(
-            "the loss is a mean, wanted is the sum: only sums add up over ranks with unequal shares\n"
-            'give the loss function reduction="sum", or multiply by what the mean has divided by'
-        )
-    if loss.dtype in AMP.values():
-        raise UserError(
-            f"the loss is a sum in {loss.dtype}, which has three digits\ncompute it in float32: out.float()"
-        )
 
 
 def nothing(tensors):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from nets import LENGTH, WORDS, Gpt
 from ranks import fork_ranks
+from refusals import refusal
 from samples import Samples, share_of
 from torch import nn
 from torch.profiler import profile
@@ -43,6 +44,22 @@ def tied():
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
     blocks[2][0].weight = blocks[0][0].weight
     return nn.Sequential(nn.Embedding(WORDS, 16), *blocks, nn.Sequential(Last(), nn.Linear(16, WORDS)))
+
+
+def scale():
+    """A weight without a dimension."""
+    net = nn.Sequential(nn.Embedding(WORDS, 16), Last(), nn.Linear(16, WORDS))
+    net.scale = nn.Parameter(torch.ones(()))
+    return net
+
+
+def refused(world):
+    with refusal("--shard: ValueError"):
+        measured(world, scale, 2)
+
+
+def test_a_weight_that_cannot_be_spread_is_refused():
+    fork_ranks(2, refused)
 
 
 def measured(world, make, micro):

@@ -87,6 +87,25 @@ def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_the
         assert all(torch.equal(t, after[name]) for name, t in before.items())
 
 
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 3])
+def test_an_evaluation_that_runs_out_of_memory_leaves_the_checkpoint_its_own_weights(fails_at, monkeypatch):
+    state = train(make(ema_decay=0.5), 2)
+    before = held(state)
+    real = nn.Parameter.copy_
+    copies = iter(range(100))
+
+    def copy_(p, *args):
+        if next(copies) >= fails_at:
+            raise MemoryError
+        return real(p, *args)
+
+    monkeypatch.setattr(nn.Parameter, "copy_", copy_, raising=False)
+    with pytest.raises(MemoryError), state.averaged():
+        raise AssertionError("it has failed before")
+    after = held(state)
+    assert all(torch.equal(t, after[name]) for name, t in before.items())
+
+
 def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     state = train(make(), 1)
     state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())

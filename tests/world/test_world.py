@@ -83,6 +83,8 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
         devices_of(Options(device="cuda"), 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices_of(Options(), 1, 2) == (torch.device("cuda", 1),)
+    with refusal("--devices cpu,tpu: RuntimeError: Expected one of cpu, cuda"):
+        devices_of(Options(devices=("cpu", "tpu")), 0, 1)
     assert len(devices_of(Options(script="mp"), 0, 1)) == 2
     monkeypatch.setenv("WORLD_SIZE", "2")  # a process on each of two machines: each drives one GPU
     assert devices_of(Options(script="mp"), 0, 1) == (torch.device("cuda", 0),)
