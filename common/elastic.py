@@ -35,7 +35,6 @@ from common.training import (
     distribute,
     evaluate,
     find_task,
-    groups_of,
     placed,
     prepare,
     seed,
@@ -114,10 +113,7 @@ class Elastic(Run):
     def _begin(self):
         begin_life()
         self._check_arguments()
-        groups = groups_of(self.optimizer)
-        rate = float(max(group["lr"] for group in groups))
-        for group in groups:
-            group["scale"] = float(group["lr"]) / (rate or 1.0)
+        rate = float(max(group["lr"] for group in self.optimizer.param_groups))
         self.opts = Options.of_script(
             self.given,
             {
@@ -133,6 +129,8 @@ class Elastic(Run):
         prepare(self.net, self.opts, self.world, self.data, find_task(self.opts))
         self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
         state = self.restore(self.net, self.optimizer, schedule=self.schedule)
+        for group in state.groups:
+            group["scale"] = float(group["lr"]) / (rate or 1.0)
         self.report_due = state.epoch_over and not state.evaluated_now  # a life died before it had reported
         self.settings = self._settings()
         self.training = self._training()
@@ -245,8 +243,7 @@ class Elastic(Run):
     def _settings(self):
         """What each group of the optimizer has beside its weights."""
         return [
-            {name: value for name, value in group.items() if name != "params"}
-            for group in groups_of(self.optimizer)
+            {name: value for name, value in group.items() if name != "params"} for group in self.state.groups
         ]
 
     def _training(self):

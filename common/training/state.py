@@ -124,6 +124,11 @@ class TrainState:
             divide(self.gradients, torch.where(total == 0, 1.0, total / size))
 
     @property
+    def groups(self) -> list[dict[str, Any]]:
+        """Those of the optimizer, and of the optimizers that it holds."""
+        return groups_of(self.optimizer)
+
+    @property
     def gradients(self) -> list[Tensor]:
         return [p.grad for p in self.names if p.grad is not None]
 
@@ -135,7 +140,7 @@ class TrainState:
         if clip:
             norm_of = self.stages.norm if self.stages else torch.nn.utils.get_total_norm
             torch.nn.utils.clip_grads_with_norm_(self.names, clip, norm_of(self.gradients))
-        fused = all(group.get("fused") for group in groups_of(self.optimizer))
+        fused = all(group.get("fused") for group in self.groups)
         if self.updates.gpu and (self.stages or not fused):
             # In stages a rescue needs this gradient whole. Optimizers that are not fused count on the CPU, or
             # read the GPU.
@@ -148,7 +153,7 @@ class TrainState:
         if not self.updates.ready:
             self.finish_gradient(size)
         rate = self.rate(self.planned)
-        for group in groups_of(self.optimizer):
+        for group in self.groups:
             group["lr"] = rate * group.get("scale", 1.0)
         self.buffers.check_weights()
         with self.changing():

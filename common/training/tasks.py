@@ -144,7 +144,7 @@ class Task:
             )
         if loss.dtype in AMP.values():
             raise UserError(
-                f"the loss is a sum in {loss.dtype}, which has three digits\ncompute it in float32: out.float()"
+                f"the loss is a sum in {loss.dtype}, of three digits\ncompute it in float32: out.float()"
             )
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
