@@ -1,4 +1,4 @@
-"""The functions that train_ddp.py is given as flags: those of the program that this process runs."""
+"""The functions that a script is given as flags: those of the program that this process runs."""
 
 import program
 
@@ -12,12 +12,8 @@ def dataset():
 
 
 def task(net, batch):
-    return program.now.task(net, batch)
+    return program.now.loss(net, batch)
 
 
 def optimizer(net, opts):
     return program.now.optimizer(net)
-
-
-def schedule(step, total, opts):
-    return program.now.schedule(step, total)

@@ -1,7 +1,10 @@
-"""A program of a user's, the plain loop beside it, and its life through two kills in three worlds."""
+"""A program of a user's; the plain loop beside it; its run through two kills in three worlds."""
 
+import copy
 import math
 import os
+import re
+import runpy
 import signal
 import sys
 import traceback
@@ -9,74 +12,59 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from jobs import rows, weights
+from jobs import ROOT, lives, rows, weights
 from ranks import fork_ranks
 from torch import nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import default_collate
 
 import common.run
-import train_ddp
+from common.checkpoint import weights_of
 from common.elastic import Elastic
-from common.errors import guarded
-from common.options import parse_options
 from common.sampler import ElasticSampler
 from common.world import world as pinned
 
 FLAGS = Path(__file__).with_name("flags.py")
 SAMPLES = 46
 BATCH = 11  # the last batch has 2 samples: one of three ranks has none
-LIVES = (1, 4), (3, 5), (2, 0)  # (processes, the call of the loss in which the last of them is killed)
-ALONE = ((1, 0),)
+TESTED = 23
+LIVES = (1, 4), (3, 5), (2, 0)  # (processes, the call of the net in which the last of them is killed)
 now = None  # the program that this process runs
 
 
-class Samples(Dataset):
-    """Sample i is a function of i."""
+class Wrong(Exception):
+    """What is wrong with a row."""
 
-    classes = 3
 
-    def __init__(self, program, first, count):
-        self.program = program
-        self.numbers = range(first, first + count)
-
-    def __len__(self):
-        return len(self.numbers)
-
-    def __getitem__(self, i):
-        return self.program.sample(torch.Generator().manual_seed(self.numbers[i]))
-
-    def collate(self, samples):
-        return self.program.collate(samples)
+class Samples(list):
+    """A dataset that may have a collate."""
 
 
 class Program:
-    """A classifier in the usual loop. A subclass is a row, and says what is different."""
+    """A classifier in the usual loop. A row is a subclass, and says what is different."""
 
     rows = []
-    doors = ("script", "loop")
-    flags = {}  # of train_ddp.py, and arguments of Elastic
-    own = ("model", "dataset", "task", "optimizer")  # given to train_ddp.py as functions
+    doors = ("script", "loop")  # train_ddp.py, and Elastic
+    flags = {}  # of both
+    only_script = {}
+    own = ("model", "dataset", "task", "optimizer")  # functions of flags.py
     rate = 0.1
     tolerance = 1e-4
-    evaluates = True
-    draws = (
-        False  # wanted are the numbers of one process that is not killed; to the bit, with --virtual-ranks
-    )
+    draws = False  # wanted is an unbroken run of one process: to the bit, with --virtual-ranks
     refused = ""  # what the refusal says: a regular expression
     refused_at = (1, 2)  # processes
-    right = 0  # the most steps before the refusal
+    right = 0  # steps that may come before the refusal
     told = ""  # what a warning says: then the numbers may be others
     red = ""  # the finding that it waits for
 
     def __init_subclass__(cls):
         Program.rows.append(cls)
 
-    # ---- what a user writes ----
+    # ---- what a user writes -------------------------------------------------------------------------
     def net(self):
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def sample(self, draw):
-        x = torch.randn(6, generator=draw)
+    def sample(self, draws):
+        x = torch.randn(6, generator=draws)
         return x, int(x[:3].argmax())
 
     collate = staticmethod(default_collate)
@@ -89,125 +77,108 @@ class Program:
         right = (out.argmax(1) == y).sum()
         return {"loss": (F.cross_entropy(out, y, reduction="sum"), len(y)), "acc": (right, len(y))}
 
-    def optimizer(self, net):
-        return torch.optim.SGD(net.parameters(), lr=self.rate, momentum=0.9)
+    kind = torch.optim.SGD
+    arguments = {"momentum": 0.9}
 
-    schedule = None
+    def optimizer(self, net):
+        return self.kind(net.parameters(), self.rate, **self.arguments)
 
     def after(self, net, optimizer, step):
-        """What a loop does after a step."""
+        """What the loop does after a step."""
 
     def loop(self, run):
         for batch in run:
-            run.step(*self.task(run.model, batch.parts[0][1])["loss"])
+            run.step(*self.values(run, batch)["loss"])
             self.after(run.net, run.optimizer, run.state.step)
             if run.epoch_ended:
-                run.report(**run.evaluate(self.judge(run)))
+                run.report(**run.evaluate(lambda batch: self.values(run, batch)))
 
-    def judge(self, run):
-        return lambda batch: self.task(run.model, batch.parts[0][1])
+    def values(self, run, batch):
+        return self.loss(run.model, batch.parts[0][1])
 
     def check(self, run):
-        """What else is wrong with the folder of the run; empty if nothing is."""
-        return ""
+        """Of the folder of a run; raises Wrong."""
 
-    # ---- the same at each start ----
-    def made(self):
-        torch.manual_seed(1)
-        return self.net()
-
-    def sets(self):
-        return Samples(self, 0, SAMPLES), Samples(self, 1000, 23)
-
-    given = sets  # to train_ddp.py
+    # ---- the same at each start ---------------------------------------------------------------------
     calls = 0
     last_call = 0
 
-    def task(self, net, batch):
-        """The loss; in its last call this process is killed."""
-        if torch.is_grad_enabled():
-            self.calls += 1
+    def made(self):
+        """The net; in the last call of its training this process is killed."""
+
+        def count(net, _):
+            self.calls += net.training and torch.is_grad_enabled()
             if self.calls == self.last_call:
                 os.kill(os.getpid(), signal.SIGKILL)
-        return self.loss(net, batch)
 
-    # ---- without this project ----
+        torch.manual_seed(1)
+        net = self.net()
+        if self.last_call:
+            net.register_forward_pre_hook(count)
+        return net
+
+    def sets(self):
+        draws = torch.Generator().manual_seed(1)
+        sets = [Samples(self.sample(draws) for _ in range(count)) for count in (SAMPLES, TESTED)]
+        for samples in sets:
+            samples.collate = self.collate
+        return sets
+
+    given = sets  # to a script
+
+    # ---- without this project -----------------------------------------------------------------------
     def plain(self, epochs):
         """{what: number}; `epochs` are the ids of the samples of each batch of each epoch."""
         net = self.made()
         train, test = self.sets()
         optimizer = self.optimizer(net)
         autocast = torch.autocast("cpu", torch.bfloat16, enabled="amp" in self.flags)
-        clip = self.flags.get("clip_grad_norm", math.inf)
-        decay = self.flags.get("ema_decay", 0.0)
-        averages = [p.detach().float().clone() for p in net.parameters()]
         found = {}
         step = 0
         for batches in epochs:
             for ids in batches:
-                if self.schedule:
-                    for group in optimizer.param_groups:
-                        group["lr"] = self.rate * self.schedule(step, len(epochs) * len(batches))
                 with autocast:
                     loss, count = self.loss(net, self.collate([train[i] for i in ids]))["loss"]
                 (loss / count).backward()
-                nn.utils.clip_grad_norm_(net.parameters(), clip)
                 optimizer.step()
                 optimizer.zero_grad()
                 step += 1
                 self.after(net, optimizer, step)
                 found[f"step {step}: loss"] = loss / count
-                for average, p in zip(averages, net.parameters(), strict=True):
-                    average.lerp_(p.detach().float(), 1 - decay)
-            if self.evaluates:
-                for name, value in self.evaluation(net, test, averages if decay else None, autocast):
+            with torch.no_grad(), autocast:
+                for name, value in self.evaluation(copy.deepcopy(net).eval(), test):
                     found[f"step {step}: val_{name}"] = value
-        if decay:
-            names = [f"optimizer {name}/ema" for name, _ in net.named_parameters()]
-            found |= zip(names, averages, strict=True)
-        return found | net.state_dict()
+        saved = net.state_dict()
+        buffers = {name: buffer for name, buffer in net.named_buffers() if name in saved}
+        return found | buffers | dict(net.named_parameters())
 
-    @torch.no_grad()
-    def evaluation(self, net, test, averages, autocast):
-        modes = [(module, module.training) for module in net.modules()]
-        own = [p.clone() for p in net.parameters()]
-        for p, average in zip(net.parameters(), averages or own, strict=True):
-            p.copy_(average)
-        with autocast:
-            values = self.loss(net.eval(), self.collate([test[i] for i in range(len(test))]))
-        for p, weight in zip(net.parameters(), own, strict=True):
-            p.copy_(weight)
-        for module, mode in modes:
-            module.training = mode
-        return [(name, total / count) for name, (total, count) in values.items()]
+    def evaluation(self, net, test):
+        sums = {}
+        for sample in test:
+            for name, pair in self.loss(net, self.collate([sample])).items():
+                sums[name] = sums.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
+        return [(name, total / count) for name, (total, count) in sums.items()]
 
 
-# ---- the two doors ----------------------------------------------------------------------------------
-def script(program, given):
-    """As flags of train_ddp.py, through its main."""
-    functions = {name: f"{FLAGS}:{name}" for name in program.own}
-    if program.schedule:
-        functions["lr_schedule"] = f"{FLAGS}:schedule"
-    given = given | {"lr": program.rate, "global_batch_size": BATCH} | functions
-    words = [f"--{name}={value}" for name, value in given.items()]
-    with guarded():
-        train_ddp.main(parse_options(None, ["--no-tensorboard", *words], "ddp"))
+# ---- the doors --------------------------------------------------------------------------------------
+def script(program, given, name="train_ddp.py"):
+    """As a person starts it."""
+    flags = given | {"lr": program.rate, "global_batch_size": BATCH} | program.only_script
+    flags |= {flag: f"{FLAGS}:{flag}" for flag in program.own}
+    sys.argv = [name, "--no-tensorboard", *(f"--{flag}={value}" for flag, value in flags.items())]
+    runpy.run_path(ROOT / name, run_name="__main__")
+
+
+def stages(program, given):
+    script(program, given, "train_mp.py")
 
 
 def loop(program, given):
     """In Elastic."""
     net = program.made()
     train, test = program.sets()
-    with Elastic(
-        net=net,
-        optimizer=program.optimizer(net),
-        dataset=train,
-        test_set=test,
-        batch_size=BATCH,
-        schedule=program.schedule,
-        tensorboard=False,
-        **given,
-    ) as run:
+    given = given | {"net": net, "optimizer": program.optimizer(net), "dataset": train, "test_set": test}
+    with Elastic(**given, batch_size=BATCH, tensorboard=False) as run:
         program.loop(run)
 
 
@@ -216,65 +187,99 @@ def live(world, program, door, folder, last_call):
     """One rank of one life, to its end."""
     global now
     now = program
-    sys.stdout = sys.stderr = open(folder / f"said by {world.rank} of {world.size}", "w")
-    common.run.join = lambda opts: (pinned.pin(opts), world)[1]
+    sys.stdout = sys.stderr = open(folder / f"rank {world.rank}", "w")
+
+    def join(opts):
+        pinned.pin(opts)
+        return world.in_stages(world.size if opts.script == "mp" else 1)
+
+    common.run.join = join
     common.run.leave = lambda world: None  # fork_ranks ends them together
-    if world.rank == world.size - 1:
-        program.last_call = last_call
+    program.last_call = last_call * (world.rank == world.size - 1)
+    given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1, "save_every": 1, "device": "cpu"}
+    code = 0
     try:
-        door(
-            program,
-            {"run_dir": folder / "run", "epochs": 2, "log_every": 1, "save_every": 1, "device": "cpu"}
-            | program.flags,
-        )
+        door(program, given | program.flags)
+    except SystemExit as end:
+        code = end.code
     except Exception:
         traceback.print_exc()
-        raise
+        code = 1
+    if code:
+        sys.stdout.flush()
+        os._exit(code)
 
 
 def lived(program, door, folder, size, last_call=0):
-    """(exit codes, what each rank said) of so many processes."""
+    """(exit codes, what was said, the log) of so many processes."""
     folder.mkdir(exist_ok=True)
     codes = fork_ranks(size, live, program, door, folder, last_call, may_die=range(size))
-    said = [(folder / f"said by {rank} of {size}").read_text() for rank in range(size)]
-    return [code or 0 for code in codes], said
+    said = "".join((folder / f"rank {rank}").read_text() for rank in range(size))
+    codes = [code or 0 for code in codes]
+    log = rows(folder / "run") if (folder / "run/metrics.jsonl").exists() else []
+    return codes, f"{size} processes ended with {codes}\n{said}", log
 
 
-def trained(program, door, folder, lives=LIVES):
-    """({what: number}, all that was said) of a run through these lives."""
+def trained(program, door, folder, plan):
+    """({what: number}, what was said) of a run through these lives."""
     all_said = ""
-    for size, last_call in lives:
-        codes, said = lived(program, door, folder, size, last_call)
-        all_said += "\n".join([f"---- {size} processes ended with {codes}", *said])
-        wanted = [*[1] * (size - 1), -signal.SIGKILL] if last_call else [0] * size
-        assert codes == wanted, all_said
+    for size, last_call in plan:
+        codes, said, log = lived(program, door, folder, size, last_call)
+        all_said += said
+        if codes != ([1] * (size - 1) + [-signal.SIGKILL] if last_call else [0] * size):
+            raise Wrong(all_said)
+    if weights_of(folder / "run", "newest")[1]["step"] != log[-1]["step"]:
+        raise Wrong("the last checkpoint cannot be read")
     found = weights(folder / "run")
-    for row in rows(folder / "run"):
+    for row in log:
         found |= {f"step {row['step']}: {name}": row[name] for name in row if name not in ("step", "time")}
     return found, all_said
 
 
-def order():
-    """The ids of each global batch of each epoch."""
-    order = ElasticSampler(SAMPLES, BATCH)
-    for epoch in range(2):
-        order.set_epoch(epoch)
-        yield list(order)
+def check_refusal(program, door, folder, size):
+    codes, said, log = lived(program, door, folder, size)
+    errors = re.findall(r"^error: .*(?:\n       .*)*", said, re.MULTILINE)
+    if (
+        2 not in codes
+        or {*codes} - {1, 2}
+        or not any(re.search(program.refused, error) for error in errors)
+        or any(error.count("\n") > 2 for error in errors)
+        or "Traceback" in said
+        or log[program.right :]
+    ):
+        raise Wrong(f"wanted is a refusal before step {program.right + 1}: {program.refused}\n{said}")
 
 
-def differences(found, wanted, tolerance):
-    """A line for each number that is another one, the worst first."""
-    there = {value.data_ptr() for name, value in wanted.items() if name in found and torch.is_tensor(value)}
+def check_numbers(program, door, folder):
+    alone = ((1, 0),)
+    plan = alone if program.refused else LIVES[-1:] if door is stages else LIVES
+    found, said = trained(program, door, folder / "killed", plan)
+    if not re.search(program.told, said):
+        raise Wrong(f"wanted is a line: {program.told}\n{said}")
+    if program.told and not program.refused:
+        return
+    tolerance = program.tolerance
+    if program.draws:
+        wanted, _ = trained(program, script, folder / "alone", alone)
+        tolerance = 0
+    else:
+        wanted = program.plain([order(epoch) for epoch in range(2)])
     lines = []
-    for what, right in wanted.items():
-        right = torch.as_tensor(right)
-        if what not in found:
-            if right.data_ptr() not in there:  # else it is tied to one that is
-                lines.append((math.inf, f"{what} is not there"))
-            continue
-        number = torch.as_tensor(found[what])
-        apart = (number - right).abs().max().item() if number.shape == right.shape else math.inf
-        largest = right.abs().max().item()
+    for what, value in wanted.items():
+        value = torch.as_tensor(value)
+        number = torch.as_tensor(found.get(what, math.nan))
+        apart = (number - value).abs().max().item() if number.shape == value.shape else math.inf
+        largest = value.abs().max().item()
         if not apart <= tolerance * max(1, largest):
-            lines.append((apart, f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}"))
-    return [line for _, line in sorted(lines, reverse=True)]
+            lines.append((-apart, f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}"))
+    if lines:
+        worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
+        raise Wrong("\n".join([line for _, line in sorted(lines)] + [f"processes: {', '.join(worlds)}"]))
+    program.check(folder / "killed/run")
+
+
+def order(epoch):
+    """The ids of the samples of each batch."""
+    order = ElasticSampler(SAMPLES, BATCH)
+    order.set_epoch(epoch)
+    return list(order)
