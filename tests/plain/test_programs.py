@@ -292,8 +292,10 @@ class OtherDraws(Diffusion):
     """Draws of random and numpy."""
 
     def net(self):
-        draws = [Part(lambda _, x: x * random.random() + numpy.random.rand()) for _ in range(2)]
-        return nn.Sequential(draws[0], nn.Linear(6, 8), draws[1], nn.Linear(8, 3))
+        def forward(net, x):
+            return net.inner(x) * random.random() + numpy.random.rand()
+
+        return nn.Sequential(Part(forward, inner=nn.Linear(6, 8)), Part(forward, inner=nn.Linear(8, 3)))
 
     loss = Program.loss
 
