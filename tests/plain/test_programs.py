@@ -49,18 +49,17 @@ class Classifier(Program):
 
 
 class Unusual(Program):
-    """An LSTM, weights that are normalised, tied or complex."""
+    """An LSTM; weights that are normalised, tied, complex."""
 
     def net(self):
         def forward(net, x):
-            x = net.lstm(x.view(-1, 3, 2))[0][:, -1]
-            return net.head((x.cfloat() @ net.turn).abs())
+            return net.head((net.lstm(x[None])[0][0].cfloat() @ net.turn).abs())
 
         norms = nn.utils.parametrizations
-        norm = norms.weight_norm(nn.Linear(8, 8))
-        tied = nn.Sequential(norm, nn.Tanh(), norm, norms.spectral_norm(nn.Linear(8, 3)))
-        net = Part(forward, lstm=nn.LSTM(2, 4, bidirectional=True, batch_first=True), head=tied)
-        net.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.cfloat))
+        tied = norms.weight_norm(nn.Linear(8, 8))
+        head = nn.Sequential(tied, nn.Tanh(), tied, norms.spectral_norm(nn.Linear(8, 3)))
+        net = Part(forward, lstm=nn.LSTM(6, 8), head=head)
+        net.turn = nn.Parameter(torch.eye(8, dtype=torch.cfloat))
         return net
 
 
@@ -110,8 +109,9 @@ class Labels(Program):
         return {"input_ids": words, "attention_mask": words > 2, "labels": words[0] % 3}
 
     def loss(self, net, batch):
-        words = {name: value for name, value in batch.items() if name != "labels"}
-        return self.scores(net(**words).logits, batch["labels"])
+        words = dict(batch)
+        y = words.pop("labels")
+        return self.scores(net(**words).logits, y)
 
 
 class Pooler(Labels):
@@ -171,10 +171,10 @@ class MuonAndAdamW(Program):
 
     class kind(torch.optim.Optimizer):
         def __init__(self, weights, rate, **_):
-            weights = list(weights)
             super().__init__(weights, {"lr": rate})
-            self.muon = torch.optim.Muon([p for p in weights if p.dim() == 2], rate)
-            self.adamw = torch.optim.AdamW([p for p in weights if p.dim() < 2], rate)
+            weights = self.param_groups[0]["params"]
+            self.muon = torch.optim.Muon(weights[::2], rate)
+            self.adamw = torch.optim.AdamW(weights[1::2], rate)
             self.param_groups = self.muon.param_groups + self.adamw.param_groups
 
         def step(self):
@@ -197,18 +197,15 @@ class Counter(Program):
 
 
 class Lookahead(Program):
-    """An optimizer that keeps slow weights on itself."""
+    """An optimizer that keeps tensors on itself."""
 
     refused = "slow"
     red = "36.2"
 
     class kind(torch.optim.SGD):
-        @torch.no_grad()
         def step(self):
-            self.slow = getattr(self, "slow", {})
             super().step()
-            for p in self.param_groups[0]["params"]:
-                p.lerp_(self.slow.setdefault(p, p.clone()), 0.5)
+            self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
 
 
 class AverageState(Program):
@@ -220,8 +217,7 @@ class AverageState(Program):
     class kind(torch.optim.SGD):
         def step(self):
             for p in self.param_groups[0]["params"]:
-                self.state[p]["ema"] = torch.zeros_like(p)
-            super().step()
+                self.state[p]["ema"] = p.detach().clone()
 
 
 class SparseAdam(Program):
@@ -337,11 +333,11 @@ class Boxes(Program):
     """Targets are dicts with any number of boxes."""
 
     def net(self):
-        return nn.Linear(6, 4)
+        return nn.Linear(6, 6)
 
     def sample(self, draws):
-        x = torch.randn(6, generator=draws)
-        return x, {"boxes": x[:4].repeat(int(torch.randint(4, (), generator=draws)), 1)}
+        x, count = super().sample(draws)
+        return x, {"boxes": x.expand(3, 6)[:count]}
 
     def collate(self, samples):
         return [*zip(*samples, strict=True)]
@@ -359,7 +355,7 @@ class Column(Program):
         return nn.Linear(6, 1)
 
     def sample(self, draws):
-        x = torch.randn(6, generator=draws)
+        x, _ = super().sample(draws)
         return x, x[:1] + 5
 
     def scores(self, out, y):
@@ -392,9 +388,8 @@ class RareExpert(Program):
 
     def net(self):
         def forward(net, x):
-            rare = x[:, 0] > 1.2
-            out = net.usual(x)
-            return out.masked_scatter(rare[:, None], net.rare(x[rare])) if rare.any() else out
+            rare = x[:, :1] > 1.2
+            return net.usual(x) + (rare * net.rare(x) if rare.any() else 0)
 
         return Part(forward, usual=nn.Linear(6, 3), rare=nn.Linear(6, 3))
 
@@ -546,8 +541,8 @@ class Bits(Program):
         return Part(lambda net, x: net.head(x.float()), head=nn.Linear(6, 3))
 
     def sample(self, draws):
-        x = torch.randint(2, (6,), generator=draws, dtype=torch.uint8)
-        return x, int(x[:3].argmax())
+        x, y = super().sample(draws)
+        return (x > 0).byte(), y
 
 
 class BitTensors(Bits):
@@ -670,8 +665,10 @@ class MidEpoch(Program):
     def loop(self, run):
         for batch in run:
             run.step(*self.values(run, batch)["loss"])
-            score = -abs(run.state.step - 3)
-            run.report(score=score, **run.evaluate(lambda batch: self.values(run, batch)))
+            run.report(score=-abs(run.state.step - 3))
+
+    def evaluation(self, *_):
+        return []
 
     def check(self, run):
         if weights_of(run, "best")[1]["step"] != 3:
