@@ -158,6 +158,15 @@ class CausalTask(CausalWords):
     red = "36.3"
 
 
+class AmpOutput(Labels):
+    """A ModelOutput; the loss is float32 in a plain loop."""
+
+    doors = ("loop",)
+    flags = {"amp": "bf16"}
+    tolerance = 2e-3
+    red = "36.4"
+
+
 # ---- optimizers -------------------------------------------------------------------------------------
 class Dampened(Program):
     arguments = {"momentum": 0.9, "dampening": 0.5}
@@ -488,15 +497,6 @@ class EarlyTeacher(Teacher):
 class Amp(Program):
     flags = {"amp": "bf16"}
     tolerance = 2e-3
-
-
-class AmpOutput(Labels):
-    """A ModelOutput; the loss is float32 in a plain loop."""
-
-    doors = ("loop",)
-    flags = Amp.flags
-    tolerance = Amp.tolerance
-    red = "36.4"
 
 
 class Bf16(Program):
