@@ -1,0 +1,286 @@
+"""A program of a user's; the plain loop beside it; its run through two kills in three worlds."""
+
+import copy
+import math
+import os
+import re
+import runpy
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from jobs import ROOT, lives, rows, weights
+from ranks import fork_ranks
+from torch import nn
+from torch.utils.data import default_collate
+
+import common.run
+from common.checkpoint import weights_of
+from common.elastic import Elastic
+from common.sampler import ElasticSampler
+from common.world import world as pinned
+
+FLAGS = Path(__file__).with_name("flags.py")
+SAMPLES = 46
+BATCH = 11  # the last batch has 2 samples: one of three ranks has none
+TESTED = 23
+LIVES = (1, 4), (3, 5), (2, 0)  # (processes, the call of the net in which the last of them is killed)
+now = None  # the program that this process runs
+
+
+class Wrong(Exception):
+    """What is wrong with a row."""
+
+
+class Samples(list):
+    """A dataset that may have a collate."""
+
+
+class Program:
+    """A classifier in the usual loop. A row is a subclass, and says what is different."""
+
+    rows = []
+    doors = ("script", "loop")  # train_ddp.py, and Elastic
+    flags = {}  # of both
+    only_script = {}
+    own = ("model", "dataset", "task", "optimizer")  # functions of flags.py
+    rate = 0.1
+    tolerance = 1e-4
+    draws = False  # wanted is an unbroken run of one process: to the bit, with --virtual-ranks
+    refused = ""  # what the refusal says: a regular expression
+    refused_at = (1, 2)  # processes
+    right = 0  # steps that may come before the refusal
+    told = ""  # what a warning says: then the numbers may be others
+    red = ""  # the finding that it waits for
+
+    def __init_subclass__(cls):
+        Program.rows.append(cls)
+
+    # ---- what a user writes -------------------------------------------------------------------------
+    def net(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def sample(self, draws):
+        x = torch.randn(6, generator=draws)
+        return x, int(x[:3].argmax())
+
+    collate = staticmethod(default_collate)
+
+    def loss(self, net, batch):
+        x, y = batch
+        return self.scores(net(x), y)
+
+    def scores(self, out, y):
+        right = (out.argmax(1) == y).sum()
+        return {"loss": (F.cross_entropy(out, y, reduction="sum"), len(y)), "acc": (right, len(y))}
+
+    kind = torch.optim.SGD
+    arguments = {"momentum": 0.9}
+
+    def optimizer(self, net):
+        return self.kind(net.parameters(), self.rate, **self.arguments)
+
+    def after(self, net, optimizer, step):
+        """What the loop does after a step."""
+
+    def loop(self, run):
+        for batch in run:
+            run.step(*self.values(run, batch)["loss"])
+            self.after(run.net, run.optimizer, run.state.step)
+            if run.epoch_ended:
+                run.report(**run.evaluate(lambda batch: self.values(run, batch)))
+
+    def values(self, run, batch):
+        return self.loss(run.model, batch.parts[0][1])
+
+    def check(self, run):
+        """Of the folder of a run; raises Wrong."""
+
+    # ---- the same at each start ---------------------------------------------------------------------
+    calls = 0
+    last_call = 0
+
+    def made(self):
+        """The net; in the last call of its training this process is killed."""
+
+        def count(net, _):
+            self.calls += net.training and torch.is_grad_enabled()
+            if self.calls == self.last_call:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        torch.manual_seed(1)
+        net = self.net()
+        if self.last_call:
+            net.register_forward_pre_hook(count)
+        return net
+
+    def sets(self):
+        draws = torch.Generator().manual_seed(1)
+        sets = [Samples(self.sample(draws) for _ in range(count)) for count in (SAMPLES, TESTED)]
+        for samples in sets:
+            samples.collate = self.collate
+        return sets
+
+    given = sets  # to a script
+
+    # ---- without this project -----------------------------------------------------------------------
+    def plain(self, epochs):
+        """{what: number}; `epochs` are the ids of the samples of each batch of each epoch."""
+        net = self.made()
+        train, test = self.sets()
+        optimizer = self.optimizer(net)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled="amp" in self.flags)
+        found = {}
+        step = 0
+        for batches in epochs:
+            for ids in batches:
+                with autocast:
+                    loss, count = self.loss(net, self.collate([train[i] for i in ids]))["loss"]
+                (loss / count).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                self.after(net, optimizer, step)
+                found[f"step {step}: loss"] = loss / count
+            with torch.no_grad(), autocast:
+                for name, value in self.evaluation(copy.deepcopy(net).eval(), test):
+                    found[f"step {step}: val_{name}"] = value
+        saved = net.state_dict()
+        buffers = {name: buffer for name, buffer in net.named_buffers() if name in saved}
+        return found | buffers | dict(net.named_parameters())
+
+    def evaluation(self, net, test):
+        sums = {}
+        for sample in test:
+            for name, pair in self.loss(net, self.collate([sample])).items():
+                sums[name] = sums.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
+        return [(name, total / count) for name, (total, count) in sums.items()]
+
+
+# ---- the doors --------------------------------------------------------------------------------------
+def script(program, given, name="train_ddp.py"):
+    """As a person starts it."""
+    flags = given | {"lr": program.rate, "global_batch_size": BATCH} | program.only_script
+    flags |= {flag: f"{FLAGS}:{flag}" for flag in program.own}
+    sys.argv = [name, "--no-tensorboard", *(f"--{flag}={value}" for flag, value in flags.items())]
+    runpy.run_path(ROOT / name, run_name="__main__")
+
+
+def stages(program, given):
+    script(program, given, "train_mp.py")
+
+
+def loop(program, given):
+    """In Elastic."""
+    net = program.made()
+    train, test = program.sets()
+    given = given | {"net": net, "optimizer": program.optimizer(net), "dataset": train, "test_set": test}
+    with Elastic(**given, batch_size=BATCH, tensorboard=False) as run:
+        program.loop(run)
+
+
+# ---- its life ---------------------------------------------------------------------------------------
+def live(world, program, door, folder, last_call):
+    """One rank of one life, to its end."""
+    global now
+    now = program
+    sys.stdout = sys.stderr = open(folder / f"rank {world.rank}", "w")
+
+    def join(opts):
+        pinned.pin(opts)
+        return world.in_stages(world.size if opts.script == "mp" else 1)
+
+    common.run.join = join
+    common.run.leave = lambda world: None  # fork_ranks ends them together
+    program.last_call = last_call * (world.rank == world.size - 1)
+    given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1, "save_every": 1, "device": "cpu"}
+    code = 0
+    try:
+        door(program, given | program.flags)
+    except SystemExit as end:
+        code = end.code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if code:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def lived(program, door, folder, size, last_call=0):
+    """(exit codes, what was said, the log) of so many processes."""
+    folder.mkdir(exist_ok=True)
+    codes = fork_ranks(size, live, program, door, folder, last_call, may_die=range(size))
+    said = "".join((folder / f"rank {rank}").read_text() for rank in range(size))
+    codes = [code or 0 for code in codes]
+    log = rows(folder / "run") if (folder / "run/metrics.jsonl").exists() else []
+    return codes, f"{size} processes ended with {codes}\n{said}", log
+
+
+def trained(program, door, folder, plan):
+    """({what: number}, what was said) of a run through these lives."""
+    all_said = ""
+    for size, last_call in plan:
+        codes, said, log = lived(program, door, folder, size, last_call)
+        all_said += said
+        if codes != ([1] * (size - 1) + [-signal.SIGKILL] if last_call else [0] * size):
+            raise Wrong(all_said)
+    if weights_of(folder / "run", "newest")[1]["step"] != log[-1]["step"]:
+        raise Wrong("the last checkpoint cannot be read")
+    found = weights(folder / "run")
+    for row in log:
+        found |= {f"step {row['step']}: {name}": row[name] for name in row if name not in ("step", "time")}
+    return found, all_said
+
+
+def check_refusal(program, door, folder, size):
+    codes, said, log = lived(program, door, folder, size)
+    errors = re.findall(r"^error: .*(?:\n       .*)*", said, re.MULTILINE)
+    if (
+        2 not in codes
+        or {*codes} - {1, 2}
+        or not any(re.search(program.refused, error) for error in errors)
+        or any(error.count("\n") > 2 for error in errors)
+        or "Traceback" in said
+        or log[program.right :]
+    ):
+        raise Wrong(f"wanted is a refusal before step {program.right + 1}: {program.refused}\n{said}")
+
+
+def check_numbers(program, door, folder):
+    alone = ((1, 0),)
+    plan = alone if program.refused else LIVES[-1:] if door is stages else LIVES
+    found, said = trained(program, door, folder / "killed", plan)
+    if not re.search(program.told, said):
+        raise Wrong(f"wanted is a line: {program.told}\n{said}")
+    if program.told and not program.refused:
+        return
+    tolerance = program.tolerance
+    if program.draws:
+        wanted, _ = trained(program, script, folder / "alone", alone)
+        tolerance = 0
+    else:
+        wanted = program.plain([order(epoch) for epoch in range(2)])
+    lines = []
+    for what, value in wanted.items():
+        value = torch.as_tensor(value)
+        number = torch.as_tensor(found.get(what, math.nan))
+        apart = (number - value).abs().max().item() if number.shape == value.shape else math.inf
+        largest = value.abs().max().item()
+        if not apart <= tolerance * max(1, largest):
+            lines.append((-apart, f"{what} is off by {apart:.3g}, the largest wanted is {largest:.3g}"))
+    if lines:
+        worlds = [f"step {life['step'] + 1} by {life['world']}" for life in lives(folder / "killed/run")]
+        worst = [line for _, line in sorted(lines)[:8]]
+        raise Wrong("\n".join([*worst, f"processes: {', '.join(worlds)}"]))
+    program.check(folder / "killed/run")
+
+
+def order(epoch):
+    """The ids of the samples of each batch."""
+    order = ElasticSampler(SAMPLES, BATCH)
+    order.set_epoch(epoch)
+    return list(order)

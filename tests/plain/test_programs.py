@@ -1,0 +1,714 @@
+"""Programs as users write them, each beside a loop in plain PyTorch (`Program.plain`).
+
+A row is a subclass of Program, which is a classifier in the usual loop; it says what is different:
+
+    class Clamped(Program):
+        doors = ("loop",)                      # Elastic; "script": train_ddp.py
+
+        def after(self, net, optimizer, step):
+            nn.utils.clip_grad_value_(net.parameters(), 0.1)
+
+Its run is killed twice, in worlds of 1, 3 and 2 processes. It must have the losses, the evaluations and the
+weights of the plain loop, or say what is wrong: with `refused` in three lines before its first step, with
+`told` in a warning. `red` marks a row that is not mended yet, with the number of the finding.
+"""
+
+import random
+from functools import partial
+from types import SimpleNamespace
+
+import numpy
+import pytest
+import torch
+from jobs import weights
+from program import TESTED, Program, Wrong, check_numbers, check_refusal, loop, script, stages
+from torch import nn
+
+from common.checkpoint import weights_of
+from common.errors import UserError
+
+RED = partial(pytest.mark.xfail, strict=True, raises=pytest.fail.Exception)
+
+
+class Part(nn.Module):
+    """A net in one line: a function of this module and its inputs."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            self.add_module(name, part)
+
+    def forward(self, *inputs, **named):
+        return self.function(self, *inputs, **named)
+
+
+# ---- nets -------------------------------------------------------------------------------------------
+class Classifier(Program):
+    """As it is."""
+
+
+class Unusual(Program):
+    """An LSTM; weights that are normalised, tied, complex."""
+
+    def net(self):
+        def forward(net, x):
+            return net.head((net.lstm(x[None])[0][0].cfloat() @ net.turn).abs())
+
+        norms = nn.utils.parametrizations
+        tied = norms.weight_norm(nn.Linear(8, 8))
+        head = nn.Sequential(tied, nn.Tanh(), tied, norms.spectral_norm(nn.Linear(8, 3)))
+        net = Part(forward, lstm=nn.LSTM(6, 8), head=head)
+        net.turn = nn.Parameter(torch.eye(8, dtype=torch.cfloat))
+        return net
+
+
+class FrozenNorm(Program):
+    """A backbone in evaluation mode."""
+
+    red = "36.4"
+
+    def net(self):
+        backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout())
+        return nn.Sequential(backbone.eval(), nn.Linear(8, 3))
+
+
+class Lazy(Program):
+    doors = ("script",)
+    red = "36.13"
+
+    def net(self):
+        norm = nn.LazyInstanceNorm1d(affine=True)  # it begins with ones, not with draws
+        return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
+
+
+TINY = {
+    "vocab_size": 20,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_labels": 3,
+    **dict.fromkeys(["hidden_dropout_prob", "attention_probs_dropout_prob"], 0),
+    **dict.fromkeys(["attn_pdrop", "embd_pdrop", "resid_pdrop"], 0),
+}
+
+
+class Labels(Program):
+    """BERT, with dicts and without a task of one's own."""
+
+    own = ("model", "dataset", "optimizer")
+
+    def net(self):
+        from transformers import BertConfig, BertForSequenceClassification
+
+        return BertForSequenceClassification(BertConfig(**TINY))
+
+    def sample(self, draws):
+        words = torch.randint(1, 20, (5,), generator=draws)
+        return {"input_ids": words, "attention_mask": words > 2, "labels": words[0] % 3}
+
+    def loss(self, net, batch):
+        words = dict(batch)
+        y = words.pop("labels")
+        return self.scores(net(**words).logits, y)
+
+
+class Pooler(Labels):
+    """BERT with a pooler that is not used."""
+
+    own = Program.own
+    refused = told = "pooler"
+    refused_at = (2,)
+    red = "36.13"
+
+    def net(self):
+        from transformers import BertConfig, BertModel
+
+        def forward(net, **words):
+            return SimpleNamespace(logits=net.head(net.bert(**words).last_hidden_state[:, 0]))
+
+        return Part(forward, bert=BertModel(BertConfig(**TINY)), head=nn.Linear(8, 3))
+
+
+class CausalWords(Program):
+    """GPT-2 with its own loss, which shifts the labels."""
+
+    def net(self):
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        return GPT2LMHeadModel(GPT2Config(n_positions=8, **TINY))
+
+    def sample(self, draws):
+        words = torch.randint(20, (6,), generator=draws)
+        return {"input_ids": words, "labels": words}
+
+    def loss(self, net, batch):
+        count = batch["labels"][:, 1:].numel()
+        return {"loss": (net(**batch).loss * count, count)}
+
+
+class CausalTask(CausalWords):
+    """The same under --task tokens, which does not shift."""
+
+    doors = ("script",)
+    own = ("model", "dataset", "optimizer")
+    flags = {"task": "tokens"}
+    refused = "shift"
+    red = "36.3"
+
+
+class AmpOutput(Labels):
+    """A ModelOutput; the loss is float32 in a plain loop."""
+
+    doors = ("loop",)
+    flags = {"amp": "bf16"}
+    tolerance = 2e-3
+    red = "36.4"
+
+
+# ---- optimizers -------------------------------------------------------------------------------------
+class Dampened(Program):
+    arguments = {"momentum": 0.9, "dampening": 0.5}
+    refused = "dampening"
+    red = "36.7"
+
+
+class MuonAndAdamW(Program):
+    refused = "optimizer"
+    red = "36.2"
+
+    class kind(torch.optim.Optimizer):
+        def __init__(self, weights, rate, **_):
+            super().__init__(weights, {"lr": rate})
+            weights = self.param_groups[0]["params"]
+            self.muon = torch.optim.Muon(weights[::2], rate)
+            self.adamw = torch.optim.AdamW(weights[1::2], rate)
+            self.param_groups = self.muon.param_groups + self.adamw.param_groups
+
+        def step(self):
+            self.muon.step()
+            self.adamw.step()
+
+
+class Counter(Program):
+    """An optimizer that counts on itself."""
+
+    refused = "ticks"
+    red = "36.2"
+
+    class kind(torch.optim.SGD):
+        ticks = 0
+
+        def step(self):
+            self.ticks += 1
+            super().step()
+
+
+class Lookahead(Program):
+    """An optimizer that keeps tensors on itself."""
+
+    refused = "slow"
+    red = "36.2"
+
+    class kind(torch.optim.SGD):
+        def step(self):
+            super().step()
+            self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+
+class AverageState(Program):
+    """An optimizer whose state has the key of --ema-decay."""
+
+    refused = "ema"
+    red = "36.9"
+
+    class kind(torch.optim.SGD):
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["ema"] = p.detach().clone()
+
+
+class SparseAdam(Program):
+    """Torch has none for sparse gradients."""
+
+    doors = ("script",)
+    own = ("model", "dataset", "task")
+    only_script = {"optimizer": "adam"}
+    kind = torch.optim.Adam
+    arguments = {}
+    refused = "sparse"
+    red = "36.13"
+
+    def net(self):
+        return nn.Sequential(nn.EmbeddingBag(20, 6, sparse=True), nn.Linear(6, 3))
+
+    def sample(self, draws):
+        words = torch.randint(20, (4,), generator=draws)
+        return words, words[0] % 3
+
+
+class SparseSgd(SparseAdam):
+    only_script = {"optimizer": "sgd", "momentum": 0}
+    kind = torch.optim.SGD
+    refused = ""
+
+
+class SparseSlices(SparseAdam):
+    only_script = {"optimizer": "adagrad", "virtual_ranks": 4}
+
+
+# ---- losses -----------------------------------------------------------------------------------------
+class Diffusion(Program):
+    """The loss draws time and noise."""
+
+    draws = True
+    doors = ("script",)
+    flags = {"virtual_ranks": 4}
+    red = "36.1"
+
+    def net(self):
+        return nn.Linear(6, 6)
+
+    def loss(self, net, batch):
+        x, _ = batch
+        noise = torch.randn_like(x)
+        error = net(x + torch.rand(len(x), 1) * noise) - noise
+        return {"loss": (error.square().sum(), len(x))}
+
+
+class Vae(Diffusion):
+    """The net draws."""
+
+    def net(self):
+        def forward(net, x):
+            mean = net.encoder(x)
+            return mean, net.decoder(mean + torch.randn_like(mean))
+
+        return Part(forward, encoder=nn.Linear(6, 2), decoder=nn.Linear(2, 6))
+
+    def loss(self, net, batch):
+        x, _ = batch
+        mean, out = net(x)
+        return {"loss": ((out - x).square().sum() + mean.square().sum() / 2, len(x))}
+
+
+class OtherDraws(Diffusion):
+    """Draws of random and numpy."""
+
+    def net(self):
+        def forward(net, x):
+            return net.inner(x) * random.random() + numpy.random.rand()
+
+        return nn.Sequential(Part(forward, inner=nn.Linear(6, 8)), Part(forward, inner=nn.Linear(8, 3)))
+
+    loss = Program.loss
+
+
+class StagedDraws(OtherDraws):
+    doors = ("stages",)
+    red = "36.8"
+
+
+class Arcface(Program):
+    """The loss has weights of its own."""
+
+    refused = "part of the net"
+    red = "36.4"
+
+    def net(self):
+        self.centers = nn.Parameter(torch.eye(3))
+        return super().net()
+
+    def optimizer(self, net):
+        return torch.optim.SGD([*net.parameters(), self.centers], self.rate)
+
+    def scores(self, out, y):
+        return super().scores(out @ self.centers, y)
+
+
+class Slope(Program):
+    """A gradient of a gradient, in the evaluation too; and two forwards."""
+
+    @torch.enable_grad()
+    def loss(self, net, batch):
+        x, y = batch
+        loss, count = self.scores(net(x.requires_grad_()), y)["loss"]
+        slope = torch.autograd.grad(loss, x, create_graph=True)[0]
+        return {"loss": (loss + slope.square().sum() + net(x.flip(1)).square().sum(), count)}
+
+
+class Boxes(Program):
+    """Targets are dicts with any number of boxes."""
+
+    def net(self):
+        return nn.Linear(6, 6)
+
+    def sample(self, draws):
+        x, count = super().sample(draws)
+        return x, {"boxes": x.expand(3, 6)[:count]}
+
+    def collate(self, samples):
+        return [*zip(*samples, strict=True)]
+
+    def loss(self, net, batch):
+        x, targets = batch
+        errors = [row - y["boxes"] for row, y in zip(net(torch.stack(x)), targets, strict=True)]
+        return {"loss": (torch.cat(errors).abs().sum(), sum(map(len, errors)))}
+
+
+class Column(Program):
+    """Regression of [N, 1]; samples count what they weigh."""
+
+    def net(self):
+        return nn.Linear(6, 1)
+
+    def sample(self, draws):
+        x, _ = super().sample(draws)
+        return x, x[:1] + 5
+
+    def scores(self, out, y):
+        weight = y.sigmoid()
+        return {"loss": ((weight * (out - y).square()).sum(), weight.sum())}
+
+
+class LabelColumn(Program):
+    """Labels of [N, 1] under the default task."""
+
+    doors = ("script",)
+    own = ("model", "dataset", "optimizer")
+    refused = "shape"
+    red = "36.7"
+
+    def sample(self, draws):
+        x, y = super().sample(draws)
+        return x, torch.tensor([y])
+
+
+class RareExpert(Program):
+    """An expert without a sample has no gradient: torch leaves it as it is."""
+
+    kind = torch.optim.AdamW
+    arguments = {"weight_decay": 0.5}
+    refused = told = "rare"
+    refused_at = (2,)
+    right = 9
+    red = "36.13"
+
+    def net(self):
+        def forward(net, x):
+            rare = x[:, :1] > 1.2
+            return net.usual(x) + (rare * net.rare(x) if rare.any() else 0)
+
+        return Part(forward, usual=nn.Linear(6, 3), rare=nn.Linear(6, 3))
+
+
+class RareSlices(RareExpert):
+    doors = ("script",)
+    flags = {"virtual_ranks": 4}
+    refused = told = ""
+    red = "36.8"
+
+
+class PerClass(Program):
+    """A number for each of a thousand classes."""
+
+    doors = ("script",)
+    red = "36.10"
+
+    def scores(self, out, y):
+        return super().scores(out, y) | {
+            f"recall of class {i}": (out[:, i % 3].sum(), len(y)) for i in range(1000)
+        }
+
+
+# ---- what a net remembers ---------------------------------------------------------------------------
+class Sums(Program):
+    """Buffers that are a count, a sum, and a table with a row for each word."""
+
+    told = "seen|total|bank"
+    red = "36.5"
+
+    def net(self):
+        def forward(net, x):
+            out = net.head(x)
+            if net.training:
+                net.seen += len(x)
+                net.total += out.detach().sum(0)
+                net.bank[(x[:, 0] * 9).long() % 20] = out.detach()
+            return out + net.bank.mean(0)
+
+        net = Part(forward, head=nn.Linear(6, 3))
+        net.register_buffer("seen", torch.tensor(0))
+        net.register_buffer("total", torch.zeros(3))
+        net.register_buffer("bank", torch.zeros(20, 3))
+        return net
+
+
+class Mask(Program):
+    """A buffer of the size of the batch."""
+
+    refused = "mask"
+    red = "36.13"
+
+    def net(self):
+        def forward(net, x):
+            net.mask = torch.ones(len(x), 1)
+            return net.head(x * net.mask)
+
+        net = Part(forward, head=nn.Linear(6, 3))
+        net.register_buffer("mask", torch.ones(1, 1))
+        return net
+
+
+class Teacher(Program):
+    """It follows the net after each step."""
+
+    doors = ("loop",)
+    red = "36.4"
+
+    def net(self):
+        teacher = nn.Linear(6, 3).requires_grad_(False)
+        return Part(lambda net, x: self.out(net, x), pupil=nn.Linear(6, 3), teacher=teacher)
+
+    def out(self, net, x):
+        return net.pupil(x) + net.teacher(x)
+
+    @torch.no_grad()
+    def after(self, net, optimizer, step):
+        net.teacher.weight.lerp_(net.pupil.weight, 0.5)
+
+
+class EarlyTeacher(Teacher):
+    """It follows in the forward."""
+
+    doors = Program.doors
+    told = "teacher"
+    red = "36.9"
+    after = Program.after
+
+    def out(self, net, x):
+        if net.training:
+            Teacher.after(self, net, None, 0)
+        return super().out(net, x)
+
+
+# ---- precision --------------------------------------------------------------------------------------
+class Amp(Program):
+    flags = {"amp": "bf16"}
+    tolerance = 2e-3
+
+
+class Bf16(Program):
+    kind_of_weight = torch.bfloat16
+    tolerance = 3e-2
+
+    def net(self):
+        return super().net().to(self.kind_of_weight)
+
+    def loss(self, net, batch):
+        x, y = batch
+        return self.scores(net(x.to(self.kind_of_weight)).float(), y)
+
+
+class Fp16(Bf16):
+    kind_of_weight = torch.float16
+
+
+class SlowAverages(Bf16):
+    """A step of an average is less than half a unit of 16 bits."""
+
+    flags = {"ema_decay": 0.999}
+    red = "36.6"
+
+    def evaluation(self, *_):
+        return []
+
+    def check(self, run):
+        if (weights(run)["optimizer 2.bias/ema"] == self.made()[2].bias).all():
+            raise Wrong("the averages did not move")
+
+
+# ---- data, flags ------------------------------------------------------------------------------------
+class Bits(Program):
+    """Bytes of 0 and 1, no pictures, under the default task."""
+
+    doors = ("script",)
+    own = ("model", "dataset", "optimizer")
+    red = "36.7"
+
+    def net(self):
+        return Part(lambda net, x: net.head(x.float()), head=nn.Linear(6, 3))
+
+    def sample(self, draws):
+        x, y = super().sample(draws)
+        return (x > 0).byte(), y
+
+
+class BitTensors(Bits):
+    def given(self):
+        return [column for samples in self.sets() for column in self.collate(samples)]
+
+
+class LittleMemory(Program):
+    """A forward of more than eleven samples does not fit; and forwards of three."""
+
+    own = ("model", "dataset", "optimizer")
+    only_script = {"micro_batch_size": 3}
+    red = "36.13"
+
+    def net(self):
+        def forward(net, x):
+            if len(x) > 11:
+                raise MemoryError
+            return net.head(x)
+
+        return Part(forward, head=nn.Linear(6, 3))
+
+
+class CutSchedule(Program):
+    """--max-steps ends before the schedule does."""
+
+    doors = ("script",)
+    flags = {"max_steps": 7, "lr_schedule": "cosine"}
+    told = "max.steps.*schedule|schedule.*max.steps"
+    red = "36.7"
+
+
+# ---- loops ------------------------------------------------------------------------------------------
+class Clamped(Program):
+    doors = ("loop",)
+    red = "36.4"
+
+    @torch.no_grad()
+    def after(self, net, optimizer, step):
+        for p in net.parameters():
+            p.clamp_(-0.2, 0.2)
+
+
+class Decay(Program):
+    doors = ("loop",)
+    refused = "weight_decay"
+    right = 3
+    red = "36.7"
+
+    def after(self, net, optimizer, step):
+        optimizer.param_groups[0]["weight_decay"] = 0.1 * (step > 2)
+
+
+class Unfrozen(Program):
+    doors = ("loop",)
+    refused = "requires_grad"
+    right = 3
+    red = "36.13"
+
+    def net(self):
+        net = super().net()
+        net[0].requires_grad_(False)
+        return net
+
+    def after(self, net, optimizer, step):
+        net[0].requires_grad_(step > 2)
+
+
+class Accumulated(Program):
+    """A backward of its own before that of run.step."""
+
+    doors = ("loop",)
+    refused = "gradient"
+    red = "36.4"
+
+    def loop(self, run):
+        for batch in run:
+            self.values(run, batch)["loss"][0].backward()
+            run.step(*self.values(run, batch)["loss"])
+
+
+class Nested(Program):
+    """Two loops over one run."""
+
+    doors = ("loop",)
+    refused = "loops"
+    right = 2
+    red = "36.4"
+
+    def loop(self, run):
+        for batch in run:
+            run.step(*self.values(run, batch)["loss"])
+            run.step(*self.values(run, next(iter(run)))["loss"])
+
+
+class Breaks(Program):
+    """A loop over epochs, without evaluations."""
+
+    doors = ("loop",)
+    red = "36.4"
+
+    def loop(self, run):
+        for _ in range(2):
+            for batch in run:
+                run.step(*self.values(run, batch)["loss"])
+                if run.epoch_ended:
+                    break
+
+    def evaluation(self, *_):
+        return []
+
+
+class MidEpoch(Program):
+    """The best evaluation is one in the midst of an epoch."""
+
+    doors = ("loop",)
+    flags = {"best": "score", "save_every": 500}
+    red = "36.4"
+
+    def loop(self, run):
+        for batch in run:
+            run.step(*self.values(run, batch)["loss"])
+            run.report(score=-abs(run.state.step - 3))
+
+    def evaluation(self, *_):
+        return []
+
+    def check(self, run):
+        if weights_of(run, "best")[1]["step"] != 3:
+            raise Wrong("step 3 is not the best")
+
+
+class Collects(Program):
+    """The judge keeps what it sees."""
+
+    doors = ("loop",)
+    red = "36.4"
+    seen = 0
+
+    def values(self, run, batch):
+        self.seen = 0 if run.net.training else self.seen + len(batch.y)
+        assert self.seen <= TESTED
+        return super().values(run, batch)
+
+
+@pytest.mark.parametrize(
+    ("program", "door"),
+    [
+        pytest.param(
+            row(),
+            door,
+            id=f"{row.__name__.lower()}-{door.__name__}",
+            marks=[RED(reason=row.red)] * bool(row.red),
+        )
+        for row in Program.rows
+        for door in (script, stages, loop)
+        if door.__name__ in row.doors
+    ],
+)
+def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused(program, door, tmp_path):
+    program.net()  # imports what it needs: here once, not in each rank
+    sizes = program.refused_at if program.refused else ()
+    try:
+        for size in sizes:
+            check_refusal(program, door, tmp_path / f"{size} processes", size)
+        if 1 not in sizes:
+            check_numbers(program, door, tmp_path)
+    except (Wrong, UserError) as wrong:
+        raise pytest.fail.Exception(str(wrong), pytrace=False) from None
