@@ -110,6 +110,8 @@ def assert_same(ours, theirs, tolerance):
         ("normed", 2, 2, {}),
         ("net", 3, 1, {}),
         ("unused", 2, 2, {}),
+        ("unused", 4, 2, {"weight_decay": 0.1}),
+        ("unused", 2, 1, {"weight_decay": 0.1, "shard": True}),
         ("net", 2, 1, {"shard": True}),
         ("mlp", 8, 2, {"shard": True}),
         ("gpt:6x2x8", 6, 3, {}),

@@ -20,8 +20,9 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+import torch.nn.functional as F
 from jobs import weights
-from program import TESTED, Program, Wrong, check_numbers, check_refusal, loop, script, stages
+from program import TESTED, Program, Wrong, check_numbers, check_refusal, lived, loop, script, stages
 from torch import nn
 
 from common.checkpoint import weights_of
@@ -315,6 +316,15 @@ class Arcface(Program):
 
     def scores(self, out, y):
         return super().scores(out @ self.centers, y)
+
+
+class Mean(Program):
+    """A mean, with a count beside it."""
+
+    refused = "the loss is a mean"
+
+    def scores(self, out, y):
+        return {"loss": (F.cross_entropy(out, y), len(y))}
 
 
 class Slope(Program):
@@ -683,3 +693,12 @@ def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused(program, door, 
             check_numbers(program, door, tmp_path)
     except (Wrong, UserError) as wrong:
         raise pytest.fail.Exception(str(wrong), pytrace=False) from None
+
+
+def test_epochs_that_are_raised_under_a_schedule_are_said(tmp_path):
+    program = Classifier()
+    for epochs in (1, 2):
+        program.flags = {"epochs": epochs, "lr_schedule": "cosine"}
+        codes, said, _ = lived(program, script, tmp_path, 1)
+        assert codes == [0], said
+    assert "--epochs was 1, now the rate's schedule is that of 2" in said
