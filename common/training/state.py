@@ -199,10 +199,6 @@ class TrainState:
             if math.isfinite(value) and better:
                 self.best = {name: value, "loss": loss, "step": self.step}
 
-    def forget_best(self) -> None:
-        """No checkpoint has the best evaluation: until there is one, this step counts as the best."""
-        self.best = {"step": self.step}
-
     def end_epoch(self) -> None:
         """Counts the epoch, unless --max-steps has ended it before its last sample."""
         if self.epoch_over:
@@ -225,6 +221,8 @@ class TrainState:
             return
         self.updates.settle()  # without the lock, as a collective may hang
         with self.changing():
+            verdict = self.verdict
+            self.distrust()  # it stays so if there is no memory for a copy
             for p, name in self.names.items():
                 weight = p.clone()
                 p.copy_(self.ema[name])
@@ -232,6 +230,7 @@ class TrainState:
             self.ema.in_net = not self.ema.in_net
             if self.updates.gpu:
                 torch.cuda.synchronize()
+            self.verdict = verdict
 
     # ---- how far the run is ----
     @property
@@ -338,7 +337,7 @@ class TrainState:
             "order": [self.samples, self.opts.seed],
             "best": self.best,
             "record": self.record,
-            "judged": self.evaluated,
+            "evaluated": self.evaluated,
         }
 
     @property
@@ -371,7 +370,7 @@ class TrainState:
         self.epoch = facts["epoch"]
         self.position = facts["position"]
         self.record = facts["record"]
-        self.evaluated = facts["judged"]
+        self.evaluated = facts["evaluated"]
         self.best = facts["best"]
         if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
