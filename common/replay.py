@@ -16,12 +16,12 @@ import random
 import subprocess
 import sys
 import tempfile
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from common.checkpoint import checkpoints, describe, read_facts
 from common.errors import UserError, run_command, say
-from common.ledger import lives_of
+from common.ledger import lives_of, named
 from common.options import read_options
 
 HOUSE = Path(__file__).resolve().parents[1]
@@ -81,12 +81,8 @@ def _first_difference(run, again):
     """The first step of both that --digest-every has noted with another digest."""
 
     def digests(folder):
-        return {
-            (event["step"], event["model"], event["optimizer"])
-            for life in lives_of(folder)
-            for event in life
-            if event["event"] == "digest"
-        }
+        events = named(chain(*lives_of(folder)), "digest")
+        return {(event["step"], event["model"], event["optimizer"]) for event in events}
 
     return min((step for step, *_ in digests(again) - digests(run)), default=None)
 

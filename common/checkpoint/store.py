@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from common.training import TrainState
 
 MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
-STEP_SECONDS = 10.0  # a rescue waits for a step whose thread has used its CPU within
+STEP_SECONDS = 10.0  # a rescue waits for a step of the main thread, unless it uses no CPU for so long
 
 
 class CheckpointStore:
@@ -457,11 +457,10 @@ class CheckpointStore:
         )
         with state.updates.aside(), alone:
             clock = time.pthread_getcpuclockid(threading.main_thread().ident)
-            spent = time.clock_gettime(clock)
-            while not state.lock.acquire(timeout=STEP_SECONDS):
-                before = spent
-                spent = time.clock_gettime(clock)
-                if spent == before or time.monotonic() - began > HUNG_SECONDS:
+            still = Still()
+            while not state.lock.acquire(timeout=0.1):
+                stands_still = still(time.clock_gettime(clock)) > STEP_SECONDS
+                if stands_still or time.monotonic() - began > HUNG_SECONDS:
                     raise UserError(
                         f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1
                     )

@@ -136,7 +136,7 @@ def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_pat
     ledger = run / "ledger.jsonl"  # it has no seal
     ledger.write_text(ledger.read_text().replace('"step": 0,', '"step": 4,', 1))
     code, output = replay(capsys, "verify", run, "--to", 8)
-    assert code == 1 and results(output)[0, 4] == "differs", output
+    assert code == 1 and results(output)[0, 4] == "differs in its position", output
 
 
 def test_an_honest_run_whose_epochs_were_raised_is_the_same_and_its_fork_has_them_too(jobs, tmp_path, capsys):
