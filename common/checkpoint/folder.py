@@ -173,7 +173,9 @@ def best_of(choices):
     for step, folder in choices:
         with suppress(Damaged, OSError):
             best = read_facts(step, folder)[1]["best"]
-            if best["step"] and best["step"] in dict(choices):
+            if not best["step"]:  # nothing was evaluated up to here
+                break
+            if best["step"] in dict(choices):
                 return best
     return {}
 

@@ -26,7 +26,7 @@ from torch import nn
 from common.checkpoint import tensors
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import choose, read_facts
+from common.checkpoint.folder import choose, read_facts, read_manifest
 
 
 def fails(*_):
@@ -104,6 +104,19 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
         oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600")
         for path in opts.run_dir.rglob("*")
     )
+
+
+def test_where_nothing_was_evaluated_a_save_reads_no_other_checkpoint(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        "common.checkpoint.folder.read_manifest", lambda path: read.append(path.name) or read_manifest(path)
+    )
+    with a_life(options(tmp_path, keep=9)) as life:
+        for step in range(1, 6):
+            save(life, step)
+        read.clear()
+        save(life, 6)
+    assert {name.partition(".")[0] for name in read} == {"step-00000006"}
 
 
 @pytest.mark.parametrize("end", ["fails", "is cut short by a kill"])
