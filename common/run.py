@@ -12,7 +12,6 @@ with run.life(evaluate):                    # saves and leaves when asked, or wh
         run.end_epoch()                     # evaluates, counts the epoch, saves if it is worth it
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from common.checkpoint import CheckpointStore, checkpoints, describe
+from common.checkpoint import CheckpointStore, Damaged, checkpoints, describe, read_facts
 from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
 from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
@@ -282,9 +281,9 @@ def complete(opts: Options) -> str:
     """One line, if the last life of this run ended well with a whole checkpoint of its last step; else ""."""
     if opts.eval_only or opts.resume != "auto":
         return ""
-    with suppress(OSError, ValueError, LookupError, UserError):  # the store says what is wrong
+    with suppress(OSError, LookupError, Damaged, UserError):  # the store says what is wrong
         step, folder = checkpoints(opts.run_dir / "checkpoints")[0]
-        facts = json.loads((folder / "state.json").read_bytes())
+        _, facts = read_facts(step, folder)
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
         last = lives_of(opts.run_dir)[-1]  # without "done" an evaluation may be saved, and not written down
         ended_well = any(event["event"] == "done" and event["step"] == step for event in last)

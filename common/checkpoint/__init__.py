@@ -1,4 +1,5 @@
 """The store on disk: atomic, asynchronous, verified, fenced."""
 
-from common.checkpoint.folder import checkpoints, describe, weights_of
+from common.checkpoint.disk import Damaged
+from common.checkpoint.folder import checkpoints, describe, read_facts, weights_of
 from common.checkpoint.store import CheckpointStore

@@ -11,7 +11,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SMALL_BYTES = 1 << 16  # of our largest JSON beside the manifest: a longer one is not ours, and is not parsed
+MOST_BYTES = 1 << 28  # of a file that is read at once: a longer one is not ours, and is not read
 # errors that prove that no file of ours has this name; any other (no memory, no server) proves nothing
 WRONG = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV)
 RETRY_SECONDS = (0.1, 0.4, 1.0, 2.5)  # between the tries of a read that fails
@@ -54,35 +54,40 @@ def opened(path, is_right=stat.S_ISREG):
         os.close(fd)
 
 
-def read_small(path, limit=SMALL_BYTES):
+def read_small(path):
     """All bytes of a small file; a larger one is refused, not read."""
     data = b""
     with opened(path) as fd:
         size = os.fstat(fd).st_size
-        if size > limit:
-            raise Damaged(f"{Path(path).name} is {size:,} bytes, more than {limit:,}")
-        while chunk := os.read(fd, size + 1):
+        if size > MOST_BYTES:
+            raise Damaged(f"{Path(path).name} is {size:,} bytes, more than {MOST_BYTES:,}")
+        while chunk := os.read(fd, size + 1 - len(data)):
             data += chunk
     return data
 
 
+@contextmanager
+def as_written(name):
+    """Whatever stumbles over the content of a file inside this block proves that it is damaged."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{name} is not as this code writes it ({error!r:.60})") from error
+
+
 def parse_json(data, name):
     """The JSON object in `data`."""
-    try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"{name} is not JSON ({str(error)[:60]})") from error
-    if not isinstance(value, dict):
-        raise Damaged(f"{name} is no JSON object")
-    return value
+    with as_written(name):
+        return {**json.loads(data)}
 
 
 def unseal(data, name):
     """The object that `sealed` wrote; Damaged if one bit has changed, even in a space."""
     value = parse_json(data, name)
     value.pop("seal", None)
-    if sealed(value) != data:
-        raise Damaged(f"{name} does not match its own seal")
+    with as_written(name):
+        if sealed(value) != data:
+            raise Damaged(f"{name} does not match its own seal")
     return value
 
 

@@ -274,7 +274,7 @@ def read_record(path):
 
 def move_away(path):
     """Renames it in one step, then deletes it: no process can rename half a folder out of it."""
-    gone = path.with_name(f"{path.name}.gone-{uuid.uuid4().hex[:12]}")
+    gone = path.with_name(f".life-.gone-{uuid.uuid4().hex[:12]}")  # what stays, the next start tries again
     with suppress(FileNotFoundError):
         os.rename(path, gone)
         delete(gone)

@@ -5,6 +5,7 @@ points leaves the checkpoint before, or both, never neither:
     C  step-N.ID/ is made in this life's staging folder       swept by the next life
     C  model and optimizer written and synced                 swept
     C  state.json, manifest.json, last, and the folder synced swept: complete, but not under its name
+    C  both read back, as the next start will read them       swept
     C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
     C  the folder renamed to checkpoints/step-N               on a power loss N is there whole or not at all
     C  checkpoints/ synced                                    committed: only now may older ones go
@@ -39,7 +40,17 @@ from torch import Tensor
 
 import common.checkpoint.disk as disk
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import Damaged, delete, parse_json, patient, sealed, sha, to_json, unseal
+from common.checkpoint.disk import (
+    Damaged,
+    as_written,
+    delete,
+    parse_json,
+    patient,
+    sealed,
+    sha,
+    to_json,
+    unseal,
+)
 from common.checkpoint.fence import Fenced
 from common.errors import UserError
 
@@ -47,8 +58,8 @@ TENSORS = {"model": "model.safetensors", "optimizer": "optimizer.safetensors"}
 FILE = re.compile(r"(part-[0-9]{5}/)?(model|optimizer)\.safetensors")
 STATE = "state.json"
 MANIFEST = "manifest.json"
-FORMAT = 5
-MOST_BYTES = 1 << 28  # of the manifest
+FACTS = "step epoch position order best record evaluated scaler tied data".split()  # a start reads them all
+FORMAT = 6
 STEP = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})(?:\.([1-9][0-9]{0,8}))?")
 ASIDE = "damaged-"  # a checkpoint that is not trusted is kept under this name until a newer one is saved
 EMA = "/ema"  # the end of an average's name
@@ -109,21 +120,19 @@ def read_manifest(folder):
     Its step and its digest are for others: they follow from the facts and the tables, which are compared.
     """
     with disk.opened(folder, stat.S_ISDIR):  # not a link to one
-        manifest = unseal(disk.read_small(folder / MANIFEST, MOST_BYTES), MANIFEST)
+        manifest = unseal(disk.read_small(folder / MANIFEST), MANIFEST)
     if manifest.get("format") != FORMAT:
         raise UserError(
             f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
             "resume it with the version that wrote it, which --export brings over here\n"
             "(--init-from FILE), or give another --run-dir"
         )
-    try:
-        _check(manifest["files"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Damaged(f"{MANIFEST} is not as this code writes it ({error!r:.60})") from error
+    with as_written(MANIFEST):
+        _check(**manifest)
     return manifest
 
 
-def _check(files):
+def _check(files, run, state, **_):
     """That these are tables of tensors."""
     for path, table in files.items():
         if not FILE.fullmatch(path):
@@ -135,17 +144,17 @@ def _check(files):
 
 
 def digest_of(files):
-    """One SHA-256 over all tensors, however many files they lie in."""
-    hashes = sorted(
-        (path.rpartition("/")[2], name, first, digest)
+    """One SHA-256 over all tensors, their names, types and shapes, however many files they lie in."""
+    rows = sorted(
+        (path.rpartition("/")[2], name, first, dtype, shape, digest)
         for path, table in files.items()
-        for name, (_, _, first, digest) in table.items()
+        for name, (dtype, shape, first, digest) in table.items()
     )
-    return sha("".join(f"{file} {name} {digest}\n" for file, name, _, digest in hashes).encode())
+    return sha(to_json(rows))
 
 
 @patient
-def read_facts(step, folder):
+def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
     """(manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
     manifest = read_manifest(folder)
     text = disk.read_small(folder / STATE)
@@ -154,7 +163,21 @@ def read_facts(step, folder):
     facts = parse_json(text, STATE)
     if facts.get("step") != step:
         raise Damaged(f"{STATE} is of step {facts.get('step')}, the folder says {step}")
+    with as_written(STATE):
+        [facts[name] for name in FACTS], facts["best"]["step"]
     return manifest, facts
+
+
+def best_of(choices):
+    """The best evaluation of which a checkpoint is among `choices`, by the newest of them; {} if none is."""
+    for step, folder in choices:
+        with suppress(Damaged, OSError):
+            best = read_facts(step, folder)[1]["best"]
+            if not best["step"]:  # nothing was evaluated up to here
+                break
+            if best["step"] in dict(choices):
+                return best
+    return {}
 
 
 def describe(step: int, folder: Path) -> tuple[bool, str]:
@@ -179,11 +202,11 @@ def choose(path, which):
             f"{path} is no run folder: it has no checkpoints/\n"
             "python -m common.checkpoint RUN lists those of a run"
         )
+    if which == "best":
+        which = best_of(choices).get("step", "evaluated")
     for step, folder in choices:
-        if which in (step, "newest", "best"):
+        if which in (step, "newest"):
             whole, line = describe(step, folder)
-            if whole and which == "best":
-                return choose(path, read_facts(step, folder)[1]["best"]["step"] or "evaluated")
             if whole:
                 return step, folder, line
     raise UserError(
@@ -223,7 +246,7 @@ def is_there(root, facts):
 
 def _how_far(facts):
     """What orders facts; within one step the evaluation comes last."""
-    return facts["step"], facts["epoch"], facts["judged"].get("step", -1)
+    return facts["step"], facts["epoch"], facts["evaluated"].get("step", -1)
 
 
 # ---- writing ------------------------------------------------------------------------------------------
@@ -260,8 +283,8 @@ class Writer:
     def commit(self, sources, facts):
         """The folder of the new checkpoint; None if other ranks' parts of it are still missing.
 
-        OSError if the disk fails twice, Fenced if another life has taken over. After a failed write or fsync
-        everything is written again, once, to other files.
+        Raises what has failed twice, as OSError of the disk; Fenced if another life has taken over. After a
+        failed write or fsync everything is written again, once, to other files.
         """
         for attempt in (1, 2):
             aside = self._aside(facts["step"])
@@ -275,7 +298,7 @@ class Writer:
                 if self.layout.parts > 1:
                     return self._gather(aside, facts)
                 return self._name(aside, facts["step"])
-            except OSError:
+            except Exception:  # no memory, too
                 delete(aside)
                 self.check_staging(facts["step"])
                 if attempt == 2:
@@ -310,7 +333,7 @@ class Writer:
         os.rename(aside, path)
 
     def _describe(self, folder, files, facts):
-        """Adds facts and manifest to a folder of this process alone, and syncs it."""
+        """Adds facts and manifest to a folder of this process alone, syncs it, and reads both back."""
         state = facts_to_json(facts)
         manifest = {
             "format": FORMAT,
@@ -323,6 +346,7 @@ class Writer:
         self.put(folder / STATE, state)
         self.put(folder / MANIFEST, sealed(manifest))
         disk.sync_folder(folder)
+        read_facts(facts["step"], folder)
 
     def _name(self, folder, step):
         disk.sync_lines(self.root.parent, self.life)
@@ -372,11 +396,16 @@ class Writer:
 
     # ---- what goes -------------------------------------------------------------------------------------
     def put_aside(self, folder):
-        """Renames a checkpoint, so that no start takes it; it is kept until a newer one is saved."""
+        """Renames a checkpoint, so that no start takes it; it is kept until a newer one is saved.
+
+        By way of our staging: once that is gone, the checkpoint may be a newer life's, and stays.
+        """
         aside = self.root / f"{ASIDE}{folder.name}"
-        delete(aside)
+        passing = self.staging / folder.name
         with suppress(OSError):
-            os.rename(folder, aside)
+            os.rename(folder, passing)
+            delete(aside)
+            os.rename(passing, aside)
 
     def prune(self, extra):
         """Deletes these checkpoints, and with them what was put aside."""

@@ -3,7 +3,7 @@
 folder.py explains the crash points of a save, fence.py who may write, load.py how all ranks load.
 """
 
-import os
+import threading
 import time
 from concurrent import futures
 from contextlib import suppress
@@ -25,7 +25,15 @@ from common.checkpoint.disk import (
     unseal,
 )
 from common.checkpoint.fence import HUNG_SECONDS, RESCUE, Fence, Still, rescuing
-from common.checkpoint.folder import Writer, checkpoints, choices_at, is_there, part_name, read_manifest
+from common.checkpoint.folder import (
+    Writer,
+    best_of,
+    checkpoints,
+    choices_at,
+    is_there,
+    part_name,
+    read_manifest,
+)
 from common.checkpoint.load import Layout, load_newest
 from common.checkpoint.tensors import Image, not_finite
 from common.errors import UserError, may_pass, say
@@ -37,7 +45,7 @@ if TYPE_CHECKING:
     from common.training import TrainState
 
 MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
-STEP_SECONDS = 10.0  # the main thread may take to the end of its step before a rescue
+STEP_SECONDS = 10.0  # a rescue waits for a step of the main thread, unless it uses no CPU for so long
 
 
 class CheckpointStore:
@@ -139,7 +147,7 @@ class CheckpointStore:
             "data": self.fingerprint,
             "pinned": bit_facts(opts, self.world.device),
         }
-        if not any(name.startswith(("step-", "damaged-")) for name in os.listdir(self.root)):
+        if not opts.is_bound:
             return ours
         choices = checkpoints(self.root)
         for _, folder in choices[1:]:
@@ -168,8 +176,6 @@ class CheckpointStore:
             if was != now:
                 differences = changed if name in MAY_DIFFER else wrong
                 differences.append(f"{name} was {was}, now {now}")
-        for name, was, now in opts.compare(first["options"]):
-            wrong.append(f"--{name.replace('_', '-')} was {was!r}, now {now!r}")
         if first["data"] != self.fingerprint:
             data = f"data's fingerprint was {first['data'][:12]}, now {self.fingerprint[:12]}"
             if opts.accept_data_change:
@@ -178,12 +184,7 @@ class CheckpointStore:
                 wrong.append(
                     f"the {data} (with --accept-data-change the epoch begins again with the new data)"
                 )
-        if wrong:
-            raise UserError(
-                f"{opts.run_dir} is another run: {'; '.join(wrong)}\n"
-                "give the same options to go on with it, or another --run-dir\n"
-                f"--run-dir NEW --resume {opts.run_dir} begins another at its newest checkpoint"
-            )
+        opts.refuse_another_run(opts.compare(first["options"]) + wrong)
         if foreign:
             raise UserError(
                 f"{foreign[0]} is of another run than {path}\nmove it away, or use another --run-dir"
@@ -202,7 +203,7 @@ class CheckpointStore:
                 self.writer.put_aside(folder)
             if found.own:
                 self.saved = self.state.facts()
-                if self.owns:
+                if self.owns and not found.skipped:  # they are kept until a newer one is saved
                     self._prune(found.facts)
             return found.name, not found.own
         if found.names:
@@ -239,10 +240,15 @@ class CheckpointStore:
             state.load(found.facts)
             best = state.best["step"]
             kept = dict(found.names) if root == self.root else {}
-            if best and best not in kept:  # rank 0 died as it saved it; or another run has it
-                state.forget_best()
+            if best and best not in kept:  # its save failed, or rank 0 died in it; or another run has it
+                earlier = [choice for choice in choices if kept and choice[0] <= state.step]
+                known = gather(self.world, best_of(earlier) if self.owns else {})
+                state.best = next(filter(None, known), {"step": state.step})
                 if self.owns:
-                    say(f"this run has no checkpoint of step {best}, the best one: the next counts")
+                    say(
+                        f"this run has no checkpoint of step {best}, the best one: "
+                        f"step {state.best['step']} counts"
+                    )
             if state.position < found.facts["position"] and self.owns:
                 say(
                     f"step {state.step} was saved at position {found.facts['position']:,} of other "
@@ -328,11 +334,15 @@ class CheckpointStore:
         if not self.writes or self.opts.eval_only or state.verdict or state.facts() == self.saved:
             return
         self.wait()
-        with state.lock:
-            for part, tensors in self.layout.written(state.tensors()).items():
-                state.updates.images[part].copy(tensors)
-            facts = state.facts()
         self.saved_at = time.monotonic()
+        try:
+            with state.lock:
+                for part, tensors in self.layout.written(state.tensors()).items():
+                    state.updates.images[part].copy(tensors)
+                facts = state.facts()
+        except (OSError, MemoryError) as error:  # there is no memory for the copy
+            self._note_failure(error)
+            return
         self.saved = facts
         self.job = self.pool.submit(self._write_copy, facts)
 
@@ -398,9 +408,12 @@ class CheckpointStore:
                 self.ledger.event("save", step=facts["step"], save_s=seconds)
             self.failures = 0
         except Exception as error:
-            self.saved = None  # so that the next interval tries again
-            self.failures += 1
-            self.error = error
+            self._note_failure(error)
+
+    def _note_failure(self, error):
+        self.saved = None  # so that the next interval tries again
+        self.failures += 1
+        self.error = error
 
     def _write(self, facts, sources):
         """The folder of the new checkpoint, None if parts of other ranks are missing; or raises."""
@@ -418,7 +431,7 @@ class CheckpointStore:
         agreed = [step for step in steps if step <= self.agreed][:1]
         for_good = [step for step in steps if every and step % every == 0]
         newest = steps[: self.opts.keep]
-        kept = {facts["step"], facts["best"]["step"], *newest, *agreed, *for_good}
+        kept = {facts["step"], best_of(choices).get("step"), *newest, *agreed, *for_good}
         self.writer.prune([folder for step, folder in choices if step not in kept or latest[step] != folder])
 
     # ---- a survivor saves -------------------------------------------------------------------------
@@ -443,8 +456,14 @@ class CheckpointStore:
             needless=lambda: not state.verdict and is_there(self.root, state.facts()),
         )
         with state.updates.aside(), alone:
-            if not state.lock.acquire(timeout=STEP_SECONDS):
-                raise UserError(f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1)
+            clock = time.pthread_getcpuclockid(threading.main_thread().ident)
+            still = Still()
+            while not state.lock.acquire(timeout=0.1):
+                stands_still = still(time.clock_gettime(clock)) > STEP_SECONDS
+                if stands_still or time.monotonic() - began > HUNG_SECONDS:
+                    raise UserError(
+                        f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1
+                    )
             try:
                 if state.verdict:
                     raise state.verdict

@@ -20,7 +20,7 @@ from common.data import Data
 from common.errors import UserError, blamed
 from common.models.gpt import build_gpt
 from common.models.weights import freeze, load_weights, tied_names
-from common.options import Options, call_user, read_options
+from common.options import Options, call_user, read_options, refuse_foreign_code
 from common.sampler import seeded
 
 
@@ -130,10 +130,11 @@ def make_lazy_weights(net, data):
         net.train()
 
 
-def load(run: str | Path, which: str | int = "best") -> nn.Module:
+def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Module:
     """The net of a run, on the CPU and in evaluation mode: no torchrun is needed, nor the data.
 
     Its weights are those of the best evaluation, averaged with --ema-decay; or the "newest", or of a step.
+    A `model` as "my.py:net" runs that file, in place of the one that the run names.
     """
     weights, facts = weights_of(Path(run), which)
     if not facts["data"]:
@@ -142,7 +143,12 @@ def load(run: str | Path, which: str | int = "best") -> nn.Module:
             f"build it there, and give it python -m common.checkpoint {run} --best --export w.pt"
         )
     own = {"init_from": "", "init_skip": (), "freeze": (), "eval_only": True}
-    opts = Options(**read_options(run) | own)
+    given = read_options(run)
+    if model:
+        given["model"] = model
+    else:
+        refuse_foreign_code(run, {"model": given["model"]})
+    opts = Options(**given | own)
     data = Data(None, None, **facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
     net = build_model(opts, data)
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})

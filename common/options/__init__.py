@@ -3,4 +3,12 @@
 No torch here: --help and a typo answer at once.
 """
 
-from common.options.options import Options, begin_life, call_user, find_user, parse_options, read_options
+from common.options.options import (
+    Options,
+    begin_life,
+    call_user,
+    find_user,
+    parse_options,
+    read_options,
+    refuse_foreign_code,
+)

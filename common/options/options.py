@@ -246,14 +246,27 @@ class Options:
             flag_of(name): plain(value) for name, value in self.to_json().items() if name not in OF_A_MACHINE
         }
 
-    def compare(self, old: Values) -> list[tuple]:
-        """[(field, old, new)] where these options contradict the `old` ones, those of an earlier start."""
-        differences = []
-        for name, new in self.identity().items():
-            was = plain(old.get(name))
-            if was != new:
-                differences.append((name, was, new))
-        return differences
+    def compare(self, old: Values) -> list[str]:
+        """Where these options contradict the `old` ones, those of an earlier start, in words."""
+        return [
+            f"{flag_of(name)} was {was!r}, now {now!r}"
+            for name, now in self.identity().items()
+            if (was := plain(old.get(name))) != now
+        ]
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether a step of this run was saved: until then its options may change."""
+        return any(re.match("step-|damaged-", name) for name in os.listdir(self.run_dir / "checkpoints"))
+
+    def refuse_another_run(self, wrong: list[str]) -> None:
+        """UserError if something is wrong, by `compare` or others."""
+        if wrong:
+            raise UserError(
+                f"{self.run_dir} is another run: {'; '.join(wrong)}\n"
+                "give the same options to go on with it, or another --run-dir\n"
+                f"--run-dir NEW --resume {self.run_dir} begins another at its newest checkpoint"
+            )
 
     def to_json(self) -> Values:
         """Every field, as json.dumps can write it."""
@@ -392,6 +405,11 @@ def parse_options(
         check_names(opts)
         check_together(opts)
         check_files(opts)
+        wrong = []
+        with suppress(OSError, UserError):  # of what cannot be read the store tells
+            if opts.is_bound:
+                wrong = opts.compare(read_options(opts.run_dir))
+        opts.refuse_another_run(wrong)
         world = here().size if processes is None else processes
         if world:
             check_world(opts, world)
@@ -414,20 +432,36 @@ def _inherited(given, script):
     taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
     flags = {}
     for name, value in read_options(source).items():
-        if name in taken:
+        if name in taken - given.keys():
             flags[name] = tuple(value) if isinstance(value, list) else value
+    refuse_foreign_code(source, flags)
     return flags | given
 
 
 def read_options(run_dir: Path | str) -> Values:
     """The options of a run's newest life, from its options.json; UserError if that is damaged."""
+    path = Path(run_dir, "options.json")
     with blamed(str(run_dir), "name the folder of a run"):
-        facts = json.loads(Path(run_dir, "options.json").read_text(encoding="utf-8"))
+        if not path.is_file():
+            raise FileNotFoundError(path)
+        facts = json.loads(path.read_text(encoding="utf-8"))
         seal = facts.pop("seal", "")
         text = f"{json.dumps(facts, indent=1, sort_keys=True)}\n"
         if hashlib.sha256(text.encode()).hexdigest() != seal:
             raise ValueError("options.json is damaged")
         return facts["options"]
+
+
+def refuse_foreign_code(run_dir: Path | str, flags: Values) -> None:
+    """UserError if these flags of a run name a file in its folder, or of another user than us and root."""
+    for name, value in flags.items():
+        path = Path(str(value).rpartition(":")[0]).resolve()
+        inside = path.is_relative_to(Path(run_dir).resolve())
+        if path.is_file() and (inside or path.stat().st_uid not in (0, os.getuid())):
+            raise UserError(
+                f"{run_dir} would run {value}: a file in that folder, or of another user\n"
+                f"read it; if you trust it, name it yourself: {flag_of(name)} {value}"
+            )
 
 
 # ---- a function of a user's own, as `path/to/file.py:function` ----------------------------------------

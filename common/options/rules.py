@@ -86,8 +86,9 @@ def check_names(opts):
         path = name.rpartition(":")[0]
         if ".py" in name:
             if not Path(path).is_file():
+                missing = f"file {path!r}" if path else "function"
                 raise UserError(
-                    f"{flag_of(flag)} {name}: there is no file {path!r}\nwrite path/to/file.py:function"
+                    f"{flag_of(flag)} {name}: there is no {missing}\nwrite path/to/file.py:function"
                 )
         elif known and kind_of(name) not in known:
             more = torchvision_models() if flag == "model" else []
@@ -131,7 +132,7 @@ def check_together(opts):
             f"--shard works with {', '.join(OURS)}\n{opts.optimizer} may need a whole weight at once"
         )
     if opts.min_lr >= opts.lr:
-        raise UserError(f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it")
+        raise UserError(f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it, or raise --lr")
 
 
 def check_world(opts, world):
@@ -163,14 +164,17 @@ def check_world(opts, world):
 
 def check_files(opts):
     """UserError for files and folders that are not there; answered before torch is imported."""
+    reads = "data_dir" in DATASETS.get(kind_of(opts.dataset), ()) and not opts.download
     for flag, path, is_there in (
         ("--resume", opts.resume, os.path.isdir),
         ("--init-from", opts.init_from, os.path.isfile),
+        ("--data-dir", opts.data_dir if reads else "", os.path.exists),
     ):
         if path not in ("", "auto") and not is_there(path):
             raise UserError(
                 f"{flag}: {path!r} is not there\n"
-                "give the folder of a checkpoint to --resume, a file of weights to --init-from"
+                "give the folder of a checkpoint to --resume, a file of weights to --init-from,\n"
+                f"what dataset {opts.dataset} reads to --data-dir"
             )
     place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))
     if not os.access(os.path.join(place, ""), os.W_OK | os.X_OK):
@@ -178,3 +182,5 @@ def check_files(opts):
             f"--run-dir: {str(place)!r} is not a folder that can be written to\n"
             "give the run a folder of its own"
         )
+    if place == opts.run_dir and place.stat().st_mode & 0o002:
+        raise UserError(f"--run-dir: anybody may write into {str(place)!r}\nchmod o-w {place}")

@@ -98,6 +98,8 @@ class FirstValues(UserDict):
     def __setitem__(self, name, value):
         if not isinstance(value, Tensor) and value is not None:
             raise TypeError(f"its state has {name}, which no checkpoint would hold: keep a tensor instead")
+        if name == "ema":
+            raise TypeError("its state has 'ema', which in a checkpoint is an averaged weight: rename it")
         self.first.setdefault(name, None if value is None else value.clone())
         super().__setitem__(name, value)
 

@@ -218,10 +218,6 @@ class TrainState:
             if math.isfinite(value) and better:
                 self.best = {name: value, "loss": loss, "step": self.step}
 
-    def forget_best(self) -> None:
-        """No checkpoint has the best evaluation: until there is one, this step counts as the best."""
-        self.best = {"step": self.step}
-
     def end_epoch(self) -> None:
         """Counts the epoch, unless --max-steps has ended it before its last sample."""
         if self.epoch_over:
@@ -358,7 +354,7 @@ class TrainState:
             "order": [self.samples, self.opts.seed],
             "best": self.best,
             "record": self.record,
-            "judged": self.evaluated,
+            "evaluated": self.evaluated,
         }
 
     @property
@@ -391,7 +387,7 @@ class TrainState:
         self.epoch = facts["epoch"]
         self.position = facts["position"]
         self.record = facts["record"]
-        self.evaluated = facts["judged"]
+        self.evaluated = facts["evaluated"]
         self.best = facts["best"]
         if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])

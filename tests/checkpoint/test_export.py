@@ -47,7 +47,7 @@ def test_without_an_evaluation_there_is_no_best(tmp_path, capsys):
     assert "no whole checkpoint (evaluated)" in capsys.readouterr().err
 
 
-def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_next(tmp_path, capsys):
+def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_one_before(tmp_path, capsys):
     """Rank 0 has died as it saved step 2, the best, and a survivor has saved step 3; or another run."""
     run = trained(tmp_path, steps=(1, 3), best=3)
     opts = options(tmp_path)
@@ -59,9 +59,9 @@ def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_nex
         save(life, 4)
     with a_life(opts, said=(said := [])) as life:
         assert "no checkpoint of step 2" in said[0]
-        assert life.state.best == {"step": 4}
+        assert life.state.best == {"val_acc": 0.5, "loss": 0.5, "step": 3}
         save(life, 5)
-    assert main([str(run), "--best"]) == 0 and "step-00000004" in capsys.readouterr().out
+    assert main([str(run), "--best"]) == 0 and "step-00000003" in capsys.readouterr().out
 
 
 def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys):

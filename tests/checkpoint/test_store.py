@@ -23,9 +23,14 @@ from stores import (
 )
 from torch import nn
 
+from common.checkpoint import tensors
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import read_facts
+from common.checkpoint.folder import choose, read_facts, read_manifest
+
+
+def fails(*_):
+    raise OSError("No space left on device")
 
 
 class Odd(nn.Module):
@@ -99,6 +104,55 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
         oct(path.stat().st_mode & 0o777) == ("0o700" if path.is_dir() else "0o600")
         for path in opts.run_dir.rglob("*")
     )
+
+
+def test_where_nothing_was_evaluated_a_save_reads_no_other_checkpoint(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        "common.checkpoint.folder.read_manifest", lambda path: read.append(path.name) or read_manifest(path)
+    )
+    with a_life(options(tmp_path, keep=9)) as life:
+        for step in range(1, 6):
+            save(life, step)
+        read.clear()
+        save(life, 6)
+    assert {name.partition(".")[0] for name in read} == {"step-00000006"}
+
+
+@pytest.mark.parametrize("end", ["fails", "is cut short by a kill"])
+def test_the_best_one_stays_until_a_better_one_is_on_the_disk(tmp_path, monkeypatch, end):
+    """And it counts again, in --best and for the next evaluation, where the better one never comes."""
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        for step, accuracy in ((1, 0.90), (2, None), (3, 0.95)):
+            at_step(life.state, step)
+            if accuracy:
+                life.state.record_evaluation({"val_loss": 1.0, "val_acc": accuracy})
+            if step < 3:
+                save(life, step)
+        if end == "fails":
+            with monkeypatch.context() as patch, pytest.raises(OSError):
+                patch.setattr(tensors, "write_file", fails)
+                save(life, 3)
+            for step in (4, 5, 6):
+                save(life, step)
+        else:
+            assert announced_rescue(life.store, at_step(life.state, 5))
+    with a_life(opts) as life:
+        assert life.state.best == {"val_acc": 0.90, "loss": 1.0, "step": 1}
+        assert steps_of(opts)[-1] == 1
+        at_step(life.state, 7).record_evaluation({"val_loss": 1.0, "val_acc": 0.10})
+        save(life, 7)
+    assert choose(opts.run_dir, "best")[0] == 1
+
+
+def test_what_is_put_aside_stays_until_a_newer_one_is_saved(tmp_path):
+    _, root = two_checkpoints(tmp_path, steps=(1, 2, 3, 4), keep=4)
+    os.truncate(root / "step-00000004/model.safetensors", 9)
+    with a_life(options(tmp_path, keep=2)) as life:  # step 1 is superfluous from now on
+        assert life.state.step == 3 and (root / "damaged-step-00000004").is_dir()
+        save(life, 5)
+    assert sorted(os.listdir(root)) == ["step-00000003", "step-00000005"]
 
 
 def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path):

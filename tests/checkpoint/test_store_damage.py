@@ -16,9 +16,11 @@ import pytest
 import torch
 from stores import a_life, damaged, flips, images_for, load, load_into, options, two_checkpoints
 
+from common.checkpoint import disk
 from common.checkpoint.disk import sealed, sha, to_json
-from common.checkpoint.folder import checkpoints, describe, read_manifest
+from common.checkpoint.folder import checkpoints, describe, digest_of, read_manifest
 from common.errors import UserError
+from common.run import complete
 
 SAMPLED = [pytest.param(29, id="every 29th"), pytest.param(1, id="all", marks=pytest.mark.long)]
 CANARY = "canary"
@@ -151,6 +153,11 @@ HARMFUL_MANIFESTS = {
     "a huge number": lambda old: sealed(old).replace(b'"step": 2', b'"step": ' + b"9" * 50_000),
     "deep nesting": lambda old: b'{"a":' * 10_000,
     "a name twice": lambda old: sealed(old).replace(b'"step": 2', b'"step": 2,\n "step": 2'),
+    "nested too deep to be sealed again": lambda old: (
+        to_json(old)[:-3] + b',"z":' + b"[" * 2000 + b"]" * 2000 + b"}"
+    ),
+    "no hash of the facts": change(lambda value: value.pop("state")),
+    "no run": change(lambda value: value.pop("run")),
     "no files": change(lambda value: value.update(files={})),
     "a path out of the folder": change(lambda value: value["files"].update({"../../options.json": {}})),
     "without a tensor": change(lambda value: value["files"]["model.safetensors"].popitem()),
@@ -187,16 +194,35 @@ def test_the_digest_that_is_shown_is_that_of_the_tables_whatever_the_manifest_sa
     assert describe(2, folder) == (True, line) and "0" * 64 not in line
 
 
-@pytest.mark.parametrize(
-    "facts",
-    [pickle.dumps(Bomb()), to_json({}), to_json({"step": 3}), b" " * (1 << 22)],
-    ids=["a pickle", "nothing in it", "another step", "larger than any of ours"],
-)
-def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypatch, facts):
+def test_types_and_shapes_make_another_digest_of_the_same_bytes():
+    kinds = ("F32", [2, 8]), ("F32", [16]), ("I64", [8])
+    tables = [{"model.safetensors": {"w": [*kind, 0, "0" * 64]}} for kind in kinds]
+    assert len({*map(digest_of, tables)}) == 3
+
+
+def lacking(name):
+    return lambda old: to_json({key: value for key, value in old.items() if key != name})
+
+
+HARMFUL_FACTS = {
+    "a pickle": lambda old: pickle.dumps(Bomb()),
+    "nothing in it": lambda old: to_json({}),
+    "another step": lambda old: to_json(old | {"step": 3}),
+    "deep nesting": lambda old: b'{"a":' * 10_000,
+    "larger than any of ours": lambda old: b" " * (1 << 22),
+    "a best evaluation of no step": lambda old: to_json(old | {"best": {}}),
+    "counters that are none": lambda old: to_json(old | {"best": 7}),
+} | {f"without {name}": lacking(name) for name in ("epoch", "order", "evaluated", "scaler", "tied")}
+
+
+@pytest.mark.parametrize("kind", HARMFUL_FACTS)
+def test_harmful_facts_are_refused_whatever_the_manifest_says(tmp_path, monkeypatch, kind):
     def harm(folder):
+        facts = HARMFUL_FACTS[kind](json.loads((folder / "state.json").read_bytes()))
         restore(folder / "state.json", facts)
         restore(folder / "manifest.json", sealed(manifest_of(folder) | {"state": sha(facts)}))
 
+    monkeypatch.setattr(disk, "MOST_BYTES", 1 << 16)
     assert falls_back(tmp_path, monkeypatch, harm)
 
 
@@ -228,11 +254,12 @@ def odd_entries(path, tmp_path):
 
 def test_links_pipes_and_folders_in_place_of_files_are_not_followed_nor_waited_for(tmp_path):
     root, images, files, _ = two_of(tmp_path)
+    opts = options(tmp_path, max_steps=2)
     for path, data in files:
         for plant_it in [*odd_entries(path, tmp_path)]:
             path.unlink()
             plant_it()
-            assert load(root, images) == (1, True)
+            assert load(root, images) == (1, True) and not complete(opts)
             path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()
             restore(path, data)
 

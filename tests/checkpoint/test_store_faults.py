@@ -28,7 +28,7 @@ from stores import (
     two_checkpoints,
 )
 
-from common.checkpoint import disk, tensors
+from common.checkpoint import disk, folder, tensors
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import checkpoints, describe, read_facts
 from common.checkpoint.store import MOST_FAILURES
@@ -170,6 +170,67 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
         save(life, 8)
         assert store.failures == 0
     assert steps_of(opts) == [8, 2]
+
+
+def many_numbers(count):
+    """As a task's `finish` may return them: some of each class."""
+    return {"val_loss": 1.0, "val_acc": 0.5} | {
+        f"val_accuracy_of_class_{k}": 0.1234567890123 for k in range(count)
+    }
+
+
+def test_a_thousand_numbers_of_an_evaluation_come_back(tmp_path):
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        at_step(life.state, 1).record_evaluation(many_numbers(2000))
+        save(life, 1)
+    assert (opts.run_dir / "checkpoints/step-00000001/state.json").stat().st_size > 1 << 16
+    assert resumes_at(opts, 1)
+
+
+@pytest.mark.parametrize("what", ["too large", "without a counter"])
+def test_what_no_start_would_read_is_a_failed_save(tmp_path, monkeypatch, what):
+    """And leaves the ones before in their place, and nothing in staging."""
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        for step in (1, 2):
+            save(life, step)
+        if what == "too large":
+            monkeypatch.setattr(disk, "MOST_BYTES", 1 << 14)
+            life.state.evaluated = {"step": 3} | many_numbers(2000)
+        else:
+            monkeypatch.setattr(folder, "facts_to_json", lambda facts: disk.to_json({"step": facts["step"]}))
+        with pytest.raises(Damaged, match="state.json"):
+            save(life, 3)
+        assert life.store.failures == 1 and not list(life.store.writer.staging.iterdir())
+        monkeypatch.undo()
+        life.state.evaluated = {}
+        assert steps_of(opts) == [2, 1]
+        save(life, 4)
+    assert resumes_at(opts, 4)
+
+
+@pytest.mark.parametrize("where", ["copy", "write"])
+@pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=repr)
+def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, monkeypatch, where, error):
+    def none_left(*_):
+        raise error
+
+    said = []
+    with a_life(options(tmp_path), said=said) as life:
+        save(life, 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(tensors.Image, "copy", none_left) if where == "copy" else patch.setattr(
+                tensors, "write_at", none_left
+            )
+            at_step(life.state, 2)
+            life.store.save()
+            life.store.wait()
+            life.store.check()
+            assert said[-1].startswith("save failed (1 in a row), training goes on")
+            assert not list(life.store.writer.staging.iterdir())
+        life.store.save()  # the next interval
+    assert resumes_at(options(tmp_path), 2)
 
 
 def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_well(tmp_path, monkeypatch):

@@ -31,7 +31,7 @@ from stores import (
     steps_of,
 )
 
-from common.checkpoint import disk, fence
+from common.checkpoint import disk, fence, store
 from common.checkpoint.fence import Fenced
 
 
@@ -272,6 +272,30 @@ def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, monk
     assert looks and not steps_of(opts)
 
 
+def test_a_life_that_was_taken_over_puts_nothing_aside(tmp_path):
+    """It wakes up in the middle of a comparison of the ranks, and finds that they differ."""
+    opts = options(tmp_path)
+    with a_life(opts) as life:
+        save(life, 1)
+        save(life, 2)
+        os.rename(life.store.writer.staging, tmp_path / "gone")
+        life.store.agreed = 1
+        life.store._withdraw()
+    assert steps_of(opts) == [2, 1] and not list(life.store.root.glob("damaged-*"))
+
+
+def test_a_leftover_that_cannot_be_deleted_keeps_the_length_of_its_name(tmp_path, monkeypatch):
+    """A network's file system keeps what a stopped process has open, or root has made a file in it."""
+    opts = options(tmp_path)
+    monkeypatch.setattr(fence, "delete", lambda path: None)
+    left = []
+    for _ in range(4):
+        with a_life(opts):
+            pass
+        left.append(sorted(len(path.name) for path in opts.run_dir.glob("checkpoints/.life-*")))
+    assert {*left[-1]} == {*left[0]} and len(left[-1]) == 4
+
+
 # ---- a survivor saves, and the next life waits for it -----------------------------------------------------
 def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
     """The next life of a job starts while a survivor still writes: those steps must not be swept."""
@@ -332,6 +356,28 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
         timer.cancel()
         with fence.rescuing(path, lambda: 7, lambda: False):  # nor does it keep another survivor from saving
             assert fence.read_record(path)["pid"] == os.getpid()
+
+
+def test_a_rescue_waits_for_a_step_as_long_as_it_computes(tmp_path, monkeypatch):
+    """A huge net on CPUs takes longer than STEP_SECONDS; one that stands still is given up after them."""
+    monkeypatch.setattr(store, "STEP_SECONDS", 1.0)
+    told = []
+    with a_life(options(tmp_path)) as life:
+        with life.state.lock:
+            rescuer = threading.Thread(target=lambda: told.append(announced_rescue(life.store, life.state)))
+            rescuer.start()
+            began = time.thread_time()
+            while time.thread_time() - began < 2.5:
+                pass
+            at_step(life.state, 3)
+        rescuer.join()
+    assert told == ["step 3 saved by rank 0"]
+    with a_life(options(tmp_path)) as life, life.state.lock:
+        at_step(life.state, 4)
+        rescuer = threading.Thread(target=lambda: told.append(announced_rescue(life.store, life.state)))
+        rescuer.start()
+        rescuer.join()
+    assert told[1:] == [""] and steps_of(options(tmp_path)) == [3]
 
 
 def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):

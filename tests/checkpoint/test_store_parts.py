@@ -69,7 +69,18 @@ def test_a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_nam
         rename(source, target)
 
     (tmp_path / "checkpoints/.life-life").mkdir(parents=True)
-    facts = {"step": 5, "epoch": 0, "record": {}, "judged": {}}
+    facts = {
+        "step": 5,
+        "epoch": 0,
+        "record": {},
+        "order": [9, 0],
+        "best": {"step": 0},
+        "evaluated": {},
+        "scaler": None,
+        "tied": {},
+        "data": {},
+        "position": 0,
+    }
     rename = os.rename
     assert commit(0) is None
     monkeypatch.setattr(os, "rename", others_are_faster)

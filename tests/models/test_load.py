@@ -13,7 +13,8 @@ from test_bitwise import run
 import train_mp
 from common.data import load_data
 from common.models import load
-from common.options import Options
+from common.options import Options, parse_options
+from common.options.options import load_file
 
 OWN = """
 import torch
@@ -55,6 +56,37 @@ def test_the_best_net_of_a_run_the_newest_and_that_of_a_step_evaluate_as_the_run
         net = load(tmp_path / "run", which)
         assert not net.training and net.head.weight is net.words.weight
         assert metrics(net, dataset="random:64x4")[0] == pytest.approx(said[step], rel=1e-5)
+
+
+@pytest.mark.parametrize("whose", ["of the run's own folder", "of another user"])
+def test_a_file_that_the_caller_does_not_know_runs_only_if_it_is_named(tmp_path, monkeypatch, whose):
+    """A run folder may come from a stranger, and its options.json may name anything."""
+    folder = tmp_path / ("run" if "own" in whose else "code")
+    folder.mkdir(0o700, exist_ok=True)
+    own = folder / "own.py"
+    own.write_text(OWN + f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    run(tmp_path / "run", 1, ROWS | {"model": f"{own}:net", "epochs": 1})
+    (tmp_path / "ran").unlink()
+    load_file.cache_clear()
+    if "user" in whose:
+        uid = os.getuid()
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+        if not uid:
+            os.chown(own, uid + 2, -1)
+    monkeypatch.chdir(folder)
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "run")
+    fork = ["--at=4", f"--run-dir={tmp_path}/new"]
+    for path in (tmp_path / "run", link, os.path.relpath(tmp_path / "run")):
+        with refusal(
+            r"would run .*own.py:net: a file in that folder(.|\n)*name it yourself: --model .*own.py:net"
+        ):
+            load(path)
+        with pytest.raises(SystemExit, match="2"):
+            parse_options("", [f"--fork={path}", *fork], "ddp")
+    assert not (tmp_path / "ran").exists()
+    assert parse_options("", [f"--fork={link}", *fork, f"--model={own}:net"], "ddp").model == f"{own}:net"
+    assert load(link, model="own.py:net").last.out_features == 2 and (tmp_path / "ran").exists()
 
 
 def test_a_net_trained_in_stages_is_loaded_whole_without_torchrun_or_a_word(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from stores import two_checkpoints
 
 from common.errors import blamed
 from common.options import Options, call_user, parse_options
@@ -65,7 +67,7 @@ def refused(capsys, *argv, script=None):
         ("ddp", "--model vit", "did you mean vit_"),
         ("ddp", "--model gtp:tiny", "'gtp:tiny' is unknown"),
         ("ddp", "--dataset gone.py:f", "there is no file 'gone.py'"),
-        ("ddp", "--task own.py", "write path/to/file.py:function"),
+        ("ddp", "--task own.py", "there is no function\n       write path/to/file.py:function"),
         ("ddp", "--lerning-rate 1", "unknown argument '--lerning-rate'"),
         ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
         ("ddp", "--glob 8", "--glob"),  # no abbreviations
@@ -75,12 +77,16 @@ def refused(capsys, *argv, script=None):
         ("ddp", "--no-decay-1d", "there is no decay"),
         ("ddp", "--optimizer rprop --warmup-epochs 1", "it looks at lr once"),
         ("ddp", "--lr-schedule cosine --min-lr 1", "is not below --lr 0.001"),
+        ("ddp", "--lr 0", "raise --lr"),
         ("ddp", "--init-skip fc.", "nothing is taken over"),
         ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
         ("ddp", "--resume nowhere", "'nowhere' is not there"),
         ("ddp", "--resume file", "'file' is not there"),
         ("ddp", "--init-from nowhere.pt", "'nowhere.pt' is not there"),
+        ("ddp", "--dataset mnist --data-dir /nonexistent", "--data-dir: '/nonexistent' is not there"),
+        ("ddp", "--model gpt --dataset text:8", "--data-dir: 'data' is not there"),
         ("ddp", "--run-dir file/run", "is not a folder"),
+        ("ddp", "--run-dir open", "anybody may write into 'open'\n       chmod o-w open"),
         ("ddp", "--devices cpu,cpu", "train_dp.py and train_mp.py"),
         (
             "dp",
@@ -93,6 +99,8 @@ def refused(capsys, *argv, script=None):
 def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, script, argv, word):
     Path("file").touch()
     Path("own.py").write_text("def f(): pass\n")
+    Path("open").mkdir()
+    Path("open").chmod(0o777)
     assert word in refused(capsys, *argv.split(), script=script)
 
 
@@ -123,6 +131,7 @@ def test_values_left_open_follow_from_the_others():
     assert parse("--optimizer", "sgd", "--momentum", "0").momentum == 0
     assert parse().workers == 0 and 1 <= Options(dataset="imagefolder").workers <= 4
     assert Options(model="my/nets.py:tiny").run_dir == Path("runs/nets.py-tiny-digits")
+    Path("data").touch()
     for words in ("--model=gpt:tiny", "--dataset=text:64", "--dataset=tokens:64"):
         assert parse(words).task == "tokens"
     assert parse("--model=gpt", "--task=classify").task == "classify"
@@ -183,7 +192,31 @@ def test_a_restart_may_change_exactly_the_free_flags(name):
     else:
         value = value + 1 if isinstance(value, (int, float)) else "amsgrad=True"
     changed = replace(Options(), **{name: value}).compare(old)
-    assert changed == ([] if name in FREE | {"script"} else [(name, old[name], value)])
+    words = f"{flag_of(name)} was {old.get(name)!r}, now {value!r}"
+    assert changed == ([] if name in FREE | {"script"} else [words])
+
+
+def test_a_flag_that_contradicts_the_run_is_refused_before_torch_is_imported(capsys, tmp_path):
+    opts, root = two_checkpoints(tmp_path)
+    flags = [f"--run-dir={opts.run_dir}", "--workers=0", "--dataset=imagefolder", "--data-dir=."]
+    wrong = (
+        f"{opts.run_dir} is another run: --dataset was 'digits', now 'imagefolder'; --lr was 0.001, now 0.5"
+    )
+    assert wrong in refused(capsys, *flags, "--lr=0.5")
+    done = run(f"--run-dir={opts.run_dir}", "--lr=0.5")
+    assert done.returncode == 2 and "--lr was 0.001, now 0.5" in done.stderr
+    assert "resume" in done.stderr and "Traceback" not in done.stderr
+    path = opts.run_dir / "options.json"
+    data = path.read_bytes()
+    for spoil in (lambda: path.write_bytes(data[:-9]), lambda: None, lambda: os.mkfifo(path)):
+        path.unlink(missing_ok=True)
+        spoil()  # of which the store tells
+        assert parse(*flags).dataset == "imagefolder"
+    path.unlink()
+    path.write_bytes(data)
+    shutil.rmtree(root)
+    root.mkdir()
+    assert parse(*flags).dataset == "imagefolder", "nothing is saved: it may change"
 
 
 # ---- the environment ------------------------------------------------------------------------------

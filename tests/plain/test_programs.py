@@ -210,7 +210,6 @@ class AverageState(Program):
     """An optimizer whose state has the key of --ema-decay."""
 
     refused = "ema"
-    red = "36.9"
 
     class kind(torch.optim.SGD):
         def step(self):
@@ -411,7 +410,6 @@ class PerClass(Program):
     """A number for each of a thousand classes."""
 
     doors = ("script",)
-    red = "36.10"
 
     def scores(self, out, y):
         return super().scores(out, y) | {

@@ -5,23 +5,31 @@ import shutil
 
 import pytest
 from jobs import CLEAN, audit
-from test_verify import own, train  # noqa: F401  (own is a fixture)
+from test_verify import own, replay, train, warm_starts  # noqa: F401  (two are fixtures)
 
 from common.options import parse_options
-from common.replay import digest
+from common.replay import end_of
 
 
-def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(jobs, tmp_path, own):  # noqa: F811
+@pytest.mark.usefixtures("warm_starts")
+def test_a_fork_shares_its_past_and_its_flags_and_outlives_the_run_it_has_left(
+    jobs,
+    tmp_path,
+    own,  # noqa: F811
+    capsys,
+):
     run = train(jobs, tmp_path / "run", "--keep-every=4", *own)
     again = train(jobs, tmp_path / "again", f"--fork={run}", "--at=4", processes=2)
-    assert digest(run, 10) == digest(again, 10)
+    assert end_of(run, 10) == end_of(again, 10)
     fork = [f"--fork={run}", "--at=4", "--lr=0.1"]
-    other = train(jobs, tmp_path / "other", *fork, "--max-steps=6")
+    other = train(jobs, tmp_path / "other", *fork, "--max-steps=6", "--keep-every=5")
+    code, said = replay(capsys, "verify", other, "--all")
+    assert code == 0 and "nothing proves step 5, where it begins" in said and "1 of 1 segments" in said, said
     facts = json.loads((other / "options.json").read_text())["options"]
     assert (facts["fork"], facts["at"], facts["lr"], facts["model"]) == (str(run), 4, 0.1, "mlp")
     shutil.rmtree(run)
     train(jobs, other, *fork, processes=2)
-    assert digest(other, 10) != digest(again, 10) and audit(other) == CLEAN
+    assert end_of(other, 10)[0] != end_of(again, 10)[0] and audit(other) == CLEAN
     notes = [json.loads(line) for path in (other / "audit").glob("life-*") for line in path.open()]
     assert {note["step"] for note in notes} == set(range(5, 11))
 

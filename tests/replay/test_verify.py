@@ -3,6 +3,7 @@
 tests/test_promises.py has the rest: kills and other worlds, and a forged checkpoint.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 from jobs import events
 
+from common.checkpoint.disk import sealed, sha, to_json
 from common.replay import main
 
 OWN = """
@@ -105,6 +107,38 @@ def test_a_changed_rate_is_found_in_its_segment_and_damage_is_refused(jobs, tmp_
     assert code == 2 and "damaged" in output, output
 
 
+def sealed_facts(folder, **changes):
+    """Other facts in a checkpoint, under right hashes."""
+    facts = json.loads((folder / "state.json").read_bytes())
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    del manifest["seal"]
+    (folder / "state.json").write_bytes(state := to_json(facts | changes))
+    (folder / "manifest.json").write_bytes(sealed(manifest | {"state": sha(state)}))
+    return facts
+
+
+def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_path, own, capsys):
+    run = train(jobs, tmp_path / "run", "--keep-every=4", *own, "--epochs=2")
+    end = run / "checkpoints/step-00000012"
+    facts = sealed_facts(end)
+    assert facts["best"]["step"] == 10, "evaluated within the segment"
+    for changes, code in (
+        ({}, 0),
+        ({"position": facts["position"] + 16}, 1),
+        ({"epoch": facts["epoch"] + 1}, 1),
+        ({"best": facts["best"] | {"val_acc": 1.5}}, 1),
+        ({"best": facts["best"] | {"step": 11}}, 1),
+    ):
+        sealed_facts(end, **facts | changes)
+        assert replay(capsys, "verify", run, "--from", 8, "--to", 12)[0] == code, changes
+    sealed_facts(end, **facts)
+    sealed_facts(run / "checkpoints/step-00000004", position=0)
+    ledger = run / "ledger.jsonl"  # it has no seal
+    ledger.write_text(ledger.read_text().replace('"step": 0,', '"step": 4,', 1))
+    code, output = replay(capsys, "verify", run, "--to", 8)
+    assert code == 1 and results(output)[0, 4] == "differs in its position", output
+
+
 def test_an_honest_run_whose_epochs_were_raised_is_the_same_and_its_fork_has_them_too(jobs, tmp_path, capsys):
     """The rate falls to the end of the run: a segment has the epochs of the life that made it."""
     flags = ("--model=mlp", "--dataset=random:160x5", "--lr-schedule=cosine", "--keep-every=4")
@@ -116,6 +150,17 @@ def test_an_honest_run_whose_epochs_were_raised_is_the_same_and_its_fork_has_the
     fork = tmp_path / "fork"
     jobs.python("train_ddp.py", f"--fork={run}", "--at=20", f"--run-dir={fork}").ends_with(0)
     assert max(event["step"] for event in events(fork, "save")) == 30
+
+
+def test_a_file_in_the_run_itself_is_run_only_if_it_is_named(jobs, tmp_path, capsys):
+    run = tmp_path / "run"
+    run.mkdir(0o700)
+    (run / "own.py").write_text(OWN)
+    named = f"--dataset={run}/own.py:data"
+    train(jobs, run, named, "--model=mlp", "--epochs=1", "--keep-every=5")
+    code, output = replay(capsys, "verify", run, "--to", 5)
+    assert code == 2 and f"name it yourself: --dataset {run}/own.py:data" in output, output
+    assert replay(capsys, "verify", run, "--to", 5, named)[0] == 0
 
 
 def test_without_virtual_ranks_it_says_that_the_number_of_processes_counts(jobs, tmp_path, own, capsys):

@@ -157,6 +157,12 @@ class Plain(torch.optim.SGD):
                 self.state[weight]["turn"] = self.state[weight].get("turn", 0) + 1
         return super().step(closure)
 
+class Smooth(torch.optim.SGD):
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            self.state[weight]["ema"] = torch.zeros_like(weight)
+        return super().step(closure)
+
 class Counting(torch.optim.SGD):
     def step(self, closure=None):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
@@ -181,6 +187,9 @@ def nothing(net, opts):
 
 def plain(net, opts):
     return Plain(net.parameters(), lr=opts.lr)
+
+def smooth(net, opts):
+    return Smooth(net.parameters(), lr=opts.lr)
 
 def lbfgs(net, opts):
     return torch.optim.LBFGS(net.parameters(), lr=opts.lr)
@@ -227,6 +236,7 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
         ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
         ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
         ("--optimizer=own.py:plain", "its state has turn, which no checkpoint would hold"),
+        ("--optimizer=own.py:smooth", "its state has 'ema'"),
         ("--optimizer=own.py:lbfgs", "without a closure"),
         ("--optimizer=own.py:counting", "no change of its groups"),
         ("--optimizer-args=foreach=True,fused=True", "cannot be `True` together"),

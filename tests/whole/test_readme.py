@@ -141,7 +141,15 @@ def check(words, monkeypatch):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A reader's: data is looked for before torch is imported."""
-    for path in ("my_own.py", "data/train.bin", "data/val.bin", "data/train/x", "data/val/x", "runs/wide/x"):
+    for path in (
+        "my_own.py",
+        "F",
+        "data/train.bin",
+        "data/val.bin",
+        "data/train/x",
+        "data/val/x",
+        "runs/wide/x",
+    ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     monkeypatch.setattr("os.access", lambda *_: True)  # not everybody may write to /shared
