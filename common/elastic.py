@@ -76,6 +76,7 @@ class Elastic(Run):
         self.sets = Data(dataset, dataset if test_set is None else test_set, known_classes=None)
         self.schedule = schedule
         self.called = False  # run.model, with this batch
+        self.kept = {}
         self.given = {
             "run_dir": run_dir,
             "global_batch_size": batch_size,
@@ -153,7 +154,10 @@ class Elastic(Run):
             self._set_modes(self.modes)
             if self.report_due:
                 self.report_due = False
+                self.kept = {p: p.detach().clone() for p in state.names}
                 yield self._prepared(Batch([], [], 0))
+                self._put_back()
+                self.kept = {}
             for batch in self.batches():
                 prepared = self._prepared(batch)
                 yield prepared
@@ -162,6 +166,8 @@ class Elastic(Run):
                         "a batch was not trained on, or two loops over run take turns\n"
                         "call run.step(loss, count) for each batch, in one loop"
                     )
+                with state.changing():
+                    state.buffers.take()
                 self.obey()  # not in run.step: what the loop changes after it belongs to the step
             reports = gather(self.world, [state.best, state.evaluated])
             state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
@@ -183,6 +189,8 @@ class Elastic(Run):
         """The net's output. Call it in place of the net: only then gradients are averaged over the ranks."""
         self.state.progress += 1
         training = torch.is_grad_enabled()  # else it is an evaluation, maybe of one rank alone
+        if not training:
+            self._put_back()
         self.called |= training
         model: Any = self.wrapped if training else self.net
         with autocast(self.opts, self.world.device):
@@ -190,6 +198,12 @@ class Elastic(Run):
         if self.opts.amp == "off":
             return out
         return map_tensors(lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, out)
+
+    @torch.no_grad()
+    def _put_back(self):
+        """In a batch that is only there for a report: what the loop changes after a step has been changed."""
+        for p, weight in self.kept.items():
+            p.copy_(weight)
 
     def step(self, loss: Tensor, count: float | Tensor) -> None:
         """One step: `loss` is the sum over this rank's samples, `count` the number of those that count."""

@@ -72,7 +72,6 @@ def refused(capsys, *argv, script=None):
         ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
         ("ddp", "--glob 8", "--glob"),  # no abbreviations
         ("ddp", "--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
-        ("ddp", "--optimizer sgd --optimizer-args dampening=0.5", "dampening"),
         ("ddp", "--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
         ("ddp", "--no-decay-1d", "there is no decay"),
         ("ddp", "--optimizer rprop --warmup-epochs 1", "it looks at lr once"),
