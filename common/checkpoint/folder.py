@@ -164,7 +164,8 @@ def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
     if facts.get("step") != step:
         raise Damaged(f"{STATE} is of step {facts.get('step')}, the folder says {step}")
     with as_written(STATE):
-        [facts[name] for name in FACTS], facts["best"]["step"]
+        if {*FACTS} - facts.keys() or "step" not in facts["best"]:
+            raise Damaged(f"{STATE} lacks what a start reads")
     return manifest, facts
 
 

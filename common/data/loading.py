@@ -33,7 +33,7 @@ from common.errors import UserError, blamed, one_line
 from common.options import Options
 from common.sampler import ElasticSampler, share
 
-FILES = "--data-dir names a dataset's files; --download fetches mnist, fashion-mnist, cifar10"
+FILES = "its files are to be in --data-dir {}; --download fetches mnist, fashion-mnist, cifar10"
 WANTED = (
     "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
     "an iterable has no place at which a restart can resume"
@@ -49,7 +49,7 @@ def load_data(opts: Options, source: Data | None = None) -> Data:
     if FACTS(opts) in PRELOADED:
         return PRELOADED[FACTS(opts)]
     make = DATASETS.get(opts.dataset.partition(":")[0], user_dataset)
-    way_out = WANTED if source or make is user_dataset else FILES
+    way_out = WANTED if source or make is user_dataset else FILES.format(opts.data_dir)
     with blamed(f"dataset {opts.dataset}", way_out):
         source = source or make(opts)
         train = split_of(source.train, source, opts)

@@ -164,17 +164,14 @@ def check_world(opts, world):
 
 def check_files(opts):
     """UserError for files and folders that are not there; answered before torch is imported."""
-    reads = "data_dir" in DATASETS.get(kind_of(opts.dataset), ()) and not opts.download
     for flag, path, is_there in (
         ("--resume", opts.resume, os.path.isdir),
         ("--init-from", opts.init_from, os.path.isfile),
-        ("--data-dir", opts.data_dir if reads else "", os.path.exists),
     ):
         if path not in ("", "auto") and not is_there(path):
             raise UserError(
                 f"{flag}: {path!r} is not there\n"
-                "give the folder of a checkpoint to --resume, a file of weights to --init-from,\n"
-                f"what dataset {opts.dataset} reads to --data-dir"
+                "give the folder of a checkpoint to --resume, a file of weights to --init-from"
             )
     place = next(path for path in (opts.run_dir, *opts.run_dir.parents) if os.path.lexists(path))
     if not os.access(os.path.join(place, ""), os.W_OK | os.X_OK):

@@ -263,6 +263,7 @@ def files(tmp_path):
         ("tokens:8", lambda at: (at / "train.bin").write_bytes(b"123"), "multiple of the data-type size"),
         ("tokens:8", lambda at: (at / "val.bin").unlink(), "val.bin"),
         ("text:8", id, "Is a directory"),
+        ("mnist", lambda at: (at / "MNIST").rename(at / "other"), "its files are to be in --data-dir /"),
     ],
 )
 def test_files_that_cannot_be_read_are_told_in_three_lines(files, name, spoil, said):

@@ -82,8 +82,6 @@ def refused(capsys, *argv, script=None):
         ("ddp", "--resume nowhere", "'nowhere' is not there"),
         ("ddp", "--resume file", "'file' is not there"),
         ("ddp", "--init-from nowhere.pt", "'nowhere.pt' is not there"),
-        ("ddp", "--dataset mnist --data-dir /nonexistent", "--data-dir: '/nonexistent' is not there"),
-        ("ddp", "--model gpt --dataset text:8", "--data-dir: 'data' is not there"),
         ("ddp", "--run-dir file/run", "is not a folder"),
         ("ddp", "--run-dir open", "anybody may write into 'open'\n       chmod o-w open"),
         ("ddp", "--devices cpu,cpu", "train_dp.py and train_mp.py"),
