@@ -134,7 +134,6 @@ class Elastic(Run):
             group["scale"] = float(group["lr"]) / (rate or 1.0)
         self.report_due = state.epoch_over and not state.evaluated_now  # a life died before it had reported
         self.settings = self._settings()
-        self.training = self._training()
         self.modes = self._modes()
 
     def _check_arguments(self):
@@ -236,32 +235,25 @@ class Elastic(Run):
                 "run.step without run.model: other ranks would lack this gradient\n"
                 "call run.model(x) in place of the net"
             )
-        for before, now in zip(self.settings, self._settings(), strict=True):
-            changed = [name for name in now if now[name] != before.get(name)]
-            if changed:
+        for (name, before), (_, now) in zip(self.settings, self._settings(), strict=False):
+            if now != before:
                 raise UserError(
-                    f"the script changes the optimizer's {changed[0]}, and a restart would not know that\n"
-                    "for the rate give Elastic(schedule=f), where f(step, steps in all) returns a factor"
+                    f"the script changes {name}, and neither a restart nor another rank would know that\n"
+                    "for lr give Elastic(schedule=f), where f(step, steps in all) returns a factor; "
+                    "for others train two runs"
                 )
         if any(p.grad is not None for p in self.state.names):
             raise UserError(
                 "a gradient is there before run.step, which makes that of the mean\n"
                 "add up the losses, and give run.step their sum"
             )
-        if self.training != self._training():
-            raise UserError(
-                "requires_grad of a weight has changed since the start, and ranks would not average it\n"
-                "train such phases as two runs, each with a run_dir of its own"
-            )
 
     def _settings(self):
-        """What each group of the optimizer has beside its weights."""
-        return [
-            {name: value for name, value in group.items() if name != "params"} for group in self.state.groups
-        ]
-
-    def _training(self):
-        return [p.requires_grad for p in self.state.names]
+        """(name, value) of what decides how weights train: the run alone may change it."""
+        settings = [("requires_grad", [p.requires_grad for p in self.state.names])]
+        for group in self.state.groups:
+            settings += [(name, value) for name, value in group.items() if name != "params"]
+        return settings
 
     def _modes(self):
         """Which parts of the net train and which evaluate: the script says, an evaluation gives it back."""

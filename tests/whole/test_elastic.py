@@ -100,7 +100,7 @@ def after(line, new, indent="            "):
         ("has no len()", ("dataset=points", "dataset=iter([])")),
         ("run.step without run.model", (CALL, "net(batch.x)")),
         ("run.step was called twice", after(STEP, STEP.strip())),
-        ("changes the optimizer's lr", after(STEP, "optimizer.param_groups[0]['lr'] = 0.1")),
+        ("the script changes lr", after(STEP, "optimizer.param_groups[0]['lr'] = 0.1")),
         ("keep: '1' is not a whole number from 2", (AUDIT, "keep=1")),
         ("audit: ignored explicit argument 'yes'", (AUDIT, "audit='yes'")),
         (
