@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,27 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
     assert fork_ranks(1, live, may_die=[0]) == [143]
     assert saved(run) == [2]
     assert_same_as_undisturbed(run)
+
+
+def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
+    """A new thread begins on GPU 0; here that one is full."""
+
+    def live(world):
+        common.rescue.watch.STEP_SECONDS = 0.2
+        common.checkpoint.store.STEP_SECONDS = 0.2
+        with fake_streams(gpu=1) as default:
+            state, store = a_run(replace(world, devices=(torch.device("cuda:1"),)), run)
+            late_updates(state, default)
+            with Rescue(store):
+                step(state)
+                store.save()
+                store.wait()
+                step(state)
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                in_a_lock(world)
+
+    assert fork_ranks(1, live, may_die=[0]) == [143]
+    assert saved(run) == [2, 1]
 
 
 def assert_same_as_undisturbed(run):
