@@ -168,7 +168,7 @@ def test_a_net_that_does_not_fit_is_told_in_torchs_own_words(jobs, tmp_path):
 
 
 @pytest.mark.skipif(fake(), reason="a CPU raises an error of its own")
-def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(jobs, tmp_path):
+def test_a_label_out_of_range_ends_the_run_with_its_words(jobs, tmp_path):
     (tmp_path / "own.py").write_text(WRONG)
     job = begin(
         jobs,
@@ -179,3 +179,4 @@ def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(jobs, tmp_path):
         f"--run-dir={tmp_path}/run",
     )
     assert job.wait() not in (0, -9), job.output
+    assert "device-side assert" in events(tmp_path / "run", "error")[0]["why"]

@@ -140,6 +140,23 @@ def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
     assert saved(run) == [2, 1]
 
 
+def test_after_an_error_that_stays_on_the_gpu_a_life_ends_with_its_words(run):
+    def live(world):
+        with fake_streams() as default:
+            state, store = a_run(world, run)
+            late_updates(state, default)
+            with contextlib.suppress(RuntimeError), Rescue(store):
+                step(state)
+                step(state)
+                default.broken = RuntimeError("CUDA error: device-side assert triggered")
+                step(state)
+
+    fork_ranks(1, live)
+    assert [event["why"] for event in events(run, "error")] == [
+        "RuntimeError: CUDA error: device-side assert triggered"
+    ]
+
+
 def assert_same_as_undisturbed(run):
     def two_steps(world):
         state, _ = a_run(world, run.with_name("other"))
