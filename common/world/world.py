@@ -252,9 +252,16 @@ def _init_process_group(store, place, device):
     backend = "gloo"
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"  # control traffic never touches the device stream
-        # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer step
-        # uses garbage
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        for name in (
+            # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer
+            # step uses garbage
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            # torch's watchdogs would end this process after an error of CUDA or NCCL, saved or not
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+            "TORCH_NCCL_ENABLE_MONITORING",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        ):
+            os.environ[name] = "0"
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
