@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -262,6 +263,8 @@ def _init_process_group(store, place, device):
             "TORCH_NCCL_DUMP_ON_TIMEOUT",
         ):
             os.environ[name] = "0"
+    # its meeting has an end: NCCL's has none where a driver hangs
+    faulthandler.dump_traceback_later(5 * MEETING.total_seconds(), exit=True, file=2)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
@@ -270,6 +273,7 @@ def _init_process_group(store, place, device):
         timeout=MEETING,
         device_id=device if device.type == "cuda" else None,
     )
+    faulthandler.cancel_dump_traceback_later()
 
 
 # ---- what decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start ---

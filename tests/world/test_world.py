@@ -127,6 +127,11 @@ def test_when_nccl_meets_torchs_watchdogs_end_no_process():
         }
 
 
+def test_when_nccl_meets_the_meeting_has_an_end():
+    for *_, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
+        assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
+
+
 def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(jobs, tmp_path):
     job = jobs.torchrun(2, "train_ddp.py", *PACED, f"--run-dir={tmp_path}", "--epochs=1000", cold=True)
     pids = wait_for(tmp_path, 1, 0, job)["pids"]
