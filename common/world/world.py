@@ -252,6 +252,12 @@ def _init_process_group(store, place, device):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo"
     if device.type == "cuda":
+        ranks = store.add(f"gpu/{torch.cuda.get_device_properties(device).uuid}", 1)
+        if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
+            raise UserError(
+                f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
+                "start as many processes as GPUs are visible, or use --device cpu"
+            )
         backend = "cpu:gloo,cuda:nccl"  # control traffic never touches the device stream
         for name in (
             # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer

@@ -100,7 +100,8 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
 def join_on_gpus(world, uuids):
     """(what `join` says on GPUs with these uuids, torch's variables, a limit) when NCCL is to meet."""
     os.environ.update(RANK=str(world.rank), WORLD_SIZE="2", LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE="2")
-    torch.cuda.device_count = lambda: 2
+    os.environ["CUDA_VISIBLE_DEVICES"] = "some"
+    torch.cuda.device_count = lambda: len(uuids)
     torch.cuda.set_device = lambda device: None
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
     worlds.fresh_store = lambda *_: dist.PrefixStore(uuids, world.store)
@@ -130,6 +131,15 @@ def test_when_nccl_meets_torchs_watchdogs_end_no_process():
 def test_when_nccl_meets_the_meeting_has_an_end():
     for *_, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
         assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
+
+
+@pytest.mark.parametrize("uuids, allowed, refused", [("a", "", 1), ("a", "1", 0), ("ab", "", 0)])
+def test_two_processes_with_one_gpu_are_refused(monkeypatch, uuids, allowed, refused):
+    """CUDA_VISIBLE_DEVICES=0: each takes it for its own. NCCL would fail, or train at half the speed."""
+    if allowed:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
+    words = [words for words, *_ in fork_ranks(2, lambda world: join_on_gpus(world, uuids)) if words]
+    assert len(words) == refused and all("has this GPU" in line for line in words)
 
 
 def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(jobs, tmp_path):
