@@ -225,20 +225,28 @@ def choose_devices(opts, place):
             f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             "use --device cpu, or make a GPU visible"
         )
+    cpu = torch.device("cpu")
+    gpus = tuple(torch.device("cuda", i) for i in range(count))
     if opts.devices:
-        return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
+        chosen = tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
+        if {*chosen} - {*gpus, cpu}:
+            raise UserError(
+                f"--devices {','.join(opts.devices)}: torch sees {count} GPUs, numbered from 0\n"
+                f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
+            )
+        return chosen
     if not count:
-        return (torch.device("cpu"),)
+        return (cpu,)
     if opts.script != "ddp" and place.size == 1:
-        return tuple(torch.device("cuda", i) for i in range(count))
+        return gpus
     if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
-        return (torch.device("cuda", 0),)
+        return gpus
     if place.local_size > count:
         raise UserError(
             f"{place.local_size} processes on this machine but {count} GPUs are visible\n"
             f"start at most {count} (--nproc_per_node={count}), or use --device cpu"
         )
-    return (torch.device("cuda", place.local_rank),)
+    return (gpus[place.local_rank],)
 
 
 def _init_process_group(store, place, device):

@@ -87,6 +87,9 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices_of(Options(), 1, 2) == (torch.device("cuda", 1),)
     assert len(devices_of(Options(script="mp"), 0, 1)) == 2
+    assert len(devices_of(Options(script="mp", devices=("cpu", "cuda", "cuda:1")), 0, 1)) == 3
+    with refusal("cuda:2"):
+        devices_of(Options(script="mp", devices=("cuda:1", "cuda:2")), 0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")  # a process on each of two machines: each drives one GPU
     assert devices_of(Options(script="mp"), 0, 1) == (torch.device("cuda", 0),)
     for rank in range(3):
