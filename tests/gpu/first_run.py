@@ -25,6 +25,7 @@ def main(flags):
         print("killed:", "it was training" if first.wait() == -9 else f"no, it ended: {first.returncode}")
         second = subprocess.run(train, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(second.stdout)
+        print("device:", *re.findall(r"devices (.*)", second.stdout)[:1])
         print("resumed:", *re.findall(r"^.*resum.*", second.stdout, re.MULTILINE)[:1])
         print("speed:", *re.findall(r"[\d,]+ samples/s", second.stdout)[-1:])
         print("end:", *re.findall(r"^done at step.*", second.stdout, re.MULTILINE))

@@ -25,7 +25,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 570
 GRACE = 5  # seconds between Ctrl-C and SIGKILL for a part that is late
-TAIL = 15  # lines of a part that did not pass
+TAIL = 20  # lines of a part that did not pass
 MS = r"(?P<ms>[\d.]+) ms"
 BENCH = rf"^(?P<net>\S+): (?P<way>\w+) {MS}, (?P<other>\w+) (?P<other_ms>[\d.]+) ms, (?P<ratio>[\d.]+) x"
 ASKED = r"(: asked (?P<asked>[\d.]+) s, copied (?P<copied>[\d.]+))?"
@@ -58,7 +58,7 @@ PARTS = (
     Part(
         "first_run",
         75,
-        r"^(?P<name>killed|resumed|end|speed|audit): (?P<value>.*)",
+        r"^(?P<name>killed|device|resumed|end|speed|audit): (?P<value>.*)",
         "tests/gpu/first_run.py --epochs=10",
         "tests/gpu/first_run.py --max-steps=60",
         "numpy safetensors",
@@ -68,21 +68,21 @@ PARTS = (
         260,
         TESTS,
         "-m pytest tests/gpu -vv -n 8 --dist worksteal -rs --tb=short --durations=5",
-        "-m pytest tests/gpu -vv -n 2 --dist worksteal -rs --tb=short -k averages",
+        "-m pytest tests/gpu/test_one_gpu.py -vv -n 1 -rs --tb=short -k averages",
         "pytest xdist numpy safetensors",
     ),
     Part(
         "bench",
         70,
         BENCH,
-        "tests/bench/gpu.py --nets gpt:medium,net --rounds 3",
+        "tests/bench/gpu.py --nets gpt:medium,net --rounds 5",
         "tests/bench/gpu.py --device cpu --nets net --rounds 1 --steps 1",
     ),
     Part(
         "pictures",
         60,
         BENCH,
-        "tests/bench/gpu.py --nets resnet50 --rounds 3",
+        "tests/bench/gpu.py --nets resnet50 --rounds 5",
         "tests/bench/gpu.py --device cpu --nets resnet18 --rounds 1 --steps 1",
         "torchvision",
     ),
@@ -90,7 +90,7 @@ PARTS = (
         "waiting",
         90,
         BENCH,
-        "tests/bench/gpu.py --ways settled,asked,ours --nets gpt:medium,net --rounds 3",
+        "tests/bench/gpu.py --ways settled,asked,ours --nets gpt:medium,net --rounds 5",
         "tests/bench/gpu.py --ways settled,asked,ours --device cpu --nets net --rounds 1 --steps 1",
     ),
     Part(
