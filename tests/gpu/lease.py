@@ -160,7 +160,12 @@ class Lease:
             "outcome": outcome,
             "seconds": round(time.monotonic() - began, 1),
             "figures": [
-                {key: number(value) for key, value in match.groupdict().items() if value} for match in found
+                {
+                    key: value if key == "value" else number(value)
+                    for key, value in match.groupdict().items()
+                    if value
+                }
+                for match in found
             ],
             "lines": [match.string for match in found],
             "tail": text.splitlines()[-TAIL:] if outcome[:6] in ("late", "failed") else [],
@@ -196,8 +201,8 @@ class Lease:
                 code = child.wait(most)
             except subprocess.TimeoutExpired:
                 code = None
-                os.killpg(child.pid, signal.SIGINT)  # pytest then says what it has seen
-                with contextlib.suppress(subprocess.TimeoutExpired):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, signal.SIGINT)  # pytest then says what it has seen
                     child.wait(GRACE)
             finally:
                 end_all_with(token)
@@ -239,6 +244,7 @@ def main(folder, *names):
     known = [part.name for part in PARTS]
     if unknown := set(names) - set(known):
         sys.exit(f"no part {' '.join(sorted(unknown))}\nparts: {' '.join(known)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a part's processes, too
     lease = Lease(folder)
     for part in PARTS:
         if part.name == "facts" or part.name in (names or known):  # the others ask what is there

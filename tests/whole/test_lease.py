@@ -6,28 +6,32 @@ import subprocess
 import sys
 
 from jobs import ROOT
-from lease import Lease, Part
+from lease import TESTS, Lease, Part
 
 SLEEP = '__import__("time").sleep(99)'
 CHILD = '__import__("subprocess").Popen(["sleep","98"],start_new_session=True)'
 
 
+SIZE = r"size:(?P<size>\d)"
+
+
 def test_a_part_that_fails_is_late_or_shows_no_figure_stops_no_other(tmp_path):
-    rows = [  # name, what it runs, seconds, needs, what is said of it
-        ("facts", 'print("card:\\tX\\nmissing:\\tnumpy")', 60, "", "passed"),
-        ("bad", 'print("size:1");raise(KeyError("why"))', 60, "", "failed, code 1"),
-        ("silent", "print(3)", 60, "", "failed, no figure"),
-        ("without", "print(3)", 60, "numpy", "skipped: numpy not there"),
-        ("late", f'print("size:2");{CHILD};{SLEEP}', 1, "", "late"),
-        ("good", 'print("size:4")', 60, "", "passed"),
+    rows = [  # name, what it runs, seconds, pattern of its figures, needs, what is said of it
+        ("facts", 'print("card:X");print("missing:numpy")', 60, r"(?P<name>\w+):(?P<value>.+)", "", "passed"),
+        ("bad", 'print("size:1");raise(KeyError("why"))', 60, SIZE, "", "failed, code 1"),
+        ("skipped", 'print("=","7","skipped","in","1s","=")', 60, TESTS, "", "failed, no figure"),
+        ("tested", 'print("=","5","passed,","7","skipped","in","1s","=")', 60, TESTS, "", "passed"),
+        ("without", "print(3)", 60, SIZE, "numpy", "skipped: numpy not there"),
+        ("late", f'print("size:2");{CHILD};{SLEEP}', 1, SIZE, "", "late"),
+        ("good", 'print("size:4")', 60, SIZE, "", "passed"),
     ]
     lease = Lease(tmp_path)
-    for name, code, seconds, needs, _ in rows:
-        figure = r"(?P<name>\w+):\t(?P<value>.+)" if name == "facts" else r"size:(?P<size>\d)"
+    for name, code, seconds, figure, needs, _ in rows:
         lease.run(Part(name, seconds, figure, f"-c {code}", f"-c {code}", needs))
     found = json.loads((tmp_path / "figures.json").read_text())
     assert [part["outcome"] for part in found["parts"]] == [row[-1] for row in rows]
-    assert found["card"] == "X" and found["parts"][-1]["figures"] == [{"size": 4.0}]
+    assert found["card"] == "X" and found["parts"][-1]["figures"] == [{"size": 4}]
+    assert found["parts"][3]["figures"] == [{"passed": 5, "skipped": 7}]
     summary = (tmp_path / "summary.txt").read_text()
     assert "card X" in summary and "  > KeyError: 'why'" in summary and "    size:4" in summary
     assert "Traceback" in (tmp_path / "figures.txt").read_text()
