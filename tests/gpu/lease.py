@@ -110,10 +110,11 @@ PARTS = (
     ),
     Part(
         "loops",
-        120,
+        110,
         r"^ *(?P<what>\w+): (?P<figure>[\d.,]+) (?P<unit>.*)",
-        "tests/bench/loops.py --what memory,index,net --rounds 2",
+        "tests/bench/loops.py --device cuda --what index,memory,net --rounds 2",
         "tests/bench/loops.py --what index --rounds 1",
+        "numpy",
     ),
 )
 
