@@ -142,7 +142,7 @@ class Lease:
 
     def run(self, part):
         missing = sorted(set(part.needs.split()) & set(self.facts.get("missing", "").split()))
-        most = min(part.seconds, self.end - time.monotonic() - GRACE)
+        most = min(part.seconds, self.end - time.monotonic() - 2 * GRACE)
         began = time.monotonic()
         text = ""
         if missing:
