@@ -63,7 +63,8 @@ class CheckpointStore:
         self.root = opts.run_dir / "checkpoints"
         self.fence = Fence(opts.run_dir, world.life)
         self.owns = False  # the folder is this rank's
-        self.pool = futures.ThreadPoolExecutor(1, "writer")  # starting a thread makes training wait
+        # starting a thread makes training wait
+        self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
         self.job: futures.Future | None = None  # the last one of that thread
         self.agreed = -1  # the newest step on which all ranks agreed
         self.saved: dict | None = None  # the facts that were saved last

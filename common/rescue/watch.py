@@ -109,6 +109,7 @@ class Watch:
             os.close(end)
 
     def _run(self):
+        self.world.use_device()
         while not self.stopped:
             # C code that holds Python's lock stops this thread, too, but not faulthandler's
             faulthandler.dump_traceback_later(max(2 * self.limit, LOCKED_SECONDS), exit=True, file=2)

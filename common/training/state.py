@@ -344,9 +344,12 @@ class TrainState:
         """Those of the newest step whose update is made: on a GPU `step` may be ahead of it."""
         if self.updates.launched:
             before, begun, made = self.updates.launched
-            if not begun.query():
+            try:
+                if not begun.query():
+                    return before
+                made.synchronize()
+            except RuntimeError:  # the GPU is broken: nobody knows what it has made
                 return before
-            made.synchronize()
         return {
             "step": self.step,
             "epoch": self.epoch,

@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import faulthandler
 import gc
 import json
 import os
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common.errors import UserError, blamed
+from common.errors import UserError
 from common.options import Options
 from common.place import here
 from common.sampler import hash_seed
@@ -59,6 +60,11 @@ class World:
     @property
     def device(self) -> torch.device:
         return self.devices[0]
+
+    def use_device(self) -> None:
+        """Call it first in a new thread. It begins on GPU 0: a call there takes half a gigabyte, or fails."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
@@ -160,8 +166,6 @@ def join(opts: Options) -> World:
     place = here()
     devices = choose_devices(opts, place)
     pin(opts)
-    if devices[0].type == "cuda":
-        torch.cuda.set_device(devices[0])
     world = World(
         place.rank,
         place.size,
@@ -170,6 +174,7 @@ def join(opts: Options) -> World:
         devices,
         uuid.uuid4().hex[:12],
     )
+    world.use_device()
     if place.size > 1:
         store = fresh_store(place.rank, place.size)
         _init_process_group(store, place, devices[0])
@@ -220,21 +225,29 @@ def choose_devices(opts, place):
             f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
             "use --device cpu, or make a GPU visible"
         )
+    cpu = torch.device("cpu")
+    gpus = tuple(torch.device("cuda", i) for i in range(count))
     if opts.devices:
-        with blamed(f"--devices {','.join(opts.devices)}", "name devices of torch: cpu,cpu or cuda:0,cuda:1"):
-            return tuple(torch.device("cuda:0" if name == "cuda" else name) for name in opts.devices)
+        known = {str(device): device for device in (cpu, *gpus)}
+        names = ["cuda:0" if name == "cuda" else name for name in opts.devices]
+        if not known.keys() >= {*names}:
+            raise UserError(
+                f"--devices {','.join(names)}: there are {', '.join(known)}\n"
+                f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
+            )
+        return tuple(known[name] for name in names)
     if not count:
-        return (torch.device("cpu"),)
+        return (cpu,)
     if opts.script != "ddp" and place.size == 1:
-        return tuple(torch.device("cuda", i) for i in range(count))
+        return gpus
     if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
-        return (torch.device("cuda", 0),)
+        return gpus
     if place.local_size > count:
         raise UserError(
             f"{place.local_size} processes on this machine but {count} GPUs are visible\n"
             f"start at most {count} (--nproc_per_node={count}), or use --device cpu"
         )
-    return (torch.device("cuda", place.local_rank),)
+    return (gpus[place.local_rank],)
 
 
 def _init_process_group(store, place, device):
@@ -248,10 +261,25 @@ def _init_process_group(store, place, device):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo"
     if device.type == "cuda":
+        ranks = store.add(f"gpu/{torch.cuda.get_device_properties(device).uuid}", 1)
+        if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
+            raise UserError(
+                f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
+                "start as many processes as GPUs are visible, or use --device cpu"
+            )
         backend = "cpu:gloo,cuda:nccl"  # control traffic never touches the device stream
-        # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer step
-        # uses garbage
-        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        for name in (
+            # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer
+            # step uses garbage
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            # torch's watchdogs would end this process after an error of CUDA or NCCL, saved or not
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+            "TORCH_NCCL_ENABLE_MONITORING",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        ):
+            os.environ[name] = "0"
+    # its meeting has an end: NCCL's has none where a driver hangs
+    faulthandler.dump_traceback_later(5 * MEETING.total_seconds(), exit=True, file=2)
     dist.init_process_group(
         backend,
         store=dist.PrefixStore("group", store),
@@ -260,6 +288,7 @@ def _init_process_group(store, place, device):
         timeout=MEETING,
         device_id=device if device.type == "cuda" else None,
     )
+    faulthandler.cancel_dump_traceback_later()
 
 
 # ---- what decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start ---

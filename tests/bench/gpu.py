@@ -3,9 +3,12 @@
     python tests/bench/gpu.py                             # one GPU, about ten minutes
     python tests/bench/gpu.py --nets resnet50 --steps 50
     python tests/bench/gpu.py --compile 1                 # both ways with torch.compile
+    python tests/bench/gpu.py --ways settled,asked,ours   # the price of waiting; each way by the last one
     python tests/bench/gpu.py --device cpu --nets net,resnet18,gpt:tiny
 
-The bare loop has the same net, batch, precision and optimizer. Both take turns; figures are medians.
+The bare loop has the same net, batch, precision and optimizer. All take turns; figures are medians. So that
+nothing is launched behind a collective that may hang, `settled` waits for the last update before it begins
+the next step, and `asked` asks until the gradient is there before it updates.
 """
 
 import statistics
@@ -49,7 +52,7 @@ def data_of(batch, shape):
     )
 
 
-def ours(world, data, opts):
+def ours(world, data, opts, before=lambda: None, between=lambda: None):
     """A step of this project."""
     task = find_task(opts)
     net = prepare(build_model(opts, data), opts, world, data, task)
@@ -57,10 +60,32 @@ def ours(world, data, opts):
     model = distribute(net, opts, world)
 
     def step(x, y):
+        before()
         backward(model, share_of(x, y, opts), state, world)
+        between()
         state.update(len(x))
 
     return step
+
+
+def settled(world, data, opts):
+    return ours(world, data, opts, before=lambda: mark(world.device).synchronize())
+
+
+def asked(world, data, opts):
+    def ask():
+        event = mark(world.device)
+        while not event.query():
+            time.sleep(2e-5)
+
+    return ours(world, data, opts, between=ask)
+
+
+def mark(device):
+    """An event behind all that the GPU has to do; a CPU has done it."""
+    if device.type == "cuda":
+        return torch.cuda.current_stream(device).record_event()
+    return SimpleNamespace(synchronize=lambda: None, query=lambda: True)
 
 
 def bare(world, data, opts):
@@ -94,9 +119,21 @@ def seconds(step, batch, count, device):
     return (time.perf_counter() - began) / count
 
 
+WAYS = {way.__name__: way for way in (ours, settled, asked, bare)}
+
+
 def main():
-    args = arguments(__doc__, device="cuda:0", nets="resnet50,gpt:medium,net", rounds=5, steps=20, compile=0)
+    args = arguments(
+        __doc__,
+        device="cuda:0",
+        nets="resnet50,gpt:medium,net",
+        ways="ours,bare",
+        rounds=5,
+        steps=20,
+        compile=0,
+    )
     device = torch.device(args.device)
+    torch.backends.cudnn.benchmark = True  # as in a training
     world = World(0, 1, 0, 1, (device,), "bench")
     for name in args.nets.split(","):
         model, size, shape, more = NETS[name]
@@ -110,19 +147,18 @@ def main():
         )
         data = data_of(size, shape)
         batch = [t.pin_memory() if device.type == "cuda" else t for t in (data.train.x, data.train.y)]
+        steps = {way: WAYS[way](world, data, opts) for way in args.ways.split(",")}
         costs = take_turns(
-            {
-                way.__name__: partial(seconds, way(world, data, opts), batch, args.steps, device)
-                for way in (ours, bare)
-            },
+            {way: partial(seconds, step, batch, args.steps, device) for way, step in steps.items()},
             args.rounds,
         )
         ms = {way: 1e3 * statistics.median(found) for way, found in costs.items()}
-        print(
-            f"{name}: ours {ms['ours']:.2f} ms, bare {ms['bare']:.2f} ms, "
-            f"{ratio(costs['ours'], costs['bare'])}",
-            flush=True,
-        )
+        *ways, last = steps
+        for way in ways:
+            print(
+                f"{name}: {way} {ms[way]:.2f} ms, {last} {ms[last]:.2f} ms, {ratio(costs[way], costs[last])}",
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

@@ -2,9 +2,10 @@
 
     python tests/bench/loops.py                               # all of it, about ten minutes
     python tests/bench/loops.py --what resnet18 --rounds 40   # net, resnet18, memory, index
+    python tests/bench/loops.py --what net --device cuda      # one process on a GPU: the time by the clock
 
 `net` and `resnet18` start the whole of train_ddp.py, and the loop by hand, with torchrun, in turn. The figure
-is the CPU time of all processes, ours by theirs.
+is the CPU time of both processes, ours by theirs.
 """
 
 import itertools
@@ -39,7 +40,6 @@ def data():
     y = torch.randint(0, 10, (len(x),), generator=rng)
     return x, y, x[:64], y[:64]
 """
-RANKS = 2
 LOOPS = {  # the shape of all samples, the size of a batch, steps
     "net": ((60_000, 1, 28, 28), 128, 225),
     "resnet18": ((512, 3, 64, 64), 32, 8),
@@ -63,22 +63,25 @@ class Tutorial(nn.Module):
         return self.fc2(F.dropout(F.relu(self.fc1(x.flatten(1))), training=self.training))
 
 
-def by_hand(kind, x, y, size):
+def by_hand(kind, x, y, size, device):
     """The loop; every tenth loss is looked at."""
     distributed.init_process_group("gloo")
+    ranks = distributed.get_world_size()
     torch.manual_seed(0)
     net = Tutorial()
     if kind == "resnet18":
         from torchvision import models
 
         net = models.resnet18(num_classes=10)
-    model = DistributedDataParallel(net)
+    net.to(device)
+    model = DistributedDataParallel(net) if ranks > 1 else net
     optimizer = torch.optim.Adam(net.parameters(), 1e-3)
     step = 0
     for epoch in itertools.count():
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
-        for ids in order[distributed.get_rank() :: RANKS].split(size // RANKS):
-            loss = F.cross_entropy(model(x.index_select(0, ids)), y.index_select(0, ids))
+        for ids in order[distributed.get_rank() :: ranks].split(size // ranks):
+            images = x.index_select(0, ids).to(device)
+            loss = F.cross_entropy(model(images), y.index_select(0, ids).to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -87,10 +90,16 @@ def by_hand(kind, x, y, size):
                 loss.item()
 
 
-def count_cpu(steps, file):
-    """From now on: the CPU seconds of so many updates, after as many that do not count, go into a file."""
+def count(steps, file, device):
+    """From now on: the seconds of so many updates, after as many that do not count, go into a file."""
     made = itertools.count(1)
     began = 0.0
+
+    def now():
+        if device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
     def update(optimizer, *_):
         nonlocal began
@@ -98,35 +107,36 @@ def count_cpu(steps, file):
             return
         number = next(made)
         if number == steps:
-            began = time.process_time()
+            began = now()
         if number == 2 * steps:
-            file.write_text(str(time.process_time() - began))
+            file.write_text(str(now() - began))
             os._exit(0)
 
     register_optimizer_step_post_hook(update)
 
 
-def turn(kind, whose, folder):
+def turn(kind, whose, folder, device):
     """In a rank of one turn."""
     _, size, steps = LOOPS[kind]
-    count_cpu(steps, folder / f"cost-{os.environ['RANK']}")
+    count(steps, folder / f"cost-{os.environ['RANK']}", device)
     if whose == "bare":
         x, y, *_ = runpy.run_path(f"{folder}/mine.py")["data"]()
-        by_hand(kind, x, y, size)
+        by_hand(kind, x, y, size, device)
     sys.argv[1:] = [
         f"--model={kind}",
         f"--dataset={folder}/mine.py:data",
         f"--global-batch-size={size}",
         f"--run-dir={folder}/run",
-        "--device=cpu",
+        f"--device={device}",
         "--no-tensorboard",
         "--progress=off",
     ]
     runpy.run_path(f"{ROOT}/train_ddp.py", run_name="__main__")
 
 
-def loop(kind, rounds, folder):
+def loop(kind, rounds, folder, device):
     shape, _, _ = LOOPS[kind]
+    ranks = 2 if device == "cpu" else 1
     (folder / "mine.py").write_text(DATA.format(shape=shape))
 
     def cost(whose):
@@ -137,7 +147,7 @@ def loop(kind, rounds, folder):
                 "-m",
                 "torch.distributed.run",
                 "--standalone",
-                f"--nproc_per_node={RANKS}",
+                f"--nproc_per_node={ranks}",
                 __file__,
                 "--turn",
                 whose,
@@ -145,15 +155,18 @@ def loop(kind, rounds, folder):
                 kind,
                 "--folder",
                 folder,
+                "--device",
+                device,
             ],
             check=True,
             stdout=subprocess.DEVNULL,
             timeout=300,
         )
-        return sum(float((folder / f"cost-{rank}").read_text()) for rank in range(RANKS))
+        return sum(float((folder / f"cost-{rank}").read_text()) for rank in range(ranks))
 
     costs = take_turns({"ours": lambda: cost("ours"), "bare": lambda: cost("bare")}, rounds)
-    return f"{ratio(costs['ours'], costs['bare'])} the CPU time of a DDP loop by hand"
+    measure = "the CPU time of a DDP loop" if device == "cpu" else "the time of a loop"
+    return f"{ratio(costs['ours'], costs['bare'])} {measure} by hand"
 
 
 def memory(rounds):
@@ -186,14 +199,16 @@ def index(rounds):
 
 def main():
     # the last two are for the processes that this one starts
-    args = arguments(__doc__, what="net,resnet18,memory,index", rounds=20, turn="", folder=Path())
+    args = arguments(
+        __doc__, what="net,resnet18,memory,index", device="cpu", rounds=20, turn="", folder=Path()
+    )
     torch.set_num_threads(1)
     if args.turn:
-        turn(args.what, args.turn, args.folder)
+        turn(args.what, args.turn, args.folder, args.device)
     for name in args.what.split(","):
         with tempfile.TemporaryDirectory() as folder:
             if name in LOOPS:
-                found = loop(name, args.rounds, Path(folder))
+                found = loop(name, args.rounds, Path(folder), args.device)
             else:
                 found = {"memory": memory, "index": index}[name](args.rounds)
         print(f"{name:>9}: {found}", flush=True)

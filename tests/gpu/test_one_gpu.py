@@ -1,4 +1,4 @@
-"""What one GPU shows, the most valuable first: `tests/run.sh tests/gpu`. Skipped where there is none."""
+"""What one GPU shows, the most valuable first: lease.py runs them. Skipped where there is none."""
 
 import json
 import random
@@ -44,7 +44,16 @@ def test_a_run_learns_ends_and_is_complete_and_audited(jobs, tmp_path):
 
 
 @pytest.mark.skipif(fake(), reason="a CPU has no streams")
-@pytest.mark.parametrize("flags", [(), ("--amp=fp16",), ("--channels-last", "--model=resnet18")])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        ("--amp=fp16",),
+        ("--channels-last", "--model=resnet18"),
+        ("--log-every=1",),  # the main thread stands in a copy
+        ("--model=gpt:48x4x64", *TEXT[1:]),  # in the launches of a deep net
+    ],
+)
 def test_a_rescue_does_not_queue_behind_a_stream_that_hangs(jobs, tmp_path, flags):
     train(
         jobs,
@@ -159,7 +168,7 @@ def test_a_net_that_does_not_fit_is_told_in_torchs_own_words(jobs, tmp_path):
 
 
 @pytest.mark.skipif(fake(), reason="a CPU raises an error of its own")
-def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(jobs, tmp_path):
+def test_a_label_out_of_range_ends_the_run_with_its_words(jobs, tmp_path):
     (tmp_path / "own.py").write_text(WRONG)
     job = begin(
         jobs,
@@ -170,3 +179,4 @@ def test_a_label_out_of_range_ends_the_run_and_does_not_hang_it(jobs, tmp_path):
         f"--run-dir={tmp_path}/run",
     )
     assert job.wait() not in (0, -9), job.output
+    assert "device-side assert" in events(tmp_path / "run", "error")[0]["why"]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,6 +117,44 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
     assert fork_ranks(1, live, may_die=[0]) == [143]
     assert saved(run) == [2]
     assert_same_as_undisturbed(run)
+
+
+def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
+    """A new thread begins on GPU 0; here that one is full."""
+
+    def live(world):
+        common.rescue.watch.STEP_SECONDS = 0.2
+        common.checkpoint.store.STEP_SECONDS = 0.2
+        with fake_streams(gpu=1) as default:
+            state, store = a_run(replace(world, devices=(torch.device("cuda:1"),)), run)
+            late_updates(state, default)
+            with Rescue(store):
+                step(state)
+                store.save()
+                store.wait()
+                step(state)
+                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                in_a_lock(world)
+
+    assert fork_ranks(1, live, may_die=[0]) == [143]
+    assert saved(run) == [2, 1]
+
+
+def test_after_an_error_that_stays_on_the_gpu_a_life_ends_with_its_words(run):
+    def live(world):
+        with fake_streams() as default:
+            state, store = a_run(world, run)
+            late_updates(state, default)
+            with contextlib.suppress(RuntimeError), Rescue(store):
+                step(state)
+                step(state)
+                default.broken = RuntimeError("CUDA error: device-side assert triggered")
+                step(state)
+
+    fork_ranks(1, live)
+    assert [event["why"] for event in events(run, "error")] == [
+        "RuntimeError: CUDA error: device-side assert triggered"
+    ]
 
 
 def assert_same_as_undisturbed(run):

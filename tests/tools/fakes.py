@@ -3,6 +3,8 @@
     with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
         late_updates(state, default)     this state's updates are made when the default stream comes to them
         default.hang()                   it comes to nothing more until `.set()` of what this returns
+        default.broken = error           each event on it raises, as after a device-side assert
+    with fake_streams(gpu=1):            a thread that has not chosen GPU 1 cannot ask: GPU 0 is full
     with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", parts=[[p], [q]]) a GradScaler to which each list lies on a device of its own
 
@@ -25,10 +27,20 @@ backward = importlib.import_module("common.training.step")  # the door has a fun
 
 
 # ---- streams --------------------------------------------------------------------------------------
+HERE = threading.local()  # the GPU and the stream of this thread
+
+
+def gpu_here():
+    return getattr(HERE, "gpu", 0)
+
+
 class Stream:
     """Work in order; none is done before the program waits for it, or all that can be if `eager`."""
 
+    broken = None  # the error of this GPU
+
     def __init__(self, device=None, eager=False):
+        self.gpu = gpu_here()
         self.eager = eager
         self.work = []
         self.done = 0
@@ -78,31 +90,44 @@ class Event:
         self.count = len(self.stream.work)
 
     def query(self):
+        self._ask()
         return not self.stream or self.stream.done >= self.count
 
     def synchronize(self):
+        self._ask()
         if self.stream:
             self.stream.run(self.count)
 
+    def _ask(self):
+        """CUDA begins on the thread's GPU, whichever GPU the event is on."""
+        if self.stream and self.stream.broken:
+            raise self.stream.broken
+        if self.stream and self.stream.gpu != gpu_here():
+            raise RuntimeError("CUDA error: out of memory")
+
 
 @contextlib.contextmanager
-def fake_streams():
+def fake_streams(gpu=0):
     """Images take CPU tensors for a GPU's; yields the default stream, whose own work is done at once."""
+
+    def set_device(device):
+        HERE.gpu = torch.device(device).index
+
+    set_device(f"cuda:{gpu}")
     default = Stream(eager=True)
-    here = threading.local()
     copy = torch._foreach_copy_
 
     def current(device=None):
-        return getattr(here, "stream", default)
+        return getattr(HERE, "stream", default)
 
     @contextlib.contextmanager
     def stream(chosen):
         before = current()
-        here.stream = chosen
+        HERE.stream = chosen
         try:
             yield
         finally:
-            here.stream = before
+            HERE.stream = before
 
     def foreach_copy(targets, sources, non_blocking=False):
         current().submit(lambda: copy(targets, sources))
@@ -121,6 +146,7 @@ def fake_streams():
             ("Stream", Stream),
             ("Event", Event),
             ("device", contextlib.nullcontext),
+            ("set_device", set_device),
             ("synchronize", default.synchronize),
         ):
             patch.setattr(torch.cuda, name, fake)
@@ -134,7 +160,9 @@ def fake_streams():
 
 def late_updates(state, default):
     """The program runs ahead: the default stream makes each update, with the gradient of its step."""
+    images = state.updates.images
     state.updates = Updates("fake")
+    state.updates.images = images
     step = state.optimizer.step
 
     def launch():

@@ -1,8 +1,10 @@
+import faulthandler
 import gc
 import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from jobs import PACED, listening, until, wait_for
 from ranks import fork_ranks
 from refusals import refusal
 
+from common.errors import UserError
 from common.options import Options
 from common.place import here
 from common.world import gather, join
@@ -83,9 +86,12 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
         devices_of(Options(device="cuda"), 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices_of(Options(), 1, 2) == (torch.device("cuda", 1),)
-    with refusal("--devices cpu,tpu: RuntimeError: Expected one of cpu, cuda"):
+    with refusal("--devices cpu,tpu: there are cpu, cuda:0, cuda:1"):
         devices_of(Options(devices=("cpu", "tpu")), 0, 1)
     assert len(devices_of(Options(script="mp"), 0, 1)) == 2
+    assert len(devices_of(Options(script="mp", devices=("cpu", "cuda", "cuda:1")), 0, 1)) == 3
+    with refusal("cuda:2"):
+        devices_of(Options(script="mp", devices=("cuda:1", "cuda:2")), 0, 1)
     monkeypatch.setenv("WORLD_SIZE", "2")  # a process on each of two machines: each drives one GPU
     assert devices_of(Options(script="mp"), 0, 1) == (torch.device("cuda", 0),)
     for rank in range(3):
@@ -94,6 +100,51 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # each process sees a GPU of its own
     assert devices_of(Options(), 1, 2) == (torch.device("cuda", 0),)
+
+
+def join_on_gpus(world, uuids):
+    """(what `join` says on GPUs with these uuids, torch's variables, a limit) when NCCL is to meet."""
+    os.environ.update(RANK=str(world.rank), WORLD_SIZE="2", LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE="2")
+    os.environ["CUDA_VISIBLE_DEVICES"] = "some"
+    torch.cuda.device_count = lambda: len(uuids)
+    torch.cuda.set_device = lambda device: None
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(uuid=uuids[device.index])
+    worlds.fresh_store = lambda *_: dist.PrefixStore(uuids, world.store)
+    limits = []
+
+    def meet(*_, **__):
+        faulthandler.cancel_dump_traceback_later()
+        raise KeyboardInterrupt
+
+    dist.init_process_group = meet
+    faulthandler.dump_traceback_later = lambda seconds, **how: limits.append((seconds, how))
+    with pytest.raises((KeyboardInterrupt, UserError)) as found:
+        join(Options())
+    return str(found.value), {name for name, value in os.environ.items() if value == "0"}, limits
+
+
+def test_when_nccl_meets_torchs_watchdogs_end_no_process():
+    for _, off, _ in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
+        assert off >= {
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+            "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+            "TORCH_NCCL_ENABLE_MONITORING",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT",
+        }
+
+
+def test_when_nccl_meets_the_meeting_has_an_end():
+    for *_, limits in fork_ranks(2, lambda world: join_on_gpus(world, "ab")):
+        assert limits == [(5 * worlds.MEETING.total_seconds(), {"exit": True, "file": 2})]
+
+
+@pytest.mark.parametrize("uuids, allowed, refused", [("a", "", 1), ("a", "1", 0), ("ab", "", 0)])
+def test_two_processes_with_one_gpu_are_refused(monkeypatch, uuids, allowed, refused):
+    """CUDA_VISIBLE_DEVICES=0: each takes it for its own. NCCL would fail, or train at half the speed."""
+    if allowed:
+        monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", allowed)
+    words = [words for words, *_ in fork_ranks(2, lambda world: join_on_gpus(world, uuids)) if words]
+    assert len(words) == refused and all("has this GPU" in line for line in words)
 
 
 def test_on_one_machine_the_workers_listen_on_loopback_only_and_die_with_their_agent(jobs, tmp_path):

@@ -1,0 +1,259 @@
+"""All that one GPU can show in ten minutes. Nothing is installed; without a GPU it is a dry run.
+
+    bash tests/gpu/lease.sh FOLDER                # every part, 570 seconds at most
+    bash tests/gpu/lease.sh FOLDER locks bench    # these parts alone
+    PYTHON=/path/to/python bash tests/gpu/lease.sh FOLDER
+
+A part that fails, or is late, stops no other. FOLDER/figures.txt has all that they print, FOLDER/summary.txt
+is short enough for a note, FOLDER/figures.json is for programs. All three are complete after each part.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+SECONDS = 570
+GRACE = 5  # seconds between Ctrl-C and SIGKILL for a part that is late
+TAIL = 20  # lines of a part that did not pass
+MS = r"(?P<ms>[\d.]+) ms"
+BENCH = rf"^(?P<net>\S+): (?P<way>\w+) {MS}, (?P<other>\w+) (?P<other_ms>[\d.]+) ms, (?P<ratio>[\d.]+) x"
+ASKED = r"(: asked (?P<asked>[\d.]+) s, copied (?P<copied>[\d.]+))?"
+LOCKS = rf"^(?P<case>\w+) +(?P<outcome>rescued|HANGS|ended){ASKED}"
+TESTS = r"^=* ?((?P<failed>\d+) failed, )?(?P<passed>\d+) passed(, (?P<skipped>\d+) skipped)?.* in .*"
+SAVES = rf"^(?P<way>\S.*?) +blocked +{MS}, (?P<ratio>[\d.]+) x .*durable +(?P<durable_ms>[\d.]+)"
+SHOWN = ("card", "driver", "torch", "nccl", "python", "cores")
+
+
+class Part(NamedTuple):
+    """A part has passed if its exit code is 0 and it has printed a figure: tests may all be skipped."""
+
+    name: str
+    seconds: float  # at most
+    figure: str  # a pattern: the lines with figures
+    command: str
+    dry: str  # the command where there is no GPU
+    needs: str = ""  # modules
+
+
+PARTS = (
+    Part("facts", 90, r"^(?P<name>[a-z]+): (?P<value>.*)", "tests/gpu/facts.py", "tests/gpu/facts.py"),
+    Part(
+        "locks",
+        90,
+        LOCKS,
+        "tests/gpu/locks.py --device cuda:0",
+        "tests/gpu/locks.py --device cpu --patience 3 event control",
+    ),
+    Part(
+        "first_run",
+        75,
+        r"^(?P<name>killed|device|resumed|end|speed|audit): (?P<value>.*)",
+        "tests/gpu/first_run.py --epochs=10",
+        "tests/gpu/first_run.py --max-steps=60",
+        "numpy safetensors",
+    ),
+    Part(
+        "tests",
+        260,
+        TESTS,
+        "-m pytest tests/gpu -vv -n 8 --dist worksteal -rs --tb=short --durations=5",
+        "-m pytest tests/gpu/test_one_gpu.py -vv -n 1 -rs --tb=short -k averages",
+        "pytest xdist numpy safetensors",
+    ),
+    Part(
+        "bench",
+        70,
+        BENCH,
+        "tests/bench/gpu.py --nets gpt:medium,net --rounds 5",
+        "tests/bench/gpu.py --device cpu --nets net --rounds 1 --steps 1",
+    ),
+    Part(
+        "pictures",
+        60,
+        BENCH,
+        "tests/bench/gpu.py --nets resnet50 --rounds 5",
+        "tests/bench/gpu.py --device cpu --nets resnet18 --rounds 1 --steps 1",
+        "torchvision",
+    ),
+    Part(
+        "waiting",
+        90,
+        BENCH,
+        "tests/bench/gpu.py --ways settled,asked,ours --nets gpt:medium,net --rounds 5",
+        "tests/bench/gpu.py --ways settled,asked,ours --device cpu --nets net --rounds 1 --steps 1",
+    ),
+    Part(
+        "saves",
+        60,
+        SAVES,
+        "tests/bench/checkpoint.py --device cuda:0 --mb 2000 --rounds 3",
+        "tests/bench/checkpoint.py --mb 1 --rounds 1",
+        "numpy safetensors",
+    ),
+    Part(
+        "compile",
+        110,
+        BENCH,
+        "tests/bench/gpu.py --compile 1 --nets gpt:medium --rounds 2",
+        "tests/bench/gpu.py --compile 1 --device cpu --nets net --rounds 1 --steps 1",
+    ),
+    Part(
+        "loops",
+        110,
+        r"^ *(?P<what>\w+): (?P<figure>[\d.,]+) (?P<unit>.*)",
+        "tests/bench/loops.py --device cuda --what index,memory,net --rounds 2",
+        "tests/bench/loops.py --what index --rounds 1",
+        "numpy",
+    ),
+)
+
+
+class Lease:
+    """Runs parts one after the other, and writes down what each has shown."""
+
+    def __init__(self, folder, seconds=SECONDS):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.end = time.monotonic() + seconds
+        self.done = []  # a dict for each part
+        self.texts = self.folder / "figures.txt"
+        self.texts.write_text("")
+
+    @property
+    def facts(self):
+        """{name: value} of the first part; nothing if it has failed."""
+        rows = self.done[0]["figures"] if self.done else ()
+        return {row["name"]: row["value"] for row in rows if "value" in row}
+
+    @property
+    def gpu(self):
+        return self.facts["device"] != "cpu" if "device" in self.facts else bool(shutil.which("nvidia-smi"))
+
+    def run(self, part):
+        missing = sorted(set(part.needs.split()) & set(self.facts.get("missing", "").split()))
+        most = min(part.seconds, self.end - time.monotonic() - 2 * GRACE)
+        began = time.monotonic()
+        text = ""
+        if missing:
+            outcome = f"skipped: {' '.join(missing)} not there"
+        elif most < min(part.seconds, GRACE):
+            outcome = "skipped: no time left"
+        else:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                code, text = self._start(part, most, folder)
+            outcome = "late" if code is None else f"failed, code {code}"
+        found = [match for match in map(re.compile(part.figure).match, text.splitlines()) if match]
+        if text and code == 0:
+            outcome = "passed" if found else "failed, no figure"
+        done = {
+            "part": part.name,
+            "outcome": outcome,
+            "seconds": round(time.monotonic() - began, 1),
+            "figures": [
+                {
+                    key: value if key == "value" else number(value)
+                    for key, value in match.groupdict().items()
+                    if value
+                }
+                for match in found
+            ],
+            "lines": [match.string for match in found],
+            "tail": text.splitlines()[-TAIL:] if outcome[:6] in ("late", "failed") else [],
+        }
+        self.done.append(done)
+        self._write()
+        print(f"{part.name:10} {outcome}, {done['seconds']} s", flush=True)
+
+    def _start(self, part, most, folder):
+        """(exit code, or None if it was late, all that it printed); no process of it lives on."""
+        token = f"LEASE_PART={uuid.uuid4().hex}"
+        env = os.environ | dict([token.split("=")]) | {"PYTHONUNBUFFERED": "1", "TMPDIR": folder}
+        env["PYTEST_DEBUG_TEMPROOT"] = folder
+        if self.gpu:
+            env.setdefault("TESTS_GPUS", "all")
+        else:
+            env |= {"TESTS_GPUS": "fake", "TORCH_COMPILE_DISABLE": "1"}
+        command = part.command if self.gpu else part.dry
+        with open(self.texts, "ab") as file:
+            file.write(f"\n=== {part.name}: {command}\n".encode())
+            file.flush()
+            began = file.tell()
+            child = subprocess.Popen(
+                [sys.executable, *command.split()],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(most)
+            except subprocess.TimeoutExpired:
+                code = None
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(child.pid, signal.SIGINT)  # pytest then says what it has seen
+                    child.wait(GRACE)
+            finally:
+                end_all_with(token)
+        return code, self.texts.read_bytes()[began:].decode(errors="replace") or "(nothing was printed)"
+
+    def _write(self):
+        told = {name: self.facts.get(name, "?") for name in SHOWN}
+        rows = [{key: value for key, value in done.items() if key != "lines"} for done in self.done]
+        (self.folder / "figures.json").write_text(json.dumps(told | {"parts": rows}, indent=1) + "\n")
+        lines = [" | ".join(f"{name} {value}" for name, value in told.items())]
+        for done in self.done:
+            lines.append(f"{done['part']:10} {done['outcome']}, {done['seconds']} s")
+            lines += (f"    {line[:150]}" for line in done["lines"])
+            lines += (f"  > {line[:150]}" for line in done["tail"])
+        (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
+
+
+def number(text):
+    try:
+        return float(text.replace(",", ""))
+    except ValueError:
+        return text
+
+
+def end_all_with(token):
+    """Kills the processes that carry this in their environment; a driver may hold one for some seconds."""
+    end = time.monotonic() + GRACE
+    again = True
+    while again and time.monotonic() < end:
+        again = False
+        for name in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):  # another's, or gone
+                if token.encode() in Path(f"/proc/{name}/environ").read_bytes():
+                    os.kill(int(name), signal.SIGKILL)
+                    again = True
+
+
+def main(folder, *names):
+    known = [part.name for part in PARTS]
+    if unknown := set(names) - set(known):
+        sys.exit(f"no part {' '.join(sorted(unknown))}\nparts: {' '.join(known)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends a part's processes, too
+    lease = Lease(folder)
+    for part in PARTS:
+        if part.name == "facts" or part.name in (names or known):  # the others ask what is there
+            lease.run(part)
+    print(f"\n{(lease.folder / 'summary.txt').read_text()}")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        sys.exit(__doc__)
+    main(*sys.argv[1:])

@@ -1,0 +1,172 @@
+"""Behind a stream that hangs, wherever the main thread stands: can a rescue ask an event and copy a weight?
+
+    python tests/gpu/locks.py [--device cuda:0] [CASE ...]    # about 30 seconds for all
+
+Each case is a process of its own; all run at once. `control` holds Python's lock and must hang.
+"""
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from concurrent import futures
+from types import SimpleNamespace
+
+if "--child" in sys.argv:  # it takes seconds
+    import torch
+
+STANDS = 2.0  # seconds until the main thread stands where it will
+SIZE = 1 << 18
+
+
+def fakes():
+    """A CPU has no streams: nothing hangs, and no event comes."""
+    event = SimpleNamespace(query=lambda: False, synchronize=lambda: time.sleep(1000))
+    return SimpleNamespace(side=contextlib.nullcontext(), hang=lambda: None, mark=lambda: event)
+
+
+def streams(device):
+    torch.cuda.set_device(device)
+    other = torch.cuda.Stream()
+
+    def hang():
+        """As a collective whose peer is dead, on a stream of its own."""
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(2**40)
+        torch.cuda.current_stream().wait_stream(other)
+
+    side = torch.cuda.stream(torch.cuda.Stream())
+    return SimpleNamespace(side=side, hang=hang, mark=lambda: torch.cuda.current_stream().record_event())
+
+
+def ask(event):
+    while not event.query():
+        time.sleep(2e-4)
+
+
+def free(device):
+    block = torch.empty(1 << 27, dtype=torch.uint8, device=device)
+    del block
+    torch.cuda.empty_cache()
+
+
+def repeat(function, count):
+    for _ in range(count):
+        function()
+
+
+CASES = {  # where the main thread stands; `at` has what it may touch
+    "control": lambda at: ctypes.PyDLL(None).sleep(1000),
+    "event": lambda at: at.after.synchronize(),
+    "asking": lambda at: ask(at.after),
+    "device": lambda at: torch.cuda.synchronize(),
+    "cpu": lambda at: at.weight.cpu(),
+    "item": lambda at: at.weight[0].item(),
+    "pinned": lambda at: at.page.copy_(at.weight),
+    "launch500": lambda at: repeat(at.add, 500),
+    "launch2000": lambda at: repeat(at.add, 2000),
+    "launch20000": lambda at: repeat(at.add, 20000),
+    "queues4x": lambda at: repeat(at.add, 2000),
+    "record": lambda at: repeat(at.mark, 20000),
+    "lazy": lambda at: at.weight.cumsum(0),
+    "eager": lambda at: at.weight.cumsum(0),
+    "malloc": lambda at: torch.empty(1 << 31, dtype=torch.uint8, device=at.weight.device),
+    "free": lambda at: free(at.weight.device),
+    "pin": lambda at: torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True),
+    "compiled": lambda at: repeat(at.compiled, 20000),
+}
+ENV = {"queues4x": {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}, "eager": {"CUDA_MODULE_LOADING": "EAGER"}}
+
+
+def child(case, device):
+    at = fakes() if device == "cpu" else streams(device)
+    at.weight = torch.ones(SIZE, device=device)
+    at.page = torch.empty(SIZE, pin_memory=device != "cpu")
+    at.add = lambda: at.weight.add_(1)
+    if case == "compiled":
+        step = torch.compile(lambda x: x.mul(1.5).add(2).relu())
+        at.compiled = lambda: step(at.weight)
+        repeat(at.compiled, 3)
+    for _ in range(3):  # all kernels that are used below are loaded
+        at.add()
+        at.weight[0].item()
+        at.page.copy_(at.weight)
+        with at.side:
+            at.weight.cpu()
+    if device != "cpu":
+        torch.cuda.synchronize()
+    at.hang()
+    begun = at.mark()  # before an update, which is behind the dead collective
+
+    def rescue():
+        time.sleep(STANDS)
+        began = time.monotonic()
+        came = begun.query()
+        asked = time.monotonic()
+        with at.side:
+            right = bool((at.weight.cpu() == 4).all())
+        print(json.dumps([came, right, asked - began, time.monotonic() - asked]), flush=True)
+        os._exit(0)
+
+    threading.Thread(target=rescue, daemon=True).start()
+    at.after = at.mark()
+    print("ready", flush=True)
+    CASES[case](at)
+    time.sleep(1000)  # it has come through: it is not in the rescue's way
+
+
+def judge(process, patience):
+    """What a case has shown; it is over afterwards."""
+    lines = []
+    reader = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")), daemon=True)
+    reader.start()
+    end = time.monotonic() + 60  # torch is imported, a compiler may run
+    while "ready\n" not in lines and reader.is_alive() and time.monotonic() < end:
+        time.sleep(0.05)
+    reader.join(STANDS + patience)
+    late = process.poll() is None
+    process.kill()
+    code = process.wait()
+    reader.join(5)
+    if lines and lines[-1].startswith("["):
+        came, right, asked, copied = json.loads(lines[-1])
+        wrong = "" if right and not came else f", WRONG: the event came {came}, the weights are right {right}"
+        return f"rescued: asked {asked:.4f} s, copied {copied:.4f} s{wrong}"
+    if late and "ready\n" in lines:
+        return "HANGS: nothing is rescued"
+    return f"ended with {code}: {''.join(lines)[-200:]!r}"
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--patience", type=float, default=12, help="seconds that a rescue has")
+    parser.add_argument("--child", action="store_true")
+    parser.add_argument("cases", nargs="*", default=[*CASES])
+    args = parser.parse_args()
+    if args.child:
+        return child(args.cases[0], args.device)
+    with futures.ThreadPoolExecutor(len(args.cases)) as pool:
+        found = {}
+        for case in args.cases:
+            process = subprocess.Popen(
+                [sys.executable, __file__, "--device", args.device, "--child", case],
+                env=os.environ | ENV.get(case, {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            found[case] = pool.submit(judge, process, args.patience)
+        for case, future in found.items():
+            print(f"{case:12} {future.result()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The one command for a lent GPU, as far as a CPU can run it."""
+
+import json
+import os
+import subprocess
+import sys
+
+from jobs import ROOT
+from lease import TESTS, Lease, Part
+
+SLEEP = '__import__("time").sleep(99)'
+CHILD = '__import__("subprocess").Popen(["sleep","98"],start_new_session=True)'
+
+
+SIZE = r"size:(?P<size>\d)"
+
+
+def test_a_part_that_fails_is_late_or_shows_no_figure_stops_no_other(tmp_path):
+    rows = [  # name, what it runs, seconds, pattern of its figures, needs, what is said of it
+        ("facts", 'print("card:X");print("missing:numpy")', 60, r"(?P<name>\w+):(?P<value>.+)", "", "passed"),
+        ("bad", 'print("size:1");raise(KeyError("why"))', 60, SIZE, "", "failed, code 1"),
+        ("skipped", 'print("=","7","skipped","in","1s","=")', 60, TESTS, "", "failed, no figure"),
+        ("tested", 'print("=","5","passed,","7","skipped","in","1s","=")', 60, TESTS, "", "passed"),
+        ("without", "print(3)", 60, SIZE, "numpy", "skipped: numpy not there"),
+        ("late", f'print("size:2");{CHILD};{SLEEP}', 1, SIZE, "", "late"),
+        ("good", 'print("size:4")', 60, SIZE, "", "passed"),
+    ]
+    lease = Lease(tmp_path)
+    for name, code, seconds, figure, needs, _ in rows:
+        lease.run(Part(name, seconds, figure, f"-c {code}", f"-c {code}", needs))
+    found = json.loads((tmp_path / "figures.json").read_text())
+    assert [part["outcome"] for part in found["parts"]] == [row[-1] for row in rows]
+    assert found["card"] == "X" and found["parts"][-1]["figures"] == [{"size": 4}]
+    assert found["parts"][3]["figures"] == [{"passed": 5, "skipped": 7}]
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "card X" in summary and "  > KeyError: 'why'" in summary and "    size:4" in summary
+    assert "Traceback" in (tmp_path / "figures.txt").read_text()
+
+
+def test_after_the_last_second_no_part_begins(tmp_path):
+    lease = Lease(tmp_path, seconds=5)
+    lease.run(Part("any", 60, "", "-c print(1)", "-c print(1)"))
+    assert lease.done[0]["outcome"] == "skipped: no time left"
+
+
+def test_without_a_gpu_the_command_runs_dry(tmp_path):
+    done = subprocess.run(
+        ["bash", ROOT / "tests/gpu/lease.sh", tmp_path / "out", "locks", "first_run", "tests"],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=570,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out/figures.json").read_text())
+    assert {part["part"]: part["outcome"] for part in found["parts"]} == dict.fromkeys(
+        ("facts", "locks", "first_run", "tests"), "passed"
+    ), done.stdout
+    assert [row["outcome"] for row in found["parts"][1]["figures"]] == ["rescued", "HANGS"], (
+        "an instrument that cannot hang is none"
+    )
