@@ -35,6 +35,7 @@ COLLECTIVE = {
 }
 ENVIRON = {"place", "errors", "world/world"}
 TOP_LEVEL = {
+    "LICENSE",
     "README.md",
     "requirements.txt",
     "train_ddp.py",
