@@ -8,7 +8,7 @@ import time
 from datetime import datetime, timezone
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, audit, children, free_port, lives, until
+from jobs import CLEAN, PACED, ROOT, audit, family, free_port, lives, until
 from stores import child
 from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
 
@@ -154,11 +154,6 @@ def silence(place, who=lambda node: True):
         eye._state_holder.mark_dirty()
         if eye._state_holder.sync():
             return
-
-
-def family(pid):
-    """A process, and all that it and its children have started; itself first."""
-    return [pid, *(one for child in children(pid) for one in family(child))]
 
 
 def die(node):

@@ -57,6 +57,8 @@ def deep(opts, data):
 
 def data():
     """331 samples: no world and no batch divides them."""
+    if "NO_DATA" in os.environ:
+        raise FileNotFoundError("no data is mounted here")
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(331 + 64, 6, generator=generator)
     y = (x[:, 0] > 0).long() + (x[:, 1] * x[:, 2] > 0).long()
