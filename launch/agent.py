@@ -3,9 +3,10 @@
 Private names of torch that are used or replaced: the agent's _rendezvous, _start_workers, _monitor_workers,
 _restart_workers, _exit_barrier, _shutdown, _remaining_restarts, _rdzv_handler, _logs_specs (_run_log_dir) and
 _pcontext (_start, _poll, _close); start_processes as the agent knows it; multiprocessing.api's
-_terminate_process_handler; dynamic_rendezvous' get_method_name, _delay, pickle, _BackendRendezvousStateHolder,
-_RendezvousState, _NodeDesc, _RendezvousExitOp, _node_desc_generator (_local_id), _op_executor,
-_stop_heartbeats, _state_holder, _store, _get_world, _close; c10's FLAGS_caffe2_log_level.
+_terminate_process_handler; dynamic_rendezvous' get_method_name, _delay, pickle,
+_BackendRendezvousStateHolder, _RendezvousState, _NodeDesc, _RendezvousExitOp, _node_desc_generator
+(_local_id), _op_executor, _stop_heartbeats, _state_holder, _store, _get_world, _close; c10's
+FLAGS_caffe2_log_level.
 """
 
 import argparse
@@ -269,7 +270,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             say(f"{death}, starting again", sys.stderr)
 
     def notes(self, pattern: str) -> list[Path]:
-        """Files of this machine's ranks; one that has a start-RANK may still wait for others (`begin_life`)."""
+        """Files of this machine's ranks; a rank with a start-RANK may still wait for others (`begin_life`)."""
         return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(pattern)]
 
     def all_ended(self, group: WorkerGroup) -> bool:
@@ -532,7 +533,7 @@ def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float)
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
         return (
-            f"{job} is over: it is complete, or a machine gave it up\n"
+            f"{job} is over: it is complete\n"
             "       to train on, start all machines again with a new --rdzv_id"
         )
     if isinstance(error, RendezvousTimeoutError):
@@ -541,6 +542,11 @@ def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float)
             "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
         )
     words = " ".join(str(error).split())[:100]
+    if config.rdzv_backend == "static":
+        return (
+            f"machine 0 at {config.rdzv_endpoint}: no rendezvous in {seconds:.0f} s ({words})\n"
+            "       does it run, and is that port free there? else give all another --master_port"
+        )
     return (
         f"{job}: no rendezvous in {seconds:.0f} s ({words})\n"
         "       does `python launch/store.py` run there? "

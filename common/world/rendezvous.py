@@ -97,7 +97,7 @@ def _listen(host, port):
 def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]:
     """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process.
 
-    It also ends them when the other machine is silent. One whose process is stopped is not: its kernel answers.
+    It also ends them when the other machine is silent. A stopped process is not: its kernel answers.
     """
     if rank:
         return [_felt(socket.create_connection((store.host, int(store.get("lifelines")))))]

@@ -1,7 +1,10 @@
 """launch/agent.py: machines that die while the others meet cost seconds, not the job."""
 
+import base64
 import contextlib
+import io
 import os
+import pickle
 import signal
 import threading
 import time
@@ -10,7 +13,9 @@ from datetime import datetime, timezone
 import pytest
 from jobs import CLEAN, PACED, ROOT, audit, family, free_port, lives, until
 from stores import child
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
+
+from launch.agent import Known
 
 DIES = """
 import os, signal
@@ -241,3 +246,57 @@ def test_a_machine_that_gives_up_does_not_end_the_job_for_the_others(jobs, place
     begun(waits, 2, 2)
     end(waits)
     assert_all_end(nodes)
+
+
+def test_a_wrong_machine_is_refused_before_it_joins_and_the_others_train_on(jobs, place, tmp_path):
+    words = [ROOT / "train_ddp.py", *PACED, "--epochs=999", "--run-dir", tmp_path / "run"]
+    nodes = [machine(jobs, place, *words) for _ in range(2)]
+    until(lambda: lives(tmp_path / "run") and lives(tmp_path / "run")[-1]["world"] == 2, "both machines")
+    said = machine(jobs, place, *words, "--seed=7").ends_with(2)
+    assert "this machine has --seed 7, the others train with 0" in said and len(said.splitlines()) <= 4, said
+    count = len(lives(tmp_path / "run"))
+    (tmp_path / "run/control/stop").touch()
+    assert_all_end(nodes, (143, 143))
+    assert len(lives(tmp_path / "run")) == count
+
+
+def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, place, waits):
+    nodes = [machine(jobs, place, waits) for _ in range(2)]
+    begun(waits, 2, 2)
+    mistaken = waits.parent / "mistaken.py"
+    mistaken.write_text("import sys\nsys.exit(2)\n")
+    machine(jobs, place, mistaken).ends_with(2)
+    nodes.append(machine(jobs, place, waits))
+    begun(waits, 3, 2 + 3)
+    end(waits)
+    assert_all_end(nodes, (0, 0, 0))
+
+
+def test_a_strangers_pickle_runs_no_code_in_the_agents_and_their_own_are_read(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (f"{tmp_path}/run",)
+
+    state = dynamic_rendezvous._RendezvousState()
+    node = dynamic_rendezvous._NodeDesc("one", 1, 2)
+    state.participants[node] = 0
+    state.wait_list.add(node)
+    state.last_heartbeats[node] = datetime.now(timezone.utc)
+    read = Known(io.BytesIO(pickle.dumps(state))).load()
+    assert vars(read) == vars(state)
+    with pytest.raises(pickle.UnpicklingError, match="mkdir is no part of a rendezvous"):
+        Known(io.BytesIO(pickle.dumps(Evil()))).load()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_strangers_pickle_in_the_store_ends_the_agent_with_a_line(jobs, place, waits, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (f"{tmp_path}/run",)
+
+    node = machine(jobs, place, waits)
+    begun(waits, 1, 1)
+    state = base64.b64encode(pickle.dumps(Evil())).decode()
+    handler(place)._store.set("torch.rendezvous.job", state)
+    said = node.ends_with(1)
+    assert "The rendezvous state is corrupt" in said and not (tmp_path / "run").exists(), said

@@ -201,3 +201,11 @@ def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path, agent):
     )
     said = job.ends_with(5 if agent == "ours" else 1)  # torchrun turns every code into 1
     assert said.count("lives in a row ended before they could train") == 1, said
+
+
+def test_a_script_that_ends_at_once_ends_the_job_after_three_lives_with_its_first_error_told(jobs, tmp_path):
+    """By itself the agent would start it a million times, ten times a second."""
+    early = script(tmp_path, "raise ConnectionError('no tracking server')\n")
+    said = jobs.start(TORCHRUN, early).ends_with(1)
+    assert said.count("ConnectionError: no tracking server") == 3
+    assert "3 lives in a row ended at once; their errors are above" in said
