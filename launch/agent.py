@@ -270,7 +270,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             say(f"{death}, starting again", sys.stderr)
 
     def notes(self, pattern: str) -> list[Path]:
-        """Files of this machine's ranks; a rank with a start-RANK may still wait for others (`begin_life`)."""
+        """Files of this machine's ranks; one with a start-RANK may still wait for others (`begin_life`)."""
         return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(pattern)]
 
     def all_ended(self, group: WorkerGroup) -> bool:

@@ -4,9 +4,9 @@
 
 and on each machine `torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT --rdzv_conf=is_host=0,...
 --rdzv_id=NAME ...`. Without it the first agent hosts the store, and when that agent dies all the others end
-two minutes later. It listens on HOST alone (a TCPStore by itself listens on every interface) but has no
-password, and agents unpickle its values: HOST must be an address that only the job's own machines reach. Port
-0 takes a free port, which the printed line names.
+a minute and a half later. It listens on HOST alone (a TCPStore by itself listens on every interface) but has
+no password: HOST must be an address that only the job's own machines reach; see "Trust" in launch/README.md.
+Port 0 takes a free port, which the printed line names.
 """
 
 import signal

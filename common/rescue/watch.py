@@ -110,8 +110,8 @@ class Watch:
 
     def _run(self):
         while not self.stopped:
-            # C code that holds Python's lock stops this thread, too, but not faulthandler's. The clock of that
-            # runs on while a process is stopped.
+            # C code that holds Python's lock stops this thread, too, but not faulthandler's, whose clock runs
+            # on while a process is stopped
             faulthandler.dump_traceback_later(LOCKED_SECONDS, exit=True, file=2)
             began = time.monotonic()
             seconds = max(0.0, min(LOOK_SECONDS, self.limit / 10, self.deadline - began))

@@ -151,7 +151,7 @@ def test_the_store_of_a_jobset_outlives_its_nodes_and_leaves_a_dead_node():
     grace = jobs["node"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert f'trap "sleep {grace}; ' in store["containers"][0]["command"][2]
     assert store["terminationGracePeriodSeconds"] > grace
-    # a policy for failures would allow no new pod before the old one has ended, which a dead node does not tell
+    # with a policy for failures no new pod comes before the old one has ended: a dead node never says so
     assert "podFailurePolicy" not in jobs["store"]
     assert jobs["store"]["podReplacementPolicy"] == "TerminatingOrFailed"
     assert {one["tolerationSeconds"] for one in store["tolerations"]} == {30}
@@ -161,7 +161,9 @@ def test_the_image_holds_what_a_training_imports():
     text = (FOLDER / "Dockerfile").read_text()
     copied = [word for words in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE) for word in words.split()]
     pins = "launch/kubernetes/constraints.txt"
-    assert {"requirements.txt", pins, "common", "launch", "train_ddp.py", "train_dp.py", "train_mp.py"} == {*copied}
+    assert {"requirements.txt", pins, "common", "launch", "train_ddp.py", "train_dp.py", "train_mp.py"} == {
+        *copied
+    }
     assert "-r requirements.txt -c constraints.txt" in text
     wanted = re.findall(r"^[a-z]+", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     pinned = re.findall(r"^([a-z]+)==", (FOLDER / "constraints.txt").read_text(), re.MULTILINE)
