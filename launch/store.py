@@ -9,6 +9,7 @@ no password: HOST must be an address that only the job's own machines reach; see
 Port 0 takes a free port, which the printed line names.
 """
 
+import os
 import signal
 import socket
 import sys
@@ -37,6 +38,7 @@ def main(arguments):
             file=sys.stderr,
         )
         return 2
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see SETTINGS of launch/torchrun.py
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before torch starts threads: they inherit it
     from torch.distributed import TCPStore

@@ -44,12 +44,12 @@ FAULTS = {
     "all stopped": Fault("stop all, wait 1320, resume all", "all_train", 20),
     "store stopped": Fault("stop store, wait 20, resume store", "all_train", 20),
     "store stopped, then SIGTERM": Fault("stop store, ask", "all_have_left", 20),
-    "store killed": Fault("kill store, open_store", "all_train", 20),
+    "store killed": Fault("kill store, open_store", "all_train", 45),
     "store killed, then SIGTERM in the save": Fault(
         "kill store, ask_in_the_save", "all_have_left", 60, "", LARGE
     ),
     "SIGTERM in a save": Fault("ask_for_a_save, ask_in_the_save", "all_have_left", 60, "", LARGE),
-    "rank killed, no name server": Fault("kill_a_rank 2", "all_train", 15, "", {"NAMELESS": "1"}),
+    "rank killed, no name server": Fault("kill_a_rank 2", "all_train", 40, "", {"NAMELESS": "1"}),
     "wrong flags": Fault("add new --seed=7", "new_is_refused", 30, "forget new"),
     "no data": Fault("add new --data-dir=nowhere", "new_is_refused", 30, "forget new"),
     "no device": Fault("add new --device=cuda", "new_is_refused", 30, "forget new"),
@@ -228,7 +228,9 @@ class Box:
         return self.trains(len(self.training))
 
     def one_less_trains(self):
-        return self.trains(len(self.training) - 1)
+        """And a log names the machine that is gone."""
+        named = any("torchrun: without machine" in machine.output for machine in self.training)
+        return named and self.trains(len(self.training) - 1)
 
     def new_is_refused(self):
         """By a mistake of its own."""

@@ -12,10 +12,11 @@ from datetime import datetime, timezone
 
 import pytest
 from jobs import CLEAN, PACED, ROOT, audit, family, free_port, lives, until
+from ranks import fork_ranks
 from stores import child
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
-from launch.agent import Known
+from launch.agent import Known, trust_little
 
 DIES = """
 import os, signal
@@ -270,6 +271,14 @@ def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, pl
     begun(waits, 3, 2 + 3)
     end(waits)
     assert_all_end(nodes, (0, 0, 0))
+
+
+def test_agents_of_one_name_and_one_process_number_as_in_two_containers_are_two_machines():
+    def node(world):
+        trust_little()
+        return dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator.generate("10.0.0.1").local_id
+
+    assert len({*fork_ranks(2, node)}) == 2
 
 
 def test_a_strangers_pickle_runs_no_code_in_the_agents_and_their_own_are_read(tmp_path):
