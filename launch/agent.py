@@ -210,7 +210,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     def refuse_to_spoil(self, store: Store) -> None:
         """UserError if others train, and this machine has other facts: its ranks would end them all."""
-        self._rdzv_handler._state_holder.sync()
+        self._rdzv_handler.num_nodes_waiting()  # reads the state
         if not self.state.complete or not store.check([self.key_of_facts]):
             return
         for name, value in json.loads(store.get(self.key_of_facts)).items():
