@@ -232,8 +232,9 @@ def test_machines_that_nobody_has_heard_of_meet_again_before_others_meet_without
 def test_the_store_may_end_and_be_started_again(jobs, waits, meeting):
     place = f"127.0.0.1:{free_port()}"
     with serving(jobs, place):
-        nodes = [machine(jobs, place, waits, conf=",last_call_timeout=3") for _ in range(2)]
-        until(lambda: known(place).participants, "the first machine") if meeting else begun(waits, 2, 2)
+        nodes = [machine(jobs, place, waits, conf=",last_call_timeout=5") for _ in range(2)]
+        # both: one that connects as the store ends has not met anybody, and gives up
+        until(lambda: len(known(place).participants) == 2, "both machines") if meeting else begun(waits, 2, 2)
     with serving(jobs, place):
         begun(waits, 2, 2 if meeting else 4)
         end(waits)
