@@ -205,9 +205,9 @@ def end(error: UserError, shared: bool = False) -> NoReturn:
 
 
 def note_reason(text: str) -> None:
-    """Where the launcher asks for it, as launch/slurm.sbatch does for the job's comment."""
-    path = os.environ.get("TERMINATION_LOG")
-    if path:
+    """Into the file that the launcher has made for it, as launch/slurm.sbatch does on its node."""
+    path = os.environ.get("TERMINATION_LOG", "")
+    if os.path.exists(path):
         with suppress(OSError):
             Path(path).write_text(f"{text}\n")
 

@@ -1,30 +1,42 @@
 """torch's elastic agent with exit codes passed on, which continues without machines that die as others meet.
 
 Private names of torch that are used or replaced: the agent's _rendezvous, _start_workers, _monitor_workers,
-_restart_workers, _exit_barrier, _remaining_restarts, _rdzv_handler, _logs_specs (_run_log_dir) and _pcontext
-(_start, _poll, _close); start_processes as the agent knows it; dynamic_rendezvous' get_method_name, _delay,
-_BackendRendezvousStateHolder, _RendezvousState, _RendezvousExitOp, _op_executor, _stop_heartbeats,
-_state_holder, _store, _close; c10's FLAGS_caffe2_log_level.
+_restart_workers, _exit_barrier, _shutdown, _remaining_restarts, _rdzv_handler, _logs_specs (_run_log_dir) and
+_pcontext (_start, _poll, _close); start_processes as the agent knows it; multiprocessing.api's
+_terminate_process_handler; dynamic_rendezvous' get_method_name, _delay, pickle,
+_BackendRendezvousStateHolder, _RendezvousState, _NodeDesc, _RendezvousExitOp, _node_desc_generator
+(_local_id), _op_executor, _stop_heartbeats, _state_holder, _store, _get_world, _close; c10's
+FLAGS_caffe2_log_level.
 """
 
 import argparse
 import contextlib
 import ctypes
+import functools
+import hashlib
+import io
+import json
 import logging
 import multiprocessing
 import os
+import pickle
+import platform
 import random
+import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType, SimpleNamespace
 
 import torch
-from torch.distributed import DistNetworkError
+from torch.distributed import DistNetworkError, Store
 from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState, local_elastic_agent
+from torch.distributed.elastic.multiprocessing import api as processes_api
 from torch.distributed.elastic.multiprocessing.api import (
     PContext,
     RunProcsResult,
@@ -42,8 +54,9 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import config_from_args, get_args_parser
 
-from common.errors import may_pass, say
+from common.errors import UserError, may_pass, say
 from common.ledger import Ledger
+from common.options import Options
 from common.place import in_words
 from launch.worker import work
 
@@ -55,6 +68,11 @@ STOPPED = 143
 MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
+# Without an act of the main thread after a signal: a silent store keeps it in C. Less than AGENT_SECONDS of
+# common/rescue: else another machine's stop is a death to the ranks of this one.
+DEAF_SECONDS = 1
+LIVES_IN_VAIN = 3  # in a row: they ended soon, and before the training began
+SOON_SECONDS = 10
 NO_STORE = (RendezvousConnectionError, DistNetworkError)
 
 
@@ -63,6 +81,7 @@ class Forks(PContext):
 
     run_dir: Path | None = None
     processes = ()
+    closing = threading.Lock()
 
     def _start(self) -> None:
         server = multiprocessing.get_context("forkserver")
@@ -119,11 +138,12 @@ class Forks(PContext):
         self.signal(death_sig)
         self.signal(signal.SIGCONT)  # nothing else would resume a process that is stopped
         deadline = time.monotonic() + int(os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
-        for process in self.processes:
-            process.join(max(0, deadline - time.monotonic()))
-        self.signal(signal.SIGKILL)
-        for process in self.processes:
-            process.join(timeout)
+        with self.closing:  # two threads that wait for one process would read its exit code by halves
+            for process in self.processes:
+                process.join(max(0, deadline - time.monotonic()))
+            self.signal(signal.SIGKILL)
+            for process in self.processes:
+                process.join(timeout)
 
     def signal(self, number: signal.Signals) -> None:
         for process in self.processes:
@@ -136,6 +156,9 @@ class Agent(local_elastic_agent.LocalElasticAgent):
     """Continues without a machine that dies while others meet or end, and tells the others when it leaves."""
 
     ended = False  # the workers of this machine have ended well
+    in_vain = 0  # lives in a row
+    came = set[str]()  # addresses of the machines of this life
+    facts = dict[str, str]()  # {name: value} that all machines must have in common
 
     @property
     def codes(self) -> set[int]:
@@ -157,9 +180,12 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         while True:
             store.set_timeout(ANSWER)
             try:
+                self.refuse_to_spoil(store)
                 super()._rendezvous(group)
+                store.set(self.key_of_facts, json.dumps(self.facts))
                 self.round = self.state.round
                 self.whole = time.monotonic()
+                self.tell_who_is_gone()
                 return
             except DistNetworkError:
                 raise
@@ -171,9 +197,33 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             finally:
                 store.set_timeout(patience)
 
+    def tell_who_is_gone(self) -> None:
+        """Ranks know only that one of another machine has ended."""
+        came = {node.addr for node in self.state.participants}
+        if self.came - came and self._rdzv_handler._get_world()[0] == 0:
+            say(f"torchrun: without {', '.join(sorted(self.came - came))}", sys.stderr)
+        self.came = came
+
+    @property
+    def key_of_facts(self) -> str:
+        return f"launch/facts/{self._rdzv_handler.get_run_id()}"
+
+    def refuse_to_spoil(self, store: Store) -> None:
+        """UserError if others train, and this machine has other facts: its ranks would end them all."""
+        self._rdzv_handler.num_nodes_waiting()  # reads the state
+        if not self.state.complete or not store.check([self.key_of_facts]):
+            return
+        for name, value in json.loads(store.get(self.key_of_facts)).items():
+            if self.facts.get(name) != value:
+                raise UserError(
+                    f"this machine has {name} {self.facts.get(name)}, the others train with {value}\n"
+                    "give every machine the same code, environment, data and options"
+                )
+
     def _start_workers(self, group: WorkerGroup) -> dict[int, int]:
-        for path in self.starting():
+        for path in self.notes("start-*"):
             path.unlink()  # left by ranks that were killed
+        self.started = time.monotonic()
         return super()._start_workers(group)
 
     def _monitor_workers(self, group: WorkerGroup) -> RunResult:
@@ -191,7 +241,7 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         if result.state == WorkerState.SUCCEEDED:
             alone = time.monotonic() - self.whole > AWAY_SECONDS
             return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
-        if apart and not state.closed or fewer and self.starting():
+        if apart and not state.closed or fewer and self.notes("start-*"):
             why = "a machine was cut off" if apart else "a machine has gone before all could train"
             say(f"torchrun: {why}, meeting again", sys.stderr)
             self._restart_workers(group)
@@ -205,16 +255,23 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         """
         rank, failure = next(iter(result.failures.items()))
         death = f"torchrun: rank {rank} (pid {failure.pid}) {in_words(failure.exitcode)}"
+        restart = self._worker_group.spec.max_restarts - self._remaining_restarts
+        began = self.notes("start-*") or self.notes(f"opened.{restart}")  # then the training counts its lives
+        late = time.monotonic() - self.started > SOON_SECONDS
+        self.in_vain = 0 if began or late else self.in_vain + 1
         if FINAL & self.codes:
             self._remaining_restarts = 0
+        elif self.in_vain == LIVES_IN_VAIN:
+            self._remaining_restarts = 0
+            say(f"{death}: {LIVES_IN_VAIN} lives in a row ended at once; their errors are above", sys.stderr)
         elif not self._remaining_restarts:
             say(f"{death}, and no restart is left", sys.stderr)
         elif max(self.codes) < 0:
             say(f"{death}, starting again", sys.stderr)
 
-    def starting(self) -> list[Path]:
-        """The notes of ranks that may still wait for others; see `begin_life`."""
-        return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob("start-*")]
+    def notes(self, pattern: str) -> list[Path]:
+        """Files of this machine's ranks; one with a start-RANK may still wait for others (`begin_life`)."""
+        return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(pattern)]
 
     def all_ended(self, group: WorkerGroup) -> bool:
         """Whether the workers of all machines have ended well."""
@@ -252,17 +309,45 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         try:
             result = super().run(role)
         except Exception as error:
-            if not isinstance(error, NO_STORE):
-                with contextlib.suppress(Exception):  # another kind of rendezvous, or it does not answer
-                    self._rdzv_handler._stop_heartbeats()
-                    leave = dynamic_rendezvous._RendezvousExitOp()
-                    self._rdzv_handler._op_executor.run(leave, time.monotonic() + 3)
-            self._rdzv_handler._close = lambda: None  # torch would end the job for all machines
+            if isinstance(error, SignalException):  # it may have ended torch's wait for a save
+                self._shutdown(error.sigval)
+            self.leave()
             raise
-        if result:
-            return result
-        say("torchrun: the job is over, it has not needed this machine", sys.stderr)
-        return RunResult(WorkerState.SUCCEEDED)
+        if not result:
+            say("torchrun: the job is over, it has not needed this machine", sys.stderr)
+            return RunResult(WorkerState.SUCCEEDED)
+        if result.is_failed():
+            self.leave()
+        return result
+
+    def leave(self) -> None:
+        """The others train on: by itself torch would end the job for all machines."""
+        self._rdzv_handler._close = lambda: None
+        farewell = threading.Thread(target=self.say_farewell, daemon=True)  # a silent store does not answer
+        farewell.start()
+        farewell.join(AWAY_SECONDS)
+
+    def say_farewell(self) -> None:
+        with contextlib.suppress(Exception):  # another kind of rendezvous, or no store any more
+            self._rdzv_handler._stop_heartbeats()
+            leave = dynamic_rendezvous._RendezvousExitOp()
+            self._rdzv_handler._op_executor.run(leave, time.monotonic() + AWAY_SECONDS)
+
+
+class Known(pickle.Unpickler):
+    """Reads what agents tell each other; by itself a stranger's pickle could run any code."""
+
+    def find_class(self, module: str, name: str) -> object:
+        if (module, name) in {
+            (dynamic_rendezvous.__name__, "_RendezvousState"),
+            (dynamic_rendezvous.__name__, "_NodeDesc"),
+            ("datetime", "datetime"),
+            ("datetime", "timezone"),
+            ("datetime", "timedelta"),
+            ("builtins", "set"),
+        }:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
 
 
 def look_often() -> None:
@@ -277,6 +362,61 @@ def look_often() -> None:
     dynamic_rendezvous._delay = lambda seconds: time.sleep(random.uniform(0.05, 0.15))  # then asks that cache
     # For a record that nobody keeps, each look would inspect the whole stack twice: a third of a core.
     dynamic_rendezvous.get_method_name = lambda: "look"
+
+
+def trust_little() -> None:
+    """What else of torch's is replaced: its pickles, and names that need not be one machine's."""
+    dynamic_rendezvous.pickle = SimpleNamespace(
+        dumps=pickle.dumps, loads=lambda data: Known(io.BytesIO(data)).load(), PickleError=pickle.PickleError
+    )
+    # In two containers both agents can have the same name and the same process number.
+    generator = dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator
+    generator._local_id = random.getrandbits(30)
+    # The agent's is asked for with each process: where the name server is away, it takes 5 seconds each time.
+    socket.getfqdn = functools.cache(socket.getfqdn)
+
+
+def listen(agents: list[Agent], folder: str) -> None:
+    """Obeys a signal in place of the main thread as long as a silent store keeps that in C."""
+    ear, mouth = os.pipe()
+    os.set_blocking(mouth, False)
+    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    heard = threading.Event()
+    handler = processes_api._terminate_process_handler
+
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.set()
+        handler(number, frame)
+
+    def hear() -> None:
+        number = os.read(ear, 1)[0]
+        if heard.wait(DEAF_SECONDS):
+            return
+        say("torchrun: the rendezvous does not answer; asked to stop, this machine leaves", sys.stderr)
+        if agents and agents[-1]._pcontext:
+            agents[-1]._pcontext.close(signal.Signals(number))
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(code_of_a_stop(agents))
+
+    processes_api._terminate_process_handler = note
+    threading.Thread(target=hear, daemon=True).start()
+
+
+def code_of_a_stop(agents: list[Agent]) -> int:
+    codes = agents[-1].codes if agents else set()
+    if codes & FINAL:
+        return min(codes & FINAL)
+    unsaved = {1, -signal.SIGKILL} & codes and STOPPED not in codes
+    return 1 if unsaved else STOPPED
+
+
+def facts_of(options: Options | None) -> dict[str, str]:
+    """What the machines of a job must have in common, as far as it is known without the training."""
+    code = hashlib.sha256()
+    for path in sorted(Path(__file__).parents[1].glob("common/**/*.py")):
+        code.update(path.read_bytes())
+    facts = {"python": platform.python_version(), "torch": torch.__version__, "code": code.hexdigest()[:12]}
+    return facts | {name: str(value) for name, value in options.of_all_ranks().items()} if options else facts
 
 
 def hush() -> None:
@@ -320,7 +460,7 @@ def address_towards(endpoint: str) -> str | None:
         return None if address.startswith("127.") else address
 
 
-def serve(arguments: list[str], folder: str, run_dir: Path | None) -> int:
+def serve(arguments: list[str], folder: str, options: Options | None) -> int:
     """torchrun with these arguments; returns the exit code."""
     agents = list[Agent]()
 
@@ -335,6 +475,8 @@ def serve(arguments: list[str], folder: str, run_dir: Path | None) -> int:
 
     launcher_api.LocalElasticAgent = make_agent
     look_often()
+    trust_little()
+    listen(agents, folder)
     if "LOGLEVEL" not in os.environ:
         hush()
     try:
@@ -343,9 +485,10 @@ def serve(arguments: list[str], folder: str, run_dir: Path | None) -> int:
         args = parser.parse_args(arguments)
         settle(args, folder)
         config, command, words = config_from_args(args)
+        Agent.facts = facts_of(options)
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
-            Forks.run_dir = run_dir
+            Forks.run_dir = options.run_dir if options else None
             words = words[words.index(args.training_script) :]
         return serve_config(config, command, words, agents)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
@@ -371,15 +514,15 @@ def serve_config(
             launcher_api.elastic_launch(config, command)(*words)
             return 0
         except SignalException:
-            codes = agents[-1].codes if agents else set()
-            if codes & FINAL:
-                return min(codes & FINAL)
-            unsaved = {1, -signal.SIGKILL} & codes and STOPPED not in codes
-            return 1 if unsaved else STOPPED
+            return code_of_a_stop(agents)
+        except UserError as error:
+            say(f"error: {error}", sys.stderr)
+            return error.code
         except ChildFailedError:
             return min(agents[-1].codes & FINAL or {1})
         except (RendezvousError, *NO_STORE) as error:
-            if not agents or not isinstance(error, NO_STORE):
+            had_met = agents and (agents[-1].meets_others or agents[-1]._pcontext)
+            if not had_met or not isinstance(error, NO_STORE):
                 say(f"error: {not_met(error, config, time.monotonic() - began)}", sys.stderr)
                 return 1
             say("torchrun: the rendezvous does not answer, looking for it again", sys.stderr)
@@ -390,7 +533,7 @@ def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float)
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
         return (
-            f"{job} is over: it is complete, or a machine gave it up\n"
+            f"{job} is over: it is complete\n"
             "       to train on, start all machines again with a new --rdzv_id"
         )
     if isinstance(error, RendezvousTimeoutError):
@@ -399,6 +542,11 @@ def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float)
             "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
         )
     words = " ".join(str(error).split())[:100]
+    if config.rdzv_backend == "static":
+        return (
+            f"machine 0 at {config.rdzv_endpoint}: no rendezvous in {seconds:.0f} s ({words})\n"
+            "       does it run, and is that port free there? else give all another --master_port"
+        )
     return (
         f"{job}: no rendezvous in {seconds:.0f} s ({words})\n"
         "       does `python launch/store.py` run there? "

@@ -4,11 +4,12 @@
 
 and on each machine `torchrun --rdzv_backend=c10d --rdzv_endpoint=HOST:PORT --rdzv_conf=is_host=0,...
 --rdzv_id=NAME ...`. Without it the first agent hosts the store, and when that agent dies all the others end
-two minutes later. It listens on HOST alone (a TCPStore by itself listens on every interface) but has no
-password, and agents unpickle its values: HOST must be an address that only the job's own machines reach. Port
-0 takes a free port, which the printed line names.
+a minute and a half later. It listens on HOST alone (a TCPStore by itself listens on every interface) but has
+no password: HOST must be an address that only the job's own machines reach; see "Trust" in launch/README.md.
+Port 0 takes a free port, which the printed line names.
 """
 
+import os
 import signal
 import socket
 import sys
@@ -37,6 +38,7 @@ def main(arguments):
             file=sys.stderr,
         )
         return 2
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")  # see SETTINGS of launch/torchrun.py
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # before torch starts threads: they inherit it
     from torch.distributed import TCPStore

@@ -41,19 +41,23 @@ SETTINGS = {
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGUSR1",
     "PET_MONITOR_INTERVAL": "0.02",
     "PYTHONUNBUFFERED": "1",
+    # torch's stores ask for the name of each process that connects, 10 seconds where the name server is away
+    "RES_OPTIONS": "timeout:1 attempts:1",
     # numpy starts threads when imported, and a fork has none of them
     "OPENBLAS_NUM_THREADS": "1",
     # counting GPUs must not touch CUDA in a process that forks
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
 STOPPED = 143
+LONGEST_PLACE = 40  # characters; the fork server's socket lies below, and the kernel takes 107
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
     ready_streams()
-    folder = tempfile.mkdtemp(prefix="torchelastic_")
+    place = tempfile.gettempdir()
+    folder = tempfile.mkdtemp(prefix="torchelastic_", dir=place if len(place) < LONGEST_PLACE else "/tmp")
 
     def stop(*_):
         shutil.rmtree(folder, ignore_errors=True)
@@ -89,10 +93,10 @@ def launch(arguments: list[str], folder: str) -> int:
     if script:
         os.environ.setdefault("PET_START_METHOD", "forkserver")
         if asked.start_method in (None, "forkserver"):
-            start_importing(Path(script[0]), options)
+            start_importing(Path(script[0]), options, folder)
     from launch.agent import serve
 
-    return serve(arguments, folder, options.run_dir if options else None)
+    return serve(arguments, folder, options)
 
 
 def find_script(arguments: list[str]) -> int:
@@ -138,8 +142,9 @@ def line_if_complete(options: Options) -> str:
     return ""
 
 
-def start_importing(script: Path, options: Options | None) -> None:
+def start_importing(script: Path, options: Options | None, folder: str) -> None:
     """Starts the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
+    tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
     places = [str(script.resolve().parent), str(ROOT), os.environ.get("PYTHONPATH", "")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     os.environ["LAUNCHER_PID"] = str(os.getpid())
@@ -149,6 +154,7 @@ def start_importing(script: Path, options: Options | None) -> None:
     heard = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which tells the others
     forkserver.ensure_running()
     signal.signal(signal.SIGINT, heard)
+    tempfile.tempdir = None
     del os.environ["LAUNCH_PRELOAD"]
 
 

@@ -4,6 +4,7 @@ import atexit
 import importlib
 import json
 import os
+import re
 import runpy
 import signal
 import sys
@@ -16,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]  # not the folder where it was started: that may have a `common` of its own
 
 from common import place  # noqa: E402
-from common.errors import guarded  # noqa: E402
+from common.errors import guarded, one_line, say  # noqa: E402
 
+A_PEER = re.compile("gloo|Dist(Network|Store|Backend)Error")  # has ended while the ranks met
 PRELOAD = "LAUNCH_PRELOAD"  # only in the environment of a fork server: [module, its options]
 
 
@@ -57,6 +59,11 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
             debug="--debug" in words
         ):  # a mistake in a script of one's own is made again by each life
             runpy.run_path(script, run_name="__main__")
+    except RuntimeError as error:
+        if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in words:
+            raise
+        say(f"rank {os.environ['RANK']}: another one has gone ({one_line(error)})", sys.stderr)
+        sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
         sys.stdout.flush()

@@ -126,9 +126,12 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-        self.began = round(booted + this_process()["process"][1] / os.sysconf("SC_CLK_TCK"), 3)
+        now = time.clock_gettime(time.CLOCK_BOOTTIME)
+        ticks = this_process()["process"][1]  # None without /proc
+        age = now - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+        self.began = round(time.time() - age, 3)
         self.mark = time.monotonic()
+        self.made = self.mark
         self.ledger: Ledger | None = None  # on rank 0, once the life is in it
         self.entered = 0.0  # the last entry; 0 before the first step
         self.step = 0
@@ -160,7 +163,7 @@ class Clock:
         if not self.entered:
             self.ledger.event("first_step", step=step)
             self.entered = self.mark
-        age = time.time() - self.began
+        age = self.mark - self.made  # a wall clock may be set back
         if self.mark - self.entered > min(ENTRY_SECONDS, 0.05 + ENTRY_SHARE * age):
             self.write_down()
 

@@ -63,12 +63,12 @@ def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
         if names & FAILED or "first_step" not in names:
             in_vain += 1
     too_many = in_vain >= LIVES_IN_VAIN or len(row) >= LIVES_KILLED
-    if state.finished or not too_many:
+    if not too_many or state.finished and not state.evaluation_due:
         return
     errors = [event["why"] for event in named(chain(*reversed(row)), "error")]
     first = [*errors, "killed, no error was noted"][0]
     order = ElasticSampler(state.samples, state.opts.global_batch_size, seed=state.opts.seed)
-    order.set_epoch(state.epoch, state.position)
+    order.set_epoch(state.epoch, state.samples if state.finished else state.position)
     samples = ", ".join(map(str, next(iter(order), [])[:SAMPLES_NAMED]))
     raise UserError(
         f"no progress in {len(row)} lives on step {state.step + 1}; the first error: {first}\n"

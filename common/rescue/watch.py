@@ -32,7 +32,7 @@ DEATH_SECONDS = 0.5  # until a launcher knows how its process has ended
 HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
 LOOK_SECONDS = 1.0
 PLACES_SECONDS = 5.0  # for all ranks to tell where they are
-LOCKED_SECONDS = 600.0  # at least so long without any Python thread: then faulthandler ends this process
+LOCKED_SECONDS = 86_400.0  # without any Python thread: then faulthandler ends this process, stopped or not
 SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
 MOVED = "moved"  # a message over a lifeline; any other one is a rank and its place
 
@@ -111,8 +111,9 @@ class Watch:
     def _run(self):
         self.world.use_device()
         while not self.stopped:
-            # C code that holds Python's lock stops this thread, too, but not faulthandler's
-            faulthandler.dump_traceback_later(max(2 * self.limit, LOCKED_SECONDS), exit=True, file=2)
+            # C code that holds Python's lock stops this thread, too, but not faulthandler's, whose clock runs
+            # on while a process is stopped
+            faulthandler.dump_traceback_later(LOCKED_SECONDS, exit=True, file=2)
             began = time.monotonic()
             seconds = max(0.0, min(LOOK_SECONDS, self.limit / 10, self.deadline - began))
             for key, _ in self.selector.select(LOOK_SECONDS if self.leaving else seconds):

@@ -15,6 +15,7 @@ from common.place import here
 
 ANSWER = timedelta(seconds=5)  # a process that is alive answers within
 MEETING = timedelta(seconds=120)  # for all ranks to come; then this life fails, and the agents meet again
+SILENT_SECONDS = 20  # then a machine without power, or behind a cut cable, has gone
 SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 
@@ -94,14 +95,25 @@ def _listen(host, port):
 
 
 def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]:
-    """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process."""
+    """Rank 0's connections to all, or this rank's to rank 0: the kernel ends them with either process.
+
+    It also ends them when the other machine is silent. A stopped process is not: its kernel answers.
+    """
     if rank:
-        port = int(store.get("lifelines"))
-        return [socket.create_connection((store.host, port))]
-    with _listen(store.host, 0) as listener:
+        return [_felt(socket.create_connection((store.host, int(store.get("lifelines")))))]
+    with _felt(_listen(store.host, 0)) as listener:  # those that it accepts are so, too
         store.set("lifelines", str(listener.getsockname()[1]))
         listener.settimeout(MEETING.total_seconds())
         return [listener.accept()[0] for _ in range(size - 1)]
+
+
+def _felt(line):
+    """Its end is felt by the kernel's own questions."""
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+        line.setsockopt(socket.IPPROTO_TCP, option, SILENT_SECONDS // 4)
+    line.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENT_SECONDS * 1000)
+    return line
 
 
 def interface_towards(host):

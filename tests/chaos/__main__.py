@@ -2,6 +2,8 @@
 
 python -m tests.chaos --events 200 --seed 1            # all kinds
 python -m tests.chaos --bunches 20 --seed 1            # machines die in bunches, under launch/torchrun.py
+python -m tests.chaos --machines 3                     # machines fall silent; an hour; needs root
+python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
 python -m tests.chaos --events 40 --disk slow          # a slow file system; two: two mounts as two machines
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
 python -m tests.chaos --events 40 --script mp          # train_mp.py, two stages, one or more pipelines
@@ -18,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.chaos import points_names
+from tests.chaos import machines, points_names
 from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
 from tests.chaos.events import TARGETS
@@ -39,13 +41,14 @@ def main():
     parser.add_argument("--events", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bunches", type=int, default=0, metavar="COUNT")
+    parser.add_argument("--machines", type=int, default=0, metavar="COUNT")
     parser.add_argument("--disk", choices=sorted(DISKS), help="a file system of tests/tools/netfs.py")
     parser.add_argument("--script", choices=("ddp", "mp"), default="ddp")
     parser.add_argument(
         "--only",
         nargs="*",
         default=(),
-        choices=sorted(TARGETS),
+        choices=[*sorted(TARGETS), *machines.FAULTS],
         metavar="TARGET",
         help=f"of {', '.join(TARGETS)}",
     )
@@ -56,6 +59,8 @@ def main():
         os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
         disk = served(folder / "disk", **DISKS[args.disk]) if args.disk else contextlib.nullcontext()
         with disk as mounted, Jobs(folder) as jobs:
+            if args.machines:
+                sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, args.only))
             if args.bunches:
                 print(json.dumps(bunches(jobs, folder / "run", rng, args.bunches)))
                 return

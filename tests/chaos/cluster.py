@@ -6,7 +6,7 @@ import signal
 import time
 import uuid
 
-from jobs import ROOT, children, until
+from jobs import ROOT, children, family, until
 
 WORKER = ROOT / "tests/chaos/worker.py"
 NODES = 3
@@ -120,12 +120,8 @@ class Cluster:
             kept.add(self.store.pid)
 
         def gone():
-            ours = {pid for agent in self.living for pid in [agent.pid, *_tree(agent.pid)]}
+            ours = {pid for agent in self.living for pid in family(agent.pid)}
             return not {*self.jobs.alive()} - ours - kept
 
         until(gone, "the workers of dead agents to end", deadline)
         return time.monotonic() - began
-
-
-def _tree(pid):
-    return [p for child in children(pid) for p in [child, *_tree(child)]]

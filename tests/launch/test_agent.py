@@ -1,16 +1,22 @@
 """launch/agent.py: machines that die while the others meet cost seconds, not the job."""
 
+import base64
 import contextlib
+import io
 import os
+import pickle
 import signal
 import threading
 import time
 from datetime import datetime, timezone
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, audit, children, free_port, lives, until
+from jobs import CLEAN, PACED, ROOT, audit, family, free_port, lives, until
+from ranks import fork_ranks
 from stores import child
-from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
+from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
+
+from launch.agent import Known, trust_little
 
 DIES = """
 import os, signal
@@ -156,11 +162,6 @@ def silence(place, who=lambda node: True):
             return
 
 
-def family(pid):
-    """A process, and all that it and its children have started; itself first."""
-    return [pid, *(one for child in children(pid) for one in family(child))]
-
-
 def die(node):
     """The whole machine: nothing of it saves or says good-bye."""
     for pid in family(node.pid):
@@ -231,8 +232,9 @@ def test_machines_that_nobody_has_heard_of_meet_again_before_others_meet_without
 def test_the_store_may_end_and_be_started_again(jobs, waits, meeting):
     place = f"127.0.0.1:{free_port()}"
     with serving(jobs, place):
-        nodes = [machine(jobs, place, waits, conf=",last_call_timeout=3") for _ in range(2)]
-        until(lambda: known(place).participants, "the first machine") if meeting else begun(waits, 2, 2)
+        nodes = [machine(jobs, place, waits, conf=",last_call_timeout=5") for _ in range(2)]
+        # both: one that connects as the store ends has not met anybody, and gives up
+        until(lambda: len(known(place).participants) == 2, "both machines") if meeting else begun(waits, 2, 2)
     with serving(jobs, place):
         begun(waits, 2, 2 if meeting else 4)
         end(waits)
@@ -246,3 +248,65 @@ def test_a_machine_that_gives_up_does_not_end_the_job_for_the_others(jobs, place
     begun(waits, 2, 2)
     end(waits)
     assert_all_end(nodes)
+
+
+def test_a_wrong_machine_is_refused_before_it_joins_and_the_others_train_on(jobs, place, tmp_path):
+    words = [ROOT / "train_ddp.py", *PACED, "--epochs=999", "--run-dir", tmp_path / "run"]
+    nodes = [machine(jobs, place, *words) for _ in range(2)]
+    until(lambda: lives(tmp_path / "run") and lives(tmp_path / "run")[-1]["world"] == 2, "both machines")
+    said = machine(jobs, place, *words, "--seed=7").ends_with(2)
+    assert "this machine has --seed 7, the others train with 0" in said and len(said.splitlines()) <= 4, said
+    count = len(lives(tmp_path / "run"))
+    (tmp_path / "run/control/stop").touch()
+    assert_all_end(nodes, (143, 143))
+    assert len(lives(tmp_path / "run")) == count
+
+
+def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, place, waits):
+    nodes = [machine(jobs, place, waits) for _ in range(2)]
+    begun(waits, 2, 2)
+    mistaken = waits.parent / "mistaken.py"
+    mistaken.write_text("import sys\nsys.exit(2)\n")
+    machine(jobs, place, mistaken).ends_with(2)
+    nodes.append(machine(jobs, place, waits))
+    begun(waits, 3, 2 + 3)
+    end(waits)
+    assert_all_end(nodes, (0, 0, 0))
+
+
+def test_agents_of_one_name_and_one_process_number_as_in_two_containers_are_two_machines():
+    def node(world):
+        trust_little()
+        return dynamic_rendezvous.DynamicRendezvousHandler._node_desc_generator.generate("10.0.0.1").local_id
+
+    assert len({*fork_ranks(2, node)}) == 2
+
+
+def test_a_strangers_pickle_runs_no_code_in_the_agents_and_their_own_are_read(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (f"{tmp_path}/run",)
+
+    state = dynamic_rendezvous._RendezvousState()
+    node = dynamic_rendezvous._NodeDesc("one", 1, 2)
+    state.participants[node] = 0
+    state.wait_list.add(node)
+    state.last_heartbeats[node] = datetime.now(timezone.utc)
+    read = Known(io.BytesIO(pickle.dumps(state))).load()
+    assert vars(read) == vars(state)
+    with pytest.raises(pickle.UnpicklingError, match="mkdir is no part of a rendezvous"):
+        Known(io.BytesIO(pickle.dumps(Evil()))).load()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_strangers_pickle_in_the_store_ends_the_agent_with_a_line(jobs, place, waits, tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (f"{tmp_path}/run",)
+
+    node = machine(jobs, place, waits)
+    begun(waits, 1, 1)
+    state = base64.b64encode(pickle.dumps(Evil())).decode()
+    handler(place)._store.set("torch.rendezvous.job", state)
+    said = node.ends_with(1)
+    assert "The rendezvous state is corrupt" in said and not (tmp_path / "run").exists(), said

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 from jobs import ROOT
 
+from common.errors import note_reason
+
 SCRIPT = ROOT / "launch/slurm.sbatch"
 SRUN = """#!/usr/bin/env bash
 leave() { exit "$CODE"; }
@@ -13,8 +15,13 @@ trap leave USR1
 echo $$ > agents
 echo srun "$@" >> said
 echo timeout "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >> said
+echo cpus "$SRUN_CPUS_PER_TASK" >> said
 until awk '/^squeue/ { looks++ } END { exit (looks < ENVIRON["LASTS"]) }' said; do sleep 0.02; done
 leave
+"""
+PYTHON = """#!/bin/sh
+[ "$STORE" != broken ] || exit 2
+[ "$1" != launch/store.py ] || { echo "store on ${2%:0}"; exec sleep 60; }
 """
 SCANCEL = """#!/bin/sh
 echo scancel "$@" >> said
@@ -29,6 +36,7 @@ def slurm(tmp_path):
     for name, text in {
         "srun": SRUN,
         "scancel": SCANCEL,
+        "python": PYTHON,
         "scontrol": '#!/bin/sh\necho scontrol "$@" >> said\n',
         "mktemp": "#!/bin/sh\nsleep 0.3\nexec /usr/bin/mktemp\n",  # slow: no look may come before srun
         "squeue": '#!/bin/sh\necho squeue "$@" >> said\necho "$LEFT"\n',
@@ -44,7 +52,7 @@ def slurm(tmp_path):
                 "SLURM_SUBMIT_DIR": str(tmp_path),
                 "SLURM_JOB_NUM_NODES": "1",
                 "SLURM_JOB_ID": "7",
-                "PYTHON": "true",
+                "PYTHON": str(tmp_path / "python"),
                 "CODE": "0",
                 "LASTS": "0",
                 "LOOK": "0.05",
@@ -52,8 +60,8 @@ def slurm(tmp_path):
             | env
         )
         done = subprocess.run(["bash", SCRIPT, *words], env=given, cwd=tmp_path, timeout=60)
-        said = (tmp_path / "said").read_text().splitlines()
-        (tmp_path / "said").unlink()
+        said = (tmp_path / "said").read_text().splitlines() if (tmp_path / "said").exists() else []
+        (tmp_path / "said").unlink(missing_ok=True)
         said.sort(
             key=lambda line: not line.startswith("srun")
         )  # srun, in the background, may note itself after a look
@@ -104,3 +112,28 @@ def test_a_job_that_lost_too_many_nodes_saves_and_this_task_of_an_array_is_queue
 def test_a_job_that_lost_fewer_nodes_goes_on(slurm):
     left, said = slurm(SLURM_JOB_NUM_NODES="3", LEFT="2", LASTS="4", MIN_NODES="2")  # so many looks
     assert left == 0 and "--nnodes=2:3" in said[0] and not [one for one in said if one.startswith("sc")]
+
+
+def test_srun_is_asked_for_the_cpus_of_the_job_and_each_node_counts_its_own_gpus(slurm):
+    _, said = slurm(SLURM_CPUS_PER_TASK="48", SLURM_GPUS_ON_NODE="8")
+    assert "cpus 48" in said and "--nproc_per_node=gpu" in said[0]
+    _, said = slurm(PROCESSES="3", SLURM_GPUS_ON_NODE="8")
+    assert "cpus " in said and "--nproc_per_node=3" in said[0]
+
+
+def test_a_store_that_does_not_start_ends_the_job_before_any_agent_is_started(slurm):
+    assert slurm(SLURM_JOB_NUM_NODES="2", STORE="broken") == (2, [])
+
+
+def test_the_port_of_the_store_does_not_follow_from_the_jobs_number(slurm):
+    _, said = slurm(SLURM_JOB_NUM_NODES="2", HOST="10.0.0.7")
+    assert "--rdzv_endpoint=10.0.0.7 " in said[0]  # as this store says it
+
+
+def test_why_a_training_ends_is_written_on_the_node_that_asked_for_it_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERMINATION_LOG", f"{tmp_path}/log")
+    note_reason("of another node")
+    assert not (tmp_path / "log").exists()
+    (tmp_path / "log").touch()
+    note_reason("of this one")
+    assert (tmp_path / "log").read_text() == "of this one\n"

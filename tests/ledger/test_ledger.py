@@ -178,6 +178,26 @@ def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
     assert moments[-1] == now[0] + 1e6 and len(entries) > 30, "a kill would lose more than a step or two"
 
 
+@pytest.mark.parametrize("jump", [0, -1e6, 1e6])
+def test_a_wall_clock_that_jumps_makes_no_line_a_step(tmp_path, monkeypatch, jump):
+    now = [5000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "time", lambda: now[0] + 1e6)
+    clock = Clock()
+    clock.ledger = Ledger(tmp_path)
+    monkeypatch.setattr(time, "time", lambda: now[0] + 1e6 + jump)
+    for step in range(1000):
+        now[0] += 0.1
+        clock.stepped(step)
+    lines = [*read(tmp_path / "ledger.jsonl")]
+    assert 50 < len(lines) < 300, len(lines)
+
+
+def test_a_clock_needs_no_proc(monkeypatch):
+    monkeypatch.setattr("common.place._state", lambda pid: (None, None))
+    assert abs(Clock().began - time.time()) < 60
+
+
 def test_the_page_of_a_run_holds_its_curves_deaths_and_lives_and_asks_for_nothing_else(tmp_path):
     write(tmp_path, *KILLED)
     rows = "".join(f'{{"step": {step}, "epoch": 1, "loss": 0.5}}\n' for step in range(9000))

@@ -14,7 +14,7 @@ from common.rescue import refuse_a_crash_loop
 from common.rescue.life import LIVES_KILLED, refuse_without_progress
 
 
-def refused(run, *lives, step=7, position=0):
+def refused(run, *lives, step=7, **of_the_state):
     """(code, text) of the error of a life that begins at `step` after these: (step, events)."""
     ledger = Ledger(run)
     ledger.lines.path.unlink(missing_ok=True)
@@ -23,8 +23,9 @@ def refused(run, *lives, step=7, position=0):
         for name in names:
             ledger.event(name, step=began + 9, rank=0, why="mine")
     try:
+        plain = {"position": 0, "finished": False, "evaluation_due": False}
         state = SimpleNamespace(
-            opts=Options(run_dir=run), samples=9, step=step, epoch=0, position=position, finished=False
+            opts=Options(run_dir=run), samples=9, step=step, epoch=0, **plain | of_the_state
         )
         refuse_without_progress(lives_of(run), state)
     except UserError as error:
@@ -52,7 +53,9 @@ def test_a_run_ends_with_5_when_lives_in_a_row_begin_on_one_step_and_fail_there(
     said = "no progress in 3 lives on step 8; the first error: mine"
     assert said in refused(tmp_path, *[(7, *trained)] * 3)[1]
     assert refused(tmp_path, *[(7,)] * 3, step=8) is None
-    assert "none, it is an evaluation" in refused(tmp_path, *[(7,)] * 3, position=9)[1]
+    for due in ({"position": 9}, {"finished": True, "evaluation_due": True}):
+        assert "none, it is an evaluation" in refused(tmp_path, *[(7,)] * 3, **due)[1]
+    assert refused(tmp_path, *[(7,)] * 3, finished=True) is None
 
 
 @pytest.mark.parametrize(

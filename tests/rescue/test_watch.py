@@ -64,6 +64,24 @@ def test_a_process_that_was_stopped_goes_on_and_nothing_was_due_meanwhile():
     assert fork_ranks(1, sleep_for_more_than_ten_limits) == [[]]
 
 
+def arm(world):
+    armed = []
+    watch.faulthandler = SimpleNamespace(
+        dump_traceback_later=lambda seconds, **_: armed.append(seconds),
+        cancel_dump_traceback_later=lambda: None,
+    )
+    _, thread, _ = watched(world, 600)
+    until(lambda: armed, "the thread")
+    thread.stop()
+    return armed
+
+
+def test_a_job_that_is_suspended_for_hours_is_not_ended_when_it_is_continued():
+    """faulthandler's clock runs on, and its thread is the first to run: it would end each rank unsaved."""
+    ((armed, *_),) = fork_ranks(1, arm)
+    assert armed >= 24 * 3600
+
+
 def wait_for_rank_1(world):
     """Reports of each rank while rank 1 works, for three times the limit."""
     state, thread, reports = watched(world, 2)

@@ -242,6 +242,11 @@ def children(pid):
     ]
 
 
+def family(pid):
+    """A process, and all that it and its children have started; itself first."""
+    return [pid, *(one for child in children(pid) for one in family(child))]
+
+
 def _stat(pid):
     try:
         letter, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]

@@ -7,6 +7,7 @@ import random
 import pytest
 from jobs import CLEAN, PACED, STEPS, audit, events, lives
 
+from tests.chaos import machines
 from tests.chaos.__main__ import assert_that_it_struck
 from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
@@ -25,6 +26,22 @@ def test_machines_that_die_in_bunches_cost_no_sample(jobs, tmp_path):
     found = bunches(jobs, tmp_path / "run", random.Random(16), count=2)
     assert [found[name] for name in ("missed", "repeated", "lost", "redone")] == [0] * 4, found
     assert found["lives"] > 1
+
+
+@pytest.mark.skipif(bool(machines.why_not()), reason=machines.why_not() or "-")
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "cable cut",
+        "power",
+        "store stopped, then SIGTERM",
+        "store killed, then SIGTERM in the save",
+        "wrong flags",
+        "no data",
+    ],
+)
+def test_a_machine_that_falls_silent_or_is_wrong_costs_seconds_and_no_step(jobs, tmp_path, fault):
+    machines.strike(jobs, tmp_path / "box", fault, count=2, short=True)
 
 
 @pytest.mark.parametrize(

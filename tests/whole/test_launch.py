@@ -269,7 +269,9 @@ def start(tmp_path):
 
 
 def left_in_the_temporary_folder():
-    return {name for name in os.listdir(os.environ["TMPDIR"]) if re.search("torch.*-|^torchelastic_", name)}
+    return {
+        name for name in os.listdir(os.environ["TMPDIR"]) if re.search("torch.*-|^torchelastic_|^pymp-", name)
+    }
 
 
 @needs_an_environment
@@ -332,6 +334,33 @@ def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill
     assert life["world"] == 2 and jobs.kill(life["pids"][1])
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
     assert audit(tmp_path / "run") == CLEAN
+
+
+@pytest.mark.parametrize("rank, why", [("0", "failed to listen"), ("1", "timed out")])
+def test_machines_with_fixed_numbers_that_cannot_meet_say_why_and_end(jobs, tmp_path, rank, why):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if rank == "0" else free_port()
+        said = jobs.start(
+            TORCHRUN,
+            "--nnodes=2",
+            f"--node_rank={rank}",
+            "--master_addr=127.0.0.1",
+            f"--master_port={port}",
+            "--rdzv_conf=timeout=3",
+            ROOT / "train_ddp.py",
+            *PACED,
+            "--run-dir",
+            tmp_path / "run",
+        ).ends_with(1)
+    assert said.count("no rendezvous in") == 1 and why in said and "is that port free" in said, said
+    assert len(said.splitlines()) <= 3, said
+
+
+def test_a_temporary_folder_with_a_long_name_is_no_obstacle(jobs, tmp_path):
+    place = tmp_path / ("long" * 30)
+    place.mkdir()
+    (tmp_path / "ends.py").write_text("")
+    jobs.start(TORCHRUN, tmp_path / "ends.py", TMPDIR=str(place)).ends_with(0)
 
 
 def test_a_machine_joins_a_running_job_with_the_documented_command_of_plain_torchrun(jobs, tmp_path):

@@ -145,6 +145,20 @@ def test_a_mistake_in_a_script_of_ones_own_is_told_and_not_tried_again(jobs, tmp
     assert "script.py, line 2: torch.manual_seeed(0)" in said and "Traceback" not in said
 
 
+def test_a_rank_that_loses_another_one_as_they_meet_says_so_in_a_line(jobs, tmp_path):
+    meets = script(
+        tmp_path,
+        "import os, signal, torch.distributed as dist\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the agent's\n"
+        "dist.init_process_group('gloo')\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    os._exit(1)\n"
+        "dist.barrier()\n",
+    )
+    said = jobs.start(TORCHRUN, "--nproc_per_node=2", "--max_restarts=0", meets).ends_with(1)
+    assert "rank 0: another one has gone (" in said and "Traceback" not in said, said
+
+
 def test_a_script_beside_a_package_named_common_finds_ours(jobs, tmp_path):
     (tmp_path / "common").mkdir()
     (tmp_path / "common/__init__.py").touch()
@@ -201,3 +215,11 @@ def test_lives_that_end_before_they_can_train_end_with_5(jobs, tmp_path, agent):
     )
     said = job.ends_with(5 if agent == "ours" else 1)  # torchrun turns every code into 1
     assert said.count("lives in a row ended before they could train") == 1, said
+
+
+def test_a_script_that_ends_at_once_ends_the_job_after_three_lives_with_its_first_error_told(jobs, tmp_path):
+    """By itself the agent would start it a million times, ten times a second."""
+    early = script(tmp_path, "raise ConnectionError('no tracking server')\n")
+    said = jobs.start(TORCHRUN, early).ends_with(1)
+    assert said.count("ConnectionError: no tracking server") == 3
+    assert "3 lives in a row ended at once; their errors are above" in said
