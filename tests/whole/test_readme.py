@@ -16,8 +16,10 @@ from common.options import Options, parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("common", "launch", "tests"))]
+PAGES += [ROOT / ".github/SECURITY.md", ROOT / ".github/CONTRIBUTING.md"]
 README, COMMON, *_ = (page.read_text(encoding="utf-8") for page in PAGES)
-LONGEST = {"README.md": 120, "common/README.md": 250, "launch/README.md": 130, "tests/README.md": 80}
+LONGEST = {"README.md": 130, "common/README.md": 250, "launch/README.md": 130, "tests/README.md": 70}
+LONGEST |= {".github/SECURITY.md": 15, ".github/CONTRIBUTING.md": 15}
 MADE = (  # by a reader or by a run
     "my_",
     "options.json",
