@@ -461,7 +461,7 @@ class Buffers:
     def _marks(self):
         """{name: a number that changes with the weight}; torch counts the changes of those that train."""
         return {
-            name: p._version if p.requires_grad else fingerprint_of([p])
+            name: p._version if p.requires_grad else fingerprint_of([local(p)])
             for name, p in self.net.named_parameters()
         }
 

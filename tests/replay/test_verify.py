@@ -122,15 +122,17 @@ def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_pat
     end = run / "checkpoints/step-00000012"
     facts = sealed_facts(end)
     assert facts["best"]["step"] == 10, "evaluated within the segment"
-    for changes, code in (
-        ({}, 0),
-        ({"position": facts["position"] + 16}, 1),
-        ({"epoch": facts["epoch"] + 1}, 1),
-        ({"best": facts["best"] | {"val_acc": 1.5}}, 1),
-        ({"best": facts["best"] | {"step": 11}}, 1),
+    for changes, result in (
+        ({}, "same"),
+        ({"position": facts["position"] + 16}, "differs in its position"),
+        ({"epoch": facts["epoch"] + 1}, "differs in its position"),
+        ({"best": facts["best"] | {"val_acc": 1.5}}, "differs in its best evaluation"),
+        # as if a start had ended there
+        ({"best": facts["best"] | {"step": 11}}, "same, but nothing proves its best evaluation, of step 11"),
     ):
         sealed_facts(end, **facts | changes)
-        assert replay(capsys, "verify", run, "--from", 8, "--to", 12)[0] == code, changes
+        code, output = replay(capsys, "verify", run, "--from", 8, "--to", 12)
+        assert results(output)[8, 12] == result and code == result.startswith("differs"), changes
     sealed_facts(end, **facts)
     sealed_facts(run / "checkpoints/step-00000004", position=0)
     ledger = run / "ledger.jsonl"  # it has no seal
