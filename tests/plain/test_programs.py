@@ -500,7 +500,7 @@ class Adversarial(Program):
 
 class AdversarialSlices(Adversarial):
     flags = {"virtual_ranks": 4}
-    refused = "backward"
+    refused = "backward|in two parts"
     red = "36 later: it takes away the gradient of the slice before; two ranks crash"
 
 
