@@ -67,6 +67,7 @@ class Program:
         x = torch.randn(6, generator=draws)
         return x, int(x[:3].argmax())
 
+    samples = Samples
     collate = staticmethod(default_collate)
 
     def loss(self, net, batch):
@@ -122,7 +123,7 @@ class Program:
 
     def sets(self):
         draws = torch.Generator().manual_seed(1)
-        sets = [Samples(self.sample(draws) for _ in range(count)) for count in (SAMPLES, TESTED)]
+        sets = [self.samples(self.sample(draws) for _ in range(count)) for count in (SAMPLES, TESTED)]
         for samples in sets:
             samples.collate = self.collate
         return sets
@@ -169,7 +170,7 @@ def script(program, given, name="train_ddp.py"):
     flags = given | {"lr": program.rate, "global_batch_size": BATCH} | program.only_script
     flags |= {flag: f"{FLAGS}:{flag}" for flag in program.own}
     sys.argv = [name, "--no-tensorboard", *(f"--{flag}={value}" for flag, value in flags.items())]
-    runpy.run_path(ROOT / name, run_name="__main__")
+    runpy.run_path(str(ROOT / name), run_name="__main__")
 
 
 def stages(program, given):

@@ -22,8 +22,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jobs import weights
-from program import TESTED, Program, Wrong, check_numbers, check_refusal, lived, loop, script, stages
+from program import (
+    TESTED,
+    Program,
+    Samples,
+    Wrong,
+    check_numbers,
+    check_refusal,
+    lived,
+    loop,
+    script,
+    stages,
+)
 from torch import nn
+from torch.utils.data import default_collate
 
 from common.checkpoint import weights_of
 from common.errors import UserError
@@ -78,6 +90,25 @@ class Lazy(Program):
     def net(self):
         norm = nn.LazyInstanceNorm1d(affine=True)  # it begins with ones, not with draws
         return nn.Sequential(nn.Unflatten(1, (2, 3)), norm, nn.Flatten(), nn.Linear(6, 3))
+
+
+class ActNorm(Program):
+    """The first batch sets a weight, by its .data."""
+
+    refused = "changed by a forward"
+    red = "36 later: a change by .data is not seen, and ranks differ"
+
+    def net(self):
+        def forward(net, x):
+            if net.training and not net.ready:
+                net.shift.data = -x.mean(0)
+                net.ready.fill_(True)
+            return net.head(x + net.shift)
+
+        net = Part(forward, head=nn.Linear(6, 3))
+        net.shift = nn.Parameter(torch.zeros(6))
+        net.register_buffer("ready", torch.tensor(False))
+        return net
 
 
 TINY = {
@@ -215,6 +246,64 @@ class AverageState(Program):
         def step(self):
             for p in self.param_groups[0]["params"]:
                 self.state[p]["ema"] = p.detach().clone()
+
+
+class Clipped(Program):
+    """By value, in a hook of the optimizer."""
+
+    def optimizer(self, net):
+        optimizer = super().optimizer(net)
+        optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_value_(net.parameters(), 0.02))
+        return optimizer
+
+
+class ClippedEach(Program):
+    """In hooks of the weights, which see the gradient of a share."""
+
+    told = "hook"
+    red = "36 later: ranks clip before they add up"
+
+    def net(self):
+        net = super().net()
+        for p in net.parameters():
+            p.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+        return net
+
+
+class Lbfgs(Program):
+    refused = "closure"
+    kind = torch.optim.LBFGS
+    arguments = {}
+
+
+class FirstGradient(Program):
+    """An optimizer whose mean begins with the first gradient."""
+
+    refused = "first"
+    red = "36 later: make_state lets it begin with the gradient 0"
+
+    class kind(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                mean = self.state[p].setdefault("mean", p.grad.clone())
+                p.sub_(mean.lerp_(p.grad, 0.1), alpha=self.param_groups[0]["lr"])
+
+
+class Langevin(Program):
+    """An optimizer that draws."""
+
+    draws = True
+    doors = ("script",)
+    flags = {"virtual_ranks": 4}
+    red = "36 later: each rank draws its own numbers, and the weights differ"
+
+    class kind(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self):
+            super().step()
+            for p in self.param_groups[0]["params"]:
+                p.add_(torch.randn_like(p), alpha=0.01)
 
 
 class SparseSgd(Program):
@@ -383,6 +472,57 @@ class LabelColumn(Program):
         return x, torch.tensor([y])
 
 
+class Means(Program):
+    """A sum of means, as nets for detection return it."""
+
+    refused = "mean"
+    red = "36 later: only a mean alone is seen"
+
+    def scores(self, out, y):
+        return {"loss": (F.cross_entropy(out, y) + out.square().mean(), len(y))}
+
+
+class Contrast(Program):
+    """Each sample against the others of the batch."""
+
+    doors = ("script",)
+    told = "add up"
+    red = "36 later: nothing tells that the loss of two samples is not the sum of theirs"
+
+    def net(self):
+        return nn.Linear(6, 6)
+
+    def scores(self, out, y):
+        loss = F.cross_entropy(out @ out.T, torch.arange(len(out)), reduction="sum")
+        return {"loss": (loss, len(out))}
+
+
+class SumOfAll(Contrast):
+    """A sum that nothing divides."""
+
+    def scores(self, out, y):
+        return {"loss": (F.cross_entropy(out, y, reduction="sum"), 1)}
+
+
+class Adversarial(Program):
+    """A backward to the inputs comes first."""
+
+    doors = ("script",)
+
+    @torch.enable_grad()
+    def loss(self, net, batch):
+        x, y = batch
+        F.cross_entropy(net(x.requires_grad_()), y).backward()
+        net.zero_grad()
+        return self.scores(net((x + 0.1 * x.grad.sign()).detach()), y)
+
+
+class AdversarialSlices(Adversarial):
+    flags = {"virtual_ranks": 4}
+    refused = "backward|in two parts"
+    red = "36 later: it takes away the gradient of the slice before; two ranks crash"
+
+
 class RareExpert(Program):
     """An expert without a sample has no gradient: torch leaves it as it is."""
 
@@ -451,6 +591,52 @@ class Mask(Program):
 
         net = Part(forward, head=nn.Linear(6, 3))
         net.register_buffer("mask", torch.ones(1, 1))
+        return net
+
+
+class Annealed(Program):
+    """A buffer that the loop changes after a step."""
+
+    doors = ("loop",)
+    red = "36 later: a checkpoint has it as it was before"
+
+    def net(self):
+        net = Part(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3))
+        net.register_buffer("heat", torch.tensor(2.0))
+        return net
+
+    def after(self, net, optimizer, step):
+        net.heat *= 0.9
+
+
+class AnnealedByHook(Annealed):
+    doors = Program.doors
+    red = ""
+    after = Program.after
+
+    def optimizer(self, net):
+        optimizer = super().optimizer(net)
+        optimizer.register_step_post_hook(lambda *_: net.heat.mul_(0.9))
+        return optimizer
+
+
+class Observed(Program):
+    """A running mean that begins at infinity, as observers of quantization do."""
+
+    draws = True
+    doors = ("script",)
+    flags = {"virtual_ranks": 4}
+    red = "36 later: infinity minus infinity is nan"
+
+    def net(self):
+        def forward(net, x):
+            top = x.abs().amax()
+            if net.training:
+                net.top = torch.where(net.top.isinf(), top, net.top.lerp(top, 0.1))
+            return net.head(x / net.top)
+
+        net = Part(forward, head=nn.Linear(6, 3))
+        net.register_buffer("top", torch.tensor(torch.inf))
         return net
 
 
@@ -559,6 +745,74 @@ class BitTensors(Bits):
         return [column for samples in self.sets() for column in self.collate(samples)]
 
 
+class Pictures(Bits):
+    """Bytes of pictures, which the net divides by itself."""
+
+    red = "36 later: they are divided already, which no page says"
+
+    def net(self):
+        return Part(lambda net, x: net.head(x.flatten(1).float() / 255), head=nn.Linear(6, 3))
+
+    def sample(self, draws):
+        x, y = Program.sample(self, draws)
+        return (255 * x.sigmoid()).byte().view(1, 2, 3), y
+
+
+class CollateFn(Program):
+    """A collate by its usual name."""
+
+    red = "36 later: it is not called"
+
+    @staticmethod
+    def collate(samples):
+        x, y = default_collate(samples)
+        return 2 * x, y
+
+    def given(self):
+        sets = super().sets()
+        for samples in sets:
+            samples.collate_fn = vars(samples).pop("collate")
+        return sets
+
+    sets = given
+
+
+class OwnFlips(Program):
+    """A dataset that draws from a generator of its own."""
+
+    told = "another one each time"
+    red = "36 later: only means of absolute values are compared"
+
+    class samples(Samples):
+        draws = numpy.random.default_rng(0)
+
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x.flip(0) if self.draws.random() < 0.5 else x, y
+
+
+class Curriculum(Program):
+    """A dataset with set_epoch."""
+
+    red = "36 later: it is not called"
+
+    class samples(Samples):
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __getitem__(self, i):
+            x, y = super().__getitem__(i)
+            return x * (1 + self.epoch), y
+
+    def plain(self, epochs):
+        train, test = self.sets()
+        self.sets = lambda: (train, test)
+        self.after = lambda net, optimizer, step: train.set_epoch(step // len(epochs[0]))
+        return super().plain(epochs)
+
+
 class LittleMemory(Program):
     """A forward of more than eleven samples does not fit; and forwards of three."""
 
@@ -592,6 +846,33 @@ class Clamped(Program):
             p.clamp_(-0.2, 0.2)
 
 
+class Reported(Clamped):
+    """A report saves before the loop has changed its weights."""
+
+    flags = {"best": "score"}
+    red = "36 later: the step is not saved again"
+
+    def loop(self, run):
+        for batch in run:
+            run.step(*self.values(run, batch)["loss"])
+            run.report(score=run.state.step)
+            self.after(run.net, run.optimizer, run.state.step)
+
+    def evaluation(self, *_):
+        return []
+
+
+class Scheduler(Program):
+    """A scheduler of torch."""
+
+    doors = ("loop",)
+    refused = "give Elastic.schedule"
+    right = 1
+
+    def after(self, net, optimizer, step):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1).step()
+
+
 class Decay(Program):
     doors = ("loop",)
     refused = "weight_decay"
@@ -613,6 +894,18 @@ class Unfrozen(Program):
 
     def after(self, net, optimizer, step):
         net[0].requires_grad_(step > 2)
+
+
+class AddedGroup(Unfrozen):
+    red = "36 later: told as a ValueError of zip"
+
+    def optimizer(self, net):
+        return torch.optim.SGD(net[2].parameters(), self.rate)
+
+    def after(self, net, optimizer, step):
+        if step == 3:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": net[0].parameters()})
 
 
 class Accumulated(Program):
