@@ -29,17 +29,8 @@ from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
-from common.training import (
-    autocast,
-    check_used,
-    distribute,
-    evaluate,
-    find_task,
-    placed,
-    prepare,
-    seed,
-    task_of,
-)
+from common.sampler import seed
+from common.training import autocast, check_used, distribute, evaluate, find_task, placed, prepare, task_of
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
@@ -289,4 +280,6 @@ class Elastic(Run):
         self.state.task.shown = [*numbers]
         self.record({f"val_{name}": value for name, value in numbers.items()})
         if not self.epoch_ended and self.state.best["step"] == self.state.step:
-            self.store.save()  # at an epoch's end it is saved with the epoch
+            self.rescue.save_asked = (
+                True  # with what the loop changes after it; an epoch's end is saved anyway
+            )

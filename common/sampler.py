@@ -181,6 +181,13 @@ def seed_cpu(*key: SupportsIndex | str) -> int:
     return seed
 
 
+def seed(*key: SupportsIndex | str) -> None:
+    """Seeds the generators in use from a key; torch.manual_seed would take 0.3 ms for absent devices."""
+    number = seed_cpu(*key)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
+
+
 @contextmanager
 def seeded(*key: SupportsIndex | str) -> Iterator[None]:
     """Inside the block, the CPU generators of torch, random and numpy are seeded by `key`; then restored."""

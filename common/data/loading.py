@@ -129,6 +129,8 @@ def batches(split: Split, order: ElasticSampler, opts: Options) -> Iterator[Batc
 
     A share may be empty, without any part: every rank yields the same number of batches.
     """
+    if split.set_epoch:
+        split.set_epoch(order.epoch)
     shares = loaded(split, cuts(order, opts), opts, order.epoch, opts.augment != "none")
     for (parts, ids), size in zip(shares, order.batch_sizes(), strict=True):
         yield Batch(parts, ids, size)

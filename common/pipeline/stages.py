@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError, blamed
 from common.pipeline.transfer import Ranks, timetable
-from common.training import autocast, local, placed, seed
+from common.sampler import seed
+from common.training import autocast, local, placed
 
 
 def module(net, piece):

@@ -55,9 +55,8 @@ class Tree:
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.buckets = []
         self.seen = 0  # the bits of the slice that all ranks compute (--cross-check)
-        if world.replicas > 1:
-            for p in self.params:
-                p.register_post_accumulate_grad_hook(self._ready)
+        for p in self.params:
+            p.register_post_accumulate_grad_hook(self._ready)
 
     def begin(self, state):
         """Begins a step; the buffers are those of the last one."""
@@ -70,6 +69,8 @@ class Tree:
             self.tensors = [*self.params, self.tail]
             self.buckets = [Bucket(members, self.world, self.count) for members in _cut(self.tensors)]
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
+        for bucket in self.buckets:
+            bucket.waiting = set()
         self.checked = checked(state.opts, state.step, self.world.size)
         self.next = self.slices.start
 
@@ -105,7 +106,7 @@ class Tree:
         if p not in waiting:
             raise UserError(
                 "a weight got its gradient in two parts: --virtual-ranks would send the first part alone\n"
-                "give torch.utils.checkpoint use_reentrant=False"
+                "leave the backward to the script, and give torch.utils.checkpoint use_reentrant=False"
             )
         waiting.remove(p)
         self._collect()

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from common.data import loaded
+from common.sampler import seed
 from common.training.state import TrainState
-from common.training.step import placed, seed
+from common.training.step import placed
 from common.training.tasks import OWN, SHOWN_SAMPLES, Task
 from common.world import World, gather
 

@@ -2,14 +2,16 @@
 
 import inspect
 import math
+import sys
 from collections import UserDict, defaultdict
 from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from common.errors import UserError, blamed
+from common.errors import UserError, blamed, say
 from common.options import Options, call_user
+from common.place import here
 from common.training.unsaved import remembered_aside
 
 
@@ -79,6 +81,12 @@ def check_groups(optimizer, net):
             "the optimizer has dampening, which would damp its first step, too, unlike torch\nleave it out"
         )
     for name, p in net.named_parameters():
+        if p._backward_hooks and here().speaks:
+            say(
+                f"warning: a hook changes the gradient of {name}, that of each rank's share by itself\n"
+                "         to change the whole one, use optimizer.register_step_pre_hook",
+                sys.stderr,
+            )
         if p.requires_grad and p not in held:
             raise UserError(
                 f"{name} trains, but is in no group of the optimizer\n"

@@ -20,6 +20,7 @@ from common.errors import UserError, blamed, say
 from common.models import facts_of
 from common.options import Options
 from common.place import here
+from common.sampler import seed
 from common.training.optimizer import (
     check_groups,
     divide,
@@ -160,6 +161,7 @@ class TrainState:
             if self.verdict:
                 raise self.verdict
             self.distrust()  # it stays so if the update fails
+            seed(self.opts.seed, "update", self.step)  # an optimizer that draws does so alike on all ranks
             with blamed(f"optimizer {self.opts.optimizer}"):
                 self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -459,11 +461,7 @@ class Buffers:
             self.marks = {}
 
     def _marks(self):
-        """{name: a number that changes with the weight}; torch counts the changes of those that train."""
-        return {
-            name: p._version if p.requires_grad else fingerprint_of([local(p)])
-            for name, p in self.net.named_parameters()
-        }
+        return {name: fingerprint_of([local(p)]) for name, p in self.net.named_parameters()}
 
     def average(self, world, weight):
         """All replicas' buffers change by the mean of their changes, weighted by samples."""
@@ -475,8 +473,8 @@ class Buffers:
         """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
         base = self._flat(self.committed.values()).clone()
         new = self._flat(self._live())
-        # equal values did not change; of two infinities the difference would be nan
-        moved = (new - base).masked_fill_(new == base, 0.0).to(kind)
+        # equal values did not change; two infinities would make a nan; one that ends counts as 0
+        moved = (new - base.masked_fill(base.isinf(), 0.0)).masked_fill_(new == base, 0.0).to(kind)
         return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
 
     @torch.no_grad()
@@ -492,7 +490,8 @@ class Buffers:
                 "         right for a running mean, not for a sum or a table: count these in a --task",
                 sys.stderr,
             )
-        self._flat(self.committed.values()).add_(moved.to(self.flat))
+        base = self._flat(self.committed.values())
+        base.masked_fill_(base.isinf() & (moved != 0), 0.0).add_(moved.to(base))
         _copy(_numbers(self._live()), self.views)
 
     def _live(self):

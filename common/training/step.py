@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.data import Batch, batches, map_tensors
 from common.errors import blamed, say
 from common.options import Options
-from common.sampler import ElasticSampler, seed_cpu
+from common.sampler import ElasticSampler, seed
 from common.training.bitwise import Tree
 from common.training.state import TrainState
 from common.training.tasks import nothing
@@ -130,13 +130,6 @@ def slice_bits(tree, v, split, state):
                 gradients[i] = gradient
     tree.move_buffers()
     return fingerprint_of(gradients)
-
-
-def seed(*key: SupportsIndex | str) -> None:
-    """Seeds the generators in use from a key; torch.manual_seed would take 0.3 ms for absent devices."""
-    number = seed_cpu(*key)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
 
 
 def placed(part: Any, device: torch.device, opts: Options, own: bool = False) -> Any:

@@ -8,6 +8,7 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.data import leaves, map_tensors
-from common.errors import UserError, blamed, did_you_mean
+from common.errors import UserError, blamed, did_you_mean, say
 from common.options import Options, find_user
 from common.sampler import seeded
 from common.world import gather
@@ -136,12 +137,12 @@ class Task:
 
     def check_sum(self, loss):
         """UserError for a loss that torch has just made a mean, or that is summed in 16 bits."""
-        made_by = loss.grad_fn
-        if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or "Mean" in type(made_by).__name__:
-            raise UserError(
-                "the loss is a mean, wanted is the sum: only sums add up over ranks with unequal shares\n"
-                'give the loss function reduction="sum", or multiply by what the mean has divided by'
-            )
+        for made_by in terms_of(loss.grad_fn):
+            if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or "Mean" in type(made_by).__name__:
+                raise UserError(
+                    "the loss is a mean, wanted is the sum: only sums add up over ranks with unequal shares\n"
+                    'give the loss function reduction="sum", or multiply by what the mean has divided by'
+                )
         if loss.dtype in AMP.values():
             raise UserError(
                 f"the loss is a sum in {loss.dtype}, of three digits\ncompute it in float32: out.float()"
@@ -206,7 +207,27 @@ class Task:
         net.eval()
         with torch.no_grad(), seeded(opts.seed, "task"):
             self.learn(self(net, batch, SimpleNamespace(opts=opts)))
+            if opts.bad_samples == "stop":
+                self._warn_of_no_sum(net, data, opts, device)
         net.train(training)
+
+    def _warn_of_no_sum(self, net, data, opts, device):
+        """Loss and count of two samples are to be the sums of those of each, unless the task draws."""
+        first = data.train.first
+        other = (first + 1) % len(data.train)
+        found = []
+        for ids in ([first], [other], [first, other], [first, other]):
+            batch = map_tensors(lambda x: x.to(device), data.train.fetch(ids))
+            values = self(net, batch, SimpleNamespace(opts=opts))
+            found.append(torch.tensor([float(value) for value in values[self.names[0]]]))
+        one, two, both, again = found
+        if torch.equal(both, again) and not torch.allclose(one + two, both, rtol=1e-2, atol=1e-3):
+            say(
+                f"warning: --task {self.spec}: (sum, count) of two samples is {tuple(both.tolist())}, "
+                f"of each alone they add up to {tuple((one + two).tolist())}\n"
+                "         a mean, or a loss that compares samples, depends on the number of processes",
+                sys.stderr,
+            )
 
     def learn(self, values):
         """Takes names and shapes from what the function returned of one sample."""
@@ -226,6 +247,13 @@ class Task:
         names, shapes = next(told for told in gather(world, [self.names, shapes]) if told[0])
         self.names = names
         self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+
+
+def terms_of(made_by):
+    """What has made the terms of a sum of losses."""
+    if type(made_by).__name__ != "AddBackward0":
+        return [made_by]
+    return [term for branch, _ in made_by.next_functions for term in terms_of(branch)]
 
 
 def nothing(tensors):

@@ -22,18 +22,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jobs import weights
-from program import (
-    TESTED,
-    Program,
-    Samples,
-    Wrong,
-    check_numbers,
-    check_refusal,
-    lived,
-    loop,
-    script,
-    stages,
-)
+from program import TESTED, Program, Samples, Wrong, check_numbers, check_refusal, lived, loop, script, stages
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -96,7 +85,6 @@ class ActNorm(Program):
     """The first batch sets a weight, by its .data."""
 
     refused = "changed by a forward"
-    red = "36 later: a change by .data is not seen, and ranks differ"
 
     def net(self):
         def forward(net, x):
@@ -261,7 +249,6 @@ class ClippedEach(Program):
     """In hooks of the weights, which see the gradient of a share."""
 
     told = "hook"
-    red = "36 later: ranks clip before they add up"
 
     def net(self):
         net = super().net()
@@ -296,7 +283,6 @@ class Langevin(Program):
     draws = True
     doors = ("script",)
     flags = {"virtual_ranks": 4}
-    red = "36 later: each rank draws its own numbers, and the weights differ"
 
     class kind(torch.optim.SGD):
         @torch.no_grad()
@@ -476,7 +462,6 @@ class Means(Program):
     """A sum of means, as nets for detection return it."""
 
     refused = "mean"
-    red = "36 later: only a mean alone is seen"
 
     def scores(self, out, y):
         return {"loss": (F.cross_entropy(out, y) + out.square().mean(), len(y))}
@@ -487,7 +472,6 @@ class Contrast(Program):
 
     doors = ("script",)
     told = "add up"
-    red = "36 later: nothing tells that the loss of two samples is not the sum of theirs"
 
     def net(self):
         return nn.Linear(6, 6)
@@ -520,7 +504,6 @@ class Adversarial(Program):
 class AdversarialSlices(Adversarial):
     flags = {"virtual_ranks": 4}
     refused = "backward|in two parts"
-    red = "36 later: it takes away the gradient of the slice before; two ranks crash"
 
 
 class RareExpert(Program):
@@ -598,7 +581,6 @@ class Annealed(Program):
     """A buffer that the loop changes after a step."""
 
     doors = ("loop",)
-    red = "36 later: a checkpoint has it as it was before"
 
     def net(self):
         net = Part(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3))
@@ -611,7 +593,6 @@ class Annealed(Program):
 
 class AnnealedByHook(Annealed):
     doors = Program.doors
-    red = ""
     after = Program.after
 
     def optimizer(self, net):
@@ -626,7 +607,6 @@ class Observed(Program):
     draws = True
     doors = ("script",)
     flags = {"virtual_ranks": 4}
-    red = "36 later: infinity minus infinity is nan"
 
     def net(self):
         def forward(net, x):
@@ -745,23 +725,8 @@ class BitTensors(Bits):
         return [column for samples in self.sets() for column in self.collate(samples)]
 
 
-class Pictures(Bits):
-    """Bytes of pictures, which the net divides by itself."""
-
-    red = "36 later: they are divided already, which no page says"
-
-    def net(self):
-        return Part(lambda net, x: net.head(x.flatten(1).float() / 255), head=nn.Linear(6, 3))
-
-    def sample(self, draws):
-        x, y = Program.sample(self, draws)
-        return (255 * x.sigmoid()).byte().view(1, 2, 3), y
-
-
 class CollateFn(Program):
     """A collate by its usual name."""
-
-    red = "36 later: it is not called"
 
     @staticmethod
     def collate(samples):
@@ -781,7 +746,6 @@ class OwnFlips(Program):
     """A dataset that draws from a generator of its own."""
 
     told = "another one each time"
-    red = "36 later: only means of absolute values are compared"
 
     class samples(Samples):
         draws = numpy.random.default_rng(0)
@@ -793,8 +757,6 @@ class OwnFlips(Program):
 
 class Curriculum(Program):
     """A dataset with set_epoch."""
-
-    red = "36 later: it is not called"
 
     class samples(Samples):
         epoch = 0
@@ -850,7 +812,6 @@ class Reported(Clamped):
     """A report saves before the loop has changed its weights."""
 
     flags = {"best": "score"}
-    red = "36 later: the step is not saved again"
 
     def loop(self, run):
         for batch in run:
@@ -897,8 +858,6 @@ class Unfrozen(Program):
 
 
 class AddedGroup(Unfrozen):
-    red = "36 later: told as a ValueError of zip"
-
     def optimizer(self, net):
         return torch.optim.SGD(net[2].parameters(), self.rate)
 
