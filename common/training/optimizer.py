@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from common.errors import UserError, blamed, say
 from common.options import Options, call_user
 from common.place import here
+from common.sampler import seeded
 from common.training.unsaved import remembered_aside
 
 
@@ -133,22 +134,41 @@ def make_state(optimizer):
 def _make_state(optimizer):
     groups = optimizer.param_groups
     states = optimizer.state
-    for group in groups:
-        for weight in group["params"]:
-            twin = weight.detach().clone()
-            twin.grad = torch.zeros_like(twin)
-            state = FirstValues(states.get(weight, {}))
-            # It cannot be changed: no checkpoint would hold that.
-            optimizer.param_groups = [MappingProxyType(group | {"weight_decay": 0.0, "params": [twin]})]
-            optimizer.state = defaultdict(dict, {twin: state})
-            with blamed(
-                f"a step of {type(optimizer).__name__}",
-                "wanted: other --optimizer-args; a step() without a closure; no change of its groups",
-            ):
-                inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks: they belong to real steps
-            states[weight] = state.first
+    weights = [(group, weight) for group in groups for weight in group["params"]]
+    for group, weight in weights:
+        _, state = _step_of_twin(optimizer, group, weight, states.get(weight, {}), 0.0)
+        states[weight] = state.first
+    if weights and not type(optimizer).__module__.startswith("torch."):
+        group, weight = weights[-1]
+        _, state = _step_of_twin(optimizer, group, weight, {}, 0.0)
+        afresh, _ = _step_of_twin(optimizer, group, weight, {}, 1.0)
+        made, _ = _step_of_twin(optimizer, group, weight, state.first, 1.0)
+        if not torch.equal(afresh, made):
+            raise UserError(
+                f"the first step of {type(optimizer).__name__} begins its state with the gradient\n"
+                "wanted: a state that begins with the same values whatever the gradient is"
+            )
     optimizer.param_groups = groups
     optimizer.state = states
+
+
+def _step_of_twin(optimizer, group, weight, given, gradient):
+    """(a copy of the weight after a step from the `given` state, that state)."""
+    twin = weight.detach().clone()
+    twin.grad = torch.full_like(twin, gradient)
+    state = FirstValues(given)
+    # It cannot be changed: no checkpoint would hold that.
+    optimizer.param_groups = [MappingProxyType(group | {"weight_decay": 0.0, "params": [twin]})]
+    optimizer.state = defaultdict(dict, {twin: state})
+    with (
+        seeded("step of twin"),
+        blamed(
+            f"a step of {type(optimizer).__name__}",
+            "wanted: other --optimizer-args; a step() without a closure; no change of its groups",
+        ),
+    ):
+        inspect.unwrap(type(optimizer).step)(optimizer)  # without hooks: they belong to real steps
+    return twin, state
 
 
 # ---- the gradient; nothing here reads a number from a GPU, which would make the program wait for it ----

@@ -267,7 +267,6 @@ class FirstGradient(Program):
     """An optimizer whose mean begins with the first gradient."""
 
     refused = "first"
-    red = "36 later: make_state lets it begin with the gradient 0"
 
     class kind(torch.optim.SGD):
         @torch.no_grad()
