@@ -2,6 +2,7 @@
 
 from common.data import Batch
 from common.data.loading import forward_sizes
+from common.data.splits import Split
 from common.sampler import share
 
 
@@ -15,7 +16,7 @@ def share_of(x, y, opts, rank=0, world=1):
     return Batch(parts, list(mine), len(x))
 
 
-class Samples:
+class Samples(Split):
     """Given tensors as a split of a dataset in memory."""
 
     first = 0
