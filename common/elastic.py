@@ -67,6 +67,7 @@ class Elastic(Run):
         self.sets = Data(dataset, dataset if test_set is None else test_set, known_classes=None)
         self.schedule = schedule
         self.called = False  # run.model, with this batch
+        self.trained = False
         self.kept = {}
         self.given = {
             "run_dir": run_dir,
@@ -96,6 +97,7 @@ class Elastic(Run):
                 except SystemExit as exit:
                     if exit.code:
                         raise  # else it is a good end, as a break is
+                self._end_step()
         except UserError as error:
             if self.given.get("debug"):
                 raise
@@ -118,6 +120,8 @@ class Elastic(Run):
         )
         super().__init__(self.opts, self.sets)
         check_net(self.net, self.opts.model)
+        if not self.net.training:
+            self.net.train()  # others' loaders return a net in evaluation mode
         prepare(self.net, self.opts, self.world, self.data, find_task(self.opts))
         self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
         state = self.restore(self.net, self.optimizer, schedule=self.schedule)
@@ -125,7 +129,7 @@ class Elastic(Run):
             group["scale"] = float(group["lr"]) / (rate or 1.0)
         self.report_due = state.epoch_over and not state.evaluated_now  # a life died before it had reported
         self.settings = self._settings()
-        self.modes = self._modes()
+        self.modes = self._modes()  # at each epoch's start; an evaluation may leave others
 
     def _check_arguments(self):
         for name in self.given:
@@ -144,7 +148,7 @@ class Elastic(Run):
             self._set_modes(self.modes)
             if self.report_due:
                 self.report_due = False
-                self.kept = {p: p.detach().clone() for p in state.names}
+                self.kept = {t: t.detach().clone() for t in (*self.net.parameters(), *self.net.buffers())}
                 yield self._prepared(Batch([], [], 0))
                 self._put_back()
                 self.kept = {}
@@ -156,8 +160,7 @@ class Elastic(Run):
                         "a batch was not trained on, or two loops over run take turns\n"
                         "call run.step(loss, count) for each batch, in one loop"
                     )
-                with state.changing():
-                    state.buffers.take()
+                self._end_step()
                 self.obey()  # not in run.step: what the loop changes after it belongs to the step
             reports = gather(self.world, [state.best, state.evaluated])
             state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
@@ -189,11 +192,18 @@ class Elastic(Run):
             return out
         return map_tensors(lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, out)
 
+    def _end_step(self):
+        """Once the loop has changed after the step what it wants to: ranks have the same buffers again."""
+        if self.trained:
+            self.state.buffers.average(self.world, len(self.batch.ids) / self.batch.size)
+            with self.state.lock:
+                self.state.buffers.take()
+
     @torch.no_grad()
     def _put_back(self):
-        """In a batch that is only there for a report: what the loop changes after a step has been changed."""
-        for p, weight in self.kept.items():
-            p.copy_(weight)
+        """In a batch that is only there for a report: undoes what the loop has done in the life before."""
+        for tensor, value in self.kept.items():
+            tensor.copy_(value)
 
     def step(self, loss: Tensor, count: float | Tensor) -> None:
         """One step: `loss` is the sum over this rank's samples, `count` the number of those that count."""
@@ -214,8 +224,6 @@ class Elastic(Run):
         state.update(size)
         self.trained = True
         self.settings = self._settings()
-        if self.epoch_ended:
-            self.modes = self._modes()
         self.log_step(totals)
 
     def _check_step(self):
@@ -235,7 +243,7 @@ class Elastic(Run):
                 )
         if any(p.grad is not None for p in self.state.names):
             raise UserError(
-                "a gradient is there before run.step, which makes that of the mean\n"
+                "a weight has a gradient before run.step, which computes it\n"
                 "add up the losses, and give run.step their sum"
             )
 
@@ -247,7 +255,7 @@ class Elastic(Run):
         return settings
 
     def _modes(self):
-        """Which parts of the net train and which evaluate: the script says, an evaluation gives it back."""
+        """Which parts of the net train, and which evaluate."""
         return {module: module.training for module in self.net.modules()}
 
     def _set_modes(self, modes):
@@ -265,6 +273,7 @@ class Elastic(Run):
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.
         """
         task = task_of(lambda net, part, state: judge(Batch([(1, part)], [], 0)), "judge")
+        self._end_step()
         modes = self._modes()
         try:
             return evaluate(self.net, self.data.test, self.state, self.world, task)
@@ -280,6 +289,4 @@ class Elastic(Run):
         self.state.task.shown = [*numbers]
         self.record({f"val_{name}": value for name, value in numbers.items()})
         if not self.epoch_ended and self.state.best["step"] == self.state.step:
-            self.rescue.save_asked = (
-                True  # with what the loop changes after it; an epoch's end is saved anyway
-            )
+            self.rescue.save_asked = True

@@ -132,7 +132,11 @@ def _verify(args, flags):
         elif new_position != position:
             result = "differs in its position"
         elif best != best_before:
-            numbers = [{*row.values()} for row in rows if row["step"] == best["step"] and "val_loss" in row]
+            numbers = [
+                {*row.values()}
+                for row in rows
+                if row["step"] == best["step"] and {*best} & {*row} - {"loss", "step"}
+            ]
             if not numbers:  # a start has ended there, in mid-epoch
                 result = f"same, but nothing proves its best evaluation, of step {best['step']}"
             elif not {*best.values()} <= numbers[0]:

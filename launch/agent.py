@@ -68,8 +68,8 @@ STOPPED = 143
 MEETING = "last_call_timeout=1,keep_alive_interval=2,keep_alive_max_attempt=3"
 ANSWER = timedelta(seconds=10)  # a machine that has come to the rendezvous says what it is within
 AWAY_SECONDS = 3  # a machine that leaves to meet again is in no list for a moment
-# Without an act of the main thread after a signal: a silent store keeps it in C. Less than AGENT_SECONDS of
-# common/rescue: else another machine's stop is a death to the ranks of this one.
+# The main thread may wait in C for a silent store. After this time another thread obeys the signal. Less than
+# AGENT_SECONDS of common/rescue: else another machine's stop is a death to the ranks of this one.
 DEAF_SECONDS = 1
 LIVES_IN_VAIN = 3  # in a row: they ended soon, and before the training began
 SOON_SECONDS = 10
@@ -182,7 +182,6 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             try:
                 self.refuse_to_spoil(store)
                 super()._rendezvous(group)
-                store.set(self.key_of_facts, json.dumps(self.facts))
                 self.round = self.state.round
                 self.whole = time.monotonic()
                 self.tell_who_is_gone()
@@ -209,9 +208,13 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         return f"launch/facts/{self._rdzv_handler.get_run_id()}"
 
     def refuse_to_spoil(self, store: Store) -> None:
-        """UserError if others train, and this machine has other facts: its ranks would end them all."""
+        """Compares a machine that comes with those that are there: its ranks would end them all."""
         self._rdzv_handler.num_nodes_waiting()  # reads the state
-        if not self.state.complete or not store.check([self.key_of_facts]):
+        if self.came:
+            return
+        if not self.state.participants:
+            store.set(self.key_of_facts, json.dumps(self.facts))
+        if not store.check([self.key_of_facts]):  # those of plain torchrun are there
             return
         for name, value in json.loads(store.get(self.key_of_facts)).items():
             if self.facts.get(name) != value:
@@ -309,14 +312,17 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         try:
             result = super().run(role)
         except Exception as error:
-            if isinstance(error, SignalException):  # it may have ended torch's wait for a save
-                self._shutdown(error.sigval)
+            cause = error
+            if isinstance(error, UnboundLocalError):  # a signal has come just as torch's clock began
+                cause = error.__context__ or error
+            if isinstance(cause, SignalException):  # it may have ended torch's wait for a save
+                self._shutdown(cause.sigval)
             self.leave()
-            raise
+            raise cause from None
         if not result:
             say("torchrun: the job is over, it has not needed this machine", sys.stderr)
             return RunResult(WorkerState.SUCCEEDED)
-        if result.is_failed():
+        if result.is_failed() and len(self.state.participants) > self._rdzv_handler.settings.min_nodes:
             self.leave()
         return result
 

@@ -42,7 +42,7 @@ SETTINGS = {
     "PET_MONITOR_INTERVAL": "0.02",
     "PYTHONUNBUFFERED": "1",
     # torch's stores ask for the name of each process that connects, 10 seconds where the name server is away
-    "RES_OPTIONS": "timeout:1 attempts:1",
+    "RES_OPTIONS": "timeout:1 attempts:2",
     # numpy starts threads when imported, and a fork has none of them
     "OPENBLAS_NUM_THREADS": "1",
     # counting GPUs must not touch CUDA in a process that forks

@@ -19,7 +19,7 @@ sys.path[:1] = [str(ROOT)]  # not the folder where it was started: that may have
 from common import place  # noqa: E402
 from common.errors import guarded, one_line, say  # noqa: E402
 
-A_PEER = re.compile("gloo|Dist(Network|Store|Backend)Error")  # has ended while the ranks met
+A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has ended while the ranks met
 PRELOAD = "LAUNCH_PRELOAD"  # only in the environment of a fork server: [module, its options]
 
 
@@ -55,9 +55,8 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
     sys.argv = [script, *words]
     sys.stdout.reconfigure(write_through=True)
     try:
-        with guarded(
-            debug="--debug" in words
-        ):  # a mistake in a script of one's own is made again by each life
+        # a mistake in a script of one's own is made again by each life
+        with guarded(debug="--debug" in words):
             runpy.run_path(script, run_name="__main__")
     except RuntimeError as error:
         if not A_PEER.search(f"{type(error).__name__} {error}") or "--debug" in words:

@@ -68,7 +68,7 @@ def read_small(path):
 
 @contextmanager
 def as_written(name):
-    """Whatever stumbles over the content of a file inside this block proves that it is damaged."""
+    """An error of reading a file's content inside this block is Damaged."""
     try:
         yield
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

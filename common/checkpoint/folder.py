@@ -218,7 +218,7 @@ def choose(path, which):
 def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
     """(weights, facts) of a run's "newest" or "best" checkpoint, or of a step; averages are the weights.
 
-    Of tied weights the first name is there.
+    Tied weights keep their first name.
     """
     step, folder, _ = choose(path, which)
     manifest, facts = read_facts(step, folder)

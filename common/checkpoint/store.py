@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from common.training import TrainState
 
 MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
+LONGEST_SECONDS = 60.0  # at most: it may spin behind a dead peer
 STEP_SECONDS = 10.0  # a rescue waits for a step of the main thread, unless it uses no CPU for so long
 
 
@@ -461,7 +462,7 @@ class CheckpointStore:
             still = Still()
             while not state.lock.acquire(timeout=0.1):
                 stands_still = still(time.clock_gettime(clock)) > STEP_SECONDS
-                if stands_still or time.monotonic() - began > HUNG_SECONDS:
+                if stands_still or time.monotonic() - began > LONGEST_SECONDS:
                     raise UserError(
                         f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1
                     )

@@ -70,19 +70,25 @@ def read_weights(path):
 def freeze(net, prefixes):
     """--freeze: weights with these prefixes do not train, and their modules stay in evaluation mode.
 
-    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off. So stay parts that
-    the model's function has put into evaluation mode; not a whole net, as others' loaders return it.
+    So their BatchNorm uses the statistics it has and keeps them, and their dropout is off. So are parts that
+    the model's function has frozen and put into evaluation mode; others train, as in a loop with net.train().
     """
-    still = {name for name, module in net.named_modules() if net.training and not module.training}
+    frozen = {name for name, module in net.named_modules() if not module.training and is_frozen(module)}
     net.train()
     check_prefixes("--freeze", prefixes, [name for name, _ in net.named_parameters()])
     for name, parameter in net.named_parameters():
         if name.startswith(prefixes):
             parameter.requires_grad_(False)
     for name, module in net.named_modules():
-        if name in still or name and f"{name}.".startswith(prefixes):
+        if name in frozen or (name and f"{name}.".startswith(prefixes)):
             # net.train() calls it on every module
             module.eval().train = lambda mode=True, module=module: module
+
+
+def is_frozen(module):
+    """Whether it has weights, and none of them trains."""
+    trains = [p.requires_grad for p in module.parameters()]
+    return bool(trains) and not any(trains)
 
 
 def tied_names(net):

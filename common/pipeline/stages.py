@@ -168,7 +168,7 @@ class Pipeline(nn.Module):
             if first or last:
                 samples = placed(samples, stage.device, opts, own=bool(tree))
             seed(opts.seed, "step", state.step, *([v] if tree else [world.replica, v]))
-            places = places_of_draws()
+            places = tree and places_of_draws()
             if first:
                 x = None if last else task.input_of(samples)
             else:

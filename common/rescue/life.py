@@ -63,7 +63,8 @@ def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
         if names & FAILED or "first_step" not in names:
             in_vain += 1
     too_many = in_vain >= LIVES_IN_VAIN or len(row) >= LIVES_KILLED
-    if not too_many or state.finished and not state.evaluation_due:
+    complete = state.finished and not state.evaluation_due
+    if complete or not too_many:
         return
     errors = [event["why"] for event in named(chain(*reversed(row)), "error")]
     first = [*errors, "killed, no error was noted"][0]

@@ -4,6 +4,7 @@ import inspect
 import math
 import sys
 from collections import UserDict, defaultdict
+from collections.abc import Iterable
 from types import MappingProxyType
 
 import torch
@@ -55,12 +56,14 @@ def checked(optimizer, opts):
 
 # ---- an optimizer may hold others: Muon for the matrices and AdamW for the rest, say ----
 def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """The optimizer, and all that are its attributes or in lists there."""
+    """The optimizer, and all that are its attributes, or in lists, tuples and dicts there; each once."""
     parts = [optimizer]
-    for value in vars(optimizer).values():
-        for part in value if isinstance(value, list) else [value]:
-            if isinstance(part, torch.optim.Optimizer):
-                parts += parts_of(part)
+    for part in parts:
+        for value in vars(part).values():
+            held = value.values() if isinstance(value, dict) else value
+            for other in held if isinstance(held, Iterable) else [held]:
+                if isinstance(other, torch.optim.Optimizer) and other not in parts:
+                    parts.append(other)
     return parts
 
 
@@ -81,13 +84,14 @@ def check_groups(optimizer, net):
         raise UserError(
             "the optimizer has dampening, which would damp its first step, too, unlike torch\nleave it out"
         )
+    hooked = [name for name, p in net.named_parameters() if p._backward_hooks]
+    if hooked and here().speaks:
+        say(
+            f"warning: a hook on {', '.join(hooked[:3])} sees the gradient of one rank's share alone\n"
+            "         for the whole gradient there is optimizer.register_step_pre_hook",
+            sys.stderr,
+        )
     for name, p in net.named_parameters():
-        if p._backward_hooks and here().speaks:
-            say(
-                f"warning: a hook changes the gradient of {name}, that of each rank's share by itself\n"
-                "         to change the whole one, use optimizer.register_step_pre_hook",
-                sys.stderr,
-            )
         if p.requires_grad and p not in held:
             raise UserError(
                 f"{name} trains, but is in no group of the optimizer\n"
@@ -120,7 +124,12 @@ def make_state(optimizer):
     So a checkpoint has the same names at step 0 and at step 1000. The step is made without a gradient, and
     without weight decay, which SGD would remember.
     """
-    for part in parts_of(optimizer):
+    parts = parts_of(optimizer)
+    groups = [part.param_groups for part in parts]
+    for i, part in enumerate(parts):
+        for other in parts:
+            other.param_groups = []  # it must not step on the net's weights
+        part.param_groups = groups[i]
         before = remembered_aside(part)
         _make_state(part)
         changed = [name for name, value in remembered_aside(part).items() if before.get(name) != value]
@@ -129,6 +138,8 @@ def make_state(optimizer):
                 f"a step of {type(part).__name__} changes its {changed[0]}, which no checkpoint holds\n"
                 "wanted: tensors in the state of each weight, or optimizers as its attributes"
             )
+    for part, own in zip(parts, groups, strict=True):
+        part.param_groups = own
 
 
 def _make_state(optimizer):

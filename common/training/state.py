@@ -473,7 +473,7 @@ class Buffers:
         """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
         base = self._flat(self.committed.values()).clone()
         new = self._flat(self._live())
-        # equal values did not change; two infinities would make a nan; one that ends counts as 0
+        # equal values did not change; infinity less infinity is nan; a change from infinity counts from 0
         moved = (new - base.masked_fill(base.isinf(), 0.0)).masked_fill_(new == base, 0.0).to(kind)
         return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
 
@@ -485,8 +485,8 @@ class Buffers:
         self.sums = {}
         if changed and here().speaks:
             say(
-                f"warning: a forward changes {', '.join(changed[:3])}, which moves by the mean of what the "
-                "ranks change, or if it is a whole number by what one of them counts\n"
+                f"warning: a forward changes {', '.join(changed[:3])}: a buffer gets the mean of the ranks' "
+                "changes, a counter one rank's\n"
                 "         right for a running mean, not for a sum or a table: count these in a --task",
                 sys.stderr,
             )

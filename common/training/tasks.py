@@ -10,7 +10,7 @@ function of {name: number or tensor}, makes numbers of them.
 import math
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from types import SimpleNamespace
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from common.data import leaves, map_tensors
 from common.errors import UserError, blamed, did_you_mean, say
 from common.options import Options, find_user
+from common.place import here
 from common.sampler import seeded
 from common.world import gather
 
@@ -27,6 +28,7 @@ AMP = {"bf16": torch.bfloat16, "fp16": torch.float16}
 SHOWN_SAMPLES = 16  # of a test set that is no larger, an evaluation shows the predictions, too
 IGNORED = -100  # a target that does not count, as torch's cross entropy has it
 REDUCED_TO_MEAN = 1  # in torch's loss functions
+MOST_TERMS = 20  # of a sum of losses that are looked at
 OWN = "the script"  # its loop computes the loss (elastic.py)
 WANTED = 'wanted each time: {"loss": (sum, count), ...}; later values may be whole numbers of one shape'
 
@@ -138,7 +140,8 @@ class Task:
     def check_sum(self, loss):
         """UserError for a loss that torch has just made a mean, or that is summed in 16 bits."""
         for made_by in terms_of(loss.grad_fn):
-            if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or "Mean" in type(made_by).__name__:
+            kind = type(made_by).__name__
+            if getattr(made_by, "_saved_reduction", 0) == REDUCED_TO_MEAN or kind.startswith("MeanBackward"):
                 raise UserError(
                     "the loss is a mean, wanted is the sum: only sums add up over ranks with unequal shares\n"
                     'give the loss function reduction="sum", or multiply by what the mean has divided by'
@@ -207,7 +210,7 @@ class Task:
         net.eval()
         with torch.no_grad(), seeded(opts.seed, "task"):
             self.learn(self(net, batch, SimpleNamespace(opts=opts)))
-            if opts.bad_samples == "stop":
+            with suppress(UserError):  # two samples may be no batch
                 self._warn_of_no_sum(net, data, opts, device)
         net.train(training)
 
@@ -221,7 +224,8 @@ class Task:
             values = self(net, batch, SimpleNamespace(opts=opts))
             found.append(torch.tensor([float(value) for value in values[self.names[0]]]))
         one, two, both, again = found
-        if torch.equal(both, again) and not torch.allclose(one + two, both, rtol=1e-2, atol=1e-3):
+        adds_up = torch.allclose(one + two, both, rtol=1e-2, atol=1e-3)
+        if torch.equal(both, again) and not adds_up and here().speaks:
             say(
                 f"warning: --task {self.spec}: (sum, count) of two samples is {tuple(both.tolist())}, "
                 f"of each alone they add up to {tuple((one + two).tolist())}\n"
@@ -250,10 +254,15 @@ class Task:
 
 
 def terms_of(made_by):
-    """What has made the terms of a sum of losses."""
-    if type(made_by).__name__ != "AddBackward0":
-        return [made_by]
-    return [term for branch, _ in made_by.next_functions for term in terms_of(branch)]
+    """What has made the terms of a sum of losses; in a long one, the last of them."""
+    terms = {made_by: None}
+    for _ in range(MOST_TERMS):
+        sums = [term for term in terms if type(term).__name__ == "AddBackward0"]
+        if not sums:
+            break
+        del terms[sums[0]]
+        terms |= dict.fromkeys(branch for branch, _ in sums[0].next_functions)
+    return terms
 
 
 def nothing(tensors):

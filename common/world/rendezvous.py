@@ -101,14 +101,14 @@ def lifelines(store: dist.TCPStore, rank: int, size: int) -> list[socket.socket]
     """
     if rank:
         return [_felt(socket.create_connection((store.host, int(store.get("lifelines")))))]
-    with _felt(_listen(store.host, 0)) as listener:  # those that it accepts are so, too
+    with _felt(_listen(store.host, 0)) as listener:  # accepted connections inherit it
         store.set("lifelines", str(listener.getsockname()[1]))
         listener.settimeout(MEETING.total_seconds())
         return [listener.accept()[0] for _ in range(size - 1)]
 
 
 def _felt(line):
-    """Its end is felt by the kernel's own questions."""
+    """Keepalive: the kernel ends a connection whose other side is silent."""
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         line.setsockopt(socket.IPPROTO_TCP, option, SILENT_SECONDS // 4)

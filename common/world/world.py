@@ -280,15 +280,17 @@ def _init_process_group(store, place, device):
             os.environ[name] = "0"
     # its meeting has an end: NCCL's has none where a driver hangs
     faulthandler.dump_traceback_later(5 * MEETING.total_seconds(), exit=True, file=2)
-    dist.init_process_group(
-        backend,
-        store=dist.PrefixStore("group", store),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=MEETING,
-        device_id=device if device.type == "cuda" else None,
-    )
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=MEETING,
+            device_id=device if device.type == "cuda" else None,
+        )
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 # ---- what decides the bits besides the options (--virtual-ranks): set, recorded, compared at every start ---

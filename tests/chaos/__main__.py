@@ -2,7 +2,7 @@
 
 python -m tests.chaos --events 200 --seed 1            # all kinds
 python -m tests.chaos --bunches 20 --seed 1            # machines die in bunches, under launch/torchrun.py
-python -m tests.chaos --machines 3                     # machines fall silent; an hour; needs root
+python -m tests.chaos --machines 3                     # machines fall silent; as root
 python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
 python -m tests.chaos --events 40 --disk slow          # a slow file system; two: two mounts as two machines
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else

@@ -15,7 +15,7 @@ def asked(*command):
     """What a program says; nothing if it is not there."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=30).stdout.strip()
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
 
 

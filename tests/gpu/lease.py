@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 570
-GRACE = 5  # seconds between Ctrl-C and SIGKILL for a part that is late
+GRACE = 10  # seconds between Ctrl-C and SIGKILL for a part that is late
 TAIL = 20  # lines of a part that did not pass
 MS = r"(?P<ms>[\d.]+) ms"
 BENCH = rf"^(?P<net>\S+): (?P<way>\w+) {MS}, (?P<other>\w+) (?P<other_ms>[\d.]+) ms, (?P<ratio>[\d.]+) x"
@@ -97,7 +97,7 @@ PARTS = (
         "saves",
         60,
         SAVES,
-        "tests/bench/checkpoint.py --device cuda:0 --mb 2000 --rounds 3",
+        "tests/bench/checkpoint.py --device cuda:0 --mb 1000 --rounds 2",
         "tests/bench/checkpoint.py --mb 1 --rounds 1",
         "numpy safetensors",
     ),
@@ -105,7 +105,7 @@ PARTS = (
         "compile",
         110,
         BENCH,
-        "tests/bench/gpu.py --compile 1 --nets gpt:medium --rounds 2",
+        "tests/bench/gpu.py --compile 1 --nets gpt:small --rounds 2",
         "tests/bench/gpu.py --compile 1 --device cpu --nets net --rounds 1 --steps 1",
     ),
     Part(

@@ -14,9 +14,11 @@ import pytest
 from jobs import CLEAN, PACED, ROOT, audit, family, free_port, lives, until
 from ranks import fork_ranks
 from stores import child
+from torch.distributed.elastic.agent.server import local_elastic_agent
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters, dynamic_rendezvous, registry
 
-from launch.agent import Known, trust_little
+from launch.agent import Agent, Known, trust_little
 
 DIES = """
 import os, signal
@@ -272,6 +274,23 @@ def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, pl
     begun(waits, 3, 2 + 3)
     end(waits)
     assert_all_end(nodes, (0, 0, 0))
+
+
+def test_a_signal_that_comes_as_torchs_clock_begins_is_a_stop_all_the_same(monkeypatch):
+    def run(agent, role):
+        try:
+            raise SignalException("SIGTERM", signal.SIGTERM)
+        finally:
+            raise UnboundLocalError("start")
+
+    monkeypatch.setattr(local_elastic_agent.LocalElasticAgent, "run", run)
+    agent = Agent.__new__(Agent)
+    asked = []
+    agent._shutdown = asked.append
+    agent.leave = lambda: None
+    with pytest.raises(SignalException):
+        agent.run()
+    assert asked == [signal.SIGTERM]
 
 
 def test_agents_of_one_name_and_one_process_number_as_in_two_containers_are_two_machines():

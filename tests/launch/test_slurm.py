@@ -115,8 +115,12 @@ def test_a_job_that_lost_fewer_nodes_goes_on(slurm):
 
 
 def test_srun_is_asked_for_the_cpus_of_the_job_and_each_node_counts_its_own_gpus(slurm):
-    _, said = slurm(SLURM_CPUS_PER_TASK="48", SLURM_GPUS_ON_NODE="8")
+    _, said = slurm(
+        SLURM_CPUS_PER_TASK="48", SLURM_GPUS_ON_NODE="8", SLURM_JOB_NUM_NODES="2", HOST="10.0.0.7"
+    )
     assert "cpus 48" in said and "--nproc_per_node=gpu" in said[0]
+    _, said = slurm(SLURM_GPUS_ON_NODE="1")
+    assert "--nproc_per_node=1" in said[0]
     _, said = slurm(PROCESSES="3", SLURM_GPUS_ON_NODE="8")
     assert "cpus " in said and "--nproc_per_node=3" in said[0]
 

@@ -70,7 +70,7 @@ class FrozenNorm(Program):
 
     def net(self):
         backbone = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout())
-        return nn.Sequential(backbone.eval(), nn.Linear(8, 3))
+        return nn.Sequential(backbone.eval().requires_grad_(False), nn.Linear(8, 3))
 
 
 class Lazy(Program):
@@ -199,6 +199,23 @@ class MuonAndAdamW(Program):
         def step(self):
             self.muon.step()
             self.adamw.step()
+
+
+class HeldInTuple(Program):
+    """Its parts give each weight a gradient, as Muon's first versions do."""
+
+    class kind(torch.optim.Optimizer):
+        def __init__(self, weights, rate, **_):
+            super().__init__(weights, {"lr": rate})
+            weights = self.param_groups[0]["params"]
+            self.parts = (torch.optim.Muon(weights[::2], rate), torch.optim.AdamW(weights[1::2], rate))
+            self.param_groups = [group for part in self.parts for group in part.param_groups]
+
+        def step(self):
+            for part in self.parts:
+                for p in part.param_groups[0]["params"] if part.param_groups else ():
+                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                part.step()
 
 
 class Counter(Program):

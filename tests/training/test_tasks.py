@@ -264,6 +264,14 @@ def test_finish_makes_numbers_of_whole_numbers_and_best_may_be_any_of_them():
     assert life.state.best == {"val_iou": metrics["val_iou"], "loss": metrics["val_loss"], "step": 3}
 
 
+def test_a_mean_is_found_in_a_sum_and_a_sum_over_many_steps_costs_nothing():
+    task = find_task(Options())
+    x = torch.ones(3, requires_grad=True)
+    task.check_sum(sum(x.sum() for _ in range(5000)))
+    with refusal("the loss is a mean"):
+        task.check_sum(x.sum() + x.square().mean())
+
+
 def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
     life = Life(sgd("segmentation", global_batch_size=2))
     before = life.weights()

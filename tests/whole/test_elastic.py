@@ -175,6 +175,22 @@ def test_a_rank_without_samples_needs_no_special_case(jobs, script, tmp_path):
         torch.testing.assert_close(tensor, together[name], rtol=1e-3, atol=1e-4)
 
 
+def test_a_net_that_comes_in_evaluation_mode_trains(jobs, script):
+    change(script, after(BEGIN, "net.eval()", "    "), after(STEP, "assert net.training"))
+    jobs.start(script).ends_with(0)
+
+
+def test_a_second_forward_after_a_step_leaves_the_ranks_alike(jobs, script):
+    change(
+        script,
+        ("return 513", "return 512"),
+        ("nn.ReLU()", "nn.BatchNorm1d(32)"),
+        (AUDIT, "check_every=1"),
+        after(STEP, "torch.no_grad()(run.model)(batch.x)"),
+    )
+    jobs.torchrun(2, script, restarts=0).ends_with(0)
+
+
 def test_a_first_group_without_a_rate_leaves_the_others_theirs(jobs, script):
     groups = "[{'params': net[0].parameters(), 'lr': 0.0}, {'params': net[2].parameters()}]"
     change(
