@@ -45,7 +45,7 @@ def test_after_the_last_second_no_part_begins(tmp_path):
     assert lease.done[0]["outcome"] == "skipped: no time left"
 
 
-@pytest.mark.parametrize("parts", [["locks", "tests"], pytest.param([], marks=pytest.mark.long)])
+@pytest.mark.parametrize("parts", [["locks"], pytest.param([], marks=pytest.mark.long)])
 def test_without_a_gpu_the_command_runs_dry(tmp_path, parts):
     done = subprocess.run(
         ["bash", ROOT / "tests/gpu/lease.sh", tmp_path / "out", *parts],
