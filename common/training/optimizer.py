@@ -4,7 +4,6 @@ import inspect
 import math
 import sys
 from collections import UserDict, defaultdict
-from collections.abc import Iterable
 from types import MappingProxyType
 
 import torch
@@ -60,8 +59,8 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     parts = [optimizer]
     for part in parts:
         for value in vars(part).values():
-            held = value.values() if isinstance(value, dict) else value
-            for other in held if isinstance(held, Iterable) else [held]:
+            held = [*value.values()] if isinstance(value, dict) else value
+            for other in held if isinstance(held, (list, tuple)) else [held]:  # no iterator: it may not end
                 if isinstance(other, torch.optim.Optimizer) and other not in parts:
                     parts.append(other)
     return parts

@@ -5,6 +5,7 @@ torch's own list of optimizers, with their settings, says what there is.
 
 import contextlib
 import inspect
+import itertools
 import sys
 import unittest
 from types import ModuleType
@@ -20,6 +21,7 @@ from common.errors import UserError
 from common.options import parse_options
 from common.options.options import RATE, RATES
 from common.training import TrainState, build_optimizer
+from common.training.optimizer import parts_of
 
 CANNOT = {  # what torch lists and we refuse, and why
     "LBFGS": "needs the loss several times in one step",
@@ -213,6 +215,12 @@ def own(tmp_path, monkeypatch):
         return TrainState(net, build_optimizer(net, opts), opts, 640)
 
     return build
+
+
+def test_an_iterator_that_an_optimizer_keeps_is_left_alone():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
+    optimizer.numbers = itertools.count()
+    assert parts_of(optimizer) == [optimizer] and next(optimizer.numbers) == 0
 
 
 def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
