@@ -19,11 +19,13 @@ if __name__ == "__main__":
 from common.errors import guarded
 from common.models import build_model
 from common.run import Run
-from common.training import backward, build_optimizer, cross_check, distribute, evaluate, find_task, prepare
+from common.training import backward, build_optimizer, distribute, evaluate, find_task, prepare
 
 
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
+    if run.was_complete():
+        return
     task = find_task(opts)  # the loss, and what is shown
     net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
@@ -34,10 +36,9 @@ def main(opts):
             net.train()
             for batch in run.batches():
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch
-                odd = cross_check(model, run.data.train, state, run.world)  # all ranks vote on a slice's bits
-                if odd is not None:
-                    run.store.trust(odd)
+                run.cross_check(model)  # a vote on a slice's bits, if it is time
                 run.sum_up(totals)  # over all ranks, where the step is logged
+                run.agree()  # all ranks: save? stop? may all update?
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

@@ -20,6 +20,8 @@ from common.training import backward, build_optimizer, distribute, evaluate, fin
 
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
+    if run.was_complete():
+        return
     task = find_task(opts)  # the loss, and what is shown
     net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
@@ -34,6 +36,7 @@ def main(opts):
             for batch in run.batches():
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch
                 run.sum_up(totals)  # over all ranks, where the step is logged
+                run.agree()  # all ranks: save? stop? may all update?
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

@@ -22,6 +22,8 @@ from common.training import build_optimizer, evaluate, find_task
 
 def main(opts):
     run = Run(opts)  # who am I, with which data, in which order
+    if run.was_complete():
+        return
     world, task = run.world, find_task(opts)  # the loss, and what is shown
     model = split(build_model(opts, run.data), opts, world, run.data, task)
     net = model.net  # this rank's stages, so that the optimizer holds their weights alone
@@ -36,7 +38,8 @@ def main(opts):
             for batch in run.batches():
                 totals = backward(model, batch, state, world).cpu()  # one gradient of one global batch
                 state.finish_gradient(batch.size)  # clip; from here on this rank can make the step alone
-                run.sum_up(totals)  # no stage updates before all of them can
+                run.sum_up(totals)  # over all ranks, where the step is logged
+                run.agree()  # all ranks: save? stop? may all update?
                 state.update(batch.size)  # optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked
             run.end_epoch()  # evaluates, saves if it is worth it

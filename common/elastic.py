@@ -14,7 +14,6 @@ From another folder: `PYTHONPATH=CLONE torchrun ... mine.py`; where that has a `
 nothing: a script needs no special case.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,7 +39,7 @@ TAKEN = (  # fields of Options that take effect here
 ).split()
 
 
-class Elastic(Run):
+class Elastic:
     """A run while it trains: `with Elastic(...) as run`. Call `run.model`; `run.world` has the ranks."""
 
     def __init__(
@@ -78,12 +77,12 @@ class Elastic(Run):
         } | options
 
     def __enter__(self) -> "Elastic":
-        self.living = self._live()
-        self.living.__enter__()
+        self.life = self._live()
+        self.life.__enter__()
         return self
 
     def __exit__(self, *error):
-        self.living.__exit__(*error)
+        self.life.__exit__(*error)
 
     @contextmanager
     def _live(self):
@@ -91,7 +90,7 @@ class Elastic(Run):
         try:
             with blamed("Elastic"):
                 self._begin()
-            with self.life():
+            with self.run.life():
                 try:
                     yield
                 except SystemExit as exit:
@@ -101,14 +100,16 @@ class Elastic(Run):
         except UserError as error:
             if self.given.get("debug"):
                 raise
-            text = re.sub(r"--([a-z][a-z-]+)", lambda flag: flag[1].replace("-", "_"), str(error))
+            text = str(error)
+            for name in sorted(TAKEN, key=len, reverse=True):  # keep_every before keep
+                text = text.replace(f"--{name.replace('_', '-')}", name)
             end(UserError(text, error.code))
 
     def _begin(self):
         begin_life()
         self._check_arguments()
         rate = float(max(group["lr"] for group in self.optimizer.param_groups))
-        self.opts = Options.of_script(
+        opts = Options.of_script(
             self.given,
             {
                 "task": "the script",
@@ -118,16 +119,18 @@ class Elastic(Run):
                 "optimizer": type(self.optimizer).__name__.lower(),
             },
         )
-        super().__init__(self.opts, self.sets)
-        check_net(self.net, self.opts.model)
+        self.run = Run(opts, self.sets)
+        self.world = self.run.world
+        check_net(self.net, opts.model)
         if not self.net.training:
             self.net.train()  # others' loaders return a net in evaluation mode
-        prepare(self.net, self.opts, self.world, self.data, find_task(self.opts))
-        self.wrapped = distribute(self.net, self.opts, self.world)  # rank 0's weights: a script may not seed
-        state = self.restore(self.net, self.optimizer, schedule=self.schedule)
-        for group in state.groups:
+        prepare(self.net, opts, self.world, self.run.data, find_task(opts))
+        self.wrapped = distribute(self.net, opts, self.world)  # rank 0's weights: a script may not seed
+        self.state = self.run.restore(self.net, self.optimizer, schedule=self.schedule)
+        for group in self.state.groups:
             group["scale"] = float(group["lr"]) / (rate or 1.0)
-        self.report_due = state.epoch_over and not state.evaluated_now  # a life died before it had reported
+        # a life died before it had reported
+        self.report_due = self.state.epoch_over and not self.state.evaluated_now
         self.settings = self._settings()
         self.modes = self._modes()  # at each epoch's start; an evaluation may leave others
 
@@ -144,7 +147,7 @@ class Elastic(Run):
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
         state = self.state
         while not state.finished:
-            self.order.set_epoch(state.epoch, state.position)
+            self.run.order.set_epoch(state.epoch, state.position)
             self._set_modes(self.modes)
             if self.report_due:
                 self.report_due = False
@@ -152,7 +155,7 @@ class Elastic(Run):
                 yield self._prepared(Batch([], [], 0))
                 self._put_back()
                 self.kept = {}
-            for batch in self.batches():
+            for batch in self.run.batches():
                 prepared = self._prepared(batch)
                 yield prepared
                 if not self.trained or self.batch is not prepared:
@@ -161,21 +164,21 @@ class Elastic(Run):
                         "call run.step(loss, count) for each batch, in one loop"
                     )
                 self._end_step()
-                self.obey()  # not in run.step: what the loop changes after it belongs to the step
+                self.run.obey()  # not in run.step: what the loop changes after it belongs to the step
             reports = gather(self.world, [state.best, state.evaluated])
             state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
-            self.end_epoch()
+            self.run.end_epoch()
 
     def _prepared(self, batch):
         self.called = False
         self.trained = False  # run.step, with this batch
         if not batch.parts or batch.parts[0][1] is None:  # none, or all skipped (bad_samples)
-            split = self.data.train
+            split = self.run.data.train
             two = split.fetch(2 * [split.first])  # BatchNorm cannot train on one
             batch = batch._replace(parts=[(0, two)], ids=[])
-        parts = [(n, placed(part, self.world.device, self.opts)) for n, part in batch.parts]
+        parts = [(n, placed(part, self.world.device, self.state.opts)) for n, part in batch.parts]
         self.batch = batch._replace(parts=parts)
-        seed(self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
+        seed(self.state.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
         return self.batch
 
     def model(self, *inputs: object, **named: object) -> Any:
@@ -186,9 +189,9 @@ class Elastic(Run):
             self._put_back()
         self.called |= training
         model: Any = self.wrapped if training else self.net
-        with autocast(self.opts, self.world.device):
+        with autocast(self.state.opts, self.world.device):
             out = model(*inputs, **named)
-        if self.opts.amp == "off":
+        if self.state.opts.amp == "off":
             return out
         return map_tensors(lambda x: x.float() if x.dtype in (torch.float16, torch.bfloat16) else x, out)
 
@@ -220,11 +223,12 @@ class Elastic(Run):
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
         state.average(totals, self.batch, self.world)
-        self.sum_up(totals)
+        self.run.sum_up(totals)
+        self.run.agree()
         state.update(size)
         self.trained = True
         self.settings = self._settings()
-        self.log_step(totals)
+        self.run.log_step(totals)
 
     def _check_step(self):
         if self.trained:
@@ -276,7 +280,7 @@ class Elastic(Run):
         self._end_step()
         modes = self._modes()
         try:
-            return evaluate(self.net, self.data.test, self.state, self.world, task)
+            return evaluate(self.net, self.run.data.test, self.state, self.world, task)
         finally:
             self._set_modes(modes)
 
@@ -287,6 +291,6 @@ class Elastic(Run):
         """
         numbers = {name.removeprefix("val_"): float(value) for name, value in metrics.items()}
         self.state.task.shown = [*numbers]
-        self.record({f"val_{name}": value for name, value in numbers.items()})
+        self.run.record({f"val_{name}": value for name, value in numbers.items()})
         if not self.epoch_ended and self.state.best["step"] == self.state.step:
-            self.rescue.save_asked = True
+            self.run.rescue.save_asked = True

@@ -7,15 +7,17 @@ with run.life(evaluate):                    # saves and leaves when asked, or wh
         run.order.set_epoch(state.epoch, state.position)
         for batch in run.batches():
             ...                             # backward
+            run.sum_up(totals)              # over all ranks, where the step is logged
+            run.agree()                     # all ranks: save? stop? may all update?
             state.update(batch.size)
             run.stepped(totals)             # logs, compares, saves, obeys
         run.end_epoch()                     # evaluates, counts the epoch, saves if it is worth it
 """
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -30,7 +32,7 @@ from common.options import Options, read_options
 from common.place import here, this_process
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.sampler import ElasticSampler
-from common.training import TrainState
+from common.training import TrainState, cross_check_is_due, odd_ranks
 from common.world import gather, join, leave
 
 
@@ -39,13 +41,30 @@ class Run:
 
     def __init__(self, opts: Options, own_data: Data | None = None) -> None:
         self.opts = opts
+        self.own_data = own_data
         self.clock = Clock()
         refuse_a_crash_loop()
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
-        if own_data is None:  # not for Elastic: its script may go on after its loop
-            self._leave_if_complete()
-        self.data = load_data(opts, own_data)
-        self.order = ElasticSampler(
+
+    def was_complete(self) -> bool:
+        """Whether an earlier life has trained to the end; says so, before data and net take seconds."""
+        line = gather(self.world, complete(self.opts) if self.world.rank == 0 else "")[0]
+        if line:
+            if self.world.rank == 0:
+                say(line)
+            leave(self.world)
+        return bool(line)
+
+    @cached_property
+    def data(self) -> Data:
+        """What is trained and tested on."""
+        return load_data(self.opts, self.own_data)
+
+    @cached_property
+    def order(self) -> ElasticSampler:
+        """Which of these samples this rank trains on, and when."""
+        opts = self.opts
+        return ElasticSampler(
             self.data.train,
             opts.global_batch_size,
             self.world.replica,
@@ -53,15 +72,6 @@ class Run:
             opts.seed,
             slices=opts.virtual_ranks,
         )
-
-    def _leave_if_complete(self):
-        """Before data, net and optimizer are made, which takes seconds."""
-        line = complete(self.opts) if self.world.rank == 0 else ""
-        if gather(self.world, line)[0]:
-            if line:
-                say(line)
-            leave(self.world)
-            sys.exit(0)
 
     def restore(
         self, net: nn.Module, optimizer: optim.Optimizer, parameters: int = 0, **more: Any
@@ -82,7 +92,7 @@ class Run:
     def life(self, evaluate: Callable[[], dict] | None = None) -> Iterator[None]:
         """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
         state = self.state
-        self.judge = evaluate
+        self.evaluate = evaluate
         self.log = Log(
             self.opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated)
         )
@@ -98,6 +108,86 @@ class Run:
             if state.finished:
                 self.log.done(state.step, state.best)
         leave(self.world)
+
+    # ---- around each step ----
+    def batches(self) -> Iterator[Batch]:
+        """Those of this epoch that are left, up to --max-steps."""
+        state = self.state
+        for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
+            self.audit.begin(state.step + 1, batch.ids)
+            state.buffers.note_weights()
+            yield batch
+            if state.finished:
+                return
+
+    def sum_up(self, totals: Tensor) -> None:
+        """Sums the totals over all ranks if this step is logged; the update comes later, so none is lost."""
+        if (self.state.step + 1) % self.opts.log_every == 0:
+            self.world.all_sum(totals)
+
+    def agree(self) -> None:
+        """All ranks: shall we save, shall we leave, may all of us update?
+
+        Ranks that hold parts of one net ask at every step, as they save and leave at the same one; ranks that
+        hold all of it ask at logged steps.
+        """
+        if self.world.parts > 1 or (self.state.step + 1) % self.opts.log_every == 0:
+            self.rescue.consult()
+
+    def cross_check(self, model: nn.Module) -> None:
+        """All ranks vote on the bits of a slice (--cross-check), if it is time; a wrong one ends the run."""
+        if cross_check_is_due(model):
+            odd = odd_ranks(model, self.data.train, self.state, self.world)
+            self.store.trust(odd)
+
+    def stepped(self, totals: Tensor) -> None:
+        """After the update: logs, compares the replicas, saves when due, does what it is told."""
+        self.log_step(totals)
+        self.obey()
+
+    def log_step(self, totals: Tensor) -> None:
+        """Notes the step where it is due."""
+        state = self.state
+        self.audit.done(state.whole)
+        self.clock.stepped(state.step)
+        if state.step % self.opts.log_every == 0:
+            self.log.step(state.note(totals) | self.world.memory())
+
+    def obey(self) -> None:
+        """Compares the replicas and saves when it is due, leaves when it is told."""
+        state = self.state
+        every = self.opts.check_every
+        if every and state.step % every == 0:
+            self.store.agree()
+        if self.rescue.save_asked or self.store.due():
+            self.rescue.save_asked = False
+            self.store.save()  # copies; a thread writes
+        self.store.check()
+        if self.rescue.leaves:
+            state.updates.settle()  # what a GPU has still to do
+            self.rescue.leave()
+
+    def end_epoch(self) -> None:
+        """Evaluates if it is due; saves if a save is due, the evaluation is the best one, or the run ends."""
+        state = self.state
+        if self.evaluate and state.evaluation_due:
+            self.record(self.evaluate())
+        state.end_epoch()
+        best = state.evaluated_now and state.best["step"] == state.step
+        if best or state.finished or self.store.due():
+            self.store.save()
+
+    def record(self, numbers: dict) -> None:
+        """Keeps and logs an evaluation."""
+        state = self.state
+        self.clock.add("evaluation")
+        state.record_evaluation(numbers)
+        self.log.evaluation(state.evaluated, numbers)
+        if state.impatient:
+            self.log.note(
+                f"stopped: no better evaluation since step {state.best['step']} "
+                f"(--patience {self.opts.patience})"
+            )
 
     # ---- how a life begins ----
     def _open(self):
@@ -116,7 +206,7 @@ class Run:
         note_that_it_trains()
 
     def _introduce(self, lives):
-        """A life with as many processes as the one before it in the same job says one line."""
+        """Prints how this life begins; one line if nothing has changed since the life before."""
         opts = self.opts
         state = self.state
         size = self.world.size
@@ -159,13 +249,13 @@ class Run:
         data = self.data
         parameters = self.parameters or sum(p.numel() for p in state.net.parameters())
         count = opts.virtual_ranks or world.replicas
-        shares = "slices" if opts.virtual_ranks else "shares"
+        shares = "slice" if opts.virtual_ranks else "share"
         return [
             f"run {opts.run_dir}   world {world.size}   life {world.life}",
             f"devices {', '.join(map(str, world.devices))}   {torch.get_num_threads()} CPU threads a process",
             f"model {opts.model}: {parameters:,} parameters   "
             f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
-            f"global batch {opts.global_batch_size} = {count} {shares} of "
+            f"global batch {opts.global_batch_size} = {count} {shares}{'s' * (count > 1)} of "
             f"{-(-opts.global_batch_size // count)} or less   "
             f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
         ]
@@ -204,77 +294,6 @@ class Run:
             epochs=self.opts.epochs,
             began=self.clock.began,
         )
-
-    # ---- around each step ----
-    def batches(self) -> Iterator[Batch]:
-        """Those of this epoch that are left, up to --max-steps."""
-        state = self.state
-        for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
-            self.audit.begin(state.step + 1, batch.ids)
-            state.buffers.note_weights()
-            yield batch
-            if state.finished:
-                return
-
-    def sum_up(self, totals: Tensor) -> None:
-        """Before the update: sums the totals of a logged step over ranks, and tells all what is asked for.
-
-        Stages save and leave at the same step: they tell each other at every one.
-        """
-        logged = (self.state.step + 1) % self.opts.log_every == 0
-        if logged or self.opts.script == "mp":
-            self.rescue.consult()
-        if logged:
-            self.world.all_sum(totals)
-
-    def stepped(self, totals: Tensor) -> None:
-        """After the update: logs, compares the replicas, saves when due, does what it is told."""
-        self.log_step(totals)
-        self.obey()
-
-    def log_step(self, totals: Tensor) -> None:
-        """Notes the step where it is due."""
-        state = self.state
-        self.audit.done(state.whole)
-        self.clock.stepped(state.step)
-        if state.step % self.opts.log_every == 0:
-            self.log.step(state.note(totals) | self.world.memory())
-
-    def obey(self) -> None:
-        """Compares the replicas and saves when it is due, leaves when it is told."""
-        state = self.state
-        every = self.opts.check_every
-        if every and state.step % every == 0:
-            self.store.agree()
-        if self.rescue.save_asked or self.store.due():
-            self.rescue.save_asked = False
-            self.store.save()  # copies; a thread writes
-        self.store.check()
-        if self.rescue.leaves:
-            state.updates.settle()  # what a GPU has still to do
-            self.rescue.leave()
-
-    def end_epoch(self) -> None:
-        """Evaluates if it is due; saves if a save is due, the evaluation is the best one, or the run ends."""
-        state = self.state
-        if self.judge and state.evaluation_due:
-            self.record(self.judge())
-        state.end_epoch()
-        best = state.evaluated_now and state.best["step"] == state.step
-        if best or state.finished or self.store.due():
-            self.store.save()
-
-    def record(self, numbers: dict) -> None:
-        """Keeps and logs an evaluation."""
-        state = self.state
-        self.clock.add("evaluation")
-        state.record_evaluation(numbers)
-        self.log.evaluation(state.evaluated, numbers)
-        if state.impatient:
-            self.log.note(
-                f"stopped: no better evaluation since step {state.best['step']} "
-                f"(--patience {self.opts.patience})"
-            )
 
 
 def complete(opts: Options) -> str:

@@ -88,17 +88,18 @@ def slice_loss(tree, v, piece, size, state):
     return tree.measured(v, n / size, totals), state.scaler.scale(loss / size)
 
 
-def cross_check(model: nn.Module | Tree, split: object, state: TrainState, world: World) -> str | None:
-    """--cross-check: every N steps all ranks compute one slice, and vote on its bits.
+def cross_check_is_due(model: nn.Module | Tree) -> bool:
+    """Whether all ranks are to compute one slice of this step, and to compare its bits (--cross-check)."""
+    return isinstance(model, Tree) and model.checked is not None
+
+
+def odd_ranks(model: Tree, split: object, state: TrainState, world: World) -> str:
+    """The ranks that compute a slice with other bits than most, in words; empty if all bits are the same.
 
     A device that computes wrong numbers now and then raises no error, and the sum over ranks hides whose
     they are. With --virtual-ranks the gradient of a slice has the same bits on every rank. Call it on every
-    rank between backward and update. None if this step is not compared, empty if all ranks have the same
-    bits; else which rank has others, as all ranks find.
+    rank between backward and update.
     """
-    if not isinstance(model, Tree) or model.checked is None:
-        return None
-
     v = model.checked
     mine = v in model.slices  # this rank has computed it in this step
     votes = gather(world, model.seen if mine else slice_bits(model, v, split, state))

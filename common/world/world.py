@@ -58,6 +58,11 @@ class World:
         return self.size // self.stages
 
     @property
+    def parts(self) -> int:
+        """Ranks that hold one copy of the net together."""
+        return self.stages
+
+    @property
     def device(self) -> torch.device:
         return self.devices[0]
 

@@ -147,7 +147,7 @@ def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, tmp_pa
 
 def test_a_last_save_that_fails_has_its_exit_code(jobs, script):
     fails = "def full(): raise __import__('common.errors').errors.UserError('the disk is full', code=4)"
-    change(script, after(STEP, f"{fails}\n            run.store.close = full\n            break"))
+    change(script, after(STEP, f"{fails}\n            run.run.store.close = full\n            break"))
     said = jobs.start(script).ends_with(4)
     assert "error: the disk is full" in said and "Traceback" not in said, said
 
