@@ -182,6 +182,8 @@ class Run:
         state = self.state
         self.clock.add("evaluation")
         state.record_evaluation(numbers)
+        if self.world.rank == 0 and state.best["step"] == state.step:
+            self.ledger.event("best", best=state.best)
         self.log.evaluation(state.evaluated, numbers)
         if state.impatient:
             self.log.note(

@@ -4,6 +4,7 @@ python -m common.ledger RUN              how it is now; lives, deaths, saves, re
 python -m common.ledger RUN --json       the same as one object, for programs
 python -m common.ledger RUN --html FILE  curves and lives as a page that needs no server
 python -m common.ledger RUN --audit      missed 0 repeated 0 lost 0 redone 0 (samples, then steps)
+python -m common.ledger RUN RUN2 ...     of several runs a row each: how it is, its best, what differs
 """
 
 import argparse
@@ -12,9 +13,10 @@ import sys
 from datetime import timedelta
 from pathlib import Path
 
-from common.errors import run_command
+from common.errors import UserError, run_command
 from common.ledger.account import audit, summarize
 from common.ledger.ledger import read
+from common.options import read_options
 
 MOST_ROWS = 4000  # in a page
 
@@ -26,7 +28,7 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run, and those of its other nodes"
+        "runs", type=Path, nargs="+", metavar="RUN", help="a run; with --audit also its other nodes' folders"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print one object for programs")
@@ -46,14 +48,38 @@ def show(args):
     run = args.runs[0]
     if args.audit:
         return print_audit(args.runs)
-    facts = summarize(*args.runs)
+    if args.html and len(args.runs) > 1:
+        raise UserError(f"--html {args.html}: {len(args.runs)} runs\na page shows one run")
+    runs = {run: summarize(run) for run in args.runs}
     if args.html:
-        args.html.write_text(page(run, facts), encoding="utf-8")
+        args.html.write_text(page(run, runs[run]), encoding="utf-8")
     elif args.json:
-        print(json.dumps(facts))
+        for facts in runs.values():
+            print(json.dumps(facts))
+    elif len(runs) > 1:
+        print("\n".join(rows(runs)))
     else:
-        print(f"{run}: " + "\n".join(report(facts)))
+        print(f"{run}: " + "\n".join(report(runs[run])))
     return 0
+
+
+def rows(runs):
+    """Yield a line a run: how it is now, its best evaluation, and the options in which the runs differ."""
+    options = {run: read_options(run) for run in runs}
+    for run, facts in runs.items():
+        state = facts["now"]
+        best = {name: value for name, value in state["best"].items() if name not in ("loss", "step")}
+        yield "  ".join(
+            [
+                f"{run}: {state['state']} at step {state['step']}",
+                *(f"best {name} {value:.4f} at step {state['best']['step']}" for name, value in best.items()),
+                *(
+                    f"{name} {value}"
+                    for name, value in options[run].items()
+                    if name != "run_dir" and any(other.get(name) != value for other in options.values())
+                ),
+            ]
+        )
 
 
 def report(facts):

@@ -22,6 +22,7 @@ FIELDS = {  # without which an event is damaged, and left out like a torn line: 
     "life": ("life", "world", "step"),
     "save": ("step",),
     "rescue": ("step", "rank"),
+    "best": ("best",),
     "steps": ("step",),
     "left": ("rank", "stepped"),
     "error": ("rank", "why"),
@@ -89,12 +90,12 @@ def deaths_of(events: Life, over: bool) -> list[Record]:
 
 
 # ---- seconds --------------------------------------------------------------------------------------
-def summarize(*run_dirs: Path) -> Record:
+def summarize(run_dir: Path) -> Record:
     """Return how the run is now, its lives, deaths, saves, rescues, buckets, and goodput.
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
-    lives = lives_of(*run_dirs)
+    lives = lives_of(run_dir)
     summaries = []
     accounted = lives[0][0]["began"]
     for number, events in enumerate(lives):
@@ -106,6 +107,7 @@ def summarize(*run_dirs: Path) -> Record:
     buckets = {name: sum(life["buckets"][name] for life in summaries) for name in BUCKETS}
     wall = sum(buckets.values())
     return {
+        "version": 1,
         "now": now(lives),
         "lives": summaries,
         "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])],
@@ -132,14 +134,16 @@ def account(events, accounted, kept):
             redone = bucket == "steps" and entry["step"] > kept
             seconds["redone" if redone else bucket] += entry.get(f"{bucket}_s", 0.0)
     left = max(0.0, end - accounted - sum(seconds.values()))
-    for event in named(events, "left")[-1:]:
-        seconds["rescue"] = min(left, end - event["stepped"])  # an entry on the way out may hold a part
+    leaving = named(events, "left")
+    if leaving:
+        # an entry on the way out may hold a part of it
+        seconds["rescue"] = min(left, end - leaving[-1]["stepped"])
     seconds["other"] = left - seconds["rescue"]
     return seconds
 
 
 def now(lives):
-    """How the run is: state, step, rate, ages of the last step and save, pids of its ranks, how many live.
+    """How the run is: state, step, best, rate, ages of the last step and save, pids, how many live.
 
     The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen.
     """
@@ -150,9 +154,9 @@ def now(lives):
     # what a run begins with is as good as saved
     save = [lives[0][0], *named(chain(*lives), "save", "rescue")][-1]
     host = socket.gethostname()
-    here = [pid for pid, where in zip(life["pids"], life["hosts"], strict=True) if where == host]
-    alive = [pid for pid in here if end_of(pid) is None]
-    state = "training" if alive or len(here) < life["world"] else "dead"
+    local = [pid for pid, where in zip(life["pids"], life["hosts"], strict=True) if where == host]
+    alive = [pid for pid in local if end_of(pid) is None]
+    state = "training" if alive or len(local) < life["world"] else "dead"
     for end in named(lives[-1], "stop", "done"):
         state = end["event"]
     return {
@@ -164,6 +168,7 @@ def now(lives):
         "last_save_s": time.time() - save["t"],
         "pids": life["pids"],
         "alive": len(alive),
+        "best": [{}, *named(chain(*lives), "best")][-1].get("best", {}),
     }
 
 
@@ -224,10 +229,10 @@ def _follow(lives, folders):
                 ranks[step] += 1
                 ids.setdefault(step, array("q")).extend(note["ids"])  # 8 bytes a sample
         whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
-        for after in lives[number + 1 : number + 2]:
+        if events is not lives[-1]:
             # A process can die after its update and before its done-line, and a survivor can save that
             # update: a step that the next life resumes past was made too. Any other changed no model.
-            ends += [step for step in ranks if step <= after[0]["step"]]
+            ends += [step for step in ranks if step <= lives[number + 1][0]["step"]]
         reached = max(ends)
         made.update(range(resumed + 1, reached + 1))
     counts = {"missed": 0, "repeated": 0, "lost": lost, "redone": made.total() - len(made)}

@@ -121,7 +121,8 @@ class Metrics:
 
     def __init__(self, run_dir, step):
         self.lines = Lines(run_dir / "metrics.jsonl")
-        self.last = {False: -1, True: -1}  # the newest step of a training row, and of an evaluation's
+        self.last_trained = -1  # the newest step that has a row
+        self.last_evaluated = -1
         self.on = True
         path = self.lines.path
         aside = path.with_suffix(".new")
@@ -143,10 +144,13 @@ class Metrics:
         return new
 
     def _is_new(self, row):
-        evaluation = "epoch" not in row
-        new = row["step"] > self.last[evaluation]
-        if new:
-            self.last[evaluation] = row["step"]
+        step = row["step"]
+        if "epoch" in row:
+            new = step > self.last_trained
+            self.last_trained = max(step, self.last_trained)
+        else:
+            new = step > self.last_evaluated
+            self.last_evaluated = max(step, self.last_evaluated)
         return new
 
 

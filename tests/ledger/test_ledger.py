@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from common.checkpoint.disk import sealed
 from common.ledger import Clock, Ledger, deaths_of, lives_of, summarize
 from common.ledger.__main__ import main
 from common.ledger.ledger import read
+from common.options import Options
 
 HOUSE = Path(__file__).parents[2]
 # Rank 0 of the first life is killed after step 49; steps 48 and 49 are lost, because a survivor saved 47.
@@ -139,6 +141,21 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
         first,
     )
     assert 4 <= float(ages[1]) < 60 and 3 <= float(ages[2]) < 60 and second == f"pids {pid}"
+
+
+def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path, capsys):
+    runs = [tmp_path / name for name in ("low", "high")]
+    for run, rate in zip(runs, (0.1, 0.3), strict=True):
+        opts = Options(run_dir=run, lr=rate)
+        run.mkdir()
+        write(run, *KILLED, {"t": 1090, "event": "best", "best": {"acc": rate, "loss": 0.5, "step": 58}})
+        (run / "options.json").write_bytes(sealed({"options": opts.to_json()}))
+    assert main([*map(str, runs)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{runs[0]}: done at step 58  best acc 0.1000 at step 58  lr 0.1",
+        f"{runs[1]}: done at step 58  best acc 0.3000 at step 58  lr 0.3",
+    ]
+    assert main([*map(str, runs), "--html=page"]) == 2
 
 
 def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_no_start(tmp_path):
