@@ -11,7 +11,7 @@
 Start it with torchrun, launch/local.sh or python; kill it, start it again with another number of processes.
 From another folder: `PYTHONPATH=CLONE torchrun ... mine.py`; where that has a `common/` of its own,
 `PYTHONSAFEPATH=1 PYTHONPATH=CLONE:. torchrun ... mine.py`. A rank without samples gets a batch that counts
-nothing: a script needs no special case.
+nothing, and so does a life that has only a report to make up for: a script needs no special case.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from common.data import Batch, Data, map_tensors
@@ -35,7 +36,8 @@ from common.world import gather
 TAKEN = (  # fields of Options that take effect here
     "accept_data_change amp audit bad_samples best channels_last check_every clip_grad_norm debug "
     "device digest_every ema_decay epochs global_batch_size hang_timeout keep keep_every log_every max_steps "
-    "patience progress resume run_dir save_every save_seconds seed tensorboard tf32 threads workers"
+    "micro_batch_size patience progress resume run_dir save_every save_seconds seed tensorboard tf32 threads "
+    "virtual_ranks workers"
 ).split()
 
 
@@ -65,7 +67,6 @@ class Elastic:
         self.optimizer = optimizer
         self.sets = Data(dataset, dataset if test_set is None else test_set, known_classes=None)
         self.schedule = schedule
-        self.called = False  # run.model, with this batch
         self.trained = False
         self.kept = {}
         self.given = {
@@ -126,6 +127,7 @@ class Elastic:
             self.net.train()  # others' loaders return a net in evaluation mode
         prepare(self.net, opts, self.world, self.run.data, find_task(opts))
         self.wrapped = distribute(self.net, opts, self.world)  # rank 0's weights: a script may not seed
+        self.sliced = opts.virtual_ranks > 0
         self.state = self.run.restore(self.net, self.optimizer, schedule=self.schedule)
         for group in self.state.groups:
             group["scale"] = float(group["lr"]) / (rate or 1.0)
@@ -152,34 +154,57 @@ class Elastic:
             if self.report_due:
                 self.report_due = False
                 self.kept = {t: t.detach().clone() for t in (*self.net.parameters(), *self.net.buffers())}
-                yield self._prepared(Batch([], [], 0))
+                yield from self._pieces(Batch([], [], 0))
                 self._put_back()
                 self.kept = {}
             for batch in self.run.batches():
-                prepared = self._prepared(batch)
-                yield prepared
-                if not self.trained or self.batch is not prepared:
-                    raise UserError(
-                        "a batch was not trained on, or two loops over run take turns\n"
-                        "call run.step(loss, count) for each batch, in one loop"
-                    )
+                yield from self._pieces(batch)
                 self._end_step()
                 self.run.obey()  # not in run.step: what the loop changes after it belongs to the step
             reports = gather(self.world, [state.best, state.evaluated])
             state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
             self.run.end_epoch()
 
-    def _prepared(self, batch):
-        self.called = False
-        self.trained = False  # run.step, with this batch
-        if not batch.parts or batch.parts[0][1] is None:  # none, or all skipped (bad_samples)
+    def _pieces(self, batch):
+        """This rank's forwards of a global batch: one, or more with micro_batch_size or virtual_ranks.
+
+        A rank without samples gets an example, which counts nothing.
+        """
+        opts = self.state.opts
+        self.batch = batch
+        self.totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        parts = batch.parts
+        slices = [self.world.rank] * len(parts)
+        if self.sliced and batch.size:
+            self.wrapped.begin(self.state)
+            slices = self.wrapped.slices
+        pieces = [(v, part) for v, part in zip(slices, parts, strict=True) if part[1] is not None]
+        if not pieces:  # none, or all skipped (bad_samples)
             split = self.run.data.train
             two = split.fetch(2 * [split.first])  # BatchNorm cannot train on one
-            batch = batch._replace(parts=[(0, two)], ids=[])
-        parts = [(n, placed(part, self.world.device, self.state.opts)) for n, part in batch.parts]
-        self.batch = batch._replace(parts=parts)
-        seed(self.state.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
-        return self.batch
+            pieces = [(self.world.rank, (0, two))]
+        for i, (v, (n, part)) in enumerate(pieces):
+            self.first = i == 0
+            self.last = i == len(pieces) - 1
+            self.called = False  # run.model, with this piece
+            self.trained = False  # run.step
+            if isinstance(self.wrapped, DistributedDataParallel):
+                self.wrapped.require_backward_grad_sync = self.last
+            if self.sliced:
+                self.slice = v
+                self.state.buffers.restore()
+            if self.sliced or self.first:
+                seed(opts.seed, "step", self.state.step, v)  # dropout: never stored
+            piece = Batch(
+                [(n, placed(part, self.world.device, opts, own=self.sliced))], batch.ids, batch.size
+            )
+            self.piece = piece
+            yield piece
+            if batch.size and not (self.trained and self.piece is piece):
+                raise UserError(
+                    "a batch was not trained on, or two loops over run take turns\n"
+                    "call run.step(loss, count) for each batch, in one loop"
+                )
 
     def model(self, *inputs: object, **named: object) -> Any:
         """The net's output. Call it in place of the net: only then gradients are averaged over the ranks."""
@@ -188,7 +213,7 @@ class Elastic:
         if not training:
             self._put_back()
         self.called |= training
-        model: Any = self.wrapped if training else self.net
+        model: Any = self.wrapped if training and not self.sliced else self.net
         with autocast(self.state.opts, self.world.device):
             out = model(*inputs, **named)
         if self.state.opts.amp == "off":
@@ -209,24 +234,43 @@ class Elastic:
             tensor.copy_(value)
 
     def step(self, loss: Tensor, count: float | Tensor) -> None:
-        """One step: `loss` is the sum over this rank's samples, `count` the number of those that count."""
+        """One step: `loss` is the sum over the samples of a batch, `count` the number of those that count.
+
+        Of a batch in pieces the last one updates.
+        """
         size = self.batch.size
         state = self.state
         if not size:
             return state.buffers.restore()
         self._check_step()
         state.task.check_sum(loss)
-        real = float(bool(self.batch.ids))
-        mean = loss * (self.world.size / size * real)
-        state.scaler.scale(mean).backward()
-        check_used(self.wrapped, state)
+        samples, _ = self.piece.parts[0]
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
-        totals = torch.stack([loss.detach().double(), counted]) * real
-        state.average(totals, self.batch, self.world)
+        totals = torch.stack([loss.detach().double(), counted]) * bool(samples)
+        self.trained = True
+        if self.sliced:
+            tail = self.wrapped.measured(self.slice, samples / size, totals.to(self.wrapped.kind))
+            if samples:
+                self.wrapped.backward(self.slice, tail, state.scaler.scale(loss / size))
+        else:
+            self.totals += totals
+            mean = loss * (self.world.size / size * bool(samples))
+            state.scaler.scale(mean).backward()
+        if self.last:
+            self._update()
+
+    def _update(self):
+        """After the last backward of a global batch."""
+        state = self.state
+        if self.sliced:
+            totals = self.wrapped.finish(self.batch, state)
+        else:
+            totals = self.totals
+            check_used(self.wrapped, state)
+            state.average(totals, self.batch, self.world)
         self.run.sum_up(totals)
         self.run.agree()
-        state.update(size)
-        self.trained = True
+        state.update(self.batch.size)
         self.settings = self._settings()
         self.run.log_step(totals)
 
@@ -245,7 +289,7 @@ class Elastic:
                     "for lr give Elastic(schedule=f), where f(step, steps in all) returns a factor; "
                     "for others train two runs"
                 )
-        if any(p.grad is not None for p in self.state.names):
+        if self.first and any(p.grad is not None for p in self.state.names):
             raise UserError(
                 "a weight has a gradient before run.step, which computes it\n"
                 "add up the losses, and give run.step their sum"

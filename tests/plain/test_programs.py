@@ -344,7 +344,6 @@ class Diffusion(Program):
     """The loss draws time and noise."""
 
     draws = True
-    doors = ("script",)
     flags = {"virtual_ranks": 4}
 
     def net(self):
@@ -375,6 +374,8 @@ class Vae(Diffusion):
 
 class OtherDraws(Diffusion):
     """Draws of random and numpy."""
+
+    doors = ("script",)
 
     def net(self):
         def forward(net, x):
@@ -621,7 +622,6 @@ class Observed(Program):
     """A running mean that begins at infinity, as observers of quantization do."""
 
     draws = True
-    doors = ("script",)
     flags = {"virtual_ranks": 4}
 
     def net(self):
@@ -634,6 +634,9 @@ class Observed(Program):
         net = Part(forward, head=nn.Linear(6, 3))
         net.register_buffer("top", torch.tensor(torch.inf))
         return net
+
+    def scores(self, out, y):
+        return {"loss": super().scores(out, y)["loss"]}
 
 
 class Teacher(Program):
@@ -795,7 +798,7 @@ class LittleMemory(Program):
     """A forward of more than eleven samples does not fit; and forwards of three."""
 
     own = ("model", "dataset", "optimizer")
-    only_script = {"micro_batch_size": 3}
+    flags = {"micro_batch_size": 3}
 
     def net(self):
         def forward(net, x):
