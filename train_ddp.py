@@ -30,7 +30,7 @@ def main(opts):
     net = prepare(build_model(opts, run.data), opts, run.world, run.data, task)
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
     model = distribute(net, opts, run.world)
-    with run.life(lambda: evaluate(net, run.data.test, state, run.world)):
+    with run.life(lambda: evaluate(net, run.data.test, state, run.world)):  # the ranks need no DDP for it
         while not state.finished:
             run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
             net.train()

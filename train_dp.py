@@ -29,7 +29,7 @@ def main(opts):
     if opts.show_scatter:
         net.register_forward_hook(print_sizes("In Model: "))  # of each replica
         model.register_forward_hook(print_sizes("Outside:  "))  # of the whole batch
-    with run.life(lambda: evaluate(model, run.data.test, state, run.world)):
+    with run.life(lambda: evaluate(model, run.data.test, state, run.world)):  # on all devices, too
         while not state.finished:
             run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
             net.train()
