@@ -11,7 +11,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -155,12 +154,15 @@ def edges(net, groups, x, device, cast):
 
 # ---- --shard ----
 def shard(stage, world):
-    """FSDP over the replicas of a stage: a rank keeps some rows, and gathers a block to run it.
+    """FSDP over the shards of a stage, and its copies: a rank keeps some rows, and gathers a block to run it.
 
     A block is a part of a container: a layer of a transformer. What is left, and a part with a weight that
     occurs twice, is gathered for the whole stage.
     """
-    mesh = DeviceMesh.from_group(world.peers or dist.group.WORLD, world.device.type)
+    ranks = torch.arange(world.stage, world.size, world.stages).view(world.copies, world.shards)
+    mesh = DeviceMesh.from_group(
+        [world.column, world.shard_group], world.device.type, ranks, mesh_dim_names=("copy", "shard")
+    )
     uses = Counter(p for _, p in stage.net.named_parameters(remove_duplicate=False))
     tied = {p for p, times in uses.items() if times > 1}
     for part in [*blocks(stage.net), stage]:

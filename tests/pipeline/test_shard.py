@@ -55,18 +55,19 @@ def scale():
 
 def refused(world):
     with refusal("--shard: ValueError"):
-        measured(world, scale, 2)
+        measured(world, scale, 2, 2)
 
 
 def test_a_weight_that_cannot_be_spread_is_refused():
     fork_ranks(2, refused)
 
 
-def measured(world, make, micro):
+def measured(world, make, micro, shards=0):
     """Of one backward: bytes held before and at most added, times those of the weights; the weights after."""
     torch.manual_seed(0)
     net = make().double()
-    opts = Options(script="mp", global_batch_size=N, micro_batch_size=micro, shard=world.size > 1, stages=1)
+    opts = Options(script="mp", global_batch_size=N, micro_batch_size=micro, shard=shards, stages=1)
+    world = world.in_stages(1, opts.shard)
     x = torch.randint(WORDS, (N, LENGTH), generator=torch.Generator().manual_seed(3))
     whole = sum(p.nbytes for p in net.parameters())
     data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
@@ -93,10 +94,10 @@ def test_a_sharded_net_gathers_a_block_at_a_time_and_exchanges_gradients_once_a_
     The ranks' least peak counts: gloo's threads let go of memory when they come to it.
     """
     (alone,) = fork_ranks(1, measured, make, 8)
-    for size, most in ((4, 1.1), (2, 2.1)):
-        ranks = fork_ranks(size, measured, make, 2)
+    for size, shards, most in ((4, 4, 1.1), (2, 2, 2.1), (4, 2, 2.1)):
+        ranks = fork_ranks(size, measured, make, 2, shards)
         assert min(rank.peak for rank in ranks) < most or make is not gpt, "times the weights"
         for rank in ranks:
-            assert rank.held == pytest.approx(alone.held / size, rel=0.1)
+            assert rank.held == pytest.approx(alone.held / shards, rel=0.1)
             for key, weight in rank.weights.items():
                 assert (weight - alone.weights[key]).abs().max() < 1e-10, key
