@@ -184,10 +184,24 @@ def blocks(module):
 
 # ---- what a person sees ----
 def describe(model: Pipeline) -> list[str]:
-    """The cut as lines of a table."""
+    """The cut as lines of a table, and who may die."""
     lines = ["stage  place     layers                              parameters"]
     for i, group in enumerate(model.groups):
         layers = ", ".join(name for piece in group for name in piece) or "all of it"
         place = f"rank {i}" if model.world.stages > 1 else str(model.stages[i].device)
         lines.append(f"{i:5}  {place:8}  {layers[:34]:34}  {model.parameters_of[i]:11,}")
+    if model.world.parts > 1:
+        lines.append(copies_in_words(model.world))
     return lines
+
+
+def copies_in_words(world):
+    """How many copies of the net there are, of what, and what may die without a loss."""
+    parts = f"{world.shards} shards" if world.shards > 1 else f"{world.stages} stages"
+    if world.shards > 1 and world.stages > 1:
+        parts = f"{world.stages} stages x {parts}"
+    if world.copies == 1:
+        return f"1 copy of {parts}: a death costs up to a save interval"
+    # A part's ranks are as far from each other as a copy is long.
+    whole_machine = world.local_size <= world.size - world.parts
+    return f"{world.copies} copies of {parts}: any {'machine' if whole_machine else 'process'} may die"
