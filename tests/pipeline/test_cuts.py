@@ -160,7 +160,5 @@ def test_shard_and_stages_say_what_may_die(size, local_size, stages, shards, lin
     world = World(0, size, 0, local_size, (), "life", stages=stages, shards=shards)
     assert copies_in_words(world) == line
     machines = [set(range(i, i + local_size)) for i in range(0, size, local_size)]
-    parts = [
-        {replace(world, rank=rank).part for rank in set(range(size)) - machine} for machine in machines
-    ]
+    parts = [{replace(world, rank=rank).part for rank in set(range(size)) - machine} for machine in machines]
     assert all(len(left) == world.parts for left in parts) == ("machine" in line)
