@@ -25,17 +25,17 @@ class Layout:
     """This rank's tensors and their places in a checkpoint; make it on every rank.
 
     In train_ddp.py and train_dp.py each rank holds the whole net, and one rank writes it. In train_mp.py a
-    net is split into parts: a part for each stage, with --shard one for each stage and replica. Of a sharded
+    net is split into parts: a part for each stage, with --shard one for each stage and shard. Of a sharded
     tensor each part has some rows, the first part the first ones.
     """
 
-    def __init__(self, state, world, shard):
+    def __init__(self, state, world):
         self.tensors = state.tensors()
         self.rows = state.rows()  # {name: (first row, rows of the whole)}
-        self.parts = world.stages * (world.replicas if shard else 1)
-        self.number = world.stage * world.replicas + world.replica if shard else world.stage
-        self.writes = shard or world.replica == 0  # while all live; in a rescue any rank that holds the part
-        self.writes_unsharded = not (shard and world.replica)  # of a sharded net one replica does
+        self.parts = world.parts
+        self.number = world.part
+        self.writes = world.copy == 0  # while all live; in a rescue any rank that holds the part
+        self.writes_unsharded = world.shard == 0
         self.kinds = {part: self._kinds(tensors) for part, tensors in self.tensors.items()}
         # the ranks of the first replica tell what they hold
         stages = gather(world, None if world.replica else self.kinds)[: world.stages]

@@ -81,7 +81,7 @@ class CheckpointStore:
         """
         world = self.world
         self.state = state
-        self.layout = Layout(state, world, self.opts.shard)
+        self.layout = Layout(state, world)
         run = sha(to_json(self.opts.identity()))  # for each manifest
         same_everywhere(
             world,
@@ -260,12 +260,12 @@ class CheckpointStore:
 
     # ---- whether the replicas are still equal ------------------------------------------------------
     def agree(self) -> None:
-        """Compares the replicas' weights; if they differ, restarts from the last step on which all agreed."""
+        """Compares the copies' weights; if they differ, restarts from the last step on which all agreed."""
         state = self.state
-        if self.opts.shard or self.world.size == 1:  # a shard is like no other
+        if self.world.copies == 1:
             return
         rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), state.step])
-        odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.stages]]
+        odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.parts]]
         if odd:
             self._withdraw()
             if self.agreed < 0 and not state.step:

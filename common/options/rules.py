@@ -40,6 +40,7 @@ CLASHES = (  # the first cannot take effect with the second, because ...
     ("--sync-bn", "--bad-samples", "it needs a sample in each forward of each rank"),
     ("--devices=*cuda*", "--device=cpu", "one asks for a GPU"),
     ("--devices=*cpu*", "--device=cuda", "one asks for none"),
+    ("--devices", "--stages", "it is for a single process"),
     ("--patience", "--eval-every=0", "it counts evaluations"),
     ("--lr-schedule", "--optimizer=rprop", "it looks at lr once"),
     ("--warmup-epochs", "--optimizer=rprop", "it looks at lr once"),
@@ -138,7 +139,7 @@ def check_together(opts):
 def check_world(opts, world):
     """UserError for flags that need another number of processes."""
     stages = opts.stages or world
-    replicas = world // stages if opts.script == "mp" else world
+    replicas = world // stages
     if opts.script == "dp" and world > 1:
         raise UserError(
             f"train_dp.py is one process for many devices, but WORLD_SIZE={world}\n"
@@ -149,7 +150,7 @@ def check_world(opts, world):
             f"--stages {stages}: WORLD_SIZE={world} cannot be divided into groups of {stages}\n"
             f"start a multiple of it (torchrun --nproc_per_node={stages}), or leave out --stages"
         )
-    if opts.devices and (world > 1 or opts.stages):
+    if opts.devices and world > 1:
         raise UserError(
             "--devices is for a single process; here each process has one device\n"
             "leave it out, or start with python"

@@ -11,7 +11,6 @@ from collections import Counter
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -155,12 +154,15 @@ def edges(net, groups, x, device, cast):
 
 # ---- --shard ----
 def shard(stage, world):
-    """FSDP over the replicas of a stage: a rank keeps some rows, and gathers a block to run it.
+    """FSDP over the shards of a stage, and its copies: a rank keeps some rows, and gathers a block to run it.
 
     A block is a part of a container: a layer of a transformer. What is left, and a part with a weight that
     occurs twice, is gathered for the whole stage.
     """
-    mesh = DeviceMesh.from_group(world.peers or dist.group.WORLD, world.device.type)
+    ranks = torch.arange(world.stage, world.size, world.stages).view(world.copies, world.shards)
+    mesh = DeviceMesh.from_group(
+        [world.column, world.shard_group], world.device.type, ranks, mesh_dim_names=("copy", "shard")
+    )
     uses = Counter(p for _, p in stage.net.named_parameters(remove_duplicate=False))
     tied = {p for p, times in uses.items() if times > 1}
     for part in [*blocks(stage.net), stage]:
@@ -182,10 +184,24 @@ def blocks(module):
 
 # ---- what a person sees ----
 def describe(model: Pipeline) -> list[str]:
-    """The cut as lines of a table."""
+    """The cut as lines of a table, and who may die."""
     lines = ["stage  place     layers                              parameters"]
     for i, group in enumerate(model.groups):
         layers = ", ".join(name for piece in group for name in piece) or "all of it"
         place = f"rank {i}" if model.world.stages > 1 else str(model.stages[i].device)
         lines.append(f"{i:5}  {place:8}  {layers[:34]:34}  {model.parameters_of[i]:11,}")
+    if model.world.parts > 1:
+        lines.append(copies_in_words(model.world))
     return lines
+
+
+def copies_in_words(world):
+    """How many copies of the net there are, of what, and what may die without a loss."""
+    parts = f"{world.shards} shards" if world.shards > 1 else f"{world.stages} stages"
+    if world.shards > 1 and world.stages > 1:
+        parts = f"{world.stages} stages x {parts}"
+    if world.copies == 1:
+        return f"1 copy of {parts}: a death costs up to a save interval"
+    # A part's ranks are as far from each other as a copy is long.
+    whole_machine = world.local_size <= world.size - world.parts
+    return f"{world.copies} copies of {parts}: any {'machine' if whole_machine else 'process'} may die"

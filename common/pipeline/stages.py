@@ -231,7 +231,7 @@ class Pipeline(nn.Module):
             here = [local(gradient) for gradient in gradients]
             lengths[list(itertools.compress(self.places, used))] = torch.stack(torch._foreach_norm(here))
         if self.opts.shard:  # these have some rows each
-            lengths = self.world.sum_over_replicas(lengths.square()).sqrt()
+            lengths = (self.world.sum_over_replicas(lengths.square()) / self.world.copies).sqrt()
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
 
 

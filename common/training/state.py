@@ -321,8 +321,9 @@ class TrainState:
                 if local(tensor) is not tensor:
                     mesh = tensor.device_mesh
                     count = len(tensor)
-                    each = -(-count // mesh.size())
-                    rows[name] = min(each * mesh.get_local_rank(), count), count
+                    # the first dimension of the mesh has copies, the last one shards
+                    each = -(-count // mesh.shape[-1])
+                    rows[name] = min(each * mesh.get_coordinate()[-1], count), count
         return rows
 
     def _named(self):

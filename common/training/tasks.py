@@ -283,7 +283,7 @@ class Answer(nn.Module):
         if x is not self.x:
             raise UserError(
                 "in stages a task calls the net once, with the inputs as the batch has them\n"
-                "use train_ddp.py, or --stages 1 with --shard"
+                "use train_ddp.py, or --stages 1 --shard N"
             )
         self.x = None
         return self.out

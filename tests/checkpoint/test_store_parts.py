@@ -32,6 +32,7 @@ from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import Writer, checkpoints, describe
 from common.checkpoint.tensors import read_file, write_file
 from common.training import TrainState, build_optimizer
+from common.world import World
 
 STAGES = 2
 
@@ -279,8 +280,8 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(monkeypatch, tmp_pat
         tensors = {"model": own, "optimizer": {}}
         rows = {"a": (start, 7)}
         state = SimpleNamespace(tensors=lambda: tensors, rows=lambda: rows)
-        world = SimpleNamespace(stages=1, stage=0, replica=replica, replicas=replicas)
-        return load.Layout(state, world, shard=replicas > 1), own
+        world = World(replica, replicas, 0, 1, (), "life", shards=replicas)
+        return load.Layout(state, world), own
 
     for cuts in (
         [(0, 7)],

@@ -1,5 +1,6 @@
 """Where a net may be cut: the pieces are the net, the cut is even, and what cannot be cut is refused."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from torch import nn
 from common.models import build_model
 from common.options import Options
 from common.pipeline import describe, split
-from common.pipeline.split import balance, pieces
+from common.pipeline.split import balance, copies_in_words, pieces
 from common.pipeline.stages import module
 from common.pipeline.transfer import timetable
 from common.training import find_task
@@ -140,3 +141,24 @@ def test_every_micro_batch_goes_forward_and_back_once_and_needs_only_what_earlie
             done |= set(tick)
         assert len(done) == 2 * stages * count
     assert len(timetable(4 * stages, stages)) <= 2 * (5 * stages - 1), "idle is the bubble alone"
+
+
+@pytest.mark.parametrize(
+    ("size", "local_size", "stages", "shards", "line"),
+    [
+        (8, 4, 1, 4, "2 copies of 4 shards: any machine may die"),
+        (8, 8, 1, 4, "2 copies of 4 shards: any process may die"),
+        (12, 4, 1, 6, "2 copies of 6 shards: any machine may die"),  # one machine has ranks of both
+        (12, 6, 1, 4, "3 copies of 4 shards: any machine may die"),
+        (6, 5, 1, 2, "3 copies of 2 shards: any process may die"),
+        (6, 1, 1, 6, "1 copy of 6 shards: a death costs up to a save interval"),
+        (2, 1, 2, 1, "1 copy of 2 stages: a death costs up to a save interval"),
+        (8, 4, 2, 2, "2 copies of 2 stages x 2 shards: any machine may die"),
+    ],
+)
+def test_shard_and_stages_say_what_may_die(size, local_size, stages, shards, line):
+    world = World(0, size, 0, local_size, (), "life", stages=stages, shards=shards)
+    assert copies_in_words(world) == line
+    machines = [set(range(i, i + local_size)) for i in range(0, size, local_size)]
+    parts = [{replace(world, rank=rank).part for rank in set(range(size)) - machine} for machine in machines]
+    assert all(len(left) == world.parts for left in parts) == ("machine" in line)

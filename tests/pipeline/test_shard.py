@@ -1,10 +1,12 @@
 """--shard: memory is spread over the replicas a block at a time, for any net."""
 
+import signal
 from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
+from jobs import CLEAN, PACED, audit, wait_for, weights
 from nets import LENGTH, WORDS, Gpt
 from ranks import fork_ranks
 from refusals import refusal
@@ -55,18 +57,19 @@ def scale():
 
 def refused(world):
     with refusal("--shard: ValueError"):
-        measured(world, scale, 2)
+        measured(world, scale, 2, 2)
 
 
 def test_a_weight_that_cannot_be_spread_is_refused():
     fork_ranks(2, refused)
 
 
-def measured(world, make, micro):
+def measured(world, make, micro, shards=0):
     """Of one backward: bytes held before and at most added, times those of the weights; the weights after."""
     torch.manual_seed(0)
     net = make().double()
-    opts = Options(script="mp", global_batch_size=N, micro_batch_size=micro, shard=world.size > 1, stages=1)
+    opts = Options(script="mp", global_batch_size=N, micro_batch_size=micro, shard=shards, stages=1)
+    world = world.in_stages(1, opts.shard)
     x = torch.randint(WORDS, (N, LENGTH), generator=torch.Generator().manual_seed(3))
     whole = sum(p.nbytes for p in net.parameters())
     data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
@@ -93,10 +96,40 @@ def test_a_sharded_net_gathers_a_block_at_a_time_and_exchanges_gradients_once_a_
     The ranks' least peak counts: gloo's threads let go of memory when they come to it.
     """
     (alone,) = fork_ranks(1, measured, make, 8)
-    for size, most in ((4, 1.1), (2, 2.1)):
-        ranks = fork_ranks(size, measured, make, 2)
+    for size, shards, most in ((4, 4, 1.1), (2, 2, 2.1), (4, 2, 2.1)):
+        ranks = fork_ranks(size, measured, make, 2, shards)
         assert min(rank.peak for rank in ranks) < most or make is not gpt, "times the weights"
         for rank in ranks:
-            assert rank.held == pytest.approx(alone.held / size, rel=0.1)
+            assert rank.held == pytest.approx(alone.held / shards, rel=0.1)
             for key, weight in rank.weights.items():
                 assert (weight - alone.weights[key]).abs().max() < 1e-10, key
+
+
+# ---- elastic --------------------------------------------------------------------------------------
+def test_shard_a_whole_copy_may_die_at_once_and_shards_copies_and_stages_may_change(jobs, tmp_path):
+    run = tmp_path / "run"
+    alone = tmp_path / "alone"
+
+    def start(ranks, *flags):
+        never = ("--save-every=0", "--save-seconds=0", "--check-every=2")
+        return jobs.torchrun(ranks, "train_mp.py", *PACED, f"--run-dir={run}", *never, "--shard=2", *flags)
+
+    def stop(job, step, life):
+        wait_for(run, step, life, job)
+        job.kill(signal.SIGTERM)
+        job.wait()
+
+    jobs.python("train_ddp.py", *PACED, f"--run-dir={alone}", PACE="0").ends_with(0)
+    job = start(4, "--stages=1")
+    for pid in wait_for(run, 4, 0, job)["pids"][2:]:
+        jobs.kill(pid)
+    stop(job, 8, 1)
+    assert "2 copies of 2 shards: any process may die" in job.output
+    stop(start(2, "--stages=1"), 11, 2)
+    stop(start(3, "--stages=1"), 14, 3)
+    start(4, "--stages=2").ends_with(0)
+    assert audit(run) == CLEAN
+    ours = weights(run)
+    theirs = weights(alone)
+    assert ours.keys() == theirs.keys()
+    assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)

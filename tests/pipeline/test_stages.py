@@ -65,7 +65,7 @@ def train(world, model, dtype, stages=0, devices=1, n=N, **more):
     """{"loss" of each step, "weights" of this rank, "metrics"} after one epoch."""
     opts = Options(script="mp", model=model, global_batch_size=10, optimizer="sgd", stages=stages, **more)
     cut = bool(stages) or devices > 1
-    world = replace(world, devices=(CPU,) * devices).in_stages(stages or 1)
+    world = replace(world, devices=(CPU,) * devices).in_stages(stages or 1, opts.shard)
     data = facts(model, dtype)
     data.train = Samples(data.train.x[:n], data.train.y[:n])
     torch.manual_seed(0)
@@ -111,11 +111,13 @@ def assert_same(ours, theirs, tolerance):
         ("net", 3, 1, {}),
         ("unused", 2, 2, {}),
         ("unused", 4, 2, {"weight_decay": 0.1}),
-        ("unused", 2, 1, {"weight_decay": 0.1, "shard": True}),
-        ("net", 2, 1, {"shard": True}),
-        ("mlp", 8, 2, {"shard": True}),
+        ("unused", 2, 1, {"weight_decay": 0.1, "shard": 2}),
+        ("net", 2, 1, {"shard": 2}),
+        ("net", 4, 1, {"shard": 2}),
+        ("mlp", 8, 2, {"shard": 2}),
+        ("mlp", 8, 2, {"shard": 4}),
         ("gpt:6x2x8", 6, 3, {}),
-        ("gpt:6x2x8", 4, 2, {"shard": True, "recompute": True}),
+        ("gpt:6x2x8", 4, 2, {"shard": 2, "recompute": True}),
     ],
 )
 def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_empty_shares(
@@ -133,7 +135,7 @@ def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(mode
     assert_same([ours], train(ALONE, model, torch.float64, micro_batch_size=2), 1e-10)
 
 
-@pytest.mark.parametrize("how", [{"recompute": True}, {"shard": True}])
+@pytest.mark.parametrize("how", [{"recompute": True}, {"shard": 2}])
 def test_running_statistics_in_stages_are_those_of_as_many_replicas(how):
     more = dict(model="normed", dtype=torch.float64, micro_batch_size=3, n=20)  # no sample alone
     assert_same(
@@ -166,7 +168,7 @@ def test_what_a_frozen_stage_tells_of_its_gradient_lies_on_its_device_and_not_on
         told.append(tensor)
         return tensor
 
-    world = SimpleNamespace(device=device, stages=2, sum_over_stages=tell, sum_over_replicas=tell)
+    world = SimpleNamespace(device=device, stages=2, copies=1, sum_over_stages=tell, sum_over_replicas=tell)
     opts = SimpleNamespace(shard=sharded)
     Pipeline.norm(SimpleNamespace(lengths=torch.zeros(2, device=device), world=world, opts=opts), [])
     assert [t.device for t in told] == [device] * (1 + sharded)
@@ -187,7 +189,7 @@ def test_a_batch_of_dicts_trains_sharded_and_cut_it_is_refused_before_any_life(j
         "--no-tensorboard",
         f"--run-dir={tmp_path}/run",
     )
-    jobs.torchrun(2, "train_mp.py", *flags, "--stages=1", "--shard").ends_with(0)
+    jobs.torchrun(2, "train_mp.py", *flags, "--stages=1", "--shard=2").ends_with(0)
     job = jobs.torchrun(2, "train_mp.py", *flags, "--stages=2", f"--run-dir={tmp_path}/cut")
     assert job.wait() != 0 and 'train_mp.py", line' not in job.output
     assert "has 1 pieces" in job.output
@@ -233,10 +235,10 @@ def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(
     stop(job)
     assert audit(run)["lost"] <= 5  # two steps of the interval, one save under way, and see below
     assert lives(run)[3]["step"] >= life["step"] + 1  # or the step it died in, if one stage had made it
-    job = start("--stages=2", "--shard", "--recompute")
+    job = start("--stages=2", "--shard=2", "--recompute")
     wait_for(run, lives(run)[-1]["step"] + 3, 4, job)
     stopped = stop(job)
-    uncut(run, "train_mp.py", "--stages=1", "--shard", f"--max-steps={stopped + 1}")
+    uncut(run, "train_mp.py", "--stages=1", "--shard=2", f"--max-steps={stopped + 1}")
     uncut(run)
     assert lives(run)[5]["step"] == stopped
     counts = audit(run)

@@ -188,7 +188,7 @@ def load_into(images, root, said=None):
     state = SimpleNamespace(tensors=lambda: {part: image.views for part, image in images.items()}, rows=dict)
     world = world_of_one()
     with heard(said):
-        return load_newest(world, Layout(state, world, shard=False), root, checkpoints(root))
+        return load_newest(world, Layout(state, world), root, checkpoints(root))
 
 
 def load(root, images):
