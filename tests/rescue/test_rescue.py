@@ -197,7 +197,7 @@ def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_l
                 world.barrier()
                 if world.rank == 1:
                     Path(f"{run}.met").touch()
-                    until(rescue.watch.lost.is_set, "the end of rank 0")
+                    until(rescue.watch.lifelines.lost.is_set, "the end of rank 0")
                 until(Path(f"{run}.met").exists, "rank 1 to need no store any more")
                 state.verdict = UserError("wrong numbers", code=7)
                 raise state.verdict
