@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
-STOPPED = 143  # exit codes
+ALL_SAVED = 143  # exit codes
 FENCED = 6
 LAST_TO_SAVE = 3  # higher: saves fail, no progress, another job's run, a wrong state
 BY_A_PERSON = "control/stop"
@@ -46,14 +46,14 @@ class WayOut(enum.Enum):
     """Why a life ends before its training does: event in the ledger, words of the first rank, exit code.
 
     Without words the error tells all, and nothing is saved. Without a code the error is raised again, and has
-    its own. 143 says that all is saved: the code of a save that failed takes its place.
+    its own. If the save fails, its code takes the place of ALL_SAVED.
     """
 
     # a person or a launcher asks for it
-    STOPPED = "stop", "stopped on {cause}: {saved}", STOPPED
+    STOPPED = "stop", "stopped on {cause}: {saved}", ALL_SAVED
     # another rank has ended; then its agent may stop the others too, for another life or another world
     PEER_DIED = "peer", "{cause}; {saved}", 1
-    PEER_DIED_ALL_STOP = "peer", "{cause}; {saved}", STOPPED
+    PEER_DIED_ALL_STOP = "peer", "{cause}; {saved}", ALL_SAVED
     # no rank makes progress
     HANG = "hang", "{cause}; {saved}", 1
     # this rank has failed, or a person must mend something
@@ -181,8 +181,8 @@ class Rescue:
             note_reason(line)
         self.ledger.event("left", stepped=round(self.state.stepped, 3))
 
-        if code == STOPPED:
-            code = saved.failure or STOPPED
+        if code == ALL_SAVED:
+            code = saved.failure or ALL_SAVED
         if code is not None:
             for act in (*self.on_exit, end_children, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):
