@@ -221,7 +221,7 @@ def dismiss_agent() -> None:
         return
     is_agent = b"torchrun" in command or b"torch.distributed" in command
     if place.agent and place.restarts_left > 0 and is_agent:
-        with suppress(ValueError):  # in the thread of `Watch`: then the signal is caught already
+        with suppress(ValueError):  # in the thread of a rescue: then the signal is caught already
             # the agent sends it back: our exit code comes first
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.kill(place.agent_pid, signal.SIGTERM)

@@ -106,7 +106,8 @@ def die_with_the_parent() -> None:
     parent = os.getppid()  # if it died before this line: init or a user's systemd
     with suppress(OSError):  # in a container the agent itself can be process 1
         name = Path(f"/proc/{parent}/cmdline").read_bytes().split(b"\0")[0].rpartition(b"/")[2]
-        if parent == 1 and not name.startswith((b"python", b"torchrun")) or name.startswith(b"systemd"):
+        adopted_by_init = parent == 1 and not name.startswith((b"python", b"torchrun"))
+        if adopted_by_init or name.startswith(b"systemd"):
             os._exit(1)
 
 

@@ -96,7 +96,7 @@ class Run:
         self.log = Log(
             self.opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated)
         )
-        self.rescue = Rescue(self.store, closing=[self.log.close, self.clock.write_down])
+        self.rescue = Rescue(self.store, on_exit=[self.log.close, self.clock.write_down])
         with closing(self.log), self.rescue, blamed():
             self._open()
             yield

@@ -244,7 +244,9 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         if result.state == WorkerState.SUCCEEDED:
             alone = time.monotonic() - self.whole > AWAY_SECONDS
             return result if alone or self.all_ended(group) else RunResult(WorkerState.HEALTHY)
-        if apart and not state.closed or fewer and self.notes("start-*"):
+        others_meet = apart and not state.closed
+        gone_at_the_start = fewer and self.notes("start-*")
+        if others_meet or gone_at_the_start:
             why = "a machine was cut off" if apart else "a machine has gone before all could train"
             say(f"torchrun: {why}, meeting again", sys.stderr)
             self._restart_workers(group)

@@ -3,10 +3,14 @@
 In data parallelism every rank holds the whole state, and between two steps all states are equal. So one
 survivor is enough: every rank that is alive tries to save the last whole step before it leaves.
 
-From a signal to the exit: `Watch` hears it and sets `asked`; `Run.stepped` ends the step and calls `leave`;
-`end` saves (`rescue` of checkpoint/store.py), prints one line, and exits. A rank that hears it later waits in
-vain for the others, as after a death: a collective raises (gloo), or hangs (NCCL), and then the thread of
-`Watch` calls `end`. The Python signal handler does nothing: an exception there could cut an optimizer step.
+From a signal to the exit:
+1. `Signals` hears it on the thread of `_stand_by`, and has its `name`.
+2. The main thread ends its step; `Run.obey` sees that this rank `leaves`, and calls `leave`.
+3. `leave` finds its row of `WayOut`, saves (`rescue` of the store), prints one line, and exits with its code.
+4. If the main thread does not come within STEP_SECONDS, the thread calls `leave` in its place.
+
+A rank that hears the signal later waits in vain for the others, as after a death: a collective raises (gloo),
+or hangs (NCCL) until the thread comes.
 """
 
 import enum
@@ -23,7 +27,8 @@ import torch
 
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.place import here
-from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, Watch
+from common.rescue.lifelines import DEATH_SECONDS, PEER_SECONDS
+from common.rescue.watch import Watch
 from common.world import WATCHED
 
 if TYPE_CHECKING:
@@ -31,36 +36,36 @@ if TYPE_CHECKING:
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
-STOPPED = 143  # exit codes
+ALL_SAVED = 143  # exit codes
 FENCED = 6
 LAST_TO_SAVE = 3  # higher: saves fail, no progress, another job's run, a wrong state
+BY_A_PERSON = "control/stop"
 
 
-class Reason(enum.Enum):
-    """Why a life ends before its training does; the value is the event in the ledger."""
+class WayOut(enum.Enum):
+    """Why a life ends before its training does: event in the ledger, words of the first rank, exit code.
 
-    STOPPED = "stop"  # a person or a launcher asks for it
-    PEER_DIED = "peer"  # another rank has ended
-    HANG = "hang"  # no rank makes progress
-    ERROR = "error"  # this rank has failed, or a person must mend something
-    REFUSED = "refused"  # there is nothing to save, or another job has taken the run
+    Without words the error tells all, and nothing is saved. Without a code the error is raised again, and has
+    its own. If the save fails, its code takes the place of ALL_SAVED.
+    """
 
-
-# {reason: (exit code, the line of the first rank that comes to it)}
-# Without a code the error is raised again, and has its own; without a line the error tells all.
-WAYS_OUT = {
-    Reason.STOPPED: (STOPPED, "stopped on {cause}: {saved}"),
-    Reason.PEER_DIED: (1, "{cause}; {saved}"),
-    Reason.HANG: (1, "{cause}; {saved}"),
-    Reason.ERROR: (None, "rank {rank}: {cause}; {saved}"),
-    Reason.REFUSED: (None, ""),
-}
+    # a person or a launcher asks for it
+    STOPPED = "stop", "stopped on {cause}: {saved}", ALL_SAVED
+    # another rank has ended; then its agent may stop the others too, for another life or another world
+    PEER_DIED = "peer", "{cause}; {saved}", 1
+    PEER_DIED_ALL_STOP = "peer", "{cause}; {saved}", ALL_SAVED
+    # no rank makes progress
+    HANG = "hang", "{cause}; {saved}", 1
+    # this rank has failed, or a person must mend something
+    ERROR = "error", "rank {rank}: {cause}; {saved}", None
+    # there is nothing to save, or another job has taken the run
+    REFUSED = "refused", "", None
 
 
 class Saved(NamedTuple):
     """What became of the newest whole step."""
 
-    words: str
+    words: str = ""
     here: bool = False  # this rank has saved it
     failure: int = 0  # exit code
 
@@ -68,39 +73,40 @@ class Saved(NamedTuple):
 class Rescue:
     """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.leaves` each step."""
 
-    def __init__(self, store: "CheckpointStore", closing: Iterable[Callable[[], None]] = ()) -> None:
+    def __init__(self, store: "CheckpointStore", on_exit: Iterable[Callable[[], None]] = ()) -> None:
         self.store = store  # it has restored the state
         self.state = store.state
         self.world = store.world
         self.ledger = store.ledger
-        self.closing = closing  # called before this process ends early
+        self.on_exit = on_exit  # called before this process ends early
         self.save_asked = False  # a person has asked for a save, or a rank's clock
-        self.stop_asked = ""  # a person has asked for the end: a file in RUN/control/
-        self.all_know = False  # of a signal to any rank
+        self.agreed = ""  # why all ranks leave after this step
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
-        self.watch = Watch(self.state, self.world, self.end)
 
     # ---- a good day -------------------------------------------------------------------------------
     def __enter__(self):
         with suppress(OSError):
             self._control("").mkdir(mode=0o700, exist_ok=True)
-        self.world.set_patience(WATCHED)  # from now on `Watch` ends hangs
-        self.watch.start()
+        self.world.set_patience(WATCHED)  # from now on the watch's thread ends hangs
+        self.watch = Watch(self.state, self.world)
+        self.thread = threading.Thread(target=self._stand_by, daemon=True, name="watch")
+        self.thread.start()
         return self
 
     def __exit__(self, kind, error, trace):
         stops = self.asked
         if error is None and not stops:
-            self.watch.parting = True
+            self.watch.part()
             try:
-                self.world.barrier()  # the last save may take long; a hang is ended by `Watch`
+                self.world.barrier()  # the last save may take long; the thread ends a hang
             except RuntimeError as broken:  # a peer has died
                 error = broken
         if error is not None or stops:
-            self.end(error=error)  # returns if the error is to be raised again
+            self.leave(error)  # returns if the error is to be raised again
         else:
             self.ending.acquire()
         self.watch.stop()
+        self.thread.join()  # a thread that wakes in a dying interpreter aborts it
         if error is None:
             if self.world.rank == 0:
                 self.ledger.event("done", step=self.state.step)
@@ -109,40 +115,31 @@ class Rescue:
         elif kind is None:
             raise error
 
+    # ---- from a signal to the exit ----------------------------------------------------------------
+    def _stand_by(self):
+        """The thread: hears what comes, and ends this life if the main thread does not in time."""
+        self.world.use_device()
+        while self.watch.is_late(self.ending):
+            self.leave(hangs=self.watch.hang.found.is_set())
+
     @property
     def asked(self) -> str:
-        """Why this rank shall stop: the name of a signal, or of a file in RUN/control/; or empty."""
-        return self.stop_asked or self.watch.asked
-
-    @property
-    def leaves(self) -> bool:
-        """Whether this rank leaves after this step.
-
-        Stages save parts of one step: all leave after that in which `consult` told all of the signal.
-        """
-        together = self.state.opts.script == "mp"
-        return bool(self.stop_asked or (self.all_know if together else self.watch.asked))
-
-    def leave(self) -> None:
-        """Saves the whole step and exits."""
-        self.watch.asked = self.watch.asked or "a signal to another rank"
-        self.end()
+        """Why this rank shall stop: what all have agreed on, or the name of a signal; or empty."""
+        return self.agreed or self.watch.signals.name
 
     def consult(self) -> None:
-        """Tells all ranks of a signal to any, and what a person or a clock wants; call it on every rank.
-
-        Rank 0 looks into RUN/control/.
-        """
+        """All ranks agree whether to save, and whether to stop; call it on every rank."""
         save, stop = (self.world.rank == 0 and self._control(name).exists() for name in ("save", "stop"))
-        asks = torch.tensor([save or self.store.overdue, stop, bool(self.watch.asked)]).int()
-        save, stop, signalled = self.world.all_sum(asks).tolist()
-        self.all_know = bool(signalled)
+        wishes = torch.tensor([save or self.store.overdue, stop, bool(self.asked)]).int()
+        save, stop, signalled = self.world.all_sum(wishes).tolist()
         if save:
             self.save_asked = True
             self._forget("save")
         if stop:
-            self.stop_asked = "control/stop"
+            self.agreed = BY_A_PERSON
             self._forget("stop")
+        elif signalled and self.world.parts > 1:
+            self.agreed = self.asked or "a signal to another rank"
 
     def _control(self, name):
         return self.state.opts.run_dir / "control" / name
@@ -153,72 +150,81 @@ class Rescue:
             with suppress(OSError):
                 self._control(name).unlink()
 
-    # ---- the way out ------------------------------------------------------------------------------
-    def _reason_of(self, error):
-        """Which reason an error has, or a stop without one; waits for the news of a peer's death."""
-        if isinstance(error, UserError):  # all ranks have it: not a peer's death
-            return Reason.REFUSED if error.code > LAST_TO_SAVE else Reason.ERROR
-        if isinstance(error, RuntimeError) and self.world.size > 1:
-            self.watch.lost.wait(PEER_SECONDS)  # a collective fails before the thread hears of the end
-        if self.asked:  # by the agent, if a peer was killed; peers that stop faster have ended too
-            return Reason.PEER_DIED if self.watch.find_death().killed else Reason.STOPPED
-        return Reason.PEER_DIED if self.watch.lost.is_set() else Reason.ERROR
+    @property
+    def leaves(self) -> bool:
+        """Whether this rank leaves after this step. Ranks that save parts of one step leave together."""
+        return bool(self.agreed if self.world.parts > 1 else self.asked)
 
-    def end(self, hang: str = "", error: BaseException | None = None) -> None:
+    def leave(self, error: BaseException | None = None, hangs: bool = False) -> None:
         """The only way out of a life that ends early, on any thread: saves the newest whole step, exits.
 
-        `hang` is the report of one. Returns only if the error is to be raised again, or if another thread
-        ends this life.
+        Returns only if the error is to be raised again, or if another thread ends this life.
         """
-        reason = Reason.HANG if hang else self._reason_of(error)
+        way, cause = self._way_out(error, hangs)
         on_main_thread = threading.current_thread() is threading.main_thread()
         if not self.ending.acquire(blocking=on_main_thread):
             return
-        self.watch.leaving = True
-        if self.stop_asked and here().speaks:
+        if self.agreed == BY_A_PERSON and here().speaks:
             dismiss_agent()  # it would start another life
 
-        code, line = WAYS_OUT[reason]
-        saved = self._save(reason) if line else Saved("")
-        cause = hang or self.asked
-        if error and code is None:
-            cause = in_words(error)
-        if reason is Reason.STOPPED:
-            code = saved.failure or code
-        if reason is Reason.PEER_DIED:
-            if here().agent and not self.asked:  # its signal tells that the world changes as planned
-                self.watch.signalled.wait(AGENT_SECONDS)
-            death = self.watch.find_death(DEATH_SECONDS)
-            cause = death.words
-            if self.asked:
-                code = saved.failure or STOPPED
-
-        self.ledger.event(reason.value, step=self.state.whole, why=cause)
-        if line and self._is_first(saved):
-            if reason is Reason.PEER_DIED and death.killed:
+        saved = self._save(way)
+        if way is WayOut.PEER_DIED:
+            way, cause = self._end_of_the_peer()
+        event, words, code = way.value
+        self.ledger.event(event, step=self.state.whole, why=cause)
+        if words and self._is_first(saved):
+            death = self.watch.lifelines.death
+            if death.killed:  # it could not note its own end
                 self.ledger.event("death", rank=death.rank, why=death.how)
-            line = line.format(cause=cause, saved=saved.words, rank=self.world.rank)
-            say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
+            line = words.format(cause=cause, saved=saved.words, rank=self.world.rank)
+            say(line, sys.stdout if way is WayOut.STOPPED else sys.stderr)
             note_reason(line)
-
         self.ledger.event("left", stepped=round(self.state.stepped, 3))
+
+        if code == ALL_SAVED:
+            code = saved.failure or ALL_SAVED
         if code is not None:
-            for close in (*self.closing, end_children, sys.stdout.flush, sys.stderr.flush):
+            for act in (*self.on_exit, end_children, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):
-                    close()
+                    act()
             os._exit(code)  # without destructors, which may wait for a dead peer
 
-    def _save(self, reason):
+    def _way_out(self, error, hangs):
+        """(way, cause), before the save. After an error of a collective it waits for the news of a death."""
+        if hangs:
+            return WayOut.HANG, self.watch.hang.report()
+        if isinstance(error, UserError):  # all ranks have it: not a peer's death
+            return WayOut.REFUSED if error.code > LAST_TO_SAVE else WayOut.ERROR, in_words(error)
+        lifelines = self.watch.lifelines
+        if isinstance(error, RuntimeError) and self.world.size > 1:
+            lifelines.lost.wait(PEER_SECONDS)  # a collective fails before the thread hears of the end
+        # an agent that asks may have killed no peer: peers that stop faster have ended too
+        died = lifelines.find_death().killed if self.asked else lifelines.lost.is_set()
+        if died:
+            return WayOut.PEER_DIED, ""
+        return (WayOut.STOPPED, self.asked) if self.asked else (WayOut.ERROR, in_words(error))
+
+    def _save(self, way):
         """Never raises: this life ends in any case."""
+        if way is WayOut.REFUSED:
+            return Saved()
         step = self.state.whole
-        words = ""
+        already = Saved(f"step {step} was saved already")
         try:
-            words = self.store.rescue(reason.name.lower())
+            words = self.store.rescue(way.name.lower())
         except Exception as failure:
             code = failure.code if isinstance(failure, UserError) else 4
-            if code != FENCED or not self.watch.parting:  # else all have met: rank 0 has let go of the run
-                return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
-        return Saved(words or f"step {step} was saved already", here=bool(words))
+            if code == FENCED and self.watch.parting:  # all ranks have met: rank 0 has let go of the run
+                return already
+            return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
+        return Saved(words, here=True) if words else already
+
+    def _end_of_the_peer(self):
+        """(way, cause), after the save: by now a launcher knows how the peer has ended, and what follows."""
+        if here().agent and not self.asked:
+            self.watch.signals.heard.wait(AGENT_SECONDS)
+        death = self.watch.lifelines.find_death(DEATH_SECONDS)
+        return WayOut.PEER_DIED_ALL_STOP if self.asked else WayOut.PEER_DIED, death.words
 
     def _is_first(self, saved):
         """Whether this rank is the first that tells of this end, of those that see one run folder."""

@@ -188,6 +188,25 @@ def test_the_end_of_a_rank_is_heard_by_all_although_their_collectives_hang(run):
     assert [event["rank"] for event in events(run, "death")] == [3]
 
 
+def test_a_peers_end_with_a_signal_of_the_agent_after_it_ends_with_143(run, monkeypatch):
+    """The agent then begins another life, or changes the world as planned."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+
+    def live(world):
+        state, store = a_run(world, run)
+        rescue = store.rescue
+        store.rescue = lambda why: (rescue(why), os.kill(os.getpid(), signal.SIGTERM))[0]
+        with Rescue(store):
+            step(state)
+            world.barrier()
+            if world.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            world.barrier()
+
+    assert fork_ranks(2, live, may_die=range(2)) == [143, -signal.SIGKILL]
+    assert [len(events(run, name)) for name in ("peer", "death", "stop")] == [1, 1, 0]
+
+
 def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_last(run):
     def live(world):
         state, store = a_run(world, run)
@@ -197,7 +216,7 @@ def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_l
                 world.barrier()
                 if world.rank == 1:
                     Path(f"{run}.met").touch()
-                    until(rescue.watch.lost.is_set, "the end of rank 0")
+                    until(rescue.watch.lifelines.lost.is_set, "the end of rank 0")
                 until(Path(f"{run}.met").exists, "rank 1 to need no store any more")
                 state.verdict = UserError("wrong numbers", code=7)
                 raise state.verdict

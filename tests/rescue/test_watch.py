@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from types import SimpleNamespace
 
@@ -11,17 +12,30 @@ from jobs import until
 from ranks import fork_ranks
 
 from common.place import end_of
-from common.rescue import watch
+from common.rescue import hang, watch
 from common.rescue.watch import Watch
 
 
 def watched(world, limit, step=3):
-    """(state, Watch, its reports)"""
+    """(state, what stops its Watch, the reports)"""
     state = SimpleNamespace(step=step, progress=0, opts=SimpleNamespace(hang_timeout=limit))
     reports = []
-    thread = Watch(state, world, reports.append)
+    ears = Watch(state, world)
+    ending = threading.Lock()
+
+    def stand_by():
+        while ears.is_late(ending):
+            ending.acquire()
+            reports.append(ears.hang.report())
+
+    thread = threading.Thread(target=stand_by, daemon=True)
     thread.start()
-    return state, thread, reports
+
+    def stop():
+        ears.stop()
+        thread.join()
+
+    return state, stop, reports
 
 
 def move_for(seconds, state):
@@ -32,11 +46,11 @@ def move_for(seconds, state):
 
 
 def stand_still(world):
-    state, thread, reports = watched(world, 1)
+    state, stop, reports = watched(world, 1)
     move_for(2, state)
     assert not reports
     until(lambda: reports, "the report")
-    thread.stop()
+    stop()
     return reports
 
 
@@ -48,7 +62,7 @@ def test_a_rank_that_does_not_move_is_told_with_its_stack_and_one_that_moves_is_
 
 def sleep_for_more_than_ten_limits(world):
     """SIGSTOP, as debuggers and Slurm's suspend send it."""
-    state, thread, reports = watched(world, 0.3)
+    state, stop, reports = watched(world, 0.3)
     if (waker := os.fork()) == 0:
         time.sleep(3.3)
         os.kill(os.getppid(), signal.SIGCONT)
@@ -56,7 +70,7 @@ def sleep_for_more_than_ten_limits(world):
     os.kill(os.getpid(), signal.SIGSTOP)
     os.waitpid(waker, 0)
     move_for(0.5, state)  # what was due would come now
-    thread.stop()
+    stop()
     return reports
 
 
@@ -70,9 +84,9 @@ def arm(world):
         dump_traceback_later=lambda seconds, **_: armed.append(seconds),
         cancel_dump_traceback_later=lambda: None,
     )
-    _, thread, _ = watched(world, 600)
+    _, stop, _ = watched(world, 600)
     until(lambda: armed, "the thread")
-    thread.stop()
+    stop()
     return armed
 
 
@@ -84,11 +98,11 @@ def test_a_job_that_is_suspended_for_hours_is_not_ended_when_it_is_continued():
 
 def wait_for_rank_1(world):
     """Reports of each rank while rank 1 works, for three times the limit."""
-    state, thread, reports = watched(world, 2)
+    state, stop, reports = watched(world, 2)
     if world.rank == 1:
         move_for(6, state)
     world.barrier()
-    thread.stop()
+    stop()
     return reports
 
 
@@ -97,7 +111,7 @@ def test_a_rank_that_works_while_the_others_wait_is_no_hang():
 
 
 def stop_rank_1(world):
-    watch.PLACES_SECONDS = 1
+    hang.PLACES_SECONDS = 1
     _, _, reports = watched(world, 2)
     if world.rank == 1:
         world.store.set("pid", str(os.getpid()))

@@ -1,0 +1,82 @@
+"""A run hangs if no rank makes progress; one that waits for another's evaluation or a slow disk does not.
+
+From a hang to its report: the ranks tell over the lifelines that they move. If none does for the limit, each
+prints where it stands and tells rank 0. Rank 0 waits some seconds for all, and names those that are silent.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from common.errors import say
+from common.rescue.alarm import Alarm
+
+HANG_SECONDS = 600.0  # without progress, if --hang-timeout does not say
+PLACES_SECONDS = 5.0  # for all ranks to tell where they are
+SILENT = "gives no sign of life (stopped, cut off, or a lock held in C)"
+MOVED = "moved"  # a message over a lifeline; any other one is a rank and its place
+
+
+class Hang:
+    """For how long no rank has moved; once that is too long, `found` is set, and ranks tell their places."""
+
+    def __init__(self, state, world, lifelines):
+        self.state = state
+        self.world = world
+        self.lifelines = lifelines
+        self.limit = state.opts.hang_timeout or HANG_SECONDS
+        self.progress = state.progress
+        self.still = 0.0  # seconds since any rank made progress
+        self.told = 0.0  # when this rank last told that it moves
+        self.found = Alarm()
+        self.places = {}  # by rank
+
+    def count(self, seconds):
+        """So many seconds have gone by: has this rank moved, or has none for too long?"""
+        self.still += seconds
+        if self.state.progress != self.progress:
+            self.progress = self.state.progress
+            self.still = 0.0
+            self._tell_move()
+        elif self.still >= self.limit:
+            self._stand_still()
+
+    def hear(self, message):
+        """Another rank moves, or tells its place."""
+        if message == MOVED:
+            self.still = 0.0
+            if self.world.rank == 0:
+                self._tell_move()
+        else:
+            self._stand_still()
+            rank, place = message.split(" ", 1)
+            self.places[int(rank)] = place
+
+    def _tell_move(self):
+        now = time.monotonic()
+        if now - self.told >= self.limit / 10:
+            self.told = now
+            self.lifelines.tell(MOVED)
+
+    def _stand_still(self):
+        """This rank tells where it is; then it waits for the others' places, or for rank 0's end."""
+        if self.found.is_set():
+            return
+        rank = self.world.rank
+        frame = sys._current_frames()[threading.main_thread().ident]
+        stack = "".join(traceback.format_stack(frame)[-6:]).rstrip()
+        say(f"rank {rank} is here:\n{stack}", sys.stderr)
+        self.places[rank] = f"step {self.state.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.lifelines.tell(f"{rank} {self.places[rank]}")
+        self.found.sound(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
+
+    def report(self):
+        """Who is where; rank 0 alone knows of all."""
+        ranks = range(self.world.size) if self.world.rank == 0 else [0, self.world.rank]
+        groups = {}
+        for rank in ranks:
+            groups.setdefault(self.places.get(rank, SILENT), []).append(str(rank))
+        places = [f"rank {','.join(names)}: {place}" for place, names in groups.items()]
+        return "; ".join([f"no progress for {self.limit:.0f} s at step {self.state.step}", *places])
