@@ -52,10 +52,6 @@ class World:
     peers: dist.ProcessGroup | None = None  # the ranks with the same stage, if they are not all
 
     @property
-    def parts(self) -> int:
-        return self.stages
-
-    @property
     def stage(self) -> int:
         return self.rank % self.stages
 
