@@ -30,8 +30,8 @@ def main(opts):
     with run.life(lambda: evaluate(model, run.data.test, state, world)):
         for line in describe(model):
             run.log.note(line)
-        while not state.finished:
-            run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
+        while not state.progress.finished:
+            run.order.set_epoch(state.progress.epoch, state.progress.position)  # shuffled, from there on
             net.train()
             for batch in run.batches():
                 totals = backward(model, batch, state, world).cpu()  # one gradient of one global batch

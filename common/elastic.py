@@ -30,7 +30,17 @@ from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
 from common.sampler import seed
-from common.training import autocast, check_used, distribute, evaluate, find_task, placed, prepare, task_of
+from common.training import (
+    autocast,
+    average,
+    check_used,
+    distribute,
+    evaluate,
+    find_task,
+    placed,
+    prepare,
+    task_of,
+)
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
@@ -127,7 +137,8 @@ class Elastic(Run):
         state = self.restore(self.net, self.optimizer, schedule=self.schedule)
         for group in state.groups:
             group["scale"] = float(group["lr"]) / (rate or 1.0)
-        self.report_due = state.epoch_over and not state.evaluated_now  # a life died before it had reported
+        # a life died before it had reported
+        self.report_due = state.progress.epoch_over and not state.progress.evaluated_now
         self.settings = self._settings()
         self.modes = self._modes()  # at each epoch's start; an evaluation may leave others
 
@@ -142,9 +153,9 @@ class Elastic(Run):
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
-        state = self.state
-        while not state.finished:
-            self.order.set_epoch(state.epoch, state.position)
+        progress = self.state.progress
+        while not progress.finished:
+            self.order.set_epoch(progress.epoch, progress.position)
             self._set_modes(self.modes)
             if self.report_due:
                 self.report_due = False
@@ -162,8 +173,8 @@ class Elastic(Run):
                     )
                 self._end_step()
                 self.obey()  # not in run.step: what the loop changes after it belongs to the step
-            reports = gather(self.world, [state.best, state.evaluated])
-            state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
+            reports = gather(self.world, [progress.best, progress.evaluated])
+            progress.best, progress.evaluated = reports[0]  # a script may report on rank 0 only
             self.end_epoch()
 
     def _prepared(self, batch):
@@ -175,12 +186,12 @@ class Elastic(Run):
             batch = batch._replace(parts=[(0, two)], ids=[])
         parts = [(n, placed(part, self.world.device, self.opts)) for n, part in batch.parts]
         self.batch = batch._replace(parts=parts)
-        seed(self.opts.seed, "step", self.state.step, self.world.rank)  # dropout: never stored
+        seed(self.opts.seed, "step", self.state.progress.step, self.world.rank)  # dropout: never stored
         return self.batch
 
     def model(self, *inputs: object, **named: object) -> Any:
         """The net's output. Call it in place of the net: only then gradients are averaged over the ranks."""
-        self.state.progress += 1
+        self.state.heartbeat += 1
         training = torch.is_grad_enabled()  # else it is an evaluation, maybe of one rank alone
         if not training:
             self._put_back()
@@ -195,9 +206,10 @@ class Elastic(Run):
     def _end_step(self):
         """Once the loop has changed after the step what it wants to: ranks have the same buffers again."""
         if self.trained:
-            self.state.buffers.average(self.world, len(self.batch.ids) / self.batch.size)
-            with self.state.lock:
-                self.state.buffers.take()
+            self.state.statistics.average(self.world, len(self.batch.ids) / self.batch.size)
+            self.state.wait_for_gpu()
+            with self.state.changing():
+                self.state.statistics.commit()
 
     @torch.no_grad()
     def _put_back(self):
@@ -210,7 +222,7 @@ class Elastic(Run):
         size = self.batch.size
         state = self.state
         if not size:
-            return state.buffers.restore()
+            return state.statistics.reset()
         self._check_step()
         state.task.check_sum(loss)
         real = float(bool(self.batch.ids))
@@ -219,7 +231,7 @@ class Elastic(Run):
         check_used(self.wrapped, state)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * real
-        state.average(totals, self.batch, self.world)
+        average(state, totals, self.batch, self.world)
         self.sum_up(totals)
         state.update(size)
         self.trained = True
@@ -265,7 +277,8 @@ class Elastic(Run):
     @property
     def epoch_ended(self) -> bool:
         """Whether this epoch or the run (max_steps) is complete: now evaluate and report."""
-        return self.state.epoch_over or self.state.finished
+        progress = self.state.progress
+        return progress.epoch_over or progress.finished
 
     def evaluate(self, judge: Callable[[Batch], dict[str, tuple]]) -> dict[str, float]:
         """{"val_acc": sum / count, ...} of `judge(batch)` over `test_set`; call it on every rank.
@@ -288,5 +301,5 @@ class Elastic(Run):
         numbers = {name.removeprefix("val_"): float(value) for name, value in metrics.items()}
         self.state.task.shown = [*numbers]
         self.record({f"val_{name}": value for name, value in numbers.items()})
-        if not self.epoch_ended and self.state.best["step"] == self.state.step:
+        if not self.epoch_ended and self.state.progress.best["step"] == self.state.progress.step:
             self.rescue.save_asked = True

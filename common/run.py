@@ -3,8 +3,8 @@
 run = Run(opts)                             # who am I, with which data, in which order
 state = run.restore(net, optimizer)         # the newest checkpoint that verifies; none is fine
 with run.life(evaluate):                    # saves and leaves when asked, or when a peer dies
-    while not state.finished:
-        run.order.set_epoch(state.epoch, state.position)
+    while not state.progress.finished:
+        run.order.set_epoch(state.progress.epoch, state.progress.position)
         for batch in run.batches():
             ...                             # backward
             state.update(batch.size)
@@ -81,22 +81,26 @@ class Run:
     @contextmanager
     def life(self, evaluate: Callable[[], dict] | None = None) -> Iterator[None]:
         """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
-        state = self.state
+        progress = self.state.progress
         self.judge = evaluate
         self.log = Log(
-            self.opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated)
+            self.opts,
+            self.world.rank,
+            progress.step,
+            progress.total_steps,
+            (progress.record, progress.evaluated),
         )
         self.rescue = Rescue(self.store, closing=[self.log.close, self.clock.write_down])
         with closing(self.log), self.rescue, blamed():
             self._open()
             yield
-            if evaluate and state.evaluation_due:  # --eval-only, or stopped before the last one
+            if evaluate and progress.evaluation_due:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
             self.store.save()  # a loop of one's own may be left at any step
             self.store.close()
             self.clock.write_down()
-            if state.finished:
-                self.log.done(state.step, state.best)
+            if progress.finished:
+                self.log.done(progress.step, progress.best)
         leave(self.world)
 
     # ---- how a life begins ----
@@ -121,7 +125,7 @@ class Run:
         state = self.state
         size = self.world.size
         lines = self._header()
-        if self.scheduled and state.total_steps < opts.epochs * state.steps_per_epoch:
+        if self.scheduled and state.progress.total_steps < opts.epochs * state.progress.steps_per_epoch:
             lines.append(
                 f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does"
             )
@@ -167,24 +171,25 @@ class Run:
             f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
             f"global batch {opts.global_batch_size} = {count} {shares} of "
             f"{-(-opts.global_batch_size // count)} or less   "
-            f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
+            f"{state.progress.steps_per_epoch:,} steps an epoch, {state.progress.total_steps:,} in all",
         ]
 
     def _resumption(self):
         """Where this life begins."""
-        state = self.state
+        progress = self.state.progress
         if self.opts.eval_only:
             doing = "evaluating"
-        elif state.finished:
+        elif progress.finished:
             doing = "complete: nothing left to train"
         else:
-            doing = "resuming" if state.step else "starting"
-        epoch = min(state.epoch + 1, self.opts.epochs)
-        line = f"{doing} at step {state.step}, epoch {epoch}, position {state.position:,}"
+            doing = "resuming" if progress.step else "starting"
+        epoch = min(progress.epoch + 1, self.opts.epochs)
+        line = f"{doing} at step {progress.step}, epoch {epoch}, position {progress.position:,}"
         return f"{line}, from {self.source}" if self.source else line
 
     def _note_life(self):
         """Writes into the ledger what the reports and the audit need of this life."""
+        progress = self.state.progress
         processes = self.rescue.watch.processes
         self.clock.ledger = self.ledger
         self.ledger.event(
@@ -194,9 +199,9 @@ class Run:
             job=this_process()["job"],
             pids=[pid for pid, _, _ in processes],
             hosts=[host for _, host, _ in processes],
-            step=self.state.step,
-            epoch=self.state.epoch,
-            position=self.state.position,
+            step=progress.step,
+            epoch=progress.epoch,
+            position=progress.position,
             n=len(self.data.train),
             seed=self.opts.seed,
             global_batch_size=self.opts.global_batch_size,
@@ -210,10 +215,10 @@ class Run:
         """Those of this epoch that are left, up to --max-steps."""
         state = self.state
         for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
-            self.audit.begin(state.step + 1, batch.ids)
-            state.buffers.note_weights()
+            self.audit.begin(state.progress.step + 1, batch.ids)
+            state.first_forward.begin()
             yield batch
-            if state.finished:
+            if state.progress.finished:
                 return
 
     def sum_up(self, totals: Tensor) -> None:
@@ -221,7 +226,7 @@ class Run:
 
         Stages save and leave at the same step: they tell each other at every one.
         """
-        logged = (self.state.step + 1) % self.opts.log_every == 0
+        logged = (self.state.progress.step + 1) % self.opts.log_every == 0
         if logged or self.opts.script == "mp":
             self.rescue.consult()
         if logged:
@@ -235,44 +240,47 @@ class Run:
     def log_step(self, totals: Tensor) -> None:
         """Notes the step where it is due."""
         state = self.state
-        self.audit.done(state.whole)
-        self.clock.stepped(state.step)
-        if state.step % self.opts.log_every == 0:
+        progress = state.progress
+        self.audit.done(progress.step)
+        self.clock.stepped(progress.step)
+        if progress.step % self.opts.log_every == 0:
             self.log.step(state.note(totals) | self.world.memory())
 
     def obey(self) -> None:
         """Compares the replicas and saves when it is due, leaves when it is told."""
         state = self.state
         every = self.opts.check_every
-        if every and state.step % every == 0:
+        if every and state.progress.step % every == 0:
             self.store.agree()
         if self.rescue.save_asked or self.store.due():
             self.rescue.save_asked = False
             self.store.save()  # copies; a thread writes
         self.store.check()
         if self.rescue.leaves:
-            state.updates.settle()  # what a GPU has still to do
             self.rescue.leave()
 
     def end_epoch(self) -> None:
         """Evaluates if it is due; saves if a save is due, the evaluation is the best one, or the run ends."""
         state = self.state
-        if self.judge and state.evaluation_due:
+        progress = state.progress
+        if self.judge and progress.evaluation_due:
             self.record(self.judge())
-        state.end_epoch()
-        best = state.evaluated_now and state.best["step"] == state.step
-        if best or state.finished or self.store.due():
+        with state.lock:
+            progress.end_epoch()
+        best = progress.evaluated_now and progress.best["step"] == progress.step
+        if best or progress.finished or self.store.due():
             self.store.save()
 
     def record(self, numbers: dict) -> None:
         """Keeps and logs an evaluation."""
         state = self.state
+        progress = state.progress
         self.clock.add("evaluation")
         state.record_evaluation(numbers)
-        self.log.evaluation(state.evaluated, numbers)
-        if state.impatient:
+        self.log.evaluation(progress.evaluated, numbers)
+        if progress.impatient:
             self.log.note(
-                f"stopped: no better evaluation since step {state.best['step']} "
+                f"stopped: no better evaluation since step {progress.best['step']} "
                 f"(--patience {self.opts.patience})"
             )
 

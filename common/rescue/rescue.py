@@ -103,7 +103,7 @@ class Rescue:
         self.watch.stop()
         if error is None:
             if self.world.rank == 0:
-                self.ledger.event("done", step=self.state.step)
+                self.ledger.event("done", step=self.state.progress.step)
             self._forget("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
         elif kind is None:
@@ -193,7 +193,7 @@ class Rescue:
             if self.asked:
                 code = saved.failure or STOPPED
 
-        self.ledger.event(reason.value, step=self.state.whole, why=cause)
+        self.ledger.event(reason.value, step=self.state.progress.step, why=cause)
         if line and self._is_first(saved):
             if reason is Reason.PEER_DIED and death.killed:
                 self.ledger.event("death", rank=death.rank, why=death.how)
@@ -201,7 +201,7 @@ class Rescue:
             say(line, sys.stdout if reason is Reason.STOPPED else sys.stderr)
             note_reason(line)
 
-        self.ledger.event("left", stepped=round(self.state.stepped, 3))
+        self.ledger.event("left", stepped=round(self.state.progress.stepped, 3))
         if code is not None:
             for close in (*self.closing, end_children, sys.stdout.flush, sys.stderr.flush):
                 with suppress(Exception):
@@ -210,7 +210,7 @@ class Rescue:
 
     def _save(self, reason):
         """Never raises: this life ends in any case."""
-        step = self.state.whole
+        step = self.state.progress.step
         words = ""
         try:
             words = self.store.rescue(reason.name.lower())

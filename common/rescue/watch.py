@@ -67,7 +67,7 @@ class Watch:
         self.main = threading.get_ident()
         self.selector = selectors.DefaultSelector()
         self.limit = state.opts.hang_timeout or HANG_SECONDS
-        self.progress = state.progress
+        self.progress = state.heartbeat
         self.still = 0.0  # seconds since any rank made progress
 
     def start(self):
@@ -122,8 +122,8 @@ class Watch:
                 continue
             now = time.monotonic()
             self.still += min(now - began, seconds)  # no more: a stopped process is no hang
-            if self.state.progress != self.progress:
-                self.progress = self.state.progress
+            if self.state.heartbeat != self.progress:
+                self.progress = self.state.heartbeat
                 self.still = 0.0
                 self._tell_move()
             elif self.still >= self.limit and not self.places:
@@ -209,7 +209,9 @@ class Watch:
         stack = "".join(traceback.format_stack(frame)[-6:]).rstrip()
         rank = self.world.rank
         say(f"rank {rank} is here:\n{stack}", sys.stderr)
-        self.places[rank] = f"step {self.state.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.places[rank] = (
+            f"step {self.state.progress.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        )
         self._tell(f"{rank} {self.places[rank]}")
         self._leave_within(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
 
@@ -220,4 +222,4 @@ class Watch:
         for rank in ranks:
             groups.setdefault(self.places.get(rank, SILENT), []).append(str(rank))
         places = [f"rank {','.join(names)}: {place}" for place, names in groups.items()]
-        return "; ".join([f"no progress for {self.limit:.0f} s at step {self.state.step}", *places])
+        return "; ".join([f"no progress for {self.limit:.0f} s at step {self.state.progress.step}", *places])
