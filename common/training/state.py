@@ -50,12 +50,6 @@ class Stages(Protocol):
     def norm(self, gradients: list[Tensor]) -> Tensor: ...
 
 
-class Averages(dict[str, Tensor]):
-    """--ema-decay: the averaged weights by name; `own` are the net's weights while it has the averages."""
-
-    own: dict[str, Tensor] = {}
-
-
 class TrainState:
     """Net, optimizer, averages and progress; `lock` is held while a step changes them."""
 
@@ -80,7 +74,8 @@ class TrainState:
         self.scaler = torch.amp.GradScaler(enabled=opts.amp == "fp16")  # else it does nothing
         self.names = {p: name for name, p in net.named_parameters()}
         self.statistics = Statistics(net)
-        self.ema = Averages()
+        self.ema: dict[str, Tensor] = {}  # averaged weights by name
+        self.own: dict[str, Tensor] = {}  # the net's weights while it has the averages
         if opts.ema_decay:
             for p, name in self.names.items():
                 kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
@@ -224,18 +219,18 @@ class TrainState:
         """Puts these weights into the net; afterwards `own` is what a checkpoint has in their place."""
         self.wait_for_gpu()
         with self.changing():
-            self.ema.own = self.ema.own or own
+            self.own = self.own or own
             for p, name in self.names.items():
                 p.copy_(weights[name])
-            self.ema.own = own
+            self.own = own
 
     # ---- what a checkpoint holds: two sets of named tensors and one dict of facts ----
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """{"model": ..., "optimizer": ...}: live tensors by name, without `module.` or `_orig_mod.`."""
-        parts = {}
-        for part, named in self._named().items():
-            parts[part] = {name: local(tensor) for name, tensor in named.items()}
-        return parts
+        return {
+            part: {name: local(tensor) for name, tensor in named.items()}
+            for part, named in self._named().items()
+        }
 
     def rows(self) -> dict[str, tuple[int, int]]:
         """{name: (first row, rows of the whole)} where this rank has only some (train_mp.py --shard)."""
@@ -253,7 +248,7 @@ class TrainState:
         committed = self.statistics.committed
         model = {name: committed.get(name, tensor) for name, tensor in self.net.state_dict().items()}
         for name, p in self.net.named_parameters(remove_duplicate=False):
-            model[name] = self.ema.own.get(self.names[p], model[name])
+            model[name] = self.own.get(self.names[p], model[name])
         optimizer = {f"{name}/ema": average for name, average in self.ema.items()}
         for i, part in enumerate(parts_of(self.optimizer)):
             for p, values in part.state.items():

@@ -26,13 +26,13 @@ class Statistics:
         named = dict(net.named_buffers(remove_duplicate=False))
         self.committed = {path: b.detach().clone() for path, b in named.items()}
         self.places = []  # instead of tensors, because a module may replace a tensor
-        self.sums = {}  # {name: its place in `views`} of buffers that may be no running means
+        self.sums = set()  # names of buffers that may be no running means
         for path in named:
             owner, _, name = path.rpartition(".")
             module = net.get_submodule(owner)
             self.places.append((module._buffers, name))
             if not (isinstance(module, _NormBase) or type(module).__module__.startswith("torch.")):
-                self.sums[path] = len(self.places) - 1
+                self.sums.add(path)
         numbers = _numbers(named.values())
         sizes = [b.numel() for b in numbers]
         self.numel = sum(sizes)
@@ -74,8 +74,9 @@ class Statistics:
     def apply(self, moved):
         """Sets the live buffers to the committed ones plus their summed changes."""
         self.flat.copy_(moved)
-        changed = [path for path, i in self.sums.items() if self.views[i].any()]
-        self.sums = {}
+        views = zip(self.committed, self.views, strict=True)
+        changed = [path for path, view in views if path in self.sums and view.any()]
+        self.sums = set()
         if changed and here().speaks:
             say(
                 f"warning: a forward changes {', '.join(changed[:3])}: a buffer gets the mean of the ranks' "

@@ -28,15 +28,17 @@ class FirstForward:
 
     def end(self):
         """UserError if a weight has changed: a rescue would save it, ranks may differ."""
-        if self.marks:
-            for name, mark in self._marks().items():
-                if self.marks[name] != mark:
-                    raise UserError(
-                        f"{name} is changed by a forward, or before it; only a step may change weights\n"
-                        "make it a buffer; or change it in a hook (optimizer.register_step_post_hook), "
-                        "or after run.step in a loop of your own"
-                    )
-            self.marks = {}
+        if not self.marks:
+            return
+        changed = sorted(self._marks().items() - self.marks.items())
+        self.marks = {}
+        if changed:
+            name, _ = changed[0]
+            raise UserError(
+                f"{name} is changed by a forward, or before it; only a step may change weights\n"
+                "make it a buffer; or change it in a hook (optimizer.register_step_post_hook), "
+                "or after run.step in a loop of your own"
+            )
 
     def _marks(self):
         return {name: fingerprint_of([tensor]) for name, tensor in self.tensors().items()}

@@ -142,7 +142,7 @@ def test_the_learning_rate_is_a_function_of_the_step():
 
 def test_a_state_is_no_notice_board():
     state = train(make(ema_decay=0.5), 1)
-    assert len(vars(state)) <= 18, sorted(vars(state))
+    assert len(vars(state)) <= 19, sorted(vars(state))
 
 
 def test_best_loss_is_the_lowest_one_also_with_a_minus():
