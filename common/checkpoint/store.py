@@ -56,9 +56,8 @@ class CheckpointStore:
     layout: Layout
     writer: Writer
     images: dict[str, Image]  # a save copies into them
-    side: (
-        torch.cuda.Stream | None
-    )  # on which a rescue copies: the usual one may stand behind a dead collective
+    # a rescue copies on this stream: the usual one may stand behind a dead collective
+    side: torch.cuda.Stream | None
 
     def __init__(self, opts: Options, world: World, fingerprint: str = ""):
         self.opts = opts

@@ -1,4 +1,8 @@
-"""Exact metrics: each sample counts once, and no bit of the result depends on the number of ranks."""
+"""Exact metrics: each sample counts once, and no bit of the result depends on the number of ranks.
+
+From a test set to metrics: replicas share blocks of a fixed size; each block has one row of sums and counts;
+all ranks add the rows in one order, and divide once.
+"""
 
 from functools import partial
 from typing import Any

@@ -1,5 +1,9 @@
 """Forward and backward: a global batch becomes one gradient.
 
+From a batch to a gradient: `backward` seeds the draws, and runs forward and backward of each part of this
+rank's share; the last backward averages the gradient over the ranks (DDP); `average` ends the mean of buffers
+and counts. With --virtual-ranks `backward_slices` does so slice by slice (bitwise.py).
+
 The gradient is the exact mean over the samples at any number of ranks and micro batches: sums are divided by
 the size of the global batch before the backward; `end_mean` corrects for what else a task counts.
 """

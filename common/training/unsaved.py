@@ -1,4 +1,8 @@
-"""What a net or an optimizer remembers, and no checkpoint holds: a resumed run lacks it."""
+"""What a net or an optimizer remembers, and no checkpoint holds: a resumed run lacks it.
+
+From a value to a warning: `remembered` and `remembered_aside` hash what is not saved; the hashes before and
+after a step are compared. `FirstForward` compares what is saved, which a forward may not change.
+"""
 
 import io
 import pickle
