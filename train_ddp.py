@@ -31,8 +31,8 @@ def main(opts):
     state = run.restore(net, build_optimizer(net, opts), task=task)  # the newest checkpoint that verifies
     model = distribute(net, opts, run.world)
     with run.life(lambda: evaluate(net, run.data.test, state, run.world)):  # the ranks need no DDP for it
-        while not state.finished:
-            run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
+        while not run.progress.finished:
+            run.order.set_epoch(run.progress.epoch, run.progress.position)  # shuffled, from there on
             net.train()
             for batch in run.batches():
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch

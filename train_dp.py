@@ -30,8 +30,8 @@ def main(opts):
         net.register_forward_hook(print_sizes("In Model: "))  # of each replica
         model.register_forward_hook(print_sizes("Outside:  "))  # of the whole batch
     with run.life(lambda: evaluate(model, run.data.test, state, run.world)):  # on all devices, too
-        while not state.finished:
-            run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
+        while not run.progress.finished:
+            run.order.set_epoch(run.progress.epoch, run.progress.position)  # shuffled, from there on
             net.train()
             for batch in run.batches():
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch

@@ -32,11 +32,11 @@ def main(opts):
     with run.life(lambda: evaluate(model, run.data.test, state, world)):
         for line in describe(model):
             run.log.note(line)
-        while not state.finished:
-            run.order.set_epoch(state.epoch, state.position)  # a new shuffle; skips what is trained on
+        while not run.progress.finished:
+            run.order.set_epoch(run.progress.epoch, run.progress.position)  # shuffled, from there on
             net.train()
             for batch in run.batches():
-                totals = backward(model, batch, state, world).cpu()  # one gradient of one global batch
+                totals = backward(model, batch, state, world)  # one gradient of one global batch
                 state.finish_gradient(batch.size)  # clip; from here on this rank can make the step alone
                 run.sum_up(totals)  # over all ranks, where the step is logged
                 run.agree()  # all ranks: save? stop? may all update?

@@ -30,7 +30,17 @@ from common.models import check_net
 from common.options import Options, begin_life
 from common.run import Run
 from common.sampler import seed
-from common.training import autocast, check_used, distribute, evaluate, find_task, placed, prepare, task_of
+from common.training import (
+    autocast,
+    average,
+    check_used,
+    distribute,
+    evaluate,
+    find_task,
+    placed,
+    prepare,
+    task_of,
+)
 from common.world import gather
 
 TAKEN = (  # fields of Options that take effect here
@@ -129,10 +139,11 @@ class Elastic:
         self.wrapped = distribute(self.net, opts, self.world)  # rank 0's weights: a script may not seed
         self.sliced = opts.virtual_ranks > 0
         self.state = self.run.restore(self.net, self.optimizer, schedule=self.schedule)
+        self.progress = self.state.progress
         for group in self.state.groups:
             group["scale"] = float(group["lr"]) / (rate or 1.0)
         # a life died before it had reported
-        self.report_due = self.state.epoch_over and not self.state.evaluated_now
+        self.report_due = self.progress.epoch_over and not self.progress.evaluated_now
         self.settings = self._settings()
         self.modes = self._modes()  # at each epoch's start; an evaluation may leave others
 
@@ -147,9 +158,8 @@ class Elastic:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
-        state = self.state
-        while not state.finished:
-            self.run.order.set_epoch(state.epoch, state.position)
+        while not self.progress.finished:
+            self.run.order.set_epoch(self.progress.epoch, self.progress.position)
             self._set_modes(self.modes)
             if self.report_due:
                 self.report_due = False
@@ -161,8 +171,8 @@ class Elastic:
                 yield from self._pieces(batch)
                 self._end_step()
                 self.run.obey()  # not in run.step: what the loop changes after it belongs to the step
-            reports = gather(self.world, [state.best, state.evaluated])
-            state.best, state.evaluated = reports[0]  # a script may report on rank 0 only
+            reports = gather(self.world, [self.progress.best, self.progress.evaluated])
+            self.progress.best, self.progress.evaluated = reports[0]  # a script may report on rank 0 only
             self.run.end_epoch()
 
     def _pieces(self, batch):
@@ -177,7 +187,7 @@ class Elastic:
         slices = [self.world.rank] * len(parts)
         if self.sliced and batch.size:
             self.wrapped.begin(self.state)
-            slices = self.wrapped.slices
+            slices = self.wrapped.own
         pieces = [(v, part) for v, part in zip(slices, parts, strict=True) if part[1] is not None]
         if not pieces:  # none, or all skipped (bad_samples)
             split = self.run.data.train
@@ -192,9 +202,9 @@ class Elastic:
                 self.wrapped.require_backward_grad_sync = self.last
             if self.sliced:
                 self.slice = v
-                self.state.buffers.restore()
+                self.state.statistics.reset()
             if self.sliced or self.first:
-                seed(opts.seed, "step", self.state.step, v)  # dropout: never stored
+                seed(opts.seed, "step", self.progress.step, v)  # dropout: never stored
             piece = Batch(
                 [(n, placed(part, self.world.device, opts, own=self.sliced))], batch.ids, batch.size
             )
@@ -208,7 +218,7 @@ class Elastic:
 
     def model(self, *inputs: object, **named: object) -> Any:
         """The net's output. Call it in place of the net: only then gradients are averaged over the ranks."""
-        self.state.progress += 1
+        self.state.heartbeat += 1
         training = torch.is_grad_enabled()  # else it is an evaluation, maybe of one rank alone
         if not training:
             self._put_back()
@@ -223,9 +233,10 @@ class Elastic:
     def _end_step(self):
         """Once the loop has changed after the step what it wants to: ranks have the same buffers again."""
         if self.trained:
-            self.state.buffers.average(self.world, len(self.batch.ids) / self.batch.size)
-            with self.state.lock:
-                self.state.buffers.take()
+            self.state.statistics.average(self.world, len(self.batch.ids) / self.batch.size)
+            self.state.wait_for_gpu()
+            with self.state.changing():
+                self.state.statistics.commit()
 
     @torch.no_grad()
     def _put_back(self):
@@ -241,7 +252,7 @@ class Elastic:
         size = self.batch.size
         state = self.state
         if not size:
-            return state.buffers.restore()
+            return state.statistics.reset()
         self._check_step()
         state.task.check_sum(loss)
         samples, _ = self.piece.parts[0]
@@ -267,7 +278,7 @@ class Elastic:
         else:
             totals = self.totals
             check_used(self.wrapped, state)
-            state.average(totals, self.batch, self.world)
+            average(state, totals, self.batch, self.world)
         self.run.sum_up(totals)
         self.run.agree()
         state.update(self.batch.size)
@@ -313,7 +324,7 @@ class Elastic:
     @property
     def epoch_ended(self) -> bool:
         """Whether this epoch or the run (max_steps) is complete: now evaluate and report."""
-        return self.state.epoch_over or self.state.finished
+        return self.progress.epoch_over or self.progress.finished
 
     def evaluate(self, judge: Callable[[Batch], dict[str, tuple]]) -> dict[str, float]:
         """{"val_acc": sum / count, ...} of `judge(batch)` over `test_set`; call it on every rank.
@@ -336,5 +347,5 @@ class Elastic:
         numbers = {name.removeprefix("val_"): float(value) for name, value in metrics.items()}
         self.state.task.shown = [*numbers]
         self.run.record({f"val_{name}": value for name, value in numbers.items()})
-        if not self.epoch_ended and self.state.best["step"] == self.state.step:
+        if not self.epoch_ended and self.progress.best["step"] == self.progress.step:
             self.run.rescue.save_asked = True

@@ -3,8 +3,8 @@
 run = Run(opts)                             # who am I, with which data, in which order
 state = run.restore(net, optimizer)         # the newest checkpoint that verifies; none is fine
 with run.life(evaluate):                    # saves and leaves when asked, or when a peer dies
-    while not state.finished:
-        run.order.set_epoch(state.epoch, state.position)
+    while not run.progress.finished:
+        run.order.set_epoch(run.progress.epoch, run.progress.position)
         for batch in run.batches():
             ...                             # backward
             run.sum_up(totals)              # over all ranks, where the step is logged
@@ -82,6 +82,7 @@ class Run:
         self.parameters = parameters
         self.scheduled = more.get("schedule") or opts.lr_schedule != "constant"
         self.state = TrainState(net, optimizer, opts, len(self.data.train), **more)
+        self.progress = self.state.progress
         self.audit = Audit(opts.run_dir, world.life, world.rank, on=opts.audit and world.stage == 0)
         self.store = CheckpointStore(opts, world, str(self.data.fingerprint))
         self.ledger = self.store.ledger
@@ -91,22 +92,25 @@ class Run:
     @contextmanager
     def life(self, evaluate: Callable[[], dict] | None = None) -> Iterator[None]:
         """From the opening lines to the clean end; without an error all is saved, and all ranks leave."""
-        state = self.state
         self.evaluate = evaluate
         self.log = Log(
-            self.opts, self.world.rank, state.step, state.total_steps, (state.record, state.evaluated)
+            self.opts,
+            self.world.rank,
+            self.progress.step,
+            self.progress.total_steps,
+            (self.progress.record, self.progress.evaluated),
         )
         self.rescue = Rescue(self.store, on_exit=[self.log.close, self.clock.write_down])
         with closing(self.log), self.rescue, blamed():
             self._open()
             yield
-            if evaluate and state.evaluation_due:  # --eval-only, or stopped before the last one
+            if evaluate and self.progress.evaluation_due:  # --eval-only, or stopped before the last one
                 self.record(evaluate())
             self.store.save()  # a loop of one's own may be left at any step
             self.store.close()
             self.clock.write_down()
-            if state.finished:
-                self.log.done(state.step, state.best)
+            if self.progress.finished:
+                self.log.done(self.progress.step, self.progress.best)
         leave(self.world)
 
     # ---- around each step ----
@@ -114,16 +118,17 @@ class Run:
         """Those of this epoch that are left, up to --max-steps."""
         state = self.state
         for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
-            self.audit.begin(state.step + 1, batch.ids)
-            state.buffers.note_weights()
+            self.audit.begin(self.progress.step + 1, batch.ids)
+            state.first_forward.begin()
             yield batch
-            if state.finished:
+            if self.progress.finished:
                 return
 
     def sum_up(self, totals: Tensor) -> None:
         """Sums the totals over all ranks if this step is logged; the update comes later, so none is lost."""
-        if (self.state.step + 1) % self.opts.log_every == 0:
-            self.world.all_sum(totals)
+        if (self.progress.step + 1) % self.opts.log_every == 0:
+            self.state.wait_for_gpu()
+            totals.copy_(self.world.all_sum(totals.cpu()))
 
     def agree(self) -> None:
         """All ranks: shall we save, shall we leave, may all of us update?
@@ -131,7 +136,7 @@ class Run:
         Ranks that hold parts of one net ask at every step, as they save and leave at the same one; ranks that
         hold all of it ask at logged steps.
         """
-        if self.world.parts > 1 or (self.state.step + 1) % self.opts.log_every == 0:
+        if self.world.parts > 1 or (self.progress.step + 1) % self.opts.log_every == 0:
             self.rescue.consult()
 
     def cross_check(self, model: nn.Module) -> None:
@@ -148,33 +153,31 @@ class Run:
     def log_step(self, totals: Tensor) -> None:
         """Notes the step where it is due."""
         state = self.state
-        self.audit.done(state.whole)
-        self.clock.stepped(state.step)
-        if state.step % self.opts.log_every == 0:
+        self.audit.done(self.progress.step)
+        self.clock.stepped(self.progress.step)
+        if self.progress.step % self.opts.log_every == 0:
             self.log.step(state.note(totals) | self.world.memory())
 
     def obey(self) -> None:
         """Compares the replicas and saves when it is due, leaves when it is told."""
-        state = self.state
         every = self.opts.check_every
-        if every and state.step % every == 0:
+        if every and self.progress.step % every == 0:
             self.store.agree()
         if self.rescue.save_asked or self.store.due():
             self.rescue.save_asked = False
             self.store.save()  # copies; a thread writes
         self.store.check()
         if self.rescue.leaves:
-            state.updates.settle()  # what a GPU has still to do
             self.rescue.leave()
 
     def end_epoch(self) -> None:
         """Evaluates if it is due; saves if a save is due, the evaluation is the best one, or the run ends."""
-        state = self.state
-        if self.evaluate and state.evaluation_due:
+        if self.evaluate and self.progress.evaluation_due:
             self.record(self.evaluate())
-        state.end_epoch()
-        best = state.evaluated_now and state.best["step"] == state.step
-        if best or state.finished or self.store.due():
+        with self.state.lock:
+            self.progress.end_epoch()
+        best = self.progress.evaluated_now and self.progress.best["step"] == self.progress.step
+        if best or self.progress.finished or self.store.due():
             self.store.save()
 
     def record(self, numbers: dict) -> None:
@@ -182,12 +185,12 @@ class Run:
         state = self.state
         self.clock.add("evaluation")
         state.record_evaluation(numbers)
-        if self.world.rank == 0 and state.best["step"] == state.step:
-            self.ledger.event("best", best=state.best)
-        self.log.evaluation(state.evaluated, numbers)
-        if state.impatient:
+        if self.world.rank == 0 and self.progress.best["step"] == self.progress.step:
+            self.ledger.event("best", best=self.progress.best)
+        self.log.evaluation(self.progress.evaluated, numbers)
+        if self.progress.impatient:
             self.log.note(
-                f"stopped: no better evaluation since step {state.best['step']} "
+                f"stopped: no better evaluation since step {self.progress.best['step']} "
                 f"(--patience {self.opts.patience})"
             )
 
@@ -210,10 +213,9 @@ class Run:
     def _introduce(self, lives):
         """Prints how this life begins; one line if nothing has changed since the life before."""
         opts = self.opts
-        state = self.state
         size = self.world.size
         lines = self._header()
-        if self.scheduled and state.total_steps < opts.epochs * state.steps_per_epoch:
+        if self.scheduled and self.progress.total_steps < opts.epochs * self.progress.steps_per_epoch:
             lines.append(
                 f"the rate's schedule is that of {opts.epochs} epochs, --max-steps ends before it does"
             )
@@ -259,20 +261,19 @@ class Run:
             f"data {opts.dataset}: {len(data.train):,} to train on, {len(data.test):,} to test on",
             f"global batch {opts.global_batch_size} = {count} {shares}{'s' * (count > 1)} of "
             f"{-(-opts.global_batch_size // count)} or less   "
-            f"{state.steps_per_epoch:,} steps an epoch, {state.total_steps:,} in all",
+            f"{self.progress.steps_per_epoch:,} steps an epoch, {self.progress.total_steps:,} in all",
         ]
 
     def _resumption(self):
         """Where this life begins."""
-        state = self.state
         if self.opts.eval_only:
             doing = "evaluating"
-        elif state.finished:
+        elif self.progress.finished:
             doing = "complete: nothing left to train"
         else:
-            doing = "resuming" if state.step else "starting"
-        epoch = min(state.epoch + 1, self.opts.epochs)
-        line = f"{doing} at step {state.step}, epoch {epoch}, position {state.position:,}"
+            doing = "resuming" if self.progress.step else "starting"
+        epoch = min(self.progress.epoch + 1, self.opts.epochs)
+        line = f"{doing} at step {self.progress.step}, epoch {epoch}, position {self.progress.position:,}"
         return f"{line}, from {self.source}" if self.source else line
 
     def _note_life(self):
@@ -286,9 +287,9 @@ class Run:
             job=this_process()["job"],
             pids=[pid for pid, _, _ in processes],
             hosts=[host for _, host, _ in processes],
-            step=self.state.step,
-            epoch=self.state.epoch,
-            position=self.state.position,
+            step=self.progress.step,
+            epoch=self.progress.epoch,
+            position=self.progress.position,
             n=len(self.data.train),
             seed=self.opts.seed,
             global_batch_size=self.opts.global_batch_size,

@@ -6,7 +6,7 @@ folder.py explains the crash points of a save, fence.py who may write, load.py h
 import threading
 import time
 from concurrent import futures
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from sysconfig import get_python_version
 from typing import TYPE_CHECKING
@@ -35,7 +35,7 @@ from common.checkpoint.folder import (
     read_manifest,
 )
 from common.checkpoint.load import Layout, load_newest
-from common.checkpoint.tensors import Image, not_finite
+from common.checkpoint.tensors import Image, not_finite, wait_by_asking
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger
 from common.options import Options
@@ -55,6 +55,9 @@ class CheckpointStore:
     state: "TrainState"
     layout: Layout
     writer: Writer
+    images: dict[str, Image]  # a save copies into them
+    # a rescue copies on this stream: the usual one may stand behind a dead collective
+    side: torch.cuda.Stream | None
 
     def __init__(self, opts: Options, world: World, fingerprint: str = ""):
         self.opts = opts
@@ -91,7 +94,7 @@ class CheckpointStore:
                 "data": self.fingerprint[:12],
                 **self.opts.of_all_ranks(),
                 "net (names, shapes or types)": "as in replica 0" if self.layout.fits else "another",
-                "samples": str(state.samples),
+                "samples": str(state.progress.samples),
                 **bit_facts(self.opts, world.device),
             },
         )
@@ -101,7 +104,8 @@ class CheckpointStore:
                 if world.local_rank == 0 and of_rank_0 == (world.rank == 0):
                     self._own()
         written = self.layout.written(state.tensors())
-        state.updates.images = {part: Image(own) for part, own in written.items()}
+        self.images = {part: Image(own) for part, own in written.items()}
+        self.side = torch.cuda.Stream(state.gpu) if state.gpu else None
         source, lacking = self._load()
         self.agree()
         if lacking and self.owns:  # so that any survivor has it
@@ -201,7 +205,8 @@ class CheckpointStore:
         found = self._take(self.root, checkpoints(self.root))
         if found.facts:
             for folder in found.skipped:
-                say(f"checkpoints/{folder.name}: put aside, the run goes on after step {self.state.step}")
+                step = self.state.progress.step
+                say(f"checkpoints/{folder.name}: put aside, the run goes on after step {step}")
                 self.writer.put_aside(folder)
             if found.own:
                 self.saved = self.state.facts()
@@ -237,24 +242,25 @@ class CheckpointStore:
         If another dataset's order was saved, the epoch begins again.
         """
         state = self.state
+        progress = state.progress
         found = load_newest(self.world, self.layout, root, choices if self.owns else [])
         if found.facts:
             state.load(found.facts)
-            best = state.best["step"]
+            best = progress.best["step"]
             kept = dict(found.names) if root == self.root else {}
             if best and best not in kept:  # its save failed, or rank 0 died in it; or another run has it
-                earlier = [choice for choice in choices if kept and choice[0] <= state.step]
+                earlier = [choice for choice in choices if kept and choice[0] <= progress.step]
                 known = gather(self.world, best_of(earlier) if self.owns else {})
-                state.best = next(filter(None, known), {"step": state.step})
+                progress.best = next(filter(None, known), {"step": progress.step})
                 if self.owns:
                     say(
                         f"this run has no checkpoint of step {best}, the best one: "
-                        f"step {state.best['step']} counts"
+                        f"step {progress.best['step']} counts"
                     )
-            if state.position < found.facts["position"] and self.owns:
+            if progress.position < found.facts["position"] and self.owns:
                 say(
-                    f"step {state.step} was saved at position {found.facts['position']:,} of other "
-                    f"data or another order; the epoch begins again with {state.samples:,} samples"
+                    f"step {progress.step} was saved at position {found.facts['position']:,} of other "
+                    f"data or another order; the epoch begins again with {progress.samples:,} samples"
                 )
         return found
 
@@ -264,40 +270,42 @@ class CheckpointStore:
         state = self.state
         if self.world.copies == 1:
             return
-        rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), state.step])
+        step = state.progress.step
+        rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.parts]]
         if odd:
             self._withdraw()
-            if self.agreed < 0 and not state.step:
+            if self.agreed < 0 and not step:
                 raise UserError(
                     f"model {self.opts.model}: the ranks have made different weights\n"
                     "make them from --seed alone, not from the rank, the process or the time"
                 )
             raise RuntimeError(
-                f"step {state.step}: the weights of the replicas differ (ranks {odd} from the first); "
+                f"step {step}: the weights of the replicas differ (ranks {odd} from the first); "
                 f"going back to step {self.agreed}, where all agreed. Something else than the optimizer's "
                 "step on the summed gradient has changed them: a second optimizer, a line that writes to "
                 "them, other library versions on a machine, or a device that computes wrongly"
             )
         if self.agreed < 0 or not self.opts.cross_check:  # which finds more than equal weights show
-            self.agreed = state.step
+            self.agreed = step
 
     def trust(self, fact: str) -> None:
         """After a --cross-check: the state is trusted, or if `fact` names a rank, the run ends."""
         if not fact:
-            self.agreed = self.state.step
+            self.agreed = self.state.progress.step
             return
         self._withdraw()
-        self.state.verdict = UserError(
-            f"{fact}; going back to step {self.agreed} or before, on which ranks agreed\n"
-            "keep the run off that device, then start the same command again",
-            code=7,
+        raise self.state.spoil(
+            UserError(
+                f"{fact}; going back to step {self.agreed} or before, on which ranks agreed\n"
+                "keep the run off that device, then start the same command again",
+                code=7,
+            )
         )
-        raise self.state.verdict
 
     def _withdraw(self):
         """Puts aside what was saved since all ranks agreed: it may be a diverged rank's, as this state is."""
-        self.state.distrust()
+        self.state.spoil(UserError("the ranks' weights differ", code=1))
         self.wait()
         if not self.owns or self.agreed < 0:
             return
@@ -326,21 +334,20 @@ class CheckpointStore:
         Stages must save at the same step: `Rescue.consult` tells them that a clock asks for it.
         """
         intervals = (self.opts.save_every, self.opts.keep_every)
-        at = any(every and self.state.step % every == 0 for every in intervals)
+        at = any(every and self.state.progress.step % every == 0 for every in intervals)
         return at or self.layout.parts == 1 and self.overdue
 
     def save(self) -> None:
         """Copies the state, the writer thread does the rest; waits for the save before. No collective."""
         state = self.state
-        state.updates.settle()  # not under the lock: a rescue needs it if a collective hangs
-        if not self.writes or self.opts.eval_only or state.verdict or state.facts() == self.saved:
+        if not self.writes or self.opts.eval_only or state.spoiled or state.facts() == self.saved:
             return
         self.wait()
         self.saved_at = time.monotonic()
         try:
             with state.lock:
                 for part, tensors in self.layout.written(state.tensors()).items():
-                    state.updates.images[part].copy(tensors)
+                    self.images[part].copy(tensors)
                 facts = state.facts()
         except (OSError, MemoryError) as error:  # there is no memory for the copy
             self._note_failure(error)
@@ -352,8 +359,7 @@ class CheckpointStore:
         """After each step: notes its digest if one is due. Three failed saves in a row end the run."""
         self._note_digest()
         if self.writes and self.job is None:  # after the first step, which it would slow down
-            images = self.state.updates.images.values()
-            self.job = self.pool.submit(lambda: [image.open() for image in images])
+            self.job = self.pool.submit(lambda: [image.open() for image in self.images.values()])
         if self.error:
             error = self.error
             self.error = None
@@ -371,9 +377,9 @@ class CheckpointStore:
         """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
         state = self.state
         every = self.opts.digest_every
-        if every and self.owns and state.step % every == 0:
+        if every and self.owns and state.progress.step % every == 0:
             sums = {part: fingerprint_of(tensors.values()) for part, tensors in state.tensors().items()}
-            self.ledger.event("digest", step=state.step, **sums)
+            self.ledger.event("digest", step=state.progress.step, **sums)
 
     def wait(self, seconds: float = 1e9) -> None:
         """Waits until the save under way is on the disk or has failed. A slow disk is no hang.
@@ -382,7 +388,7 @@ class CheckpointStore:
         """
         still = Still()
         while self.job and futures.wait([self.job], 0.1).not_done and still.seconds < seconds:
-            self.state.progress += still(self.writer.moved) < HUNG_SECONDS
+            self.state.heartbeat += still(self.writer.moved) < HUNG_SECONDS
 
     def close(self) -> None:
         """Ends the writer thread, once the last save is on the disk or has failed three times."""
@@ -401,10 +407,7 @@ class CheckpointStore:
     # ---- writing ----------------------------------------------------------------------------------
     def _write_copy(self, facts):
         try:
-            images = self.state.updates.images
-            for image in images.values():
-                image.wait()
-            if self._write(facts, {part: image.views for part, image in images.items()}):
+            if self._write(facts, {part: image.views for part, image in self.images.items()}):
                 self._prune(facts)
                 seconds = round(time.monotonic() - self.saved_at, 3)
                 self.ledger.event("save", step=facts["step"], save_s=seconds)
@@ -421,7 +424,8 @@ class CheckpointStore:
         """The folder of the new checkpoint, None if parts of other ranks are missing; or raises."""
         name = not_finite(sources["model"], self.state.names.values())
         if name:
-            self.state.condemn(f"step {facts['step']}: {name} is no longer finite")
+            fact = f"step {facts['step']}: {name} is no longer finite"
+            raise self.state.diverged(fact)
         return self.writer.commit(sources, facts)
 
     def _prune(self, facts):
@@ -450,34 +454,36 @@ class CheckpointStore:
     def _rescue(self, why):
         state = self.state
         began = time.monotonic()
-        self.writer.check_staging(state.whole)
+        self.writer.check_staging(state.progress.step)
         name = f"{part_name(self.layout.number)}-{RESCUE}"
         alone = rescuing(
             self.writer.staging / name,
             progress=lambda: self.writer.moved,
-            needless=lambda: not state.verdict and is_there(self.root, state.facts()),
+            needless=lambda: not state.spoiled and is_there(self.root, state.facts()),
         )
-        with state.updates.aside(), alone:
+        with torch.cuda.stream(self.side) if self.side else nullcontext(), alone:
             clock = time.pthread_getcpuclockid(threading.main_thread().ident)
             still = Still()
             while not state.lock.acquire(timeout=0.1):
                 stands_still = still(time.clock_gettime(clock)) > STEP_SECONDS
                 if stands_still or time.monotonic() - began > LONGEST_SECONDS:
                     raise UserError(
-                        f"step {state.step + 1} hangs half way, the newest checkpoint stands", code=1
+                        f"step {state.progress.step + 1} hangs half way, the newest checkpoint stands", code=1
                     )
             try:
-                if state.verdict:
-                    raise state.verdict
+                if state.spoiled:
+                    raise state.spoiled
                 self.wait(HUNG_SECONDS)
+                wait_by_asking(state.updated)
                 words = self._write_live(why, began)
-                if self.layout.parts > 1 and state.updates.ready:
+                if self.layout.parts > 1 and state.ready:
                     # A rank that holds a part, and dies waiting with a complete gradient, can make its next
                     # step alone. Ranks that had passed the wait have only that one, ranks that had not have
                     # only this one: one of the two is then complete.
-                    state.update(state.updates.ready)
+                    state.update(state.ready)
                     words = self._write_live(why, began)
-                    state.distrust()  # the main thread must not make this step once more
+                    # the main thread must not make this step once more
+                    state.spoil(UserError(f"step {state.progress.step} is made by the rescue", code=1))
             finally:
                 state.lock.release()
         return words
@@ -486,9 +492,13 @@ class CheckpointStore:
         """Writes the tensors, which are held still; what was saved, in words, "" if it was there."""
         if is_there(self.root, self.state.facts()):
             return ""
-        tensors, facts = self.state.snapshot()
+        facts = self.state.facts()
         step = facts["step"]
-        if self._write(facts, self.layout.written(tensors)) is None:
+        tensors = {}
+        for part, own in self.layout.written(self.state.tensors()).items():
+            # with their strides: for other ones the GPU would have to load a kernel
+            tensors[part] = {name: tensor.cpu() for name, tensor in own.items()}
+        if self._write(facts, tensors) is None:
             return (
                 f"step {step}: rank {self.world.rank} has saved its stage; "
                 "the step counts once all stages are saved"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import mmap
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from math import prod
@@ -35,6 +36,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 1 << 22  # read or written at once
 SYNC_BYTES = 1 << 26  # between two syncs of a long file: no stall of minutes at its end
 MOST_THREADS = 8
+ASK_SECONDS = 2e-5  # between two questions to a GPU
 WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one by one in a save
 
 
@@ -164,16 +166,27 @@ def flat_bytes(tensor):
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
+# ---- waiting for a GPU ----------------------------------------------------------------------------------
+def mark(gpu: torch.device | None) -> torch.cuda.Event | None:
+    """An event behind all that the program has given a GPU up to here; None for a CPU, which has done it."""
+    return torch.cuda.current_stream(gpu).record_event() if gpu else None
+
+
+def wait_by_asking(event: torch.cuda.Event | None) -> None:
+    """Asks until the event has come: behind a call that blocks in the driver other threads' calls wait."""
+    while event and not event.query():
+        time.sleep(ASK_SECONDS)
+
+
 # ---- the copy of the state that a save writes -----------------------------------------------------------
 class Image:
-    """A copy of the tensors in one host buffer, which serves every save; `wait` before you read `views`."""
+    """A copy of the tensors in one host buffer, which serves every save."""
 
     def __init__(self, tensors):
         self.kinds = kinds_of(tensors)
         self.gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self.views = {}
-        self.stream = None  # on which a GPU copies
-        self.copied = None  # the event after that
+        self.pinned_for = None  # the GPU that copies into the buffer by itself
 
     def open(self):
         """Allocates the buffer, once; every page of it is written, so that no save waits for the kernel."""
@@ -193,34 +206,18 @@ class Image:
     def _pinned(self, size):
         with suppress(RuntimeError):  # the driver may refuse to lock so much memory
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            self.stream = torch.cuda.Stream(*self.gpus)
-            self.copied = torch.cuda.Event()
+            (self.pinned_for,) = self.gpus
             return buffer
 
     @torch.no_grad()
     def copy(self, tensors):
-        """The one copy that training waits for. Of a GPU's tensors it is only begun: `wait` before you read.
-
-        An update waits for it, and it waits for nothing: the weights are whole (training/state.py).
-        """
+        """The one copy that training waits for."""
         self.open()
         sources = [tensors[name].detach() for name in self.views]
-        if not sources:
-            return
-        if self.stream is None:
-            torch._foreach_copy_(list(self.views.values()), sources)
-            return
-        with torch.cuda.stream(self.stream):
-            torch._foreach_copy_(list(self.views.values()), sources, non_blocking=True)
-            for source in sources:
-                if source.is_cuda:
-                    source.record_stream(self.stream)
-            self.copied.record()
-
-    def wait(self):
-        """Waits until the copy is complete."""
-        if self.copied is not None:
-            self.copied.synchronize()
+        if sources:
+            pinned = self.pinned_for is not None
+            torch._foreach_copy_(list(self.views.values()), sources, non_blocking=pinned)
+            wait_by_asking(mark(self.pinned_for))
 
 
 def not_finite(tensors, names):

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from common.errors import UserError, blamed
 from common.pipeline.transfer import Ranks, timetable
 from common.sampler import seed
-from common.training import autocast, local, placed
+from common.training import autocast, average, local, placed
 
 
 def module(net, piece):
@@ -100,7 +100,7 @@ class Pipeline(nn.Module):
             x = stage(x.to(stage.device))
         return x.to(self.world.device) if self.parts > 1 else x
 
-    def judge(self, samples, state):
+    def score(self, samples, state):
         """What the task returns of a block; None on a rank that does not hold the last stage."""
         if self.world.stages == 1:
             return state.task(self, samples, state)
@@ -159,7 +159,7 @@ class Pipeline(nn.Module):
         flights = []
         for k, (n, part) in enumerate(batch.parts):  # slices without samples do not travel
             if n or opts.shard:  # with --shard a replica without samples runs an example
-                flights.append((tree.slices[k] if tree else k, n, part if n else self.example))
+                flights.append((tree.own[k] if tree else k, n, part if n else self.example))
         if tree:
             tree.begin(state)
 
@@ -167,7 +167,7 @@ class Pipeline(nn.Module):
             v, n, samples = flights[i]
             if first or last:
                 samples = placed(samples, stage.device, opts, own=bool(tree))
-            seed(opts.seed, "step", state.step, *([v] if tree else [world.replica, v]))
+            seed(opts.seed, "step", state.progress.step, *([v] if tree else [world.replica, v]))
             places = tree and places_of_draws()
             if first:
                 x = None if last else task.input_of(samples)
@@ -175,7 +175,7 @@ class Pipeline(nn.Module):
                 x = receive().detach()  # and draws go on where the stage before ended
                 x.requires_grad_(x.is_floating_point())
             if tree and i:
-                state.buffers.renew()
+                state.statistics.renew()
             y = None
             if x is not None:
                 with blamed(f"model {opts.model}, stage {world.stage}"):
@@ -218,7 +218,7 @@ class Pipeline(nn.Module):
             for p in itertools.compress(trained, used.tolist()):
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 world.sum_over_replicas(p.grad)
-        state.average(totals, batch, world)
+        average(state, totals, batch, world)
         return totals
 
     def norm(self, gradients):

@@ -27,7 +27,7 @@ class Hang:
         self.world = world
         self.lifelines = lifelines
         self.limit = state.opts.hang_timeout or HANG_SECONDS
-        self.progress = state.progress
+        self.heartbeat = state.heartbeat
         self.still = 0.0  # seconds since any rank made progress
         self.told = 0.0  # when this rank last told that it moves
         self.found = Alarm()
@@ -36,8 +36,8 @@ class Hang:
     def count(self, seconds):
         """So many seconds have gone by: has this rank moved, or has none for too long?"""
         self.still += seconds
-        if self.state.progress != self.progress:
-            self.progress = self.state.progress
+        if self.state.heartbeat != self.heartbeat:
+            self.heartbeat = self.state.heartbeat
             self.still = 0.0
             self._tell_move()
         elif self.still >= self.limit:
@@ -68,7 +68,9 @@ class Hang:
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = "".join(traceback.format_stack(frame)[-6:]).rstrip()
         say(f"rank {rank} is here:\n{stack}", sys.stderr)
-        self.places[rank] = f"step {self.state.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.places[rank] = (
+            f"step {self.state.progress.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        )
         self.lifelines.tell(f"{rank} {self.places[rank]}")
         self.found.sound(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
 
@@ -79,4 +81,4 @@ class Hang:
         for rank in ranks:
             groups.setdefault(self.places.get(rank, SILENT), []).append(str(rank))
         places = [f"rank {','.join(names)}: {place}" for place, names in groups.items()]
-        return "; ".join([f"no progress for {self.limit:.0f} s at step {self.state.step}", *places])
+        return "; ".join([f"no progress for {self.limit:.0f} s at step {self.state.progress.step}", *places])

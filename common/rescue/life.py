@@ -52,28 +52,29 @@ def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
     The refusal ends the row: the next start may try as often again. A step that was saved and then withdrawn
     is no progress: the next life began on the same step.
     """
+    progress = state.progress
     in_vain = 0
     row = []
     for life in reversed(lives):
         names = {event["event"] for event in life}
         ended = names & ENDS_A_ROW and not names & FAILED  # the error of one rank stops the others
-        if ended or life[0]["step"] != state.step:
+        if ended or life[0]["step"] != progress.step:
             break
         row.append(life)
         if names & FAILED or "first_step" not in names:
             in_vain += 1
     too_many = in_vain >= LIVES_IN_VAIN or len(row) >= LIVES_KILLED
-    complete = state.finished and not state.evaluation_due
+    complete = progress.finished and not progress.evaluation_due
     if complete or not too_many:
         return
     errors = [event["why"] for event in named(chain(*reversed(row)), "error")]
     first = [*errors, "killed, no error was noted"][0]
-    order = ElasticSampler(state.samples, state.opts.global_batch_size, seed=state.opts.seed)
-    order.set_epoch(state.epoch, state.samples if state.finished else state.position)
+    order = ElasticSampler(progress.samples, state.opts.global_batch_size, seed=state.opts.seed)
+    order.set_epoch(progress.epoch, progress.samples if progress.finished else progress.position)
     samples = ", ".join(map(str, next(iter(order), [])[:SAMPLES_NAMED]))
     raise UserError(
-        f"no progress in {len(row)} lives on step {state.step + 1}; the first error: {first}\n"
-        f"its samples: {samples or 'none, it is an evaluation'} (of epoch {state.epoch + 1})\n"
+        f"no progress in {len(row)} lives on step {progress.step + 1}; the first error: {first}\n"
+        f"its samples: {samples or 'none, it is an evaluation'} (of epoch {progress.epoch + 1})\n"
         "mend the cause (a bad sample? too little memory?), then start again",
         code=5,
     )

@@ -109,7 +109,7 @@ class Rescue:
         self.thread.join()  # a thread that wakes in a dying interpreter aborts it
         if error is None:
             if self.world.rank == 0:
-                self.ledger.event("done", step=self.state.step)
+                self.ledger.event("done", step=self.state.progress.step)
             self._forget("stop")
             self.store.release()  # not before all have met: a survivor needs the staging folder
         elif kind is None:
@@ -171,7 +171,7 @@ class Rescue:
         if way is WayOut.PEER_DIED:
             way, cause = self._end_of_the_peer()
         event, words, code = way.value
-        self.ledger.event(event, step=self.state.whole, why=cause)
+        self.ledger.event(event, step=self.state.progress.step, why=cause)
         if words and self._is_first(saved):
             death = self.watch.lifelines.death
             if death.killed:  # it could not note its own end
@@ -179,7 +179,7 @@ class Rescue:
             line = words.format(cause=cause, saved=saved.words, rank=self.world.rank)
             say(line, sys.stdout if way is WayOut.STOPPED else sys.stderr)
             note_reason(line)
-        self.ledger.event("left", stepped=round(self.state.stepped, 3))
+        self.ledger.event("left", stepped=round(self.state.progress.stepped, 3))
 
         if code == ALL_SAVED:
             code = saved.failure or ALL_SAVED
@@ -208,7 +208,7 @@ class Rescue:
         """Never raises: this life ends in any case."""
         if way is WayOut.REFUSED:
             return Saved()
-        step = self.state.whole
+        step = self.state.progress.step
         already = Saved(f"step {step} was saved already")
         try:
             words = self.store.rescue(way.name.lower())

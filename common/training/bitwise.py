@@ -34,6 +34,7 @@ import torch.distributed as dist
 
 from common.errors import UserError
 from common.sampler import hash_seed, share
+from common.training.optimizer import end_mean
 from common.world import fingerprint_of
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
@@ -41,7 +42,7 @@ FIRST_BUCKET_BYTES = 1 << 20  # small, to leave early; as in DDP
 BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
-class Tree:
+class Slices:
     """A net whose gradient is that sum. In each step: `begin`, `backward` of slices with samples, `finish`.
 
     A slice's totals and its changes of buffers are summed as the gradient of one more tensor, `tail`.
@@ -51,7 +52,7 @@ class Tree:
         self.net = net
         self.world = world
         self.count = slices
-        self.slices = share(slices, world.replica, world.replicas)
+        self.own = share(slices, world.replica, world.replicas)
         self.params = [p for p in net.parameters() if p.requires_grad][::-1]  # roughly the order of backward
         self.buckets = []
         self.seen = 0  # the bits of the slice that all ranks compute (--cross-check)
@@ -60,41 +61,51 @@ class Tree:
 
     def begin(self, state):
         """Begins a step; the buffers are those of the last one."""
-        self.buffers = state.buffers
+        self.statistics = state.statistics
         if not self.buckets:  # before the first step: how many totals there are decides the last one
-            exact = not state.task.ahead or torch.float64 in self.buffers.kinds
+            exact = not state.task.counts_samples or torch.float64 in self.statistics.kinds
             self.kind = torch.float64 if exact else torch.float32
-            size = self.buffers.numel + len(state.task.zeros(self.world.device))
+            size = self.statistics.numel + len(state.task.zeros(self.world.device))
             self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
             self.tensors = [*self.params, self.tail]
             self.buckets = [Bucket(members, self.world, self.count) for members in _cut(self.tensors)]
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
         for bucket in self.buckets:
             bucket.waiting = set()
-        self.checked = checked(state.opts, state.step, self.world.size)
-        self.next = self.slices.start
+        self.checked = checked(state.opts, state.progress.step, self.world.size)
+        self.next = self.own.start
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
         """What slice v adds to the tail: call it after its forward."""
-        moves = self.buffers.moves(weight, v == self.count - 1, self.kind)
+        moves = self.statistics.moves(weight, v == self.count - 1, self.kind)
         return torch.cat([moves.to(totals.device), totals])
 
-    def backward(self, v, tail=None, output=None, gradient=None):
+    def backward(self, v, tail, output, gradient=None):
         """The backward of slice v; slices that are left out have no samples."""
+        self._pass_to(v)
+        self._begin_slice()
+        self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
+        if output.requires_grad:
+            output.backward(gradient)
+        self._end_slice()
+
+    def _pass_to(self, v):
+        """Slices without samples, up to v, have their places in the sum."""
         while self.next < v:
-            self.backward(self.next)
-        self.carries = carries(self.next, self.slices.start)
+            self._begin_slice()
+            self._end_slice()
+
+    def _begin_slice(self):
+        self.carries = carries(self.next, self.own.start)
         if not self.carries:  # otherwise autograd adds to the gradients of the slice before
             for tensor in self.tensors:
                 tensor.grad = None
         self.done = 0  # buckets
         for bucket in self.buckets:  # members without the gradient of this slice
             bucket.waiting = {tensor for tensor in bucket.members if tensor.requires_grad}
-        if output is not None:
-            self.tail.grad = self.tail.grad.add_(tail) if self.carries else tail
-            if output.requires_grad:
-                output.backward(gradient)
+
+    def _end_slice(self):
         self._collect(also_waiting=True)  # for what this slice does not use
         if self.next == self.checked:
             self.seen = fingerprint_of(map(gradient_of, self.tensors))
@@ -119,15 +130,14 @@ class Tree:
                 return
             self.done += 1
             bucket.collect(self.carries)
-            if self.next == self.slices[-1]:
+            if self.next == self.own[-1]:
                 bucket.send()
 
     # ---- the rest of the tree ---------------------------------------------------------------------
     @torch.no_grad()
     def finish(self, batch, state):
         """Leaves the sum of all slices in `.grad`, updates buffers; returns this rank's share of totals."""
-        while self.next < self.slices.stop:
-            self.backward(self.next)
+        self._pass_to(self.own.stop)
         for bucket in self.buckets:
             bucket.add()
         for bucket in self.buckets:
@@ -136,14 +146,14 @@ class Tree:
             for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
                 tensor.grad = None if is_missing(total, first) else total
         self.move_buffers()
-        totals = self.tail.grad[self.buffers.numel :].double()
-        state.count(totals[1], batch.size, self.world.sum_over_stages)
+        totals = self.tail.grad[self.statistics.numel :].double()
+        end_mean(state, totals[1], batch.size, self.world.sum_over_stages)
         # every replica has all totals; callers add those of the ranks
         return totals if self.world.replica == 0 else torch.zeros_like(totals)
 
     def move_buffers(self):
         """By the sum of what all slices have changed."""
-        self.buffers.apply(self.tail.grad[: self.buffers.numel])
+        self.statistics.apply(self.tail.grad[: self.statistics.numel])
 
 
 class Bucket:
@@ -190,7 +200,8 @@ class Bucket:
         part = result[self.world.replica]
         for i, j in self.order[:-1]:
             rows[i] += rows[j]
-        for i, j in self.order[-1:]:  # none if one row is the sum
+        if self.order:  # else one row is the sum
+            i, j = self.order[-1]
             torch.add(rows[i], rows[j], out=part)
         self._exchange([part] * self.world.replicas, result)
 

@@ -1,4 +1,8 @@
-"""Exact metrics: each sample counts once, and no bit of the result depends on the number of ranks."""
+"""Exact metrics: each sample counts once, and no bit of the result depends on the number of ranks.
+
+From a test set to metrics: replicas share blocks of a fixed size; each block has one row of sums and counts;
+all ranks add the rows in one order, and divide once.
+"""
 
 from functools import partial
 from typing import Any
@@ -23,7 +27,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     """{"val_loss": ..., "val_acc": ...}, of few samples also {"predictions", "labels"}; on every rank."""
     state.net.eval()
     task = task or state.task
-    judge = state.stages.judge if state.stages else partial(task, model)  # None but on the last stage
+    score = state.stages.score if state.stages else partial(task, model)  # None but on the last stage
     blocks = list(torch.arange(len(split)).split(block_size(split, state.opts)))
     end = len(blocks)
     if state.opts.shard:  # all replicas run as many blocks: some one that does not count
@@ -34,11 +38,11 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
     totals = None
     with state.averaged():
         for number, (((_, part),), _) in zip(mine, loaded(split, cuts, state.opts), strict=True):
-            state.progress += 1
+            state.heartbeat += 1
             seed(state.opts.seed, "evaluation", number)  # a net that draws does so alike at every world
             values = None
             if part is not None:
-                values = judge(placed(part, world.device, state.opts), state)
+                values = score(placed(part, world.device, state.opts), state)
             if values is None or number >= len(blocks):
                 continue
             if not task.names:

@@ -196,8 +196,14 @@ def unscale(state):
         by_device[none.device] = overflows
 
 
+def end_mean(state, counted, size, add):
+    """Ends the mean where a task counts other things than samples; `add` sums over all ranks."""
+    if not state.task.counts_samples:
+        total = add(counted.clone())
+        divide(state.gradients, torch.where(total == 0, 1.0, total / size))
+
+
 def divide(gradients, divisor):
-    """Ends the mean over the global count."""
     alike = defaultdict(list)
     for gradient in gradients:
         rows = local(gradient)

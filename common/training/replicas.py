@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from common.data import Data, leaves, map_tensors
 from common.errors import UserError
 from common.options import Options
-from common.training.bitwise import Tree
+from common.training.bitwise import Slices
 from common.training.tasks import OWN, Task, autocast
 from common.world import World
 
@@ -49,10 +49,10 @@ def prepare(
     return net
 
 
-def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module | Tree:
+def distribute(net: nn.Module, opts: Options, world: World) -> nn.Module | Slices:
     """A replica on every rank; gradients are averaged while backward runs. In train_dp.py one a device."""
     if opts.virtual_ranks:
-        return Tree(net, world, opts.virtual_ranks)
+        return Slices(net, world, opts.virtual_ranks)
     if len(world.devices) > 1:
         return replicate(net, opts, world)
     net = torch.compile(net) if opts.compile else net

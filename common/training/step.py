@@ -1,7 +1,11 @@
 """Forward and backward: a global batch becomes one gradient.
 
+From a batch to a gradient: `backward` seeds the draws, and runs forward and backward of each part of this
+rank's share; the last backward averages the gradient over the ranks (DDP); `average` ends the mean of buffers
+and counts. With --virtual-ranks `backward_slices` does so slice by slice (bitwise.py).
+
 The gradient is the exact mean over the samples at any number of ranks and micro batches: sums are divided by
-the size of the global batch before the backward; `state.count` corrects for what else a task counts.
+the size of the global batch before the backward; `end_mean` corrects for what else a task counts.
 """
 
 import socket
@@ -19,21 +23,22 @@ from common.data import Batch, batches, map_tensors
 from common.errors import blamed, say
 from common.options import Options
 from common.sampler import ElasticSampler, seed
-from common.training.bitwise import Tree
+from common.training.bitwise import Slices
+from common.training.optimizer import end_mean
 from common.training.state import TrainState
 from common.training.tasks import nothing
 from common.world import World, fingerprint_of, gather
 
 
-def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: World) -> Tensor:
+def backward(model: nn.Module | Slices, batch: Batch, state: TrainState, world: World) -> Tensor:
     """Leaves the mean gradient of the global batch in `.grad`; returns the totals of this rank's forwards.
 
     Call it on every rank for every global batch, with an empty share too: it synchronises exactly once.
     """
     opts = state.opts
-    if isinstance(model, Tree):
+    if isinstance(model, Slices):
         return backward_slices(model, batch, state)
-    seed(opts.seed, "step", state.step, world.rank)  # dropout: derived, never stored
+    seed(opts.seed, "step", state.progress.step, world.rank)  # dropout: derived, never stored
     totals = state.task.zeros(world.device)
     parts = batch.parts or [(0, None)]  # DDP waits for a rank without samples, too
     for i, (_, part) in enumerate(parts, 1):
@@ -43,8 +48,14 @@ def backward(model: nn.Module | Tree, batch: Batch, state: TrainState, world: Wo
             # DDP divides by the number of ranks: the factor world.size undoes that.
             state.scaler.scale(loss * (world.size / batch.size)).backward()
     check_used(model, state)
-    state.average(totals, batch, world)
+    average(state, totals, batch, world)
     return totals
+
+
+def average(state: TrainState, totals: Tensor, batch: Batch, world: World) -> None:
+    """After the backward, on every rank: the mean of all ranks, of buffers and of what a task counts."""
+    state.statistics.average(world, len(batch.ids) / batch.size)
+    end_mean(state, totals[1], batch.size, world.all_sum)
 
 
 def check_used(model: nn.Module, state: TrainState) -> None:
@@ -58,42 +69,42 @@ def check_used(model: nn.Module, state: TrainState) -> None:
     if isinstance(model, DistributedDataParallel):
         with blamed(fact, way_out):
             model._check_reducer_finalized()
-    elif names and not state.step:
+    elif names and not state.progress.step:
         say(f"warning: {fact}: more processes would refuse that\n         {way_out}", sys.stderr)
 
 
-def backward_slices(tree, batch, state):
+def backward_slices(slices, batch, state):
     """Slices are summed along a fixed tree, so no bit depends on the world.
 
     Each slice is computed as if it were alone; the number of ranks only decides which rank computes it.
     """
-    tree.begin(state)
-    for v, piece in zip(tree.slices, batch.parts, strict=True):
+    slices.begin(state)
+    for v, piece in zip(slices.own, batch.parts, strict=True):
         n, _ = piece
         if n:  # in a short last batch a slice may be without samples
-            tail, loss = slice_loss(tree, v, piece, batch.size, state)
-            tree.backward(v, tail, loss)
-    return tree.finish(batch, state)
+            tail, loss = slice_loss(slices, v, piece, batch.size, state)
+            slices.backward(v, tail, loss)
+    return slices.finish(batch, state)
 
 
-def slice_loss(tree, v, piece, size, state):
+def slice_loss(slices, v, piece, size, state):
     """Forward of slice v, a piece of a global batch of `size` samples: (its tail, its loss)."""
     n, part = piece
-    device = tree.world.device
-    state.buffers.restore()
-    seed(state.opts.seed, "step", state.step, v)
-    totals = state.task.zeros(device, tree.kind)
+    device = slices.world.device
+    state.statistics.reset()
+    seed(state.opts.seed, "step", state.progress.step, v)
+    totals = state.task.zeros(device, slices.kind)
     part = placed(part, device, state.opts, own=True)
-    loss = forward(tree.net, part, state, totals)
-    return tree.measured(v, n / size, totals), state.scaler.scale(loss / size)
+    loss = forward(slices.net, part, state, totals)
+    return slices.measured(v, n / size, totals), state.scaler.scale(loss / size)
 
 
-def cross_check_is_due(model: nn.Module | Tree) -> bool:
+def cross_check_is_due(model: nn.Module | Slices) -> bool:
     """Whether all ranks are to compute one slice of this step, and to compare its bits (--cross-check)."""
-    return isinstance(model, Tree) and model.checked is not None
+    return isinstance(model, Slices) and model.checked is not None
 
 
-def odd_ranks(model: Tree, split: object, state: TrainState, world: World) -> str:
+def odd_ranks(model: Slices, split: object, state: TrainState, world: World) -> str:
     """The ranks that compute a slice with other bits than most, in words; empty if all bits are the same.
 
     A device that computes wrong numbers now and then raises no error, and the sum over ranks hides whose
@@ -101,7 +112,7 @@ def odd_ranks(model: Tree, split: object, state: TrainState, world: World) -> st
     rank between backward and update.
     """
     v = model.checked
-    mine = v in model.slices  # this rank has computed it in this step
+    mine = v in model.own  # this rank has computed it in this step
     votes = gather(world, model.seen if mine else slice_bits(model, v, split, state))
     if len(set(votes)) == 1:
         return ""
@@ -112,24 +123,25 @@ def odd_ranks(model: Tree, split: object, state: TrainState, world: World) -> st
         odd = list(range(world.size))
     hosts = gather(world, socket.gethostname())
     names = " or ".join(f"rank {rank} (host {hosts[rank]})" for rank in odd)
-    return f"step {state.step + 1}: {names} computes slice {v} with other bits than another rank"
+    return f"step {state.progress.step + 1}: {names} computes slice {v} with other bits than another rank"
 
 
-def slice_bits(tree, v, split, state):
+def slice_bits(slices, v, split, state):
     """The bits of slice v's gradient, computed here; leaves no trace."""
+    progress = state.progress
     opts = replace(state.opts, workers=0)
-    alone = ElasticSampler(state.samples, opts.global_batch_size, v, opts.virtual_ranks, opts.seed)
-    alone.set_epoch(state.epoch, state.position)
+    alone = ElasticSampler(progress.samples, opts.global_batch_size, v, opts.virtual_ranks, opts.seed)
+    alone.set_epoch(progress.epoch, progress.position)
     batch = next(batches(split, alone, opts))
     piece = batch.parts[0]
     n, _ = piece
-    gradients = [torch.full_like(tensor, -0.0) for tensor in tree.tensors]
+    gradients = [torch.full_like(tensor, -0.0) for tensor in slices.tensors]
     if n:
-        gradients[-1], loss = slice_loss(tree, v, piece, batch.size, state)
-        for i, gradient in enumerate(torch.autograd.grad(loss, tree.params, allow_unused=True)):
+        gradients[-1], loss = slice_loss(slices, v, piece, batch.size, state)
+        for i, gradient in enumerate(torch.autograd.grad(loss, slices.params, allow_unused=True)):
             if gradient is not None:
                 gradients[i] = gradient
-    tree.move_buffers()
+    slices.move_buffers()
     return fingerprint_of(gradients)
 
 
@@ -154,8 +166,9 @@ def forward(model, part, state, totals):
     A task may call the net as it likes, so DDP wraps all of it: it must know when a forward begins and ends.
     """
 
+    weights = [p for p in state.names if p.requires_grad]
+
     def run(net):
-        weights = (p for p in net.parameters() if p.requires_grad)  # looked at where nothing counts
         if part is None:
             return nothing(weights)
         values = state.task(net, part, state)

@@ -44,13 +44,13 @@ def criterion(out, targets, smoothing):
 
 def classify(net, batch, state):
     """The mean over samples, and over the tokens of a sample."""
-    loss, right, y = judged(net, batch, state)
+    loss, right, y = scored(net, batch, state)
     return {"loss": (loss / y.shape[1:].numel(), len(y)), "acc": (right, y.numel())}
 
 
 def tokens(net, batch, state):
     """The mean over all targets that are not IGNORED."""
-    loss, right, y = judged(net, batch, state)
+    loss, right, y = scored(net, batch, state)
     count = (y != IGNORED).sum()
     return {"loss": (loss, count), "acc": (right, count)}
 
@@ -72,7 +72,7 @@ def pair(batch):
     )
 
 
-def judged(net, batch, state):
+def scored(net, batch, state):
     """(summed loss, right answers, targets); in an evaluation in doubles, without label smoothing."""
     opts = state.opts
     x, y = pair(batch)
@@ -110,11 +110,11 @@ def autocast(opts: Options, device: torch.device) -> AbstractContextManager:
 class Task:
     """A function of (net, batch, state), and what is known of its values before the first step."""
 
-    def __init__(self, function, names, finish=None, spec="", ahead=False):
+    def __init__(self, function, names, finish=None, spec="", counts_samples=False):
         self.function = function
         self.finish = finish
         self.spec = spec  # of a user's own
-        self.ahead = ahead  # the count of what is minimised is the number of samples
+        self.counts_samples = counts_samples  # of what is minimised the count is that of samples
         self.names = names  # of (sum, count)
         self.shapes = {}  # of the whole numbers, by name
         self.shown = [*names]  # names of the numbers that a person sees
@@ -296,7 +296,7 @@ def find_task(opts: Options) -> Task:
         task.shown = []  # until it reports
         return task
     if opts.task == "classify":
-        return Task(classify, ["loss", "acc"], ahead=opts.bad_samples == "stop")
+        return Task(classify, ["loss", "acc"], counts_samples=opts.bad_samples == "stop")
     if opts.task == "tokens":
         task = Task(tokens, ["loss", "acc"], perplexity)
         task.shown.append("perplexity")

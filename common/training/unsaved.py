@@ -1,4 +1,8 @@
-"""What a net or an optimizer remembers, and no checkpoint holds: a resumed run lacks it."""
+"""What a net or an optimizer remembers, and no checkpoint holds: a resumed run lacks it.
+
+From a value to a warning: `remembered` and `remembered_aside` hash what is not saved; the hashes before and
+after a step are compared. `FirstForward` compares what is saved, which a forward may not change.
+"""
 
 import io
 import pickle
@@ -8,11 +12,40 @@ from contextlib import suppress
 import torch
 from torch import Tensor, nn
 
-from common.errors import say
+from common.errors import UserError, say
 from common.place import here
 from common.world import fingerprint_of
 
 TORCHS = frozenset(vars(nn.Module()))  # what each module has for itself
+
+
+class FirstForward:
+    """Compares the tensors that a life begins with and those after its first forward."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors  # a function
+        self.marks = None  # {name: fingerprint}; empty once they are compared
+
+    def begin(self):
+        if self.marks is None:
+            self.marks = self._marks()
+
+    def end(self):
+        """UserError if a weight has changed: a rescue would save it, ranks may differ."""
+        if not self.marks:
+            return
+        changed = sorted(self._marks().items() - self.marks.items())
+        self.marks = {}
+        if changed:
+            name, _ = changed[0]
+            raise UserError(
+                f"{name} is changed by a forward, or before it; only a step may change weights\n"
+                "make it a buffer; or change it in a hook (optimizer.register_step_post_hook), "
+                "or after run.step in a loop of your own"
+            )
+
+    def _marks(self):
+        return {name: fingerprint_of([tensor]) for name, tensor in self.tensors().items()}
 
 
 def warn_of_unsaved(net, optimizer):

@@ -49,7 +49,7 @@ def ways_to_save(folder, mb, device, durable):
 
     def timed(name, save):
         def turn():
-            state.step += 1
+            state.progress.step += 1
             with torch.no_grad():
                 torch._foreach_mul_(tensors, 0.999)  # a step: every byte changes, caches are cold
             os.sync()

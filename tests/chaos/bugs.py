@@ -16,7 +16,7 @@ def position_ahead():
 
     real = TrainState.facts
     TrainState.facts = lambda self: (
-        (facts := real(self)) | {"position": min(facts["position"] + 1, self.samples)}
+        (facts := real(self)) | {"position": min(facts["position"] + 1, self.progress.samples)}
     )
 
 
@@ -75,16 +75,16 @@ def half_a_step():
     real = TrainState.update
 
     def update(self, size):
-        self.step += 1
-        self.position += size
+        self.progress.step += 1
+        self.progress.position += size
         step = self.optimizer.step
         self.optimizer.step = lambda *args, **kwargs: None
         try:
             real(self, size)
         finally:
             self.optimizer.step = step
-            self.step -= 1
-            self.position -= size
+            self.progress.step -= 1
+            self.progress.position -= size
 
     TrainState.update = update
 

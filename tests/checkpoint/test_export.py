@@ -27,7 +27,7 @@ def trained(folder, steps=(1, 2), best=1):
         for step in steps:
             at_step(life.state, step)
             if step == best:
-                life.state.best = {"val_acc": 0.5, "loss": 0.5, "step": best}
+                life.state.progress.best = {"val_acc": 0.5, "loss": 0.5, "step": best}
             save(life, step)
     return opts.run_dir
 
@@ -52,14 +52,14 @@ def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_one
     run = trained(tmp_path, steps=(1, 3), best=3)
     opts = options(tmp_path)
     with a_life(options(tmp_path / "new", resume=f"{run}/checkpoints/step-00000003")) as life:
-        assert life.state.best == {"step": 3}
+        assert life.state.progress.best == {"step": 3}
     with a_life(opts) as life:
-        assert life.state.best["val_acc"] == 0.5
-        life.state.best["step"] = 2
+        assert life.state.progress.best["val_acc"] == 0.5
+        life.state.progress.best["step"] = 2
         save(life, 4)
     with a_life(opts, said=(said := [])) as life:
         assert "no checkpoint of step 2" in said[0]
-        assert life.state.best == {"val_acc": 0.5, "loss": 0.5, "step": 3}
+        assert life.state.progress.best == {"val_acc": 0.5, "loss": 0.5, "step": 3}
         save(life, 5)
     assert main([str(run), "--best"]) == 0 and "step-00000003" in capsys.readouterr().out
 

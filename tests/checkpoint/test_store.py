@@ -27,6 +27,7 @@ from common.checkpoint import tensors
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
 from common.checkpoint.folder import choose, read_facts, read_manifest
+from common.errors import UserError
 
 
 def fails(*_):
@@ -139,7 +140,7 @@ def test_the_best_one_stays_until_a_better_one_is_on_the_disk(tmp_path, monkeypa
         else:
             assert announced_rescue(life.store, at_step(life.state, 5))
     with a_life(opts) as life:
-        assert life.state.best == {"val_acc": 0.90, "loss": 1.0, "step": 1}
+        assert life.state.progress.best == {"val_acc": 0.90, "loss": 1.0, "step": 1}
         assert steps_of(opts)[-1] == 1
         at_step(life.state, 7).record_evaluation({"val_loss": 1.0, "val_acc": 0.10})
         save(life, 7)
@@ -150,7 +151,7 @@ def test_what_is_put_aside_stays_until_a_newer_one_is_saved(tmp_path):
     _, root = two_checkpoints(tmp_path, steps=(1, 2, 3, 4), keep=4)
     os.truncate(root / "step-00000004/model.safetensors", 9)
     with a_life(options(tmp_path, keep=2)) as life:  # step 1 is superfluous from now on
-        assert life.state.step == 3 and (root / "damaged-step-00000004").is_dir()
+        assert life.state.progress.step == 3 and (root / "damaged-step-00000004").is_dir()
         save(life, 5)
     assert sorted(os.listdir(root)) == ["step-00000003", "step-00000005"]
 
@@ -212,25 +213,24 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         save(life, 2)
         with torch.no_grad():
             life.state.net[0].weight[1, 1] = math.nan
-        life.state.step = 3
+        life.state.progress.step = 3
         life.store.save()
         life.store.wait()
         with refusal("0.weight is no longer finite", code=5) as told:
             life.store.check()
-        assert life.state.verdict
+        assert life.state.spoiled
         assert not announced_rescue(life.store, life.state)
-        newest = opts.run_dir / "checkpoints/step-00000002"
-        assert f"--run-dir NEW --resume {newest} --lr X" in str(told.value)
+        assert f"--run-dir NEW --resume {opts.run_dir} --lr X" in str(told.value)
         assert "nothing after the newest checkpoint is kept" in str(told.value)
-    with a_life(options(tmp_path / "new", resume=str(newest), lr=1e-9)) as life:  # what it says works
-        assert life.state.step == 2
+    with a_life(options(tmp_path / "new", resume=str(opts.run_dir), lr=1e-9)) as life:  # what it says works
+        assert life.state.progress.step == 2
     assert steps_of(opts) == [2, 1]
 
 
 def test_a_state_cut_in_two_is_never_saved(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
-        at_step(life.state, 1).distrust()
+        at_step(life.state, 1).spoil(UserError("half a step"))
         life.store.save()
         assert not announced_rescue(life.store, life.state)
     assert steps_of(opts) == []

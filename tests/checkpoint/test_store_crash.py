@@ -168,7 +168,10 @@ def record(tmp_path, monkeypatch):
             for step in (*STEPS, STEPS[-1], STEPS[-1] + 1):
                 at_step(life.state, step)
                 if step == STEPS[-1]:
-                    life.state.best = {"val_acc": life.state.best.get("val_acc", 0) + 1, "step": step}
+                    life.state.progress.best = {
+                        "val_acc": life.state.progress.best.get("val_acc", 0) + 1,
+                        "step": step,
+                    }
                 recorder.begin(life.state.facts())
                 if step > STEPS[-1]:
                     assert announced_rescue(life.store, life.state)

@@ -272,7 +272,7 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     (root / "step-00000003.tmp").mkdir()
     assert load(root, images_for(opts)) == (1, True) and [step for step, _ in checkpoints(root)] == [9, 2, 1]
     with a_life(opts) as life:
-        assert life.state.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
+        assert life.state.progress.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
 
 
 def test_planted_links_are_never_written_through(tmp_path):

@@ -197,14 +197,14 @@ def test_what_no_start_would_read_is_a_failed_save(tmp_path, monkeypatch, what):
             save(life, step)
         if what == "too large":
             monkeypatch.setattr(disk, "MOST_BYTES", 1 << 14)
-            life.state.evaluated = {"step": 3} | many_numbers(2000)
+            life.state.progress.evaluated = {"step": 3} | many_numbers(2000)
         else:
             monkeypatch.setattr(folder, "facts_to_json", lambda facts: disk.to_json({"step": facts["step"]}))
         with pytest.raises(Damaged, match="state.json"):
             save(life, 3)
         assert life.store.failures == 1 and not list(life.store.writer.staging.iterdir())
         monkeypatch.undo()
-        life.state.evaluated = {}
+        life.state.progress.evaluated = {}
         assert steps_of(opts) == [2, 1]
         save(life, 4)
     assert resumes_at(opts, 4)
@@ -282,7 +282,7 @@ def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_l
         save(life, 1)
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.2"]
     with a_life(opts) as life:
-        assert life.state.best["val_acc"] == 0.7 and life.source == "checkpoints/step-00000001.2"
+        assert life.state.progress.best["val_acc"] == 0.7 and life.source == "checkpoints/step-00000001.2"
 
 
 def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_ones(tmp_path):
@@ -293,8 +293,8 @@ def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_
         at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
         assert announced_rescue(life.store, life.state)
         assert [folder.name for _, folder in checkpoints(root)] == ["step-00000002.1", "step-00000001"]
-        life.state.evaluated = {}
-        life.state.best = tiny_state(opts).best
+        life.state.progress.evaluated = {}
+        life.state.progress.best = tiny_state(opts).progress.best
         assert not announced_rescue(life.store, life.state)  # a rank that had not evaluated yet
 
 

@@ -99,7 +99,7 @@ def test_the_way_to_a_users_file_does_not_count(tmp_path, monkeypatch):
     monkeypatch.chdir(own.parent)
     for number, spelled in enumerate(("own.py", own, "./own.py")):
         with a_life(options(tmp_path, model=f"{spelled}:net")) as life:
-            assert life.state.step == number
+            assert life.state.progress.step == number
             save(life, number + 1)
     refused(options(tmp_path, model="other.py:net"), "--model was '.*own.py:net', now 'other.py:net'")
 

@@ -131,7 +131,7 @@ def load_in_stages(folder):
 
     def live(world):
         with staged(world, folder, said := []) as (_, state):
-            return state.step, is_at(state, state.step), said
+            return state.progress.step, is_at(state, state.progress.step), said
 
     return fork_ranks(STAGES, live)
 

@@ -85,13 +85,13 @@ def test_of_two_checkpoints_with_one_name_and_other_content_the_second_is_tried_
         opts = options(tmp_path / f"node{node}")
         with a_life(opts) as life:
             save(life, 3)
-            life.state.record = {"step": node}
+            life.state.progress.record = {"step": node}
             save(life, 9)
     os.truncate(tmp_path / "node0/run/checkpoints/step-00000009" / file, 7)
 
     def begin(world):
         with a_life(of_node(tmp_path, world), world=world, said=(said := [])) as life:
-            return is_at(life.state, 9), life.state.record, sum("put aside" in text for text in said)
+            return is_at(life.state, 9), life.state.progress.record, sum("put aside" in text for text in said)
 
     assert fork_ranks(3, begin, node_size=1) == [(True, {"step": 1}, told) for told in (1, 0, 0)]
     assert [steps_of(options(tmp_path / f"node{node}")) for node in range(3)] == [[9, 3], [9, 3], [9]]
@@ -187,7 +187,7 @@ def test_the_same_start_on_all_ranks_or_none(tmp_path):
             state.net[0].weight[0, 0] += world.rank
         with refusal("the ranks have made different weights"):
             new_store(options(tmp_path), world).restore(state)
-        return state.verdict is None
+        return state.spoiled is None
 
     assert fork_ranks(2, begin) == [False, False]
 
@@ -205,7 +205,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
         if world.rank == 1:
             with torch.no_grad():
                 if flip == "a buffer":
-                    state.buffers.committed["1.num_batches_tracked"] += 1
+                    state.statistics.committed["1.num_batches_tracked"] += 1
                 elif flip.startswith("the"):
                     state.net[0].weight.view(torch.int32)[1, 2] ^= 1
                 else:
@@ -219,7 +219,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
         store.save()
         rescued = announced_rescue(store, state)
         world.barrier()  # as in Rescue: the end takes the staging folder away
-        return state.verdict is None, rescued, end(store)
+        return state.spoiled is None, rescued, end(store)
 
     assert fork_ranks(2, diverge) == [(False, "", None)] * 2
     assert steps_of(opts) == [1]
@@ -251,7 +251,7 @@ def test_a_flipped_weight_ends_a_real_training_before_it_is_saved(tmp_path, scri
 
         def update(state, count):
             real(state, count)
-            if state.step == 5 and world.rank == size - 1:
+            if state.progress.step == 5 and world.rank == size - 1:
                 with torch.no_grad():
                     local(next(state.net.parameters())).view(torch.int32).view(-1)[0] ^= 1
 

@@ -43,25 +43,29 @@ def test_with_another_number_of_samples_the_epoch_begins_again_and_this_is_said(
     said = []
     opts = options(tmp_path, accept_data_change=True)
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
-        assert (life.state.step, life.state.epoch, life.state.position) == (2, 0, 0)
+        assert (life.state.progress.step, life.state.progress.epoch, life.state.progress.position) == (
+            2,
+            0,
+            0,
+        )
     assert len(said) == 2 and said[1].startswith("step 2 was saved at position 2 ")
     assert f"again with {samples} samples" in said[1]
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
-        assert life.state.position == 0 and len(said) == 3  # the checkpoint is the same
-        life.state.position = 4
+        assert life.state.progress.position == 0 and len(said) == 3  # the checkpoint is the same
+        life.state.progress.position = 4
         life.store.save()
     with a_life(options(tmp_path), fingerprint=OTHER, said=said, samples=samples) as life:
-        assert life.state.position == 4 and len(said) == 3
+        assert life.state.progress.position == 4 and len(said) == 3
 
 
 def test_an_epoch_that_is_complete_stays_complete_whatever_the_data_becomes(tmp_path):
     with a_life(options(tmp_path)) as life:
-        at_step(life.state, 2).position = 640
+        at_step(life.state, 2).progress.position = 640
         life.store.save()
     said = []
     opts = options(tmp_path, accept_data_change=True)
     with a_life(opts, fingerprint=OTHER, said=said, samples=700) as life:
-        assert life.state.epoch_over and life.state.position == 700 and len(said) == 1
+        assert life.state.progress.epoch_over and life.state.progress.position == 700 and len(said) == 1
 
 
 @pytest.mark.parametrize(
@@ -74,7 +78,7 @@ def test_resuming_another_run_never_goes_on_in_the_middle_of_another_order(
     said = []
     opts = options(tmp_path, resume=f"{root}/step-00000002", **flags)
     with a_life(opts, fingerprint=OTHER, said=said, samples=samples) as life:
-        assert (life.state.step, life.state.position) == (2, position)
+        assert (life.state.progress.step, life.state.progress.position) == (2, position)
     assert len(said) == (not position) and all("begins again" in text for text in said)
 
 

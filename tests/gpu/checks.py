@@ -24,7 +24,7 @@ def stuck_stream(*flags):
     whole = TrainState.finish_gradient
 
     def finish(self, size):
-        if self.step == 20:
+        if self.progress.step == 20:
             print(f"{time.time():.2f} the stream is blocked", flush=True)
             side = torch.cuda.Stream()
             with torch.cuda.stream(side):
@@ -68,7 +68,7 @@ def late_copy(device="cuda:0"):
         with torch.no_grad(), state.averaged():
             pass
         store.wait()
-        views = state.updates.images["model"].views
+        views = store.images["model"].views
         print("differ:", sum(not torch.equal(views[name], p.cpu()) for name, p in wanted.items()))
         store.close()
 

@@ -204,9 +204,9 @@ def cut_off(world, opts, step, passes):
 
     def backward(model, batch, state, world):
         totals = original(model, batch, state, world)
-        if state.step + 1 == step and world.rank == 3:
+        if state.progress.step + 1 == step and world.rank == 3:
             os.kill(os.getpid(), signal.SIGKILL)
-        armed.append(state.step + 1 == step and world.rank == passes)
+        armed.append(state.progress.step + 1 == step and world.rank == passes)
         return totals
 
     train_mp.backward = backward

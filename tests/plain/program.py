@@ -90,7 +90,7 @@ class Program:
     def loop(self, run):
         for batch in run:
             run.step(*self.values(run, batch)["loss"])
-            self.after(run.net, run.optimizer, run.state.step)
+            self.after(run.net, run.optimizer, run.state.progress.step)
             if run.epoch_ended:
                 run.report(**run.evaluate(lambda batch: self.values(run, batch)))
 

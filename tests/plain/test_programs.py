@@ -660,7 +660,7 @@ class Unreported(Teacher):
     """A life dies in an evaluation, and the next one begins with its report."""
 
     def values(self, run, batch):
-        if self.last_call and run.state.step == 5 and not run.net.training:
+        if self.last_call and run.state.progress.step == 5 and not run.net.training:
             self.die()
         return super().values(run, batch)
 
@@ -835,8 +835,8 @@ class Reported(Clamped):
     def loop(self, run):
         for batch in run:
             run.step(*self.values(run, batch)["loss"])
-            run.report(score=run.state.step)
-            self.after(run.net, run.optimizer, run.state.step)
+            run.report(score=run.state.progress.step)
+            self.after(run.net, run.optimizer, run.state.progress.step)
 
     def evaluation(self, *_):
         return []
@@ -936,7 +936,7 @@ class MidEpoch(Program):
     def loop(self, run):
         for batch in run:
             run.step(*self.values(run, batch)["loss"])
-            run.report(score=-abs(run.state.step - 3))
+            run.report(score=-abs(run.state.progress.step - 3))
 
     def evaluation(self, *_):
         return []

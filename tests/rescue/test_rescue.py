@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import fake_streams, late_updates
+from fakes import fake_streams, on_a_gpu
 from jobs import command, events, until
 from ranks import fork_ranks
 from safetensors.torch import load_file
@@ -100,7 +100,7 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
         common.checkpoint.store.STEP_SECONDS = 0.2
         with fake_streams() as default:
             state, store = a_run(world, run)
-            late_updates(state, default)
+            on_a_gpu(store, default)
             state.scaler = SimpleNamespace(  # reads the GPU in the stream of the thread that asks
                 step=lambda optimizer: optimizer.step(),
                 update=lambda: None,
@@ -120,14 +120,14 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
 
 
 def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
-    """A new thread begins on GPU 0; here that one is full."""
+    """A new thread begins on GPU 0; here that one is full. A rescue waits for the last update."""
 
     def live(world):
         common.rescue.watch.STEP_SECONDS = 0.2
         common.checkpoint.store.STEP_SECONDS = 0.2
         with fake_streams(gpu=1) as default:
             state, store = a_run(replace(world, devices=(torch.device("cuda:1"),)), run)
-            late_updates(state, default)
+            on_a_gpu(store, default)
             with Rescue(store):
                 step(state)
                 store.save()
@@ -138,13 +138,14 @@ def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
 
     assert fork_ranks(1, live, may_die=[0]) == [143]
     assert saved(run) == [2, 1]
+    assert_same_as_undisturbed(run)
 
 
-def test_after_an_error_that_stays_on_the_gpu_a_life_ends_with_its_words(run):
+def test_after_an_error_that_stays_on_the_gpu_a_life_ends_with_its_words_and_saves_nothing(run):
     def live(world):
         with fake_streams() as default:
             state, store = a_run(world, run)
-            late_updates(state, default)
+            on_a_gpu(store, default)
             with contextlib.suppress(RuntimeError), Rescue(store):
                 step(state)
                 step(state)
@@ -155,6 +156,7 @@ def test_after_an_error_that_stays_on_the_gpu_a_life_ends_with_its_words(run):
     assert [event["why"] for event in events(run, "error")] == [
         "RuntimeError: CUDA error: device-side assert triggered"
     ]
+    assert saved(run) == []
 
 
 def assert_same_as_undisturbed(run):
@@ -164,7 +166,7 @@ def assert_same_as_undisturbed(run):
         step(state)
         return {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
-    ((_, folder),) = checkpoints(run / "checkpoints")
+    (_, folder), *_ = checkpoints(run / "checkpoints")
     found = load_file(folder / "model.safetensors")
     assert fork_ranks(1, two_steps) == [{name: tensor.tolist() for name, tensor in found.items()}]
 
@@ -218,8 +220,8 @@ def test_an_error_that_all_ranks_have_found_keeps_its_code_on_those_that_leave_l
                     Path(f"{run}.met").touch()
                     until(rescue.watch.lifelines.lost.is_set, "the end of rank 0")
                 until(Path(f"{run}.met").exists, "rank 1 to need no store any more")
-                state.verdict = UserError("wrong numbers", code=7)
-                raise state.verdict
+                state.spoiled = UserError("wrong numbers", code=7)
+                raise state.spoiled
         except UserError as error:
             os._exit(error.code)
 

@@ -18,7 +18,9 @@ from common.rescue.watch import Watch
 
 def watched(world, limit, step=3):
     """(state, what stops its Watch, the reports)"""
-    state = SimpleNamespace(step=step, progress=0, opts=SimpleNamespace(hang_timeout=limit))
+    state = SimpleNamespace(
+        progress=SimpleNamespace(step=step), heartbeat=0, opts=SimpleNamespace(hang_timeout=limit)
+    )
     reports = []
     ears = Watch(state, world)
     ending = threading.Lock()
@@ -41,7 +43,7 @@ def watched(world, limit, step=3):
 def move_for(seconds, state):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        state.progress += 1
+        state.heartbeat += 1
         time.sleep(0.05)
 
 

@@ -1,7 +1,7 @@
 """GPUs for tests on CPUs.
 
-    with fake_streams() as default:      copies to the host (tensors.py) land only when the program waits
-        late_updates(state, default)     this state's updates are made when the default stream comes to them
+    with fake_streams() as default:      copies to pinned memory (tensors.py) land only when somebody asks
+        on_a_gpu(store, default)         the updates of its state are late, too; a forward comes behind them
         default.hang()                   it comes to nothing more until `.set()` of what this returns
         default.broken = error           each event on it raises, as after a device-side assert
     with fake_streams(gpu=1):            a thread that has not chosen GPU 1 cannot ask: GPU 0 is full
@@ -21,7 +21,6 @@ import torch
 
 from common.checkpoint import tensors
 from common.pipeline.stages import Stage
-from common.training.state import Updates
 
 backward = importlib.import_module("common.training.step")  # the door has a function of this name
 
@@ -35,20 +34,19 @@ def gpu_here():
 
 
 class Stream:
-    """Work in order; none is done before the program waits for it, or all that can be if `eager`."""
+    """Work in order; late work, and what is behind it, is done when somebody asks for it."""
 
     broken = None  # the error of this GPU
 
-    def __init__(self, device=None, eager=False):
+    def __init__(self, device=None):
         self.gpu = gpu_here()
-        self.eager = eager
         self.work = []
         self.done = 0
         self.turn = threading.RLock()
 
-    def submit(self, job):
+    def submit(self, job, late=False):
         self.work.append(job)
-        if self.eager:
+        if not late and self.done == len(self.work) - 1:
             self.go_on()
 
     def run(self, count):
@@ -66,9 +64,7 @@ class Stream:
         self.run(len(self.work))
 
     def record_event(self):
-        event = Event()
-        event.record(self)
-        return event
+        return Event(self)
 
     def hang(self):
         """All later work waits until the event that is returned is set."""
@@ -78,43 +74,36 @@ class Stream:
             gate.wait()
 
         wait.free = gate.is_set
-        self.submit(wait)
+        self.submit(wait, late=True)
         return gate
 
 
 class Event:
-    stream = None
-
-    def record(self, stream=None):
-        self.stream = stream or torch.cuda.current_stream()
-        self.count = len(self.stream.work)
+    def __init__(self, stream):
+        self.stream = stream
+        self.count = len(stream.work)
 
     def query(self):
-        self._ask()
-        return not self.stream or self.stream.done >= self.count
-
-    def synchronize(self):
-        self._ask()
-        if self.stream:
-            self.stream.run(self.count)
-
-    def _ask(self):
         """CUDA begins on the thread's GPU, whichever GPU the event is on."""
-        if self.stream and self.stream.broken:
+        if self.stream.broken:
             raise self.stream.broken
-        if self.stream and self.stream.gpu != gpu_here():
+        if self.stream.gpu != gpu_here():
             raise RuntimeError("CUDA error: out of memory")
+        if self.stream.done >= self.count:
+            return True
+        self.stream.go_on()
+        return False
 
 
 @contextlib.contextmanager
 def fake_streams(gpu=0):
-    """Images take CPU tensors for a GPU's; yields the default stream, whose own work is done at once."""
+    """Images take CPU tensors for a GPU's; yields the default stream."""
 
     def set_device(device):
         HERE.gpu = torch.device(device).index
 
     set_device(f"cuda:{gpu}")
-    default = Stream(eager=True)
+    default = Stream()
     copy = torch._foreach_copy_
 
     def current(device=None):
@@ -130,22 +119,16 @@ def fake_streams(gpu=0):
             HERE.stream = before
 
     def foreach_copy(targets, sources, non_blocking=False):
-        current().submit(lambda: copy(targets, sources))
-        if current() is not default and not non_blocking:  # to memory that is not page-locked
-            current().synchronize()
+        current().submit(lambda: copy(targets, sources), late=non_blocking)
 
     def pinned(self, size):
-        self.stream = Stream("fake")
-        self.copied = Event()
+        self.pinned_for = "fake"
         return torch.zeros(size, dtype=torch.uint8)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (
             ("current_stream", current),
             ("stream", stream),
-            ("Stream", Stream),
-            ("Event", Event),
-            ("device", contextlib.nullcontext),
             ("set_device", set_device),
             ("synchronize", default.synchronize),
         ):
@@ -158,12 +141,13 @@ def fake_streams(gpu=0):
         yield default
 
 
-def late_updates(state, default):
-    """The program runs ahead: the default stream makes each update, with the gradient of its step."""
-    images = state.updates.images
-    state.updates = Updates("fake")
-    state.updates.images = images
+def on_a_gpu(store, default):
+    """The state of this store lies on a GPU, which makes each update late, with the gradient of its step."""
+    state = store.state
+    state.gpu = "fake"
+    store.side = Stream()
     step = state.optimizer.step
+    state.net.register_forward_pre_hook(lambda *_: default.go_on())
 
     def launch():
         gradients = [p.grad for p in state.names]
@@ -175,7 +159,7 @@ def late_updates(state, default):
             for p in state.names:
                 p.grad = None
 
-        default.submit(update)
+        default.submit(update, late=True)
 
     state.optimizer.step = launch
 

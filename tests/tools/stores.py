@@ -62,9 +62,9 @@ def at_step(state, step):
         for part in state.tensors().values():
             for name in part:
                 part[name].copy_(expected(part[name], step))
-        state.step = step
-        state.epoch = step // 10
-        state.position = step % 10
+        state.progress.step = step
+        state.progress.epoch = step // 10
+        state.progress.position = step % 10
     return state
 
 
@@ -75,7 +75,11 @@ def expected(tensor, step):
 
 def is_at(state, step):
     """Whether every tensor and every counter is that of `step`, and of no other."""
-    return (state.step, state.epoch, state.position) == (step, step // 10, step % 10) and all(
+    return (state.progress.step, state.progress.epoch, state.progress.position) == (
+        step,
+        step // 10,
+        step % 10,
+    ) and all(
         torch.equal(tensor, expected(tensor, step))
         for part in state.tensors().values()
         for tensor in part.values()

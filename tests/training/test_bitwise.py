@@ -84,7 +84,7 @@ def life(world, script, opts, kill=None):
 
 def die_at(script, step, phase):
     def die(state):
-        if state.step + 1 == step:
+        if state.progress.step + 1 == step:
             os.kill(os.getpid(), signal.SIGKILL)
 
     original = script.backward
@@ -267,8 +267,8 @@ def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
         model, state = small(world, virtual_ranks)
         backward(model, batch_at(world, 0, virtual_ranks), state, world)
         state.update(24)
-        counted = [int(b) for n, b in state.buffers.committed.items() if n.endswith("num_batches_tracked")]
-        return state.buffers.committed["0.infinite"].tolist(), counted
+        counted = [int(b) for n, b in state.statistics.committed.items() if n.endswith("num_batches_tracked")]
+        return state.statistics.committed["0.infinite"].tolist(), counted
 
     for virtual_ranks in (0, 8):
         assert fork_ranks(2, infinite, virtual_ranks) == [([float("-inf"), 1.0], [1])] * 2

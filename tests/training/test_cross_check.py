@@ -25,7 +25,7 @@ def broken(world, opts, rank, first, last, again):
     wrong = []
 
     def backward(model, batch, state, world):
-        wrong[:] = [True] * (first <= state.step + 1 <= last)
+        wrong[:] = [True] * (first <= state.progress.step + 1 <= last)
         totals = original(model, batch, state, world)
         wrong[:] = wrong * again
         return totals

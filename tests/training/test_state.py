@@ -1,16 +1,11 @@
-import contextlib
-import itertools
-import json
-import math
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from fakes import OverDevices, fake_streams, late_updates
+from fakes import OverDevices, fake_streams, on_a_gpu
 from torch import nn
 
-from common.checkpoint.folder import facts_to_json
 from common.errors import UserError
 from common.options import Options
 from common.training import TrainState, build_optimizer
@@ -26,7 +21,7 @@ def make(samples=100, **flags):
 
 def train(state, steps):
     for _ in range(steps):
-        torch.manual_seed(state.step)
+        torch.manual_seed(state.progress.step)
         nn.functional.cross_entropy(state.net(torch.randn(8, 3)), torch.randint(0, 2, (8,))).backward()
         state.update(8)
     return state
@@ -44,7 +39,7 @@ def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_
     net(torch.randn(8, 3))
     saved = state.tensors()["model"]
     assert not any(saved[f"{i}.running_mean"].any() for i in (0, 2))
-    state.buffers.renew()
+    state.statistics.renew()
     assert net[0].running_mean is net[2].running_mean and not norm.running_mean.any()
 
 
@@ -68,7 +63,7 @@ def test_a_step_that_overflows_on_any_of_its_devices_is_skipped_on_all(flags, ov
     moved = [
         name
         for name, tensor in held(state).items()
-        if name not in state.buffers.committed and not torch.equal(tensor, before[name])
+        if name not in state.statistics.committed and not torch.equal(tensor, before[name])
     ]
     assert state.scaler.get_scale() == (1.0 if overflows else 2.0) and bool(moved) != bool(overflows), moved
 
@@ -111,67 +106,27 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
     state.optimizer.step = lambda: (_ for _ in ()).throw(MemoryError())
     with pytest.raises(MemoryError):
         train(state, 1)
-    assert state.verdict
+    assert state.spoiled
     with pytest.raises(UserError, match="not those of one step"):
         train(state, 1)
 
 
-@contextlib.contextmanager
-def hung(steps):
-    """(state, stream, gate) after so many steps on a GPU whose stream then hangs until the gate is set."""
+def test_an_update_waits_for_its_gradient_without_the_lock_and_is_not_begun_behind_a_collective_that_hangs():
     with fake_streams() as default:
         state = make()
-        late_updates(state, default)
-        train(state, steps)
-        yield state, default, default.hang()
-
-
-@pytest.mark.parametrize("step", [3, 4])
-def test_a_rescue_has_the_newest_step_that_the_gpu_has_made_also_if_one_begins_while_it_copies(step):
-    """The update of step 4 stands behind a collective that hangs; or that was slow, and ends meanwhile."""
-    wanted = train(make(), step).tensors()["model"]
-    with hung(3) as (state, default, gate):
+        on_a_gpu(SimpleNamespace(state=state), default)
         train(state, 1)
-        live = state.tensors
-        copies = itertools.count()
-        found = []
-
-        class Remote:
-            def __init__(self, tensor):
-                self.tensor = tensor
-
-            def cpu(self):
-                if next(copies) == 3 and step == 4:
-                    gate.set()
-                    default.synchronize()
-                return self.tensor.clone()
-
-        def rescue():
-            with state.updates.aside(), state.lock:
-                found.extend(state.snapshot())
-
-        state.tensors = lambda: {"model": {name: Remote(tensor) for name, tensor in live()["model"].items()}}
-        thread = threading.Thread(target=rescue, daemon=True)
-        thread.start()
-        thread.join(20)
-        assert state.step == 4 and state.whole == step
-        gate.set()
-    held, facts = found
-    assert facts["step"] == step and all(torch.equal(t, held["model"][n]) for n, t in wanted.items())
-
-
-def test_the_program_runs_ahead_of_the_gpu_by_an_update_and_waits_without_the_lock():
-    with hung(0) as (state, _, gate):
-        train(state, 1)
+        gate = default.hang()
         late = threading.Thread(target=train, args=(state, 1), daemon=True)
         late.start()
         late.join(0.2)
-        assert late.is_alive() and state.step == 1 and state.whole == 0
+        assert late.is_alive() and state.progress.step == 1
         assert state.lock.acquire(timeout=60)
         state.lock.release()
+        assert default.done == len(default.work) - 1, "only the collective is left"
         gate.set()
         late.join(20)
-        assert state.step == state.whole == 2
+        assert state.progress.step == 2
 
 
 def test_the_learning_rate_is_a_function_of_the_step():
@@ -185,46 +140,14 @@ def test_the_learning_rate_is_a_function_of_the_step():
     assert rates(30, **thirds, min_lr=0.25) == [0.25]
 
 
-def test_an_epoch_ends_only_when_its_samples_are_all_trained_on():
-    state = make(samples=20, max_steps=2, epochs=5, global_batch_size=8)
-    train(state, 2)
-    assert state.finished and not state.epoch_over and state.evaluation_due
-    state.end_epoch()
-    assert (state.epoch, state.position) == (0, 16)
-
-
-def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restart_knows_it():
-    state = make(samples=16, global_batch_size=8, epochs=9, patience=2, eval_every=1)
-    for epoch, accuracy in enumerate([0.5, 0.7, 0.6, 0.7]):
-        assert not state.finished
-        train(state, 2)
-        assert state.evaluation_due and not state.finished
-        state.record_evaluation({"val_acc": accuracy, "val_loss": 1.0})
-        assert state.finished == (epoch == 3)
-        state.end_epoch()
-    assert state.best["step"] == 4 and state.finished and not state.evaluation_due
-    for patience, ended in ((2, True), (3, False), (0, False)):
-        again = make(samples=16, global_batch_size=8, epochs=9, patience=patience)
-        again.load(state.facts())
-        assert again.finished == ended
-
-
-def kept(best, *evaluations):
-    state = make(best=best)
-    for state.step, (accuracy, loss) in enumerate(evaluations, 1):
-        state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
-        state.best = json.loads(facts_to_json(state.best))  # a restart
-    return state.best["step"]
-
-
-def test_the_loss_is_kept_at_its_lowest_and_of_equals_the_last_with_the_lower_loss():
-    for best in ("loss", "-loss"):
-        assert kept(best, (0.1, 2.0), (0.2, 1.0), (0.3, 3.0)) == 2
-    assert kept("", (0.5, 2.0), (0.7, 3.0), (0.7, 2.5), (0.7, 2.6), (0.6, 1.0)) == 3
-    assert kept("", (0.5, math.inf), (0.7, math.inf), (0.6, 1.0)) == 2
-    assert kept("-acc", (0.5, 2.0), (0.4, 3.0), (0.6, 1.0)) == 2
-
-
 def test_a_state_is_no_notice_board():
     state = train(make(ema_decay=0.5), 1)
-    assert len(vars(state)) <= 22, sorted(vars(state))
+    assert len(vars(state)) <= 19, sorted(vars(state))
+
+
+def test_best_loss_is_the_lowest_one_also_with_a_minus():
+    for best, wanted in (("loss", 2), ("-loss", 2), ("", 3), ("-acc", 1)):
+        state = make(best=best)
+        for state.progress.step, (accuracy, loss) in enumerate([(0.1, 2.0), (0.2, 1.0), (0.3, 3.0)], 1):
+            state.record_evaluation({"val_acc": accuracy, "val_loss": loss})
+        assert state.progress.best["step"] == wanted

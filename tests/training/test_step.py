@@ -77,7 +77,7 @@ def step_with_batch_norm(world):
         batch = batch_of(size, world.rank, world.size)
         backward(model.eval() if len(batch.ids) == 1 else model, batch, state, world)
         state.update(size)
-    views = state.net.named_buffers(), state.buffers.committed.items()
+    views = state.net.named_buffers(), state.statistics.committed.items()
     return [{n: b.tolist() for n, b in view} for view in views]
 
 
@@ -126,7 +126,7 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     opts = Options(script="dp", amp="fp16")
     seen = []
     net[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
-    state = SimpleNamespace(net=net, opts=opts, step=0)
+    state = SimpleNamespace(net=net, opts=opts, names=dict.fromkeys(net.parameters()))
     world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
     state.task = find_task(opts)
     batch = batch_of(7)
@@ -142,7 +142,7 @@ class Fails(nn.Linear):
 def test_a_net_that_fails_on_a_batch_is_refused_at_any_step_with_its_file_and_line():
     net = Fails(5, 3)
     state = make_state(net, model=f"{__file__}:net")
-    state.step = 400
+    state.progress.step = 400
     batch = batch_of(4)
     said = r"RuntimeError: shape '\[-1, 5\]'.*\n.*test_step.py, line \d+"
     with refusal(said):

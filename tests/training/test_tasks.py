@@ -242,7 +242,7 @@ def test_a_task_that_cannot_work_ends_the_run_in_three_lines(tmp_path, body, mor
     with refusal(words, code=5 if "nan" in words else 2):
         life = Life(own_task(tmp_path, body, more, **given))
         life.epoch(1)
-    assert "nan" not in words or life.state.verdict, "nothing is kept"
+    assert "nan" not in words or life.state.spoiled, "nothing is kept"
 
 
 @pytest.mark.parametrize("body", ["out = out + net(x)", "out = net(x.flip(0))", "out = net[0](x)"])
@@ -261,7 +261,7 @@ def test_finish_makes_numbers_of_whole_numbers_and_best_may_be_any_of_them():
     assert list(record) == ["step", "epoch", "loss", "iou", "lr"] and 0 < metrics["val_iou"] < 1
     life.state.record_evaluation(metrics)
     life.state.record_evaluation(metrics | {"val_iou": metrics["val_iou"] / 2})
-    assert life.state.best == {"val_iou": metrics["val_iou"], "loss": metrics["val_loss"], "step": 3}
+    assert life.state.progress.best == {"val_iou": metrics["val_iou"], "loss": metrics["val_loss"], "step": 3}
 
 
 def test_a_mean_is_found_in_a_sum_and_a_sum_over_many_steps_costs_nothing():
@@ -277,7 +277,7 @@ def test_a_count_of_zero_everywhere_moves_nothing_and_is_left_out():
     before = life.weights()
     x, _ = life.data.train.fetch([0, 1])
     record = life.step(share_of(x, torch.full((2, 6, 6), 255), life.opts))
-    assert "loss" not in record and "iou" not in record and life.state.step == 1
+    assert "loss" not in record and "iou" not in record and life.state.progress.step == 1
     assert all(torch.equal(before[name], tensor) for name, tensor in life.weights().items())
 
 

@@ -122,7 +122,8 @@ def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit
 
 
 def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, tmp_path):
-    what = f"if {RANK} and run.state.step == 2: raise __import__('common.errors').errors.UserError('a fact')"
+    at = f"if {RANK} and run.state.progress.step == 2"
+    what = f"{at}: raise __import__('common.errors').errors.UserError('a fact')"
     change(script, (LOOP.replace("time.sleep(0.02)", "pass"), f"            {what}"))
     job = jobs.torchrun(2, script)
     assert job.wait() != 0 and job.output.count("error: a fact") == 1, job.output
@@ -140,7 +141,7 @@ def test_an_unused_weight_which_ddp_averages_on_no_rank_is_told_before_a_step_is
     ("how", "code"), [("break", 0), ("sys.exit()", 0), ("sys.exit(3)", 3), ("raise KeyboardInterrupt", 130)]
 )
 def test_a_script_that_leaves_its_loop_in_any_way_has_saved(jobs, script, tmp_path, how, code):
-    change(script, after(STEP, f"if run.state.step == 7: {how}"))
+    change(script, after(STEP, f"if run.state.progress.step == 7: {how}"))
     jobs.start(script).ends_with(code)
     assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000007"]
 
@@ -158,7 +159,7 @@ def test_ranks_may_begin_with_other_weights_and_only_one_may_report(jobs, script
         ("manual_seed(0)", f"manual_seed({RANK})"),
         (AUDIT, "audit=True, patience=1"),
         (REPORT, f"{RANK} or run.report(acc=0.5)"),
-        after(STEP, f"run.state.step % 4 or {RANK} or run.report(acc=0.5)"),
+        after(STEP, f"run.state.progress.step % 4 or {RANK} or run.report(acc=0.5)"),
     )
     jobs.torchrun(2, script, restarts=0).ends_with(0)
     # patience ends it on both ranks after two of four epochs

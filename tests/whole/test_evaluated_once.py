@@ -42,7 +42,7 @@ def struck(world, script, opts, step, where, how):
             super().evaluation(record, metrics)
 
     def evaluate_or_die(model, split, state, world):
-        strike(state.step)
+        strike(state.progress.step)
         return evaluate(model, split, state, world)
 
     if where == "made":

@@ -1,0 +1,127 @@
+"""How far a run is: numbers alone, no tensor.
+
+From a position to the end: `update` (state.py) counts steps and samples; `planned`, `total_steps`, `finished`
+and `evaluation_due` follow from them and the options; `evaluate` keeps the best; a checkpoint holds `facts`.
+"""
+
+import math
+import time
+from typing import Any
+
+from common.options import Options
+
+Facts = dict[str, Any]  # ready for JSON
+
+
+class Progress:
+    """Steps, epochs, samples and evaluations of a run."""
+
+    def __init__(self, opts: Options, samples: int):
+        self.opts = opts
+        self.samples = samples  # in an epoch
+        self.step = 0
+        self.epoch = 0
+        self.position = 0  # samples of this epoch trained on so far
+        self.best: Facts = {"step": 0}
+        self.record: Facts = {}  # of the last logged step; saved, as rank 0 may die before it logs
+        self.evaluated: Facts = {}  # the last evaluation, likewise
+        self.stepped = time.time()  # the end of the last step of this life
+
+    # ---- in a checkpoint ----
+    def facts(self) -> Facts:
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "position": self.position,
+            "order": [self.samples, self.opts.seed],
+            "best": self.best,
+            "record": self.record,
+            "evaluated": self.evaluated,
+        }
+
+    def load(self, facts: Facts) -> None:
+        """If samples now come in another order, the epoch begins again, unless it was complete."""
+        self.step = facts["step"]
+        self.epoch = facts["epoch"]
+        self.position = facts["position"]
+        self.best = facts["best"]
+        self.record = facts["record"]
+        self.evaluated = facts["evaluated"]
+        samples, _ = facts["order"]
+        if facts["order"] != [self.samples, self.opts.seed]:
+            self.position = self.samples if self.position >= samples else 0
+
+    # ---- steps and epochs ----
+    def count(self, size: int) -> None:
+        """Counts a step of so many samples."""
+        self.step += 1
+        self.position += size
+        self.stepped = time.time()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return -(-self.samples // self.opts.global_batch_size)
+
+    @property
+    def planned(self) -> int:
+        """Steps up to this position; `step` is larger if an epoch has begun again."""
+        left = -(-(self.samples - self.position) // self.opts.global_batch_size)
+        return (self.epoch + 1) * self.steps_per_epoch - left
+
+    @property
+    def total_steps(self) -> int:
+        whole = self.step - self.planned + self.opts.epochs * self.steps_per_epoch
+        return min(whole, self.opts.max_steps or whole)
+
+    @property
+    def epoch_over(self) -> bool:
+        return self.position >= self.samples
+
+    def end_epoch(self) -> None:
+        """Counts the epoch, unless --max-steps has ended it before its last sample."""
+        if self.epoch_over:
+            self.epoch += 1
+            self.position = 0
+
+    @property
+    def finished(self) -> bool:
+        steps_are_used_up = self.step >= self.total_steps and not self.epoch_over
+        epochs_are_used_up = self.epoch >= self.opts.epochs
+        return self.opts.eval_only or epochs_are_used_up or steps_are_used_up or self.impatient
+
+    # ---- evaluations ----
+    def evaluate(self, numbers: Facts, metric: str, sign: int, loss: str) -> None:
+        """Keeps these numbers, and the best evaluation: `sign` is -1 if a lower metric is better."""
+        value = numbers.get(metric, math.nan)
+        found = {metric: value, "loss": numbers.get(loss, 0.0), "step": self.step}
+        self.evaluated = {"step": self.step} | numbers
+        if math.isfinite(value) and self._is_better(found, metric, sign):
+            self.best = found
+
+    def _is_better(self, found, metric, sign):
+        """Whether this evaluation beats the best one; of equals the last does, if its loss is lower."""
+        if metric not in self.best:  # --best may name another metric from now on
+            return True
+        if found[metric] == self.best[metric]:
+            return found["loss"] < (self.best["loss"] or 0.0)
+        return sign * found[metric] > sign * self.best[metric]
+
+    @property
+    def evaluated_now(self) -> bool:
+        return self.evaluated.get("step") == self.step
+
+    @property
+    def evaluation_due(self) -> bool:
+        """At the end of an epoch or of the run, or --eval-only."""
+        every = self.opts.eval_every
+        at_epoch = self.epoch_over and every and (self.epoch + 1) % every == 0
+        ended = bool(at_epoch or self.step >= self.total_steps)
+        return self.opts.eval_only or ended and not self.evaluated_now
+
+    @property
+    def impatient(self) -> bool:
+        """--patience: the evaluation of this step is one of so many that are no better than the best."""
+        between = max(1, self.opts.eval_every) * self.steps_per_epoch
+        worse = (self.step - self.best["step"]) // between
+        at_epoch = self.position in (0, self.samples)  # a script may report in between, on one rank
+        return 0 < self.opts.patience <= worse and self.evaluated_now and at_epoch

@@ -1,0 +1,116 @@
+"""A net's buffers: running statistics and counters, which a forward changes without a gradient.
+
+From a forward to a checkpoint: a forward changes the live buffers; `moves` computes by how much; replicas
+(`average`) or slices (bitwise.py) add that up; `apply` sets the live buffers to the sum; `commit` copies them
+to `committed`, which a checkpoint holds.
+"""
+
+import sys
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from common.errors import UserError, say
+from common.place import here
+
+
+class Statistics:
+    """The buffers of a net; `committed` holds those of the last whole step, by name.
+
+    Replicas, and slices of --virtual-ranks, change floating-point buffers by the mean over all samples,
+    counters by what one of them counts: right for running means and for numbers of forwards, as torch's own
+    layers keep them. Changes are computed in double precision, which holds every counter below 2**53.
+    """
+
+    def __init__(self, net):
+        named = dict(net.named_buffers(remove_duplicate=False))
+        self.committed = {path: b.detach().clone() for path, b in named.items()}
+        self.places = []  # instead of tensors, because a module may replace a tensor
+        self.sums = set()  # names of buffers that may be no running means
+        for path in named:
+            owner, _, name = path.rpartition(".")
+            module = net.get_submodule(owner)
+            self.places.append((module._buffers, name))
+            if not (isinstance(module, _NormBase) or type(module).__module__.startswith("torch.")):
+                self.sums.add(path)
+        numbers = _numbers(named.values())
+        sizes = [b.numel() for b in numbers]
+        self.numel = sum(sizes)
+        self.kinds = {b.dtype for b in numbers}
+        device = numbers[0].device if numbers else None
+        self.flat = torch.empty(self.numel, dtype=torch.float64, device=device)
+        self.views = [row.view(b.shape) for row, b in zip(self.flat.split(sizes), numbers, strict=True)]
+        self.means = self._flat([torch.full_like(b, b.is_floating_point()) for b in numbers]).bool()
+
+    def commit(self):
+        """The live buffers become those of the last whole step."""
+        _copy(self.committed.values(), self._live())
+
+    def reset(self):
+        """The live buffers become again those of the last whole step."""
+        _copy(self._live(), self.committed.values())
+
+    def renew(self):
+        """Like `reset`, into new tensors: the backward of slices in flight may still need the old ones."""
+        renewed = {}  # a buffer may have two names
+        for (owner, name), committed in zip(self.places, self.committed.values(), strict=True):
+            owner[name] = renewed.setdefault(owner[name], committed.clone())
+
+    def average(self, world, weight):
+        """All replicas' buffers change by the mean of their changes, weighted by samples."""
+        if self.numel and world.replicas > 1:
+            self.apply(world.sum_over_replicas(self.moves(weight, world.replica == world.replicas - 1)))
+
+    @torch.no_grad()
+    def moves(self, weight, counts, kind=torch.float64):
+        """How a forward has changed the buffers, by its weight in the mean, as one flat tensor."""
+        base = self._flat(self.committed.values())
+        new = self._flat(self._live())
+        # equal values did not change; infinity less infinity is nan; a change from infinity counts from 0
+        moved = (new - base.masked_fill(base.isinf(), 0.0)).masked_fill_(new == base, 0.0).to(kind)
+        return moved.mul_(torch.where(self.means, weight, float(counts)).to(kind))
+
+    @torch.no_grad()
+    def apply(self, moved):
+        """Sets the live buffers to the committed ones plus their summed changes."""
+        self.flat.copy_(moved)
+        views = zip(self.committed, self.views, strict=True)
+        changed = [path for path, view in views if path in self.sums and view.any()]
+        self.sums = set()
+        if changed and here().speaks:
+            say(
+                f"warning: a forward changes {', '.join(changed[:3])}: a buffer gets the mean of the ranks' "
+                "changes, a counter one rank's\n"
+                "         right for a running mean, not for a sum or a table: count these in a --task",
+                sys.stderr,
+            )
+        base = self._flat(self.committed.values())
+        base.masked_fill_(base.isinf() & (moved != 0), 0.0).add_(moved.to(base))
+        self.flat.copy_(base)
+        _copy(_numbers(self._live()), self.views)
+
+    def _live(self):
+        live = []
+        for (owner, name), (path, committed) in zip(self.places, self.committed.items(), strict=True):
+            live.append(owner[name])
+            if owner[name].shape != committed.shape:
+                raise UserError(
+                    f"buffer {path} is now {tuple(owner[name].shape)}, it was {tuple(committed.shape)}\n"
+                    "a buffer keeps its shape: hold what follows the batch in a plain attribute"
+                )
+        return live
+
+    def _flat(self, buffers):
+        """All numbers of these buffers, as a new flat tensor."""
+        _copy(self.views, _numbers(buffers))
+        return self.flat.clone()
+
+
+def _copy(targets, sources):
+    if targets:
+        torch._foreach_copy_(list(targets), list(sources))
+
+
+def _numbers(buffers):
+    """The buffers; a complex one as pairs of real numbers."""
+    return [torch.view_as_real(b) if b.is_complex() else b for b in buffers]

@@ -1,0 +1,65 @@
+import json
+import math
+
+from common.checkpoint.folder import facts_to_json
+from common.options import Options
+from common.training.progress import Progress
+
+
+def make(samples=100, **flags):
+    return Progress(Options(**flags), samples)
+
+
+def train(progress, steps):
+    for _ in range(steps):
+        progress.count(8)
+    return progress
+
+
+def test_an_epoch_ends_only_when_its_samples_are_all_trained_on():
+    progress = train(make(samples=20, max_steps=2, epochs=5, global_batch_size=8), 2)
+    assert progress.finished and not progress.epoch_over and progress.evaluation_due
+    progress.end_epoch()
+    assert (progress.epoch, progress.position) == (0, 16)
+
+
+def test_an_epoch_that_begins_again_makes_the_run_longer():
+    progress = train(make(samples=16, epochs=2, global_batch_size=8), 3)
+    progress.end_epoch()
+    train(progress, 1)
+    assert (progress.epoch, progress.step, progress.planned, progress.total_steps) == (1, 4, 3, 5)
+    again = make(samples=24, epochs=2, global_batch_size=8)
+    again.load(progress.facts())
+    assert (again.step, again.position, again.planned, again.total_steps) == (4, 0, 3, 7)
+
+
+def test_patience_ends_a_run_at_the_evaluation_that_is_one_too_many_and_a_restart_knows_it():
+    progress = make(samples=16, global_batch_size=8, epochs=9, patience=2, eval_every=1)
+    for epoch, accuracy in enumerate([0.5, 0.7, 0.6, 0.7]):
+        assert not progress.finished
+        train(progress, 2)
+        assert progress.evaluation_due and not progress.finished
+        progress.evaluate({"val_acc": accuracy, "val_loss": 1.0}, "val_acc", 1, "val_loss")
+        assert progress.finished == (epoch == 3)
+        progress.end_epoch()
+    assert progress.best["step"] == 4 and progress.finished and not progress.evaluation_due
+    for patience, ended in ((2, True), (3, False), (0, False)):
+        again = make(samples=16, global_batch_size=8, epochs=9, patience=patience)
+        again.load(progress.facts())
+        assert again.finished == ended
+
+
+def kept(metric, sign, *evaluations):
+    progress = make()
+    for progress.step, (accuracy, loss) in enumerate(evaluations, 1):
+        progress.evaluate({"val_acc": accuracy, "val_loss": loss}, metric, sign, "val_loss")
+        progress.best = json.loads(facts_to_json(progress.best))  # a restart
+    return progress.best["step"]
+
+
+def test_the_loss_is_kept_at_its_lowest_and_of_equals_the_last_with_the_lower_loss():
+    assert kept("val_loss", -1, (0.1, 2.0), (0.2, 1.0), (0.3, 3.0)) == 2
+    assert kept("val_acc", 1, (0.5, 2.0), (0.7, 3.0), (0.7, 2.5), (0.7, 2.6), (0.6, 1.0)) == 3
+    assert kept("val_acc", 1, (0.5, math.inf), (0.7, math.inf), (0.6, 1.0)) == 2
+    assert kept("val_acc", -1, (0.5, 2.0), (0.4, 3.0), (0.6, 1.0)) == 2
+    assert kept("val_acc", 1, (0.5, 2.0), (math.nan, 1.0)) == 1
