@@ -4,8 +4,8 @@ In data parallelism every rank holds the whole state, and between two steps all 
 survivor is enough: every rank that is alive tries to save the last whole step before it leaves.
 
 From a signal to the exit:
-1. `Signals` hears it on the thread of `_stand_by`, and has its `name`.
-2. The main thread ends its step; `Run.obey` sees that this rank `leaves`, and calls `leave`.
+1. `Signals` (signals.py) hears it on the thread of `_stand_by`, and has its `name`.
+2. The main thread ends its step; run.py sees that this rank `leaves`, and calls `leave`.
 3. `leave` finds its row of `WayOut`, saves (`rescue` of the store), prints one line, and exits with its code.
 4. If the main thread does not come within STEP_SECONDS, the thread calls `leave` in its place.
 
