@@ -22,10 +22,10 @@ MOVED = "moved"  # a message over a lifeline; any other one is a rank and its pl
 class Hang:
     """For how long no rank has moved; once that is too long, `found` is set, and ranks tell their places."""
 
-    def __init__(self, state, world, lifelines):
+    def __init__(self, state, world, tell):
         self.state = state
         self.world = world
-        self.lifelines = lifelines
+        self.tell = tell  # a message over the lifelines
         self.limit = state.opts.hang_timeout or HANG_SECONDS
         self.heartbeat = state.heartbeat
         self.still = 0.0  # seconds since any rank made progress
@@ -58,7 +58,7 @@ class Hang:
         now = time.monotonic()
         if now - self.told >= self.limit / 10:
             self.told = now
-            self.lifelines.tell(MOVED)
+            self.tell(MOVED)
 
     def _stand_still(self):
         """This rank tells where it is; then it waits for the others' places, or for rank 0's end."""
@@ -68,10 +68,9 @@ class Hang:
         frame = sys._current_frames()[threading.main_thread().ident]
         stack = "".join(traceback.format_stack(frame)[-6:]).rstrip()
         say(f"rank {rank} is here:\n{stack}", sys.stderr)
-        self.places[rank] = (
-            f"step {self.state.progress.step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        )
-        self.lifelines.tell(f"{rank} {self.places[rank]}")
+        step = self.state.progress.step
+        self.places[rank] = f"step {step}, {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        self.tell(f"{rank} {self.places[rank]}")
         self.found.sound(PLACES_SECONDS if rank == 0 else 2 * PLACES_SECONDS)
 
     def report(self):

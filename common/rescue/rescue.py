@@ -4,8 +4,8 @@ In data parallelism every rank holds the whole state, and between two steps all 
 survivor is enough: every rank that is alive tries to save the last whole step before it leaves.
 
 From a signal to the exit:
-1. `Signals` hears it on the thread of `_stand_by`, and has its `name`.
-2. The main thread ends its step; `Run.obey` sees that this rank `leaves`, and calls `leave`.
+1. `Signals` (signals.py) hears it on the thread of `_stand_by`, and has its `name`.
+2. The main thread ends its step; run.py sees that this rank `leaves`, and calls `leave`.
 3. `leave` finds its row of `WayOut`, saves (`rescue` of the store), prints one line, and exits with its code.
 4. If the main thread does not come within STEP_SECONDS, the thread calls `leave` in its place.
 
@@ -79,6 +79,7 @@ class Rescue:
         self.world = store.world
         self.ledger = store.ledger
         self.on_exit = on_exit  # called before this process ends early
+        self.control = self.state.opts.run_dir / "control"  # a person's wishes: rank 0 looks there
         self.save_asked = False  # a person has asked for a save, or a rank's clock
         self.agreed = ""  # why all ranks leave after this step
         self.ending = threading.Lock()  # taken for good by the thread that ends this life
@@ -86,7 +87,7 @@ class Rescue:
     # ---- a good day -------------------------------------------------------------------------------
     def __enter__(self):
         with suppress(OSError):
-            self._control("").mkdir(mode=0o700, exist_ok=True)
+            self.control.mkdir(mode=0o700, exist_ok=True)
         self.world.set_patience(WATCHED)  # from now on the watch's thread ends hangs
         self.watch = Watch(self.state, self.world)
         self.thread = threading.Thread(target=self._stand_by, daemon=True, name="watch")
@@ -129,7 +130,7 @@ class Rescue:
 
     def consult(self) -> None:
         """All ranks agree whether to save, and whether to stop; call it on every rank."""
-        save, stop = (self.world.rank == 0 and self._control(name).exists() for name in ("save", "stop"))
+        save, stop = (self.world.rank == 0 and (self.control / name).exists() for name in ("save", "stop"))
         wishes = torch.tensor([save or self.store.overdue, stop, bool(self.asked)]).int()
         save, stop, signalled = self.world.all_sum(wishes).tolist()
         if save:
@@ -141,14 +142,11 @@ class Rescue:
         elif signalled and self.world.parts > 1:
             self.agreed = self.asked or "a signal to another rank"
 
-    def _control(self, name):
-        return self.state.opts.run_dir / "control" / name
-
     def _forget(self, name):
         """A person's wish is done: the file goes."""
         if self.world.rank == 0:
             with suppress(OSError):
-                self._control(name).unlink()
+                (self.control / name).unlink()
 
     @property
     def leaves(self) -> bool:

@@ -29,7 +29,7 @@ class Watch:
         self.parting = False
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
-        self.hang = Hang(state, world, self.lifelines)
+        self.hang = Hang(state, world, self.lifelines.tell)
         self.signals = Signals()
         self.selector = selectors.DefaultSelector()
         self.selector.register(self.signals.pipe[0], selectors.EVENT_READ, self._hear_signal)
