@@ -27,7 +27,7 @@ from torch.utils.data import Dataset
 from common.data import Batch, Data, map_tensors
 from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
-from common.options import Options, begin_life
+from common.options import begin_life, read_arguments
 from common.run import Run
 from common.sampler import seed
 from common.training import autocast, check_used, distribute, evaluate, find_task, placed, prepare, task_of
@@ -108,7 +108,7 @@ class Elastic(Run):
         begin_life()
         self._check_arguments()
         rate = float(max(group["lr"] for group in self.optimizer.param_groups))
-        self.opts = Options.of_script(
+        self.opts = read_arguments(
             self.given,
             {
                 "task": "the script",

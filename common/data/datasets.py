@@ -1,8 +1,8 @@
 """The datasets by name, each a function of the options that returns a Data.
 
-To add one: write such a function, add a line to DATASETS below, and a line to DATASETS in
-common/options/rules.py with its flags; each of these is a field of Options. Code that lives elsewhere needs
-no edit here: use `--dataset path/to/file.py:function`. Nothing in a data file is ever executed.
+To add one: write such a function, and add a line to DATASETS in common/options/registry.py, with its flags;
+each of these is a field of Options. Code that lives elsewhere needs no edit here: use
+`--dataset path/to/file.py:function`. Nothing in a data file is ever executed.
 
 --dataset imagefolder --data-dir DIR                       # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
 --dataset text:128 --data-dir FILE                         # each byte is a token; the last tenth tests
@@ -12,7 +12,6 @@ no edit here: use `--dataset path/to/file.py:function`. Nothing in a data file i
 import hashlib
 import operator
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -148,6 +147,13 @@ def published(name, opts, **facts):
     return Data(*pairs, known_classes=10, **facts)
 
 
+mnist = partial(published, "MNIST", mean=0.1307, std=0.3081)
+fashion_mnist = partial(published, "FashionMNIST", mean=0.2860, std=0.3530, augment=flip)
+cifar10 = partial(
+    published, "CIFAR10", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), augment=crop_flip
+)
+
+
 # ---- a folder of images ----
 def imagefolder(opts):
     """DATA_DIR/train/CLASS/*.jpg and DATA_DIR/val/CLASS/*.jpg, ImageNet's layout."""
@@ -234,22 +240,3 @@ def end_of(*numbers):
 def count_of(names):
     """How many names these are; a number counts itself."""
     return len(names) if hasattr(names, "__len__") else names and operator.index(names)
-
-
-DATASETS: dict[str, Callable[..., Data]] = {
-    "digits": digits,
-    "mnist": partial(published, "MNIST", mean=0.1307, std=0.3081),
-    "fashion-mnist": partial(published, "FashionMNIST", mean=0.2860, std=0.3530, augment=flip),
-    "cifar10": partial(
-        published,
-        "CIFAR10",
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        augment=crop_flip,
-    ),
-    "imagefolder": imagefolder,
-    "sentiment": sentiment,
-    "random": random_numbers,
-    "text": text,
-    "tokens": tokens,
-}

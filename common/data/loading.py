@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from common.data.datasets import DATASETS, user_dataset
+from common.data.datasets import user_dataset
 from common.data.splits import (
     Data,
     DatasetSplit,
@@ -30,7 +30,7 @@ from common.data.splits import (
     whole_targets,
 )
 from common.errors import UserError, blamed, one_line
-from common.options import Options
+from common.options import DATASETS, Options, find_function, kind_of
 from common.sampler import ElasticSampler, share
 
 FILES = "its files are to be in --data-dir {}; --download fetches mnist, fashion-mnist, cifar10"
@@ -48,9 +48,10 @@ def load_data(opts: Options, source: Data | None = None) -> Data:
     """The dataset that `opts.dataset` names, or `source`, as splits."""
     if FACTS(opts) in PRELOADED:
         return PRELOADED[FACTS(opts)]
-    make = DATASETS.get(opts.dataset.partition(":")[0], user_dataset)
-    way_out = WANTED if source or make is user_dataset else FILES.format(opts.data_dir)
-    with blamed(f"dataset {opts.dataset}", way_out):
+    name = kind_of(opts.dataset)
+    is_ours = not source and name in DATASETS
+    with blamed(f"dataset {opts.dataset}", FILES.format(opts.data_dir) if is_ours else WANTED):
+        make = find_function(DATASETS[name][0]) if is_ours else user_dataset
         source = source or make(opts)
         train = split_of(source.train, source, opts)
         test = split_of(source.test, source, opts)

@@ -1,13 +1,12 @@
-"""Registry of nets; a net may be cut between the children of its top-level nn.Sequential.
+"""Nets by name; a net may be cut between the children of its top-level nn.Sequential.
 
 To add one, write a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
-nn.Module, and add it to MODELS, and its name to NAMES in options/rules.py. One in a file of your own needs no
-edit here: `--model FILE.py:function`.
+nn.Module, and name it in MODELS of options/registry.py. One in a file of your own needs no edit here:
+`--model FILE.py:function`.
 """
 
 import math
 from collections import OrderedDict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ from torch.nn.parameter import is_lazy
 from common.checkpoint import weights_of
 from common.data import Data
 from common.errors import UserError, blamed
-from common.models.gpt import build_gpt
 from common.models.weights import freeze, load_weights, tied_names
-from common.options import Options, call_user, read_options, refuse_foreign_code
+from common.options import MODELS, Options, call_user, find_function, read_options, refuse_foreign_code
 from common.sampler import seeded
 
 
@@ -91,9 +89,6 @@ def build_torchvision(name, data):
     return net
 
 
-MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}
-
-
 def build_model(opts: Options, data: Data) -> nn.Module:
     """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
     name, *size = opts.model.split(":")
@@ -102,8 +97,10 @@ def build_model(opts: Options, data: Data) -> nn.Module:
     with seeded(opts.seed, "init"), blamed(f"model {opts.model}", way_out):
         if name.endswith(".py"):
             net = call_user(opts.model, opts, data)
+        elif name in MODELS:
+            net = find_function(MODELS[name])(data, *size)
         else:
-            net = MODELS.get(name, partial(build_torchvision, name))(data, *size)
+            net = build_torchvision(name, data)
         make_lazy_weights(net, data)
         net = net.cpu()
         check_net(net, opts.model)

@@ -278,7 +278,7 @@ def test_what_is_opened_before_a_fork_is_the_same_data_and_is_not_opened_again(f
     fresh = load_data(opts)
     preload(opts)
     try:
-        monkeypatch.setattr("common.data.loading.DATASETS", {})
+        monkeypatch.setattr("common.data.loading.DATASETS", {})  # opened again, it would not be found
         data = load_data(opts)
     finally:
         PRELOADED.clear()

@@ -15,8 +15,10 @@ from stores import two_checkpoints
 
 from common.errors import blamed
 from common.options import Options, call_user, parse_options
-from common.options.options import begin_life, load_file
-from common.options.rules import DATASETS, NAMES, flag_of, torchvision_models, uses
+from common.options.parser import begin_life
+from common.options.registry import DATASETS, MODELS, flags_of_dataset
+from common.options.rules import flag_of, torchvision_models
+from common.options.user import find_function, load_file
 from common.place import here
 
 ROOT = Path(__file__).parents[2]
@@ -104,19 +106,20 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, s
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, monkeypatch, dataset):
     """Also one that somebody puts into the table tomorrow: no list beside the table has to know it."""
-    monkeypatch.setitem(DATASETS, "blobs", ("label_smoothing",))
-    for flag in {flag for flags in DATASETS.values() for flag in flags} - {*uses(dataset)}:
+    monkeypatch.setitem(DATASETS, "blobs", ("", ("label_smoothing",)))
+    for flag in {flag for _, flags in DATASETS.values() for flag in flags} - {*flags_of_dataset(dataset)}:
         value = "skip" if flag == "bad_samples" else "0.5" if flag == "label_smoothing" else "9"
         argv = ["--dataset", dataset, flag_of(flag)]
         argv += [] if flag == "download" else [value]
         assert f"{flag_of(flag)} cannot take effect with --dataset {dataset}" in refused(capsys, *argv)
 
 
-def test_the_names_known_to_options_are_those_of_the_registries():
-    from common.data.datasets import DATASETS as registry
-    from common.models.nets import MODELS
+@pytest.mark.parametrize("place", [*MODELS.values(), *(place for place, _ in DATASETS.values())])
+def test_every_name_of_the_registry_is_a_function(place):
+    assert callable(find_function(place))
 
-    assert {*DATASETS} <= {*registry} and {*NAMES["model"]} == {*MODELS}, "see common/options/rules.py"
+
+def test_torchvisions_names_are_found_without_its_import():
     models = pytest.importorskip("torchvision").models
     assert {*torchvision_models()} == {*models.list_models(module=models)}
 
