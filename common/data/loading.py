@@ -33,7 +33,10 @@ from common.errors import UserError, blamed, one_line
 from common.options import DATASETS, Options, find_function, kind_of
 from common.sampler import ElasticSampler, share
 
-FILES = "its files are to be in --data-dir {}; --download fetches mnist, fashion-mnist, cifar10"
+FILES = (
+    "its files are to be in --data-dir {} (of text it is the file itself); "
+    "--download fetches mnist, fashion-mnist, cifar10"
+)
 WANTED = (
     "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
     "an iterable has no place at which a restart can resume"

@@ -98,10 +98,12 @@ def check_together(opts):
         raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
     if opts.shard and opts.optimizer not in FUSED:
         raise UserError(
-            f"--shard works with {', '.join(FUSED)}\n{opts.optimizer} may need a whole weight at once"
+            f"--shard works with {', '.join(FUSED)}: {opts.optimizer} may need a whole weight at once\n"
+            "take one of them (--no-decay-1d makes two groups of weights), or leave out --shard"
         )
     if opts.min_lr >= opts.lr:
-        raise UserError(f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it, or raise --lr")
+        lower = " or lower --min-lr" if opts.min_lr else ""
+        raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")
 
 
 def check_world(opts, world):

@@ -262,7 +262,7 @@ def files(tmp_path):
         ("tokens:8", lambda at: write_tokens(at, val=8), "empty set"),
         ("tokens:8", lambda at: (at / "train.bin").write_bytes(b"123"), "multiple of the data-type size"),
         ("tokens:8", lambda at: (at / "val.bin").unlink(), "val.bin"),
-        ("text:8", id, "Is a directory"),
+        ("text:8", id, "Is a directory: .*\n.*of text it is the file itself"),
         ("mnist", lambda at: (at / "MNIST").rename(at / "other"), "its files are to be in --data-dir /"),
     ],
 )

@@ -73,12 +73,21 @@ def refused(capsys, *argv, script=None):
         ("ddp", "--lerning-rate 1", "unknown argument '--lerning-rate'"),
         ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
         ("ddp", "--glob 8", "--glob"),  # no abbreviations
+        ("ddp", "--batch_size=8", "did you mean --global-batch-size, "),
+        ("ddp", "--learning-rate 1", "did you mean --lr?"),
+        ("ddp", "--precision bf16", "did you mean --amp bf16?"),
+        ("ddp", "--gpus 2", "did you mean torchrun --nproc_per_node=N, "),
+        ("mp", "--nproc 2", "did you mean torchrun --nproc_per_node=N, "),
         ("ddp", "--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
         ("ddp", "--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
         ("ddp", "--no-decay-1d", "there is no decay"),
         ("ddp", "--optimizer rprop --warmup-epochs 1", "it looks at lr once"),
-        ("ddp", "--lr-schedule cosine --min-lr 1", "is not below --lr 0.001"),
-        ("ddp", "--lr 0", "raise --lr"),
+        (
+            "ddp",
+            "--lr-schedule cosine --min-lr 1",
+            "--lr 0.001 is not above --min-lr 1.0\n       raise --lr or",
+        ),
+        ("ddp", "--lr 0", "--lr 0.0 is not above --min-lr 0.0\n       raise --lr\n"),
         ("ddp", "--init-skip fc.", "nothing is taken over"),
         ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
         ("ddp", "--resume nowhere", "'nowhere' is not there"),
@@ -92,7 +101,7 @@ def refused(capsys, *argv, script=None):
             "--devices cuda:0,cuda:1 --device cpu",
             "--devices=*cuda* cannot take effect with --device=cpu",
         ),
-        ("mp", "--shard --optimizer adagrad", "--shard works with"),
+        ("mp", "--shard --optimizer adagrad", "--shard works with sgd, adam, adamw: adagrad may"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, script, argv, word):
