@@ -20,7 +20,7 @@ from common.errors import UserError, blamed, one_line, say
 from common.place import here
 from common.sampler import hash_seed, seeded, uniforms
 
-BLOCK = 2**15  # tokens that are hashed together when a run starts,
+BLOCK_TOKENS = 2**15  # that are hashed together when a run starts,
 BLOCKS = 256  # at so many places of a file
 WORDS = (torch.int16, torch.int32, torch.int64)
 Tree = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
@@ -215,9 +215,9 @@ class Windows(Split):
         return words[:, :-1].clone(), words[:, 1:].clone()  # a task may change one of them in place
 
     def contents(self):
-        last = max(0, len(self.numbers) - BLOCK)
+        last = max(0, len(self.numbers) - BLOCK_TOKENS)
         for start in np.linspace(0, last, BLOCKS, dtype=np.int64):
-            yield self.numbers[start : start + BLOCK].tobytes()
+            yield self.numbers[start : start + BLOCK_TOKENS].tobytes()
 
 
 def whole_targets(y, count, classes, which):
