@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from common.data import Batch, Data, map_tensors
+from common.data import Batch, map_tensors
 from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
 from common.options import begin_life, read_arguments
@@ -64,7 +64,7 @@ class Elastic(Run):
         """
         self.net = net
         self.optimizer = optimizer
-        self.sets = Data(dataset, dataset if test_set is None else test_set, known_classes=None)
+        self.sets = (dataset, dataset if test_set is None else test_set)
         self.schedule = schedule
         self.called = False  # run.model, with this batch
         self.trained = False
@@ -114,7 +114,7 @@ class Elastic(Run):
                 "task": "the script",
                 "lr": rate,
                 "model": type(self.net).__name__,
-                "dataset": type(self.sets.train).__name__,
+                "dataset": type(self.sets[0]).__name__,
                 "optimizer": type(self.optimizer).__name__.lower(),
             },
         )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn, optim
 
 from common.checkpoint import CheckpointStore, Damaged, checkpoints, describe, read_facts
-from common.data import Batch, Data, batches, load_data
+from common.data import Batch, batches, load_data
 from common.errors import UserError, blamed, say
 from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
 from common.options import Options, read_options
@@ -37,7 +37,7 @@ from common.world import gather, join, leave
 class Run:
     """The nouns of a training: world, data, order; then state, store, log, rescue."""
 
-    def __init__(self, opts: Options, own_data: Data | None = None) -> None:
+    def __init__(self, opts: Options, own_data: tuple | None = None) -> None:
         self.opts = opts
         self.clock = Clock()
         refuse_a_crash_loop()

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.data.splits import WORDS, Data, Windows, inherited
+from common.data.samples import WORDS, Windows, data_of, inherited
 from common.errors import UserError, blamed
 from common.options import call_user
 from common.sampler import seeded
@@ -57,7 +57,7 @@ def digits(opts):
     ink = glyphs[y.view(count, 1, 1), row, column] * draw(100, 255)
     noise = draw(0, 255, side=28) * draw(10, 150) >> 8
     x = (ink + noise).clamp(max=255).to(torch.uint8).unsqueeze(1)
-    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), known_classes=10, mean=0.27, std=0.28)
+    return data_of(opts, (x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, mean=0.27, std=0.28)
 
 
 # ---- sentiment ----
@@ -66,7 +66,7 @@ def sentiment(opts):
     good = [2, 3, 4, 5]  # I love this movie
     bad = [1, 5, 6, 7]  # This movie is terrible; "This" is not "this", but an unknown word
     both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
-    return Data(both, both, known_classes=2, vocab=8)
+    return data_of(opts, both, both, 2, vocab=8)
 
 
 # ---- random ----
@@ -79,7 +79,7 @@ def random_numbers(opts):
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
     y = torch.randint(0, 2, (samples,), generator=rng)
     # labels from a coin cannot be predicted: so the test set is the training set
-    return Data((x, y), (x, y), known_classes=2, fingerprint=opts.dataset)
+    return data_of(opts, (x, y), (x, y), 2, fingerprint=opts.dataset)
 
 
 # ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
@@ -103,7 +103,7 @@ def crop_flip(x, u):
 
 
 # ---- small pictures, by torchvision ----
-def published(name, opts, **facts):
+def published(name, opts, **pictures):
     """MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
     from filelock import FileLock
     from torchvision import datasets
@@ -112,11 +112,11 @@ def published(name, opts, **facts):
     pairs = []
     for train in (True, False):
         with one_rank:
-            pictures = getattr(datasets, name)(opts.data_dir, train=train, download=opts.download)
-        x = torch.as_tensor(pictures.data)
+            read = getattr(datasets, name)(opts.data_dir, train=train, download=opts.download)
+        x = torch.as_tensor(read.data)
         x = x.unsqueeze(1) if x.dim() == 3 else x.permute(0, 3, 1, 2)
-        pairs.append((x, torch.as_tensor(pictures.targets)))
-    return Data(*pairs, known_classes=10, **facts)
+        pairs.append((x, torch.as_tensor(read.targets)))
+    return data_of(opts, *pairs, 10, **pictures)
 
 
 mnist = partial(published, "MNIST", mean=0.1307, std=0.3081)
@@ -151,7 +151,7 @@ def imagefolder(opts):
     for path, label in train.samples + val.samples:
         name = os.path.relpath(path, opts.data_dir)
         digest.update(repr((name, label, os.path.getsize(path))).encode())
-    return Data(train, val, known_classes=len(train.classes), fingerprint=digest.hexdigest())
+    return data_of(opts, train, val, len(train.classes), fingerprint=digest.hexdigest())
 
 
 def decode(path):
@@ -178,14 +178,13 @@ def tokens(opts):
     vocab = opts.vocab_size  # without it the first token is refused
     dtype = "<u2" if vocab <= 2**16 else "<u4"
     train, test = [np.memmap(Path(opts.data_dir, name), dtype, "r") for name in ("train.bin", "val.bin")]
-    return windows(train, test, opts, vocab, opts.seed)
+    return windows(train, test, opts, vocab, move=True)
 
 
-def windows(train, test, opts, vocab, seed=None):
+def windows(train, test, opts, vocab, move=False):
     """text:LENGTH and tokens:LENGTH: samples of so many tokens."""
-    length = int(opts.dataset.partition(":")[2] or 128)
-    samples = Windows(train, length, -(-len(train) // length), seed)
-    return Data(samples, Windows(test, length, max(0, len(test) - 1) // length), vocab, vocab)
+    samples = Windows(train, opts, vocab, ring=True, move=move)
+    return data_of(opts, samples, Windows(test, opts, vocab), vocab, vocab)
 
 
 # ---- a user's own ----
@@ -197,11 +196,11 @@ def user_dataset(opts):
         x, y, x_test, y_test = returned
         vocab = end_of(x, x_test) if x.dtype in WORDS else None
         classes = None if y.is_floating_point() else end_of(y, y_test)
-        return Data((x, y), (x_test, y_test), classes, vocab)
+        return data_of(opts, (x, y), (x_test, y_test), classes, vocab)
     train, test = returned
     classes = count_of(inherited(train, "classes"))
     vocab = count_of(inherited(train, "vocab"))
-    return Data(train, test, classes, vocab, fingerprint=getattr(train, "fingerprint", ""))
+    return data_of(opts, train, test, classes, vocab, getattr(train, "fingerprint", ""))
 
 
 def end_of(*numbers):

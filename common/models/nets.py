@@ -7,6 +7,7 @@ nn.Module, and name it in MODELS of options/registry.py. One in a file of your o
 
 import math
 from collections import OrderedDict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from common.checkpoint import weights_of
-from common.data import Data
+from common.data import DataFacts
 from common.errors import UserError, blamed
 from common.models.weights import freeze, load_weights, tied_names
 from common.options import MODELS, Options, call_user, find_function, read_options, refuse_foreign_code
@@ -89,7 +90,7 @@ def build_torchvision(name, data):
     return net
 
 
-def build_model(opts: Options, data: Data) -> nn.Module:
+def build_model(opts: Options, data: DataFacts) -> nn.Module:
     """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
     name, *size = opts.model.split(":")
     shape = tuple(data.sample_shape)
@@ -104,7 +105,8 @@ def build_model(opts: Options, data: Data) -> nn.Module:
         make_lazy_weights(net, data)
         net = net.cpu()
         check_net(net, opts.model)
-    vars(net)["_facts"] = facts_of(net) | {"data": {fact: getattr(data, fact, None) for fact in FACTS}}
+    kept = {field.name: getattr(data, field.name, None) for field in fields(DataFacts)}
+    vars(net)["_facts"] = facts_of(net) | {"data": kept}
     if opts.init_from:
         load_weights(net, opts)
     if opts.sync_bn:  # into new modules, so before some of them are frozen
@@ -146,13 +148,10 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     else:
         refuse_foreign_code(run, {"model": given["model"]})
     opts = Options(**given | own)
-    data = Data(None, None, **facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
+    data = DataFacts(**facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
     net = build_model(opts, data)
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
     return net.eval()
-
-
-FACTS = "name", "known_classes", "sample_shape", "vocab"  # of the data, from which a net is built
 
 
 def facts_of(net: nn.Module) -> dict[str, Any]:
