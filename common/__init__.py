@@ -12,7 +12,7 @@ not know each other (tests/whole/test_house.py checks this). For a type checker 
 
     training     one step: state, forward, loss, backward, update; and evaluation
 
-    models       the registry of nets; `load` gives that of a run with its weights
+    models       nets by name; `load` gives that of a run with its weights
 
     checkpoint   the store on disk: atomic, asynchronous, verified, fenced
     rescue       how a life begins and how it ends: signals, survivors' save, hangs
@@ -21,7 +21,7 @@ not know each other (tests/whole/test_house.py checks this). For a type checker 
     world        the processes of one life: they meet, agree, compute alike, leave
     data         datasets as batches: the same numbers at any world size
 
-    options      what was asked for: flags, and functions of a user's own. No torch here
+    options      what was asked for: flags, the names they know, functions of a user's own. No torch here
     sampler      which sample, when; all randomness is a function of a key
 
     errors       how a mistake reaches a person: once per machine, in three lines, with its exit code

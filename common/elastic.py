@@ -24,10 +24,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
-from common.data import Batch, Data, map_tensors
+from common.data import Batch, map_tensors
 from common.errors import UserError, blamed, did_you_mean, end
 from common.models import check_net
-from common.options import Options, begin_life
+from common.options import begin_life, read_arguments
 from common.run import Run
 from common.sampler import seed
 from common.training import (
@@ -75,7 +75,7 @@ class Elastic:
         """
         self.net = net
         self.optimizer = optimizer
-        self.sets = Data(dataset, dataset if test_set is None else test_set, known_classes=None)
+        self.sets = (dataset, dataset if test_set is None else test_set)
         self.schedule = schedule
         self.trained = False
         self.kept = {}
@@ -120,13 +120,13 @@ class Elastic:
         begin_life()
         self._check_arguments()
         rate = float(max(group["lr"] for group in self.optimizer.param_groups))
-        opts = Options.of_script(
+        opts = read_arguments(
             self.given,
             {
                 "task": "the script",
                 "lr": rate,
                 "model": type(self.net).__name__,
-                "dataset": type(self.sets.train).__name__,
+                "dataset": type(self.sets[0]).__name__,
                 "optimizer": type(self.optimizer).__name__.lower(),
             },
         )

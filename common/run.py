@@ -32,14 +32,14 @@ from common.options import Options, read_options
 from common.place import here, this_process
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.sampler import ElasticSampler
-from common.training import TrainState, cross_check_is_due, odd_ranks
+from common.training import TrainState, odd_ranks
 from common.world import gather, join, leave
 
 
 class Run:
     """The nouns of a training: world, data, order; then state, store, log, rescue."""
 
-    def __init__(self, opts: Options, own_data: Data | None = None) -> None:
+    def __init__(self, opts: Options, own_data: tuple | None = None) -> None:
         self.opts = opts
         self.own_data = own_data
         self.clock = Clock()
@@ -141,9 +141,9 @@ class Run:
 
     def cross_check(self, model: nn.Module) -> None:
         """All ranks vote on the bits of a slice (--cross-check), if it is time; a wrong one ends the run."""
-        if cross_check_is_due(model):
-            odd = odd_ranks(model, self.data.train, self.state, self.world)
-            self.store.trust(odd)
+        every = self.opts.cross_check
+        if every and self.world.size > 1 and (self.progress.step + 1) % every == 0:
+            self.store.trust(odd_ranks(model, self.data.train, self.state, self.world))
 
     def stepped(self, totals: Tensor) -> None:
         """After the update: logs, compares the replicas, saves when due, does what it is told."""

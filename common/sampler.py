@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6  # fewer are visibly not random (a test shows it); 6 look like torch.randperm
-WINDOW = 8192  # positions per call of permute: hides torch's cost per call, fits the L2 cache
+WINDOW_POSITIONS = 8192  # per call of permute: hides torch's cost per call, fits the L2 cache
 
 
 def hash_seed(*key: SupportsIndex | str) -> int:
@@ -156,7 +156,7 @@ class ElasticSampler(Sampler):
         start = self.position
         size = self.global_batch_size
         mine = share(size, self.rank, self.world, self.slices)
-        most = max(1, WINDOW // max(1, len(mine)))
+        most = max(1, WINDOW_POSITIONS // max(1, len(mine)))
         count = 1  # global batches per call of permute: the first one comes at once, then the calls double
         while start < self.length:
             count = min(count, most, (self.length - start) // size)

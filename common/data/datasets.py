@@ -1,8 +1,8 @@
 """The datasets by name, each a function of the options that returns a Data.
 
-To add one: write such a function, add a line to DATASETS below, and a line to DATASETS in
-common/options/rules.py with its flags; each of these is a field of Options. Code that lives elsewhere needs
-no edit here: use `--dataset path/to/file.py:function`. Nothing in a data file is ever executed.
+To add one: write such a function, and add a line to DATASETS in common/options/registry.py, with its flags;
+each of these is a field of Options. Code that lives elsewhere needs no edit here: use
+`--dataset path/to/file.py:function`. Nothing in a data file is ever executed.
 
 --dataset imagefolder --data-dir DIR                       # DIR/train/CLASS/*.jpg and DIR/val/CLASS/*.jpg
 --dataset text:128 --data-dir FILE                         # each byte is a token; the last tenth tests
@@ -12,7 +12,6 @@ no edit here: use `--dataset path/to/file.py:function`. Nothing in a data file i
 import hashlib
 import operator
 import os
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from common.data.splits import WORDS, Data, Windows, inherited
+from common.data.samples import WORDS, Windows, data_of, inherited
 from common.errors import UserError, blamed
 from common.options import call_user
 from common.sampler import seeded
@@ -36,57 +35,29 @@ GLYPHS = """
 #...#  ..#..  .#...  #...#  ...#.  #...#  #...#  .#...  #...#  ...#.
 .###.  .###.  #####  .###.  ...#.  .###.  .###.  .#...  .###.  .##..
 """
-SIDE = 112  # cells of a glyph's square, four for a pixel
 SEED = 20240711  # of the data, not of a run: every run trains on the same pictures
 
 
 def digits(opts):
-    """Noisy 28x28 pictures of digits, moved, turned, slanted: 12,000 to train, 2,000 to test."""
+    """28x28 pictures of digits, moved, in noise: 12,000 to train, 2,000 to test."""
     rng = torch.Generator().manual_seed(SEED)
-    bank = glyph_bank()
-    x = torch.cat([draw_digits(1000, bank, rng) for _ in range(14)])
-    y = torch.arange(14000) % 10
-    return Data((x[:12000], y[:12000]), (x[12000:], y[12000:]), known_classes=10, mean=0.22, std=0.27)
+    count = 14000
 
+    def draw(low, high, side=1):
+        return torch.randint(low, high + 1, (count, side, side), generator=rng, dtype=torch.int32)
 
-def glyph_bank():
-    """uint8 [10 digits * 4 weights, SIDE, SIDE]: each digit in four line widths; empty at the edges."""
     cells = torch.tensor([[cell == "#" for cell in row] for row in GLYPHS.split()])
-    cells = cells.view(7, 10, 5).transpose(0, 1).float()
-    ink = F.interpolate(cells.unsqueeze(1), scale_factor=10)  # 70 x 50 of 112 x 112
-    ink = F.pad(ink, (31, 31, 21, 21))
-    for _ in range(2):  # sums of ones stay whole numbers: no rounding on any machine
-        ink = F.avg_pool2d(ink, 9, 1, 4, divisor_override=1)
-    levels = torch.tensor([3200, 2400, 1600, 900]).view(4, 1, 1)
-    weights = (ink - levels) * 255 / 1024
-    return weights.round().clamp(0, 255).to(torch.uint8).flatten(0, 1)
-
-
-def draw_digits(n, bank, rng):
-    """uint8 [n, 1, 28, 28]: pictures number 0..n-1 show the digits 0, 1, ... 9, 0, 1, ..."""
-
-    def draw(low, high):
-        return torch.randint(low, high + 1, (n, 1, 1), generator=rng, dtype=torch.int32)
-
-    digit = torch.arange(n).view(n, 1, 1) % 10
-    glyph = digit * 4 + draw(0, 3)
-    turn = draw(-60, 60)  # in 1/256
-    slant = draw(-55, 75)
-    # steps in the bank per pixel, in 1/64: a large number makes a small digit
-    wide = draw(208, 310)
-    high = draw(208, 310)
-    right = draw(-10, 10)  # in cells of the bank
-    down = draw(-10, 10)
-    across = 2 * torch.arange(28, dtype=torch.int32) - 27  # twice the distance from the centre
-    along = across.unsqueeze(1)
-    # the place in the bank of each pixel: a turn by a small angle (tan in 1/256), a slant, a zoom, a shift
-    column = wide * (256 * across + (slant + turn) * along) >> 15
-    row = high * (256 * along - turn * across) >> 15
-    column = (column + right + SIDE // 2).clamp(0, SIDE - 1)
-    row = (row + down + SIDE // 2).clamp(0, SIDE - 1)
-    noise = torch.randint(0, 256, (n, 28, 28), generator=rng, dtype=torch.uint8)
-    picture = (bank[glyph, row, column] * draw(145, 255) >> 8) + (noise * draw(10, 110) >> 8)
-    return picture.clamp(0, 255).to(torch.uint8).unsqueeze(1)
+    glyphs = cells.view(7, 10, 5).transpose(0, 1)
+    glyphs = glyphs.repeat_interleave(3, 1).repeat_interleave(3, 2)
+    glyphs = F.pad(glyphs, (6, 7, 3, 4))  # 21 x 15 pixels of 28 x 28
+    pixel = torch.arange(28)
+    row = (pixel.view(28, 1) + draw(-3, 3)) % 28
+    column = (pixel + draw(-6, 6)) % 28
+    y = torch.arange(count) % 10
+    ink = glyphs[y.view(count, 1, 1), row, column] * draw(100, 255)
+    noise = draw(0, 255, side=28) * draw(10, 150) >> 8
+    x = (ink + noise).clamp(max=255).to(torch.uint8).unsqueeze(1)
+    return data_of(opts, (x[:12000], y[:12000]), (x[12000:], y[12000:]), 10, mean=0.27, std=0.28)
 
 
 # ---- sentiment ----
@@ -95,7 +66,7 @@ def sentiment(opts):
     good = [2, 3, 4, 5]  # I love this movie
     bad = [1, 5, 6, 7]  # This movie is terrible; "This" is not "this", but an unknown word
     both = (torch.tensor([good, bad]), torch.tensor([1, 0]))
-    return Data(both, both, known_classes=2, vocab=8)
+    return data_of(opts, both, both, 2, vocab=8)
 
 
 # ---- random ----
@@ -108,7 +79,7 @@ def random_numbers(opts):
     x = (x * 4096).round() / 4096  # CPUs differ in the last bits of a normal number
     y = torch.randint(0, 2, (samples,), generator=rng)
     # labels from a coin cannot be predicted: so the test set is the training set
-    return Data((x, y), (x, y), known_classes=2, fingerprint=opts.dataset)
+    return data_of(opts, (x, y), (x, y), 2, fingerprint=opts.dataset)
 
 
 # ---- augmentation: x is a copy of the images, u a uniform number in [0, 1) for each ----
@@ -132,7 +103,7 @@ def crop_flip(x, u):
 
 
 # ---- small pictures, by torchvision ----
-def published(name, opts, **facts):
+def published(name, opts, **pictures):
     """MNIST and Fashion-MNIST from IDX files, CIFAR-10 from pickles of the published checksum alone."""
     from filelock import FileLock
     from torchvision import datasets
@@ -141,11 +112,18 @@ def published(name, opts, **facts):
     pairs = []
     for train in (True, False):
         with one_rank:
-            pictures = getattr(datasets, name)(opts.data_dir, train=train, download=opts.download)
-        x = torch.as_tensor(pictures.data)
+            read = getattr(datasets, name)(opts.data_dir, train=train, download=opts.download)
+        x = torch.as_tensor(read.data)
         x = x.unsqueeze(1) if x.dim() == 3 else x.permute(0, 3, 1, 2)
-        pairs.append((x, torch.as_tensor(pictures.targets)))
-    return Data(*pairs, known_classes=10, **facts)
+        pairs.append((x, torch.as_tensor(read.targets)))
+    return data_of(opts, *pairs, 10, **pictures)
+
+
+mnist = partial(published, "MNIST", mean=0.1307, std=0.3081)
+fashion_mnist = partial(published, "FashionMNIST", mean=0.2860, std=0.3530, augment=flip)
+cifar10 = partial(
+    published, "CIFAR10", mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616), augment=crop_flip
+)
 
 
 # ---- a folder of images ----
@@ -173,7 +151,7 @@ def imagefolder(opts):
     for path, label in train.samples + val.samples:
         name = os.path.relpath(path, opts.data_dir)
         digest.update(repr((name, label, os.path.getsize(path))).encode())
-    return Data(train, val, known_classes=len(train.classes), fingerprint=digest.hexdigest())
+    return data_of(opts, train, val, len(train.classes), fingerprint=digest.hexdigest())
 
 
 def decode(path):
@@ -200,14 +178,13 @@ def tokens(opts):
     vocab = opts.vocab_size  # without it the first token is refused
     dtype = "<u2" if vocab <= 2**16 else "<u4"
     train, test = [np.memmap(Path(opts.data_dir, name), dtype, "r") for name in ("train.bin", "val.bin")]
-    return windows(train, test, opts, vocab, opts.seed)
+    return windows(train, test, opts, vocab, move=True)
 
 
-def windows(train, test, opts, vocab, seed=None):
+def windows(train, test, opts, vocab, move=False):
     """text:LENGTH and tokens:LENGTH: samples of so many tokens."""
-    length = int(opts.dataset.partition(":")[2] or 128)
-    samples = Windows(train, length, -(-len(train) // length), seed)
-    return Data(samples, Windows(test, length, max(0, len(test) - 1) // length), vocab, vocab)
+    samples = Windows(train, opts, vocab, ring=True, move=move)
+    return data_of(opts, samples, Windows(test, opts, vocab), vocab, vocab)
 
 
 # ---- a user's own ----
@@ -219,11 +196,11 @@ def user_dataset(opts):
         x, y, x_test, y_test = returned
         vocab = end_of(x, x_test) if x.dtype in WORDS else None
         classes = None if y.is_floating_point() else end_of(y, y_test)
-        return Data((x, y), (x_test, y_test), classes, vocab)
+        return data_of(opts, (x, y), (x_test, y_test), classes, vocab)
     train, test = returned
     classes = count_of(inherited(train, "classes"))
     vocab = count_of(inherited(train, "vocab"))
-    return Data(train, test, classes, vocab, fingerprint=getattr(train, "fingerprint", ""))
+    return data_of(opts, train, test, classes, vocab, getattr(train, "fingerprint", ""))
 
 
 def end_of(*numbers):
@@ -234,22 +211,3 @@ def end_of(*numbers):
 def count_of(names):
     """How many names these are; a number counts itself."""
     return len(names) if hasattr(names, "__len__") else names and operator.index(names)
-
-
-DATASETS: dict[str, Callable[..., Data]] = {
-    "digits": digits,
-    "mnist": partial(published, "MNIST", mean=0.1307, std=0.3081),
-    "fashion-mnist": partial(published, "FashionMNIST", mean=0.2860, std=0.3530, augment=flip),
-    "cifar10": partial(
-        published,
-        "CIFAR10",
-        mean=(0.4914, 0.4822, 0.4465),
-        std=(0.2470, 0.2435, 0.2616),
-        augment=crop_flip,
-    ),
-    "imagefolder": imagefolder,
-    "sentiment": sentiment,
-    "random": random_numbers,
-    "text": text,
-    "tokens": tokens,
-}

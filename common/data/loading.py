@@ -2,90 +2,48 @@
 
 import atexit
 import ctypes
-import hashlib
 import itertools
 import operator
 import os
 import signal
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
-from common.data.datasets import DATASETS, user_dataset
-from common.data.splits import (
-    Data,
-    DatasetSplit,
-    Split,
-    TensorSplit,
-    Windows,
-    as_input,
-    is_picture,
-    map_tensors,
-    refuse_unshifted,
-    whole_targets,
-)
+from common.data.datasets import user_dataset
+from common.data.samples import Data, DatasetSamples, Samples, data_of, map_tensors
 from common.errors import UserError, blamed, one_line
-from common.options import Options
+from common.options import DATASETS, Options, find_function, kind_of
 from common.sampler import ElasticSampler, share
 
-FILES = "its files are to be in --data-dir {}; --download fetches mnist, fashion-mnist, cifar10"
+FILES = (
+    "its files are to be in --data-dir {} (of text it is the file itself); "
+    "--download fetches mnist, fashion-mnist, cifar10"
+)
 WANTED = (
     "wanted: (x, y, x_test, y_test), tensors, or (train, test), Datasets with __len__ and __getitem__; "
     "an iterable has no place at which a restart can resume"
 )
-FACTS = operator.attrgetter(  # the options from which a dataset of this project follows
+DECIDING = operator.attrgetter(  # the options from which a dataset of this project follows
     "dataset", "data_dir", "image_size", "augment", "vocab_size", "seed", "task", "bad_samples"
 )
-PRELOADED = {}  # {FACTS(opts): Data}
+PRELOADED = {}  # {DECIDING(opts): Data}
 
 
-def load_data(opts: Options, source: Data | None = None) -> Data:
-    """The dataset that `opts.dataset` names, or `source`, as splits."""
-    if FACTS(opts) in PRELOADED:
-        return PRELOADED[FACTS(opts)]
-    make = DATASETS.get(opts.dataset.partition(":")[0], user_dataset)
-    way_out = WANTED if source or make is user_dataset else FILES.format(opts.data_dir)
-    with blamed(f"dataset {opts.dataset}", way_out):
-        source = source or make(opts)
-        train = split_of(source.train, source, opts)
-        test = split_of(source.test, source, opts)
-        facts = (source.known_classes, train.shape, len(train), len(test))
-        digest = hashlib.sha256(repr(facts).encode())
-        if not source.fingerprint:
-            for content in (*train.contents(), *test.contents()):
-                digest.update(content)
-    return replace(
-        source,
-        train=train,
-        test=test,
-        name=opts.dataset,
-        sample_shape=tuple(train.shape),
-        fingerprint=source.fingerprint or digest.hexdigest(),
-    )
-
-
-def split_of(samples, source, opts):
-    """Tensors in memory, windows of a file, or a Dataset."""
-    split = samples
-    if isinstance(samples, tuple):
-        x, y = TensorDataset(*samples).tensors  # of one length
-        if not is_picture(x):
-            x = as_input(x)
-        if opts.task == "classify":
-            y = whole_targets(y, len(x), source.known_classes, f"dataset {opts.dataset}")
-        split = TensorSplit(x, y, source, opts.seed)
-    elif not isinstance(samples, Windows):
-        split = DatasetSplit(samples, opts)
-    split.classes = source.known_classes
-    batch = split.look(f"dataset {opts.dataset}")
-    if opts.task == "tokens":
-        refuse_unshifted(batch, f"dataset {opts.dataset}")
-    return split
+def load_data(opts: Options, own_sets: tuple[Dataset, Dataset] | None = None) -> Data:
+    """The dataset that `opts.dataset` names, or that of `own_sets`, (train, test)."""
+    if DECIDING(opts) in PRELOADED:
+        return PRELOADED[DECIDING(opts)]
+    name = kind_of(opts.dataset)
+    is_ours = not own_sets and name in DATASETS
+    with blamed(f"dataset {opts.dataset}", FILES.format(opts.data_dir) if is_ours else WANTED):
+        if own_sets:
+            return data_of(opts, *own_sets)
+        return find_function(DATASETS[name][0])(opts) if is_ours else user_dataset(opts)
 
 
 def preload(opts: Options) -> None:
@@ -98,7 +56,7 @@ def preload(opts: Options) -> None:
         return
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    PRELOADED[FACTS(opts)] = load_data(opts)
+    PRELOADED[DECIDING(opts)] = load_data(opts)
     torch.set_num_threads(threads)
 
 
@@ -124,14 +82,14 @@ class Batch(NamedTuple):
         return self.data[1]
 
 
-def batches(split: Split, order: ElasticSampler, opts: Options) -> Iterator[Batch]:
+def batches(samples: Samples, order: ElasticSampler, opts: Options) -> Iterator[Batch]:
     """Yield this rank's Batch of every global batch that is left of `order`, on the CPU.
 
     A share may be empty, without any part: every rank yields the same number of batches.
     """
-    if split.set_epoch:
-        split.set_epoch(order.epoch)
-    shares = loaded(split, cuts(order, opts), opts, order.epoch, opts.augment != "none")
+    if samples.set_epoch:
+        samples.set_epoch(order.epoch)
+    shares = loaded(samples, cuts(order, opts), opts, order.epoch, opts.augment != "none")
     for (parts, ids), size in zip(shares, order.batch_sizes(), strict=True):
         yield Batch(parts, ids, size)
 
@@ -161,7 +119,7 @@ def forward_sizes(n, rank, world, opts):
 
 
 def loaded(
-    split: Split,
+    samples: Samples,
     cuts: Iterable,
     opts: Options,
     epoch: int = 0,
@@ -172,14 +130,14 @@ def loaded(
     def load(cut):
         parts = []
         for ids in cut:
-            batch = split.fetch(ids, epoch, augment) if ids else None
+            batch = samples.fetch(ids, epoch, augment) if ids else None
             if opts.sync_bn and not ids:  # ranks wait for each other in a forward, so it has an input
-                batch = map_tensors(lambda x: x[:0], split.fetch([0]))
+                batch = map_tensors(lambda x: x[:0], samples.fetch([0]))
             parts.append((len(ids), batch))
         return parts, sum(cut, [])
 
     pin = torch.cuda.is_available() and "cpu" not in (opts.device, *opts.devices)
-    if opts.workers and isinstance(split, DatasetSplit):
+    if opts.workers and isinstance(samples, DatasetSamples):
         yield from from_workers(load, cuts, opts.workers, pin)
         return
     for parts, ids in map(load, cuts):

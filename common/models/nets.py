@@ -1,13 +1,13 @@
-"""Registry of nets; a net may be cut between the children of its top-level nn.Sequential.
+"""Nets by name; a net may be cut between the children of its top-level nn.Sequential.
 
 To add one, write a function that takes the facts of the data (classes, sample_shape, vocab) and returns an
-nn.Module, and add it to MODELS, and its name to NAMES in options/rules.py. One in a file of your own needs no
-edit here: `--model FILE.py:function`.
+nn.Module, and name it in MODELS of options/registry.py. One in a file of your own needs no edit here:
+`--model FILE.py:function`.
 """
 
 import math
 from collections import OrderedDict
-from functools import partial
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,10 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from common.checkpoint import weights_of
-from common.data import Data
+from common.data import DataFacts
 from common.errors import UserError, blamed
-from common.models.gpt import build_gpt
 from common.models.weights import freeze, load_weights, tied_names
-from common.options import Options, call_user, read_options, refuse_foreign_code
+from common.options import MODELS, Options, call_user, find_function, read_options, refuse_foreign_code
 from common.sampler import seeded
 
 
@@ -91,10 +90,7 @@ def build_torchvision(name, data):
     return net
 
 
-MODELS = {"net": build_net, "mlp": build_mlp, "lstm": build_lstm, "gpt": build_gpt}
-
-
-def build_model(opts: Options, data: Data) -> nn.Module:
+def build_model(opts: Options, data: DataFacts) -> nn.Module:
     """The net that `opts.model` names, on the CPU; its weights depend only on opts.seed and --init-from."""
     name, *size = opts.model.split(":")
     shape = tuple(data.sample_shape)
@@ -102,12 +98,15 @@ def build_model(opts: Options, data: Data) -> nn.Module:
     with seeded(opts.seed, "init"), blamed(f"model {opts.model}", way_out):
         if name.endswith(".py"):
             net = call_user(opts.model, opts, data)
+        elif name in MODELS:
+            net = find_function(MODELS[name])(data, *size)
         else:
-            net = MODELS.get(name, partial(build_torchvision, name))(data, *size)
+            net = build_torchvision(name, data)
         make_lazy_weights(net, data)
         net = net.cpu()
         check_net(net, opts.model)
-    vars(net)["_facts"] = facts_of(net) | {"data": {fact: getattr(data, fact, None) for fact in FACTS}}
+    kept = {field.name: getattr(data, field.name, None) for field in fields(DataFacts)}
+    vars(net)["_facts"] = facts_of(net) | {"data": kept}
     if opts.init_from:
         load_weights(net, opts)
     if opts.sync_bn:  # into new modules, so before some of them are frozen
@@ -149,13 +148,10 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     else:
         refuse_foreign_code(run, {"model": given["model"]})
     opts = Options(**given | own)
-    data = Data(None, None, **facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
+    data = DataFacts(**facts["data"] | {"sample_shape": tuple(facts["data"]["sample_shape"])})
     net = build_model(opts, data)
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
     return net.eval()
-
-
-FACTS = "name", "known_classes", "sample_shape", "vocab"  # of the data, from which a net is built
 
 
 def facts_of(net: nn.Module) -> dict[str, Any]:

@@ -1,14 +1,9 @@
-"""What was asked for: flags, and functions of a user's own.
+"""What was asked for: flags, the names they know, functions of a user's own.
 
 No torch here: --help and a typo answer at once.
 """
 
-from common.options.options import (
-    Options,
-    begin_life,
-    call_user,
-    find_user,
-    parse_options,
-    read_options,
-    refuse_foreign_code,
-)
+from common.options.options import Options, read_options
+from common.options.parser import begin_life, parse_options, read_arguments
+from common.options.registry import DATASETS, MODELS, kind_of
+from common.options.user import call_user, find_function, refuse_foreign_code

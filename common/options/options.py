@@ -1,57 +1,26 @@
-"""Flags as one frozen dataclass, the run's identity, and functions of a user's own.
+"""What was asked for, as one frozen dataclass, and what of it makes a run that run and no other.
 
 A flag is one field of Options: a restart may not change a `fixed` one, because it changes the result; it may
-change a `free` one. Nothing here imports torch, so `--help` and a wrong flag answer at once.
+change a `free` one. The store writes the fields into options.json; the next start compares itself with them.
 """
 
-import argparse
 import dataclasses
-import functools
-import gc
 import hashlib
 import inspect
 import json
 import math
 import os
 import re
-import sys
-import zlib
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from common.errors import UserError, blamed, did_you_mean, end, ready_streams, say
-from common.options.rules import (
-    DATASETS,
-    OURS,
-    check_files,
-    check_names,
-    check_together,
-    check_world,
-    flag_of,
-    keywords,
-    uses,
-)
-from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
+from common.errors import UserError, blamed, did_you_mean
+from common.options.registry import DATASETS, FUSED, RATE, RATES, flags_of_dataset, kind_of
+from common.options.rules import flag_of, keywords
+from common.place import here
 
 Values = dict[str, Any]  # of fields, by name
-RATES = {  # torch's own where they are not 1e-3; sgd has ours; tests/training compares them with torch
-    "sgd": 0.05,
-    "adadelta": 1.0,
-    "adafactor": 0.01,
-    "adagrad": 0.01,
-    "adamax": 0.002,
-    "asgd": 0.01,
-    "nadam": 0.002,
-    "rmsprop": 0.01,
-    "rprop": 0.01,
-}
-RATE = 1e-3
-NUMBERS = {int: "a whole number", float: "a number"}
-SHAPES: dict[object, str] = {int: "N", float: "X", tuple: "A,B"}  # of a value, in --help
-NOT_INHERITED = {"resume", "max_steps", "eval_only"}  # by a --fork
 OF_A_MACHINE = {  # may differ between the machines of one life
     "run_dir",
     "data_dir",
@@ -64,18 +33,27 @@ OF_A_MACHINE = {  # may differ between the machines of one life
     "tensorboard",
     "debug",
 }
-SCRIPTS = {"train_dp.py": "dp", "train_mp.py": "mp"}  # any other is as train_ddp.py
 
 
-def free(default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, fixed=False):
+def free(
+    default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, changes_result=False
+):
     """A field of Options: a flag that may change between restarts; `group` opens a group of --help."""
-    scripts = scripts.split()
-    return dataclasses.field(default=default, metadata=locals())
+    metadata = {
+        "text": text,
+        "group": group,
+        "scripts": scripts.split(),
+        "low": low,
+        "below": below,
+        "choices": choices,
+        "fixed": changes_result,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def fixed(*args, **kwargs):
     """Like `free`, for a flag that changes the result: a restart with another value is refused."""
-    return free(*args, **kwargs, fixed=True)
+    return free(*args, **kwargs, changes_result=True)
 
 
 @dataclass(frozen=True)
@@ -141,7 +119,11 @@ class Options:
     )
     optimizer_args: str = fixed("", "more of its arguments, as betas=(0.9,0.95),amsgrad=True")
     lr: float = fixed(None, "learning rate (default: torch.optim's; 0.05 for sgd, 0.001 for a function)")
-    momentum: float = fixed(None, "(default for sgd: 0.9)", below=1)
+    momentum: float = fixed(
+        None,
+        "how much of its last move a weight keeps, as of sgd and rmsprop (default for sgd: 0.9)",
+        below=1,
+    )
     weight_decay: float = fixed(0.0, "pull of the weights towards zero")
     no_decay_1d: bool = fixed(False, "no pull on weights of one dimension: biases and norms")
     lr_schedule: str = fixed(
@@ -184,12 +166,12 @@ class Options:
     eval_every: int = free(1, "epochs between evaluations; 0: only at the end")
     best: str = free(
         "",
-        "which evaluation is kept: acc, -loss, ...; - if a lower one is better "
-        "(default: acc, or the lowest loss)",
+        "the evaluation to keep: the one with the highest acc, with -loss the lowest loss "
+        "(default: acc if the task has it, else -loss)",
     )
     log_every: int = free(10, "steps between log lines", low=1)
     progress: str = free("auto", "a bar instead of lines; auto: on a terminal", choices=("auto", "on", "off"))
-    tensorboard: bool = free(True, "no curves for TensorBoard in RUN/tb")
+    tensorboard: bool = free(True, "do not write curves for TensorBoard into RUN/tb")
     hang_timeout: int = free(0, "seconds without progress; 0: 600", scripts="ddp mp")
     check_every: int = free(500, "steps between checks of replicas; 0: never", scripts="ddp mp")
     cross_check: int = free(0, "steps between slices that all ranks compute; 0: never", scripts="ddp")
@@ -200,7 +182,7 @@ class Options:
     def __post_init__(self):
         """Defaults that follow from other flags."""
         folder = f"{Path(self.model).name}-{Path(self.dataset).name}"
-        words = self.model.partition(":")[0] == "gpt" or self.dataset.partition(":")[0] in ("text", "tokens")
+        words = kind_of(self.model) == "gpt" or kind_of(self.dataset) in ("text", "tokens")
         cores = (os.cpu_count() or 1) // here().local_size
         left_open = {
             "run_dir": Path("runs", re.sub(r"[^\w.-]+", "-", folder)),
@@ -208,7 +190,7 @@ class Options:
             "lr": RATES.get(self.optimizer, RATE),
             "momentum": 0.9 if self.optimizer == "sgd" and "momentum" not in self.optimizer_args else None,
             "stages": 0 if self.script == "mp" else 1,
-            "workers": min(4, max(1, cores)) if "workers" in uses(self.dataset) else 0,
+            "workers": min(4, max(1, cores)) if "workers" in flags_of_dataset(self.dataset) else 0,
         }
         for name, value in left_open.items():
             if getattr(self, name) is None:
@@ -233,20 +215,29 @@ class Options:
         if self.momentum is not None:
             arguments["momentum"] = self.momentum
         more = keywords(self.optimizer_args)
-        if self.optimizer in OURS and "foreach" not in more:
-            more = {"fused": True} | more
-        with blamed("--optimizer-args", "use the flag: --lr, --momentum or --weight-decay"):
-            return kind, dict(**arguments, **more)  # not twice the same
+        twice = arguments.keys() & more
+        if twice:
+            raise UserError(
+                f"--optimizer-args: {', '.join(sorted(twice))} is a flag, too\n"
+                "use the flag: --lr, --momentum or --weight-decay"
+            )
+        if self.optimizer in FUSED and "foreach" not in more:
+            arguments["fused"] = True
+        return kind, arguments | more
 
     def identity(self) -> Values:
         """All fixed flags, as JSON gives them back, of a file the name; the same on every restart."""
         values = self.to_json()
-        return {flag.name: plain(values[flag.name]) for flag in FLAGS.values() if flag.metadata["fixed"]}
+        return {
+            flag.name: without_folder(values[flag.name]) for flag in FLAGS.values() if flag.metadata["fixed"]
+        }
 
     def of_all_ranks(self) -> Values:
         """{flag: value} of all that the machines of a life must have in common; of a file the name."""
         return {
-            flag_of(name): plain(value) for name, value in self.to_json().items() if name not in OF_A_MACHINE
+            flag_of(name): without_folder(value)
+            for name, value in self.to_json().items()
+            if name not in OF_A_MACHINE
         }
 
     def compare(self, old: Values) -> list[str]:
@@ -254,7 +245,7 @@ class Options:
         return [
             f"{flag_of(name)} was {was!r}, now {now!r}"
             for name, now in self.identity().items()
-            if (was := plain(old.get(name))) != now
+            if (was := without_folder(old.get(name))) != now
         ]
 
     @property
@@ -275,170 +266,13 @@ class Options:
         """Every field, as json.dumps can write it."""
         return json.loads(json.dumps(dataclasses.asdict(self), default=str))
 
-    @classmethod
-    def of_script(cls, given: Values, own: Values) -> "Options":
-        """The options of a script of one's own: those `given` are read as flags are."""
-        words = []
-        for name, value in given.items():
-            if isinstance(value, bool):
-                words += [flag_of(name)] * (value != getattr(cls, name))
-            elif value is not None:
-                words.append(f"{flag_of(name)}={value}")
-        opts = cls(**Parser(None, "ddp").read(words) | own)
-        check_files(opts)
-        return opts
 
-
-def plain(value):
+def without_folder(value):
     """Of a file its name alone: it may lie elsewhere on another machine."""
     return value.rpartition("/")[2] if isinstance(value, str) else value
 
 
 FLAGS = {flag_of(field.name): field for field in dataclasses.fields(Options)[1:]}
-
-
-class Parser(argparse.ArgumentParser):
-    """--help begins with the script's own commands; every mistake is a UserError."""
-
-    def __init__(self, doc, script):
-        super().__init__(
-            prog=f"train_{script}.py",
-            description=doc,
-            usage=argparse.SUPPRESS,
-            allow_abbrev=False,
-            argument_default=argparse.SUPPRESS,
-            formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
-                prog, max_help_position=34, width=120
-            ),
-        )
-        for flag, field in FLAGS.items():
-            facts = field.metadata
-            if facts["group"]:
-                group = self.add_argument_group(facts["group"])
-            if script in facts["scripts"]:
-                group.add_argument(flag, dest=field.name, **how_to_read(field))
-
-    def read(self, argv):
-        """{field: value} of the flags in argv; --a_b counts as --a-b."""
-        words = []
-        for text in argv:
-            flag, equals, value = text.partition("=")
-            if flag.startswith("--"):
-                words.append(flag.replace("_", "-") + equals + value)
-            elif text.startswith("-") and text != "-h" and words and "=" not in words[-1]:
-                words[-1] += f"={text}"  # argparse would take the value of `--best -loss` for a flag
-            else:
-                words.append(text)
-        values, unknown = self.parse_known_args(words)
-        if not unknown:
-            return vars(values)
-        flag = unknown[0].partition("=")[0]
-        if flag in FLAGS:
-            owners = " and ".join(f"train_{script}.py" for script in FLAGS[flag].metadata["scripts"])
-            raise UserError(f"{flag} cannot take effect in {self.prog}\nit belongs to {owners}")
-        self.error(f"unknown argument {unknown[0]!r}{did_you_mean(flag, FLAGS)}")
-
-    def error(self, message):
-        raise UserError(f"{message.removeprefix('argument ')}\nsee {self.prog} --help")
-
-
-def how_to_read(field):
-    """What argparse is told of a flag."""
-    text = field.metadata["text"]
-    if field.type is bool:
-        return {"action": "store_false" if field.default else "store_true", "help": text}
-    if field.default not in (None, "", ()):
-        text += f" (default: {field.default})"
-    return {
-        "type": functools.partial(read_value, field),
-        "choices": field.metadata["choices"],
-        "metavar": SHAPES.get(field.type),
-        "help": text,
-    }
-
-
-def read_value(field, text):
-    """The value that a person wrote."""
-    if field.type in NUMBERS:
-        low = field.metadata["low"]
-        below = field.metadata["below"]
-        with suppress(ValueError):
-            value = field.type(text)
-            if low <= value < below:
-                return value
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not {NUMBERS[field.type]} from {low} and below {below:g}"
-        )
-    if not text:
-        raise argparse.ArgumentTypeError("is empty")
-    if field.name == "optimizer" and ".py" not in text:
-        return text.lower()
-    return tuple(text.split(",")) if field.type is tuple else field.type(text)
-
-
-# ---- at the start of a process --------------------------------------------------------------------
-def begin_life() -> None:
-    """Call first in every process; UserError if it cannot meet others."""
-    ready_streams()
-    place = here()
-    if not place.can_meet:
-        raise UserError(
-            f"ranks cannot meet with {meeting_variables()}\n"
-            "start with torchrun, or set RANK (0 to WORLD_SIZE - 1), WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-        )
-    if place.agent:
-        die_with_the_parent()
-    note_that_it_waits(True)
-
-
-def parse_options(
-    doc: str | None, argv: list[str] | None = None, script: str | None = None, processes: int | None = None
-) -> Options:
-    """The checked options of this process; a mistake ends it with exit code 2, printed once per machine.
-
-    A launcher checks them for its workers: then `processes` is their number, or 0 if it is not known yet.
-    """
-    if argv is None and processes is None:
-        gc.disable()  # until `join`: imports make no garbage, and the search for it is a fifth of their time
-    try:
-        begin_life()
-        script = script or SCRIPTS.get(Path(sys.argv[0]).name, "ddp")
-        given = Parser(doc, script).read(sys.argv[1:] if argv is None else argv)
-        opts = Options(script=script, **_inherited(given, script))
-        check_names(opts)
-        check_together(opts)
-        check_files(opts)
-        wrong = []
-        with suppress(OSError, UserError):  # of what cannot be read the store tells
-            if opts.is_bound:
-                wrong = opts.compare(read_options(opts.run_dir))
-        opts.refuse_another_run(wrong)
-        world = here().size if processes is None else processes
-        if world:
-            check_world(opts, world)
-    except UserError as error:
-        end(error, shared=True)
-    if argv is None and here().rank == 0 and not here().launched:  # its launcher has printed it
-        say(f"{opts.run_dir}: starting; importing torch takes some seconds")
-    return opts
-
-
-def _inherited(given, script):
-    """With --fork: also the flags of this run's own earlier lives, or of the run that it leaves."""
-    if not {"fork", "at"} & given.keys():
-        return given
-    if "resume" in given or not {"fork", "at", "run_dir"} <= given.keys():
-        raise UserError(
-            "--fork needs --at and --run-dir, and no --resume\nwrite --fork RUN --at N --run-dir NEW"
-        )
-    source = given["run_dir"] if (given["run_dir"] / "options.json").is_file() else given["fork"]
-    taken = {flag.name for flag in FLAGS.values() if script in flag.metadata["scripts"]} - NOT_INHERITED
-    flags = {}
-    for name, value in read_options(source).items():
-        if name in taken - given.keys():
-            flags[name] = tuple(value) if isinstance(value, list) else value
-    refuse_foreign_code(source, flags)
-    return flags | given
 
 
 def read_options(run_dir: Path | str) -> Values:
@@ -453,53 +287,3 @@ def read_options(run_dir: Path | str) -> Values:
         if hashlib.sha256(text.encode()).hexdigest() != seal:
             raise ValueError("options.json is damaged")
         return facts["options"]
-
-
-def refuse_foreign_code(run_dir: Path | str, flags: Values) -> None:
-    """UserError if these flags of a run name a file in its folder, or of another user than us and root."""
-    for name, value in flags.items():
-        path = Path(str(value).rpartition(":")[0]).resolve()
-        inside = path.is_relative_to(Path(run_dir).resolve())
-        if path.is_file() and (inside or path.stat().st_uid not in (0, os.getuid())):
-            raise UserError(
-                f"{run_dir} would run {value}: a file in that folder, or of another user\n"
-                f"read it; if you trust it, name it yourself: {flag_of(name)} {value}"
-            )
-
-
-# ---- a function of a user's own, as `path/to/file.py:function` ----------------------------------------
-def find_user(spec: str, *default: None) -> Any:
-    """The function that `path/to/file.py:function` names; `default`, if one is given and there is none."""
-    path, _, name = spec.rpartition(":")
-    with blamed(spec):
-        return getattr(load_file(Path(path).resolve()), name, *default)
-
-
-def call_user(spec: str, *facts: object, first: bool = False) -> Any:
-    """Calls the function in `path/to/file.py:function` with the last of `facts`, as many as it requires.
-
-    Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
-    With `first` it gets the first of them.
-    """
-    function = find_user(spec)
-    with blamed(spec):
-        required = [
-            p
-            for p in inspect.signature(function).parameters.values()
-            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
-        count = min(len(required), len(facts))
-        return function(*(facts[:count] if first else facts[len(facts) - count :]))
-
-
-@functools.cache
-def load_file(path):
-    """The module in a file, loaded once in this process; it can import files of its own folder."""
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # last: it must not hide common or the standard library
-    name = f"user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
-    module = sys.modules[name] = ModuleType(name)
-    module.__file__ = str(path)
-    # its source: a cached .pyc may be that of a text of the same second and size
-    exec(compile(path.read_bytes(), path, "exec"), vars(module))
-    return module

@@ -8,28 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import UserError, blamed, did_you_mean
-
-FOLDERS = ("data_dir", "workers", "image_size", "bad_samples")  # also of path/to/file.py:function
-DATASETS = {  # each with the flags that not every dataset uses
-    "digits": (),
-    "mnist": ("data_dir", "download"),
-    "fashion-mnist": ("data_dir", "download"),
-    "cifar10": ("data_dir", "download"),
-    "imagefolder": FOLDERS,
-    "sentiment": (),
-    "random": (),
-    "text": ("data_dir",),
-    "tokens": ("data_dir", "vocab_size"),
-}
-NAMES = {  # flags that also take path/to/file.py:function
-    "model": ("net", "mlp", "lstm", "gpt"),
-    "dataset": tuple(DATASETS),
-    "task": ("classify", "tokens"),
-    "lr_schedule": ("constant", "step", "cosine"),
-    "optimizer": (),  # torch.optim has the names: they are looked up there
-}
-SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
-OURS = ("sgd", "adam", "adamw")  # fused, and each weight's update is its own, as --shard needs
+from common.options.registry import DATASETS, FUSED, NAMES, flags_of_dataset, kind_of
 
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--shard", "--virtual-ranks", "its sums depend on the number of replicas"),
@@ -58,17 +37,6 @@ CLASHES = (  # the first cannot take effect with the second, because ...
 
 def flag_of(name):
     return "--no-tensorboard" if name == "tensorboard" else "--" + name.replace("_", "-")
-
-
-def uses(dataset):
-    """The flags of DATASETS that can take effect with this dataset."""
-    return FOLDERS if ".py:" in dataset else DATASETS.get(kind_of(dataset), ())
-
-
-def kind_of(name):
-    """A built-in name without its size."""
-    kind = name.partition(":")[0]
-    return kind if kind in SIZED else name
 
 
 def keywords(text):
@@ -124,16 +92,19 @@ def check_together(opts):
         if given(flag) and given(other):
             raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
     keywords(opts.optimizer_args)
-    special = {flag for flags in DATASETS.values() for flag in flags} - {*uses(opts.dataset)}
-    idle = [flag for flag in map(flag_of, sorted(special)) if given(flag)]
+    special = {flag for _, flags in DATASETS.values() for flag in flags}
+    others = sorted(special.difference(flags_of_dataset(opts.dataset)))
+    idle = [flag for flag in map(flag_of, others) if given(flag)]
     if idle:
         raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
-    if opts.shard and opts.optimizer not in OURS:
+    if opts.shard and opts.optimizer not in FUSED:
         raise UserError(
-            f"--shard works with {', '.join(OURS)}\n{opts.optimizer} may need a whole weight at once"
+            f"--shard works with {', '.join(FUSED)}: {opts.optimizer} may need a whole weight at once\n"
+            "take one of them (--no-decay-1d makes two groups of weights), or leave out --shard"
         )
     if opts.min_lr >= opts.lr:
-        raise UserError(f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it, or raise --lr")
+        lower = " or lower --min-lr" if opts.min_lr else ""
+        raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")
 
 
 def check_world(opts, world):

@@ -99,11 +99,6 @@ def slice_loss(slices, v, piece, size, state):
     return slices.measured(v, n / size, totals), state.scaler.scale(loss / size)
 
 
-def cross_check_is_due(model: nn.Module | Slices) -> bool:
-    """Whether all ranks are to compute one slice of this step, and to compare its bits (--cross-check)."""
-    return isinstance(model, Slices) and model.checked is not None
-
-
 def odd_ranks(model: Slices, split: object, state: TrainState, world: World) -> str:
     """The ranks that compute a slice with other bits than most, in words; empty if all bits are the same.
 

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from common.data import leaves, map_tensors
 from common.errors import UserError, blamed, did_you_mean, say
-from common.options import Options, find_user
+from common.options import Options, find_function
 from common.place import here
 from common.sampler import seeded
 from common.world import gather
@@ -301,13 +301,13 @@ def find_task(opts: Options) -> Task:
         task = Task(tokens, ["loss", "acc"], perplexity)
         task.shown.append("perplexity")
         return task
-    function = find_user(opts.task)
+    function = find_function(opts.task)
 
     def own(net, batch, state):
         with autocast(opts, leaves(batch)[0].device):
             return function(net, batch)
 
-    finish = find_user(opts.task.rpartition(":")[0] + ":finish", None)
+    finish = find_function(opts.task.rpartition(":")[0] + ":finish", None)
     return Task(own, [], finish, opts.task)
 
 

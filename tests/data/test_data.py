@@ -8,9 +8,9 @@ import torch
 from test_datasets import options
 from torch.utils.data import Dataset
 
-from common.data import Data, batches, loaded
+from common.data import batches, loaded
 from common.data.datasets import crop_flip
-from common.data.splits import DatasetSplit, TensorSplit
+from common.data.samples import DatasetSamples, TensorSamples
 from common.sampler import ElasticSampler
 
 
@@ -30,13 +30,13 @@ class Noisy(Dataset):
 
 
 def noisy(n):
-    return DatasetSplit(Noisy(n), options("noisy"))
+    return DatasetSamples(Noisy(n), options("noisy"), 3)
 
 
 def pictures(n, augment=crop_flip):
     x = torch.randint(0, 256, (n, 3, 12, 10), generator=torch.Generator().manual_seed(n), dtype=torch.uint8)
-    source = Data(None, None, 3, mean=(0.5, 0.4, 0.3), std=0.2, augment=augment)
-    return TensorSplit(x, torch.arange(n) % 3, source, 0)
+    tensors = (x, torch.arange(n) % 3)
+    return TensorSamples(tensors, options("x"), 3, mean=(0.5, 0.4, 0.3), std=0.2, augment=augment)
 
 
 def epoch_of(split, world, position=0, **flags):

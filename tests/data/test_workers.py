@@ -14,7 +14,7 @@ from test_rescue import a_run
 
 from common.data import batches
 from common.data.loading import shelter
-from common.data.splits import DatasetSplit
+from common.data.samples import DatasetSamples
 from common.errors import UserError
 from common.rescue import Rescue
 from common.sampler import ElasticSampler
@@ -32,7 +32,7 @@ class Trouble(Noisy):
 
 
 def trouble(what):
-    return DatasetSplit(Trouble(12, what), options("trouble"))
+    return DatasetSamples(Trouble(12, what), options("trouble"), None)
 
 
 def drain(split, **changed):

@@ -14,7 +14,7 @@ import train_mp
 from common.data import load_data
 from common.models import load
 from common.options import Options, parse_options
-from common.options.options import load_file
+from common.options.user import load_file
 
 OWN = """
 import torch

@@ -8,8 +8,8 @@ from torch import nn
 
 from common.errors import UserError
 from common.models import build_model, check_net
-from common.models.nets import MODELS, Halve
-from common.options import Options
+from common.models.nets import Halve
+from common.options import MODELS, Options
 from common.options.rules import torchvision_models
 
 IMAGES = SimpleNamespace(name="images", classes=10, sample_shape=(1, 28, 28), vocab=None)

@@ -15,8 +15,10 @@ from stores import two_checkpoints
 
 from common.errors import blamed
 from common.options import Options, call_user, parse_options
-from common.options.options import begin_life, load_file
-from common.options.rules import DATASETS, NAMES, flag_of, torchvision_models, uses
+from common.options.parser import begin_life
+from common.options.registry import DATASETS, MODELS, flags_of_dataset
+from common.options.rules import flag_of, torchvision_models
+from common.options.user import find_function, load_file
 from common.place import here
 
 ROOT = Path(__file__).parents[2]
@@ -71,12 +73,21 @@ def refused(capsys, *argv, script=None):
         ("ddp", "--lerning-rate 1", "unknown argument '--lerning-rate'"),
         ("ddp", "--global_batchsize 8", "did you mean --global-batch-size?"),
         ("ddp", "--glob 8", "--glob"),  # no abbreviations
+        ("ddp", "--batch_size=8", "did you mean --global-batch-size, "),
+        ("ddp", "--learning-rate 1", "did you mean --lr?"),
+        ("ddp", "--precision bf16", "did you mean --amp bf16?"),
+        ("ddp", "--gpus 2", "did you mean torchrun --nproc_per_node=N, "),
+        ("mp", "--nproc 2", "did you mean torchrun --nproc_per_node=N, "),
         ("ddp", "--optimizer-args eps=len", "--optimizer-args 'eps=len': ValueError"),
         ("ddp", "--optimizer own.py:f --optimizer-args eps=1", "let the function do it"),
         ("ddp", "--no-decay-1d", "there is no decay"),
         ("ddp", "--optimizer rprop --warmup-epochs 1", "it looks at lr once"),
-        ("ddp", "--lr-schedule cosine --min-lr 1", "is not below --lr 0.001"),
-        ("ddp", "--lr 0", "raise --lr"),
+        (
+            "ddp",
+            "--lr-schedule cosine --min-lr 1",
+            "--lr 0.001 is not above --min-lr 1.0\n       raise --lr or",
+        ),
+        ("ddp", "--lr 0", "--lr 0.0 is not above --min-lr 0.0\n       raise --lr\n"),
         ("ddp", "--init-skip fc.", "nothing is taken over"),
         ("ddp", "--virtual-ranks 4 --compile", "--compile cannot take effect with --virtual-ranks"),
         ("ddp", "--resume nowhere", "'nowhere' is not there"),
@@ -90,7 +101,7 @@ def refused(capsys, *argv, script=None):
             "--devices cuda:0,cuda:1 --device cpu",
             "--devices=*cuda* cannot take effect with --device=cpu",
         ),
-        ("mp", "--shard 2 --optimizer adagrad", "--shard works with"),
+        ("mp", "--shard 2 --optimizer adagrad", "--shard works with sgd, adam, adamw: adagrad may"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, script, argv, word):
@@ -104,19 +115,20 @@ def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, s
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_a_flag_of_one_dataset_is_refused_by_every_other(capsys, monkeypatch, dataset):
     """Also one that somebody puts into the table tomorrow: no list beside the table has to know it."""
-    monkeypatch.setitem(DATASETS, "blobs", ("label_smoothing",))
-    for flag in {flag for flags in DATASETS.values() for flag in flags} - {*uses(dataset)}:
+    monkeypatch.setitem(DATASETS, "blobs", ("", ("label_smoothing",)))
+    for flag in {flag for _, flags in DATASETS.values() for flag in flags} - {*flags_of_dataset(dataset)}:
         value = "skip" if flag == "bad_samples" else "0.5" if flag == "label_smoothing" else "9"
         argv = ["--dataset", dataset, flag_of(flag)]
         argv += [] if flag == "download" else [value]
         assert f"{flag_of(flag)} cannot take effect with --dataset {dataset}" in refused(capsys, *argv)
 
 
-def test_the_names_known_to_options_are_those_of_the_registries():
-    from common.data.datasets import DATASETS as registry
-    from common.models.nets import MODELS
+@pytest.mark.parametrize("place", [*MODELS.values(), *(place for place, _ in DATASETS.values())])
+def test_every_name_of_the_registry_is_a_function(place):
+    assert callable(find_function(place))
 
-    assert {*DATASETS} <= {*registry} and {*NAMES["model"]} == {*MODELS}, "see common/options/rules.py"
+
+def test_torchvisions_names_are_found_without_its_import():
     models = pytest.importorskip("torchvision").models
     assert {*torchvision_models()} == {*models.list_models(module=models)}
 

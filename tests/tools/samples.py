@@ -2,7 +2,7 @@
 
 from common.data import Batch
 from common.data.loading import forward_sizes
-from common.data.splits import Split
+from common.data.samples import Samples as Split
 from common.sampler import share
 
 

@@ -10,8 +10,7 @@ from test_rescue import a_run, step
 from torch import nn
 
 from common.checkpoint.folder import checkpoints
-from common.data import Data
-from common.data.splits import TensorSplit
+from common.data.samples import TensorSamples
 from common.options import Options
 from common.training import TrainState, build_optimizer, evaluate
 from common.training.evaluate import BLOCK, block_size
@@ -20,8 +19,8 @@ from common.training.tasks import SHOWN_SAMPLES
 
 def split_of(n, width=5):
     torch.manual_seed(n)
-    source = Data(train=None, test=None, known_classes=3)
-    return TensorSplit(torch.randn(n, width), torch.randint(0, min(3, width - 2), (n,)), source, 0)
+    x = torch.randn(n, width)
+    return TensorSamples((x, torch.randint(0, min(3, width - 2), (n,))), Options(), 3)
 
 
 def metrics_of(world, n, ema=0.0):

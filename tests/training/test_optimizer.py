@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from common.errors import UserError
 from common.options import parse_options
-from common.options.options import RATE, RATES
+from common.options.registry import RATE, RATES
 from common.training import TrainState, build_optimizer
 from common.training.optimizer import parts_of
 

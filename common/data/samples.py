@@ -1,10 +1,13 @@
-"""A dataset, and its two sets as functions: `fetch(ids, epoch, augment)` makes one batch of samples.
+"""The two sets of a dataset: `fetch(ids, epoch, augment)` makes one batch of samples.
 
-The same ids give the same batch in any process: augmentation and other random choices are a function of
-(seed, epoch, id of the sample), so no worker and no rank has a generator of its own to save.
+From what a function of datasets.py or of a user returns to a Data: `data_of` makes Samples of each set, looks
+at the first one that can be read, and hashes the contents. The same ids give the same batch in any process:
+augmentation and other random choices are a function of (seed, epoch, id of the sample), so no worker and no
+rank has a generator of its own to save.
 """
 
 import copy
+import hashlib
 import math
 import sys
 from collections.abc import Callable, MutableMapping
@@ -14,32 +17,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import TensorDataset, default_collate
 
 from common.errors import UserError, blamed, one_line, say
+from common.options import Options
 from common.place import here
 from common.sampler import hash_seed, seeded, uniforms
 
-BLOCK = 2**15  # tokens that are hashed together when a run starts,
+BLOCK_TOKENS = 2**15  # that are hashed together when a run starts,
 BLOCKS = 256  # at so many places of a file
 WORDS = (torch.int16, torch.int32, torch.int64)
-Tree = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
+Nested = Any  # of dicts, lists and tuples, with tensors as leaves: what a collate returns
 
 
 @dataclass(frozen=True)
-class Data:
-    """A dataset, and the facts a model is built from; `load_data` adds the last two."""
+class DataFacts:
+    """What a net is built from."""
 
-    train: Any  # (x, y) tensors or a map-style Dataset; once loaded, a Split
-    test: Any
+    name: str
     known_classes: int | None
-    vocab: int | None = None
-    mean: float | tuple = 0.0  # of uint8 pixels scaled to 0..1, or of their channels
-    std: float | tuple = 1.0
-    augment: Callable | None = None  # of tensors, as `flip` of datasets.py
-    fingerprint: str = ""  # "": of its contents
-    name: str = ""
-    sample_shape: tuple = ()
+    sample_shape: tuple[int, ...]
+    vocab: int | None
 
     @property
     def classes(self) -> int:
@@ -53,16 +51,27 @@ class Data:
         return self.known_classes
 
 
-class Split:
+class Samples:
     """A set: `fetch` makes a batch of it, `contents` are bytes that change when the data does."""
 
     first = 0  # a sample that can be read
     tokens = 1  # of a sample
-    classes = None  # targets are below it, if the dataset tells
     note = None  # note("bad_sample", ...) writes to the ledger
     set_epoch = None  # of a dataset that has one
 
-    def look(self, name):
+    fetch: Callable[..., Nested]  # of (ids, epoch=0, augment=False): these samples as a batch
+
+    def __init__(self, count, opts, classes):
+        self.count = count
+        self.name = f"dataset {opts.dataset}"
+        self.seed = opts.seed
+        self.classify = opts.task == "classify"
+        self.classes = classes  # targets are below it; None: the dataset does not tell
+
+    def __len__(self) -> int:
+        return self.count
+
+    def look(self):
         """Takes the shape of samples from the first one that can be read; returns the batch of that one."""
         for id in range(len(self)):
             batch = self.fetch([id])
@@ -74,26 +83,32 @@ class Split:
                 self.tokens = x.numel() if x.dtype == torch.int64 else 1
                 return batch
         raise UserError(
-            f"{name} has an empty set: none of its {len(self):,} samples can be read, or has a tensor\n"
+            f"{self.name} has an empty set: none of its {len(self):,} samples can be read, or has a tensor\n"
             "at least one is needed to train on, and one to test on"
         )
 
 
-class TensorSplit(Split):
-    """Samples in memory: a batch costs one index operation, not one call per sample."""
+class TensorSamples(Samples):
+    """Samples in memory: a batch costs one index operation, not one call per sample.
 
-    def __init__(self, x, y, source, seed):
+    `mean` and `std` are those of uint8 pixels scaled to 0..1, or of their channels; `augment` changes
+    pictures, as `flip` of datasets.py does.
+    """
+
+    def __init__(self, tensors, opts, classes, mean=0.0, std=1.0, augment=None):
+        x, y = TensorDataset(*tensors).tensors  # of one length
+        super().__init__(len(y), opts, classes)
+        if not is_picture(x):
+            x = as_input(x)
+        if self.classify:
+            y = whole_targets(y, len(x), classes, self.name)
         self.x = x.contiguous()
         self.y = y.contiguous()
-        self.seed = seed
-        self.augment = source.augment
-        mean = torch.tensor(source.mean)[..., None, None]
-        std = torch.tensor(source.std)[..., None, None]
+        self.augment = augment
+        mean = torch.tensor(mean)[..., None, None]
+        std = torch.tensor(std)[..., None, None]
         self.scale = 1 / (255 * std)
         self.shift = -mean / std
-
-    def __len__(self):
-        return len(self.y)
 
     def fetch(self, ids, epoch=0, augment=False):
         rows = torch.as_tensor(ids, dtype=torch.int64)
@@ -109,24 +124,19 @@ class TensorSplit(Split):
         return [part.flatten().view(torch.uint8).numpy() for part in (self.x, self.y)]
 
 
-class DatasetSplit(Split):
+class DatasetSamples(Samples):
     """A Dataset; (seed, epoch, id) seeds torch, Python and numpy before each sample.
 
     Samples become a batch in its own `collate(samples)`, or in torch's default_collate. A Dataset augments
     by itself. With --bad-samples skip a batch lacks the samples that cannot be read; without any it is None.
     """
 
-    def __init__(self, dataset, opts):
+    def __init__(self, dataset, opts, classes):
+        super().__init__(len(dataset), opts, classes)
         self.dataset = dataset
         self.set_epoch = inherited(dataset, "set_epoch")
-        self.name = f"dataset {opts.dataset}"
-        self.seed = opts.seed
-        self.classify = opts.task == "classify"
         self.skip = opts.bad_samples == "skip"
         self.collate = inherited(dataset, "collate") or inherited(dataset, "collate_fn") or default_collate
-
-    def __len__(self):
-        return len(self.dataset)
 
     def fetch(self, ids, epoch=0, augment=False):
         samples = self._samples(ids, epoch)
@@ -181,28 +191,27 @@ class DatasetSplit(Split):
                 )
 
 
-class Windows(Split):
+class Windows(Samples):
     """Sample i is tokens i*L to i*L+L of a file; its target is the L tokens that begin one later.
 
     To train on, the file is a ring: one window leads from its end to its beginning. An epoch reads every
     token once, but for fewer than L, which it reads twice: the last window ends where the first has begun.
-    With a seed the windows begin at another place in each epoch, so that a token gets every context, as with
-    nanoGPT's windows at random places. A test does not join end and beginning: fewer than L tokens are left.
+    If they move, the windows begin at another place in each epoch, so that a token gets every context, as
+    with nanoGPT's windows at random places. A test does not join end and beginning: fewer than L tokens are
+    left.
     """
 
-    def __init__(self, numbers, length, count, seed=None):
+    def __init__(self, numbers, opts, vocab, ring=False, move=False):
         self.numbers = numbers
-        self.length = length
-        self.count = count
-        self.seed = seed
-
-    def __len__(self):
-        return self.count
+        self.length = int(opts.dataset.partition(":")[2] or 128)
+        self.move = move
+        last = len(numbers) + self.length - 1 if ring else max(0, len(numbers) - 1)
+        super().__init__(last // self.length, opts, vocab)
 
     def fetch(self, ids, epoch=0, augment=False):
         """(x, y), both [samples, length]; `augment` moves the windows as (seed, epoch) say."""
         starts = np.asarray(ids, dtype=np.int64) * self.length
-        if augment and self.seed is not None:
+        if augment and self.move:
             starts += hash_seed("windows", self.seed, epoch)
         places = starts[:, None] + np.arange(self.length + 1)
         words = np.asarray(self.numbers)[places % len(self.numbers)]
@@ -215,9 +224,44 @@ class Windows(Split):
         return words[:, :-1].clone(), words[:, 1:].clone()  # a task may change one of them in place
 
     def contents(self):
-        last = max(0, len(self.numbers) - BLOCK)
+        last = max(0, len(self.numbers) - BLOCK_TOKENS)
         for start in np.linspace(0, last, BLOCKS, dtype=np.int64):
-            yield self.numbers[start : start + BLOCK].tobytes()
+            yield self.numbers[start : start + BLOCK_TOKENS].tobytes()
+
+
+@dataclass(frozen=True)
+class Data(DataFacts):
+    """A dataset: its two sets, and a text that changes when one of them does."""
+
+    train: Samples
+    test: Samples
+    fingerprint: str
+
+
+def data_of(
+    opts: Options, train: Any, test: Any, classes=None, vocab=None, fingerprint="", **pictures
+) -> Data:
+    """The Data of two sets: each (x, y) tensors, Windows, or a map-style Dataset.
+
+    `pictures` are arguments of TensorSamples. Without a fingerprint the sets are hashed.
+    """
+    sets = []
+    for samples in (train, test):
+        if isinstance(samples, tuple):
+            samples = TensorSamples(samples, opts, classes, **pictures)
+        elif not isinstance(samples, Windows):
+            samples = DatasetSamples(samples, opts, classes)
+        batch = samples.look()
+        if opts.task == "tokens":
+            refuse_unshifted(batch, samples.name)
+        sets.append(samples)
+    first, second = sets
+    if not fingerprint:
+        digest = hashlib.sha256(repr((classes, first.shape, len(first), len(second))).encode())
+        for content in (*first.contents(), *second.contents()):
+            digest.update(content)
+        fingerprint = digest.hexdigest()
+    return Data(opts.dataset, classes, tuple(first.shape), vocab, first, second, fingerprint)
 
 
 def whole_targets(y, count, classes, which):
@@ -278,23 +322,23 @@ def inherited(dataset, name):
     return value
 
 
-def map_tensors(change: Callable, tree: Tree) -> Tree:
-    """The same tree, with each tensor changed, and all else as it was."""
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, MutableMapping):
-        same = copy.copy(tree)  # of the same type, as default_collate makes it
-        for key, value in tree.items():
+def map_tensors(change: Callable, nested: Nested) -> Nested:
+    """The same, with each tensor changed, and all else as it was."""
+    if isinstance(nested, Tensor):
+        return change(nested)
+    if isinstance(nested, MutableMapping):
+        same = copy.copy(nested)  # of the same type, as default_collate makes it
+        for key, value in nested.items():
             same[key] = map_tensors(change, value)
         return same
-    if isinstance(tree, (list, tuple)):
-        branches = [map_tensors(change, branch) for branch in tree]
-        return getattr(tree, "_make", type(tree))(branches)  # _make: of a namedtuple
-    return tree
+    if isinstance(nested, (list, tuple)):
+        values = [map_tensors(change, value) for value in nested]
+        return getattr(nested, "_make", type(nested))(values)  # _make: of a namedtuple
+    return nested
 
 
-def leaves(tree: Tree) -> list[Tensor]:
-    """The tensors of a tree."""
+def leaves(nested: Nested) -> list[Tensor]:
+    """Its tensors."""
     tensors = []
-    map_tensors(tensors.append, tree)
+    map_tensors(tensors.append, nested)
     return tensors

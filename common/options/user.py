@@ -1,0 +1,68 @@
+"""Functions by their names: `path/to/file.py:function` is a user's, `package.module:function` is ours.
+
+From a flag to the function: the file or module is imported, the function found in it, and called with as many
+arguments as it requires. Its errors are told with its name.
+"""
+
+import functools
+import importlib
+import inspect
+import os
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from common.errors import UserError, blamed
+from common.options.rules import flag_of
+
+
+def find_function(place: str, *default: None) -> Any:
+    """The function that `place` names; `default`, if one is given and there is no such function."""
+    module, _, name = place.rpartition(":")
+    with blamed(place):
+        if module.endswith(".py"):
+            return getattr(load_file(Path(module).resolve()), name, *default)
+        return getattr(importlib.import_module(module), name, *default)
+
+
+def call_user(place: str, *arguments: object, first: bool = False) -> Any:
+    """Calls a user's function with the last of `arguments`, as many as it requires; with `first`, the first.
+
+    Parameters with a default keep it: `f()`, `f(data)` and `f(opts, data, width=3)` can all build a model.
+    """
+    function = find_function(place)
+    with blamed(place):
+        required = [
+            p
+            for p in inspect.signature(function).parameters.values()
+            if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        count = min(len(required), len(arguments))
+        return function(*(arguments[:count] if first else arguments[len(arguments) - count :]))
+
+
+@functools.cache
+def load_file(path):
+    """The module in a file, loaded once in this process; it can import files of its own folder."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # last: it must not hide common or the standard library
+    name = f"user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
+    module = sys.modules[name] = ModuleType(name)
+    module.__file__ = str(path)
+    # its source: a cached .pyc may be that of a text of the same second and size
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))
+    return module
+
+
+def refuse_foreign_code(run_dir: Path | str, flags: dict[str, Any]) -> None:
+    """UserError if these flags of a run name a file in its folder, or of another user than us and root."""
+    for name, value in flags.items():
+        path = Path(str(value).rpartition(":")[0]).resolve()
+        inside = path.is_relative_to(Path(run_dir).resolve())
+        if path.is_file() and (inside or path.stat().st_uid not in (0, os.getuid())):
+            raise UserError(
+                f"{run_dir} would run {value}: a file in that folder, or of another user\n"
+                f"read it; if you trust it, name it yourself: {flag_of(name)} {value}"
+            )
