@@ -4,13 +4,11 @@ python -m tests.chaos --events 200 --seed 1            # all kinds
 python -m tests.chaos --bunches 20 --seed 1            # machines die in bunches, under launch/torchrun.py
 python -m tests.chaos --machines 3                     # machines fall silent; as root
 python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
-python -m tests.chaos --events 40 --disk slow          # a slow file system; two: two mounts as two machines
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
 python -m tests.chaos --events 40 --script mp          # train_mp.py, two stages, one or more pipelines
 """
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -26,12 +24,6 @@ from tests.chaos.director import Campaign
 from tests.chaos.events import TARGETS
 
 from jobs import Jobs  # isort: skip  (found once tests.chaos is)
-from netfs import served  # isort: skip
-
-DISKS = {
-    "slow": {"latency": 0.002, "bandwidth": 50e6},
-    "two": {"machines": 2, "late": 3.0, "latency": 0.0005},
-}
 
 
 def main():
@@ -42,7 +34,6 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--bunches", type=int, default=0, metavar="COUNT")
     parser.add_argument("--machines", type=int, default=0, metavar="COUNT")
-    parser.add_argument("--disk", choices=sorted(DISKS), help="a file system of tests/tools/netfs.py")
     parser.add_argument("--script", choices=("ddp", "mp"), default="ddp")
     parser.add_argument(
         "--only",
@@ -57,17 +48,14 @@ def main():
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
-        disk = served(folder / "disk", **DISKS[args.disk]) if args.disk else contextlib.nullcontext()
-        with disk as mounted, Jobs(folder) as jobs:
+        with Jobs(folder) as jobs:
             if args.machines:
                 sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, args.only))
             if args.bunches:
                 print(json.dumps(bunches(jobs, folder / "run", rng, args.bunches)))
                 return
             began = time.monotonic()
-            campaign = Campaign(
-                jobs, rng, args.events, cold=0.1, script=args.script, disk=mounted, only=args.only
-            )
+            campaign = Campaign(jobs, rng, args.events, cold=0.1, script=args.script, only=args.only)
             try:
                 campaign.go()
             finally:

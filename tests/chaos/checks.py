@@ -102,15 +102,12 @@ def weights_equal(run, reference, bitwise):
     return worst
 
 
-def nothing_is_left(folder, shared):
-    """A shared disk may keep the empty folder of a file that a process had open, until the next start."""
+def nothing_is_left(folder):
     left = [
         path
         for path in folder.rglob("*")
         if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged", str(path.relative_to(folder)))
     ]
-    if shared:
-        left = [path for path in left if ".gone-" not in path.name or any(path.iterdir())]
     assert not left, left
 
 

@@ -19,19 +19,16 @@ CONF = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attem
 class Cluster:
     """One submission of the job: from its first agent to the last one's end."""
 
-    def __init__(self, jobs, rng, flags, views, env, cold=False, kind=None, size=None):
-        """`views`: the run folder as each machine sees it; the agents take one in turn."""
+    def __init__(self, jobs, rng, flags, env, cold=False, kind=None, size=None):
         self.jobs = jobs
         self.rng = rng
         self.flags = flags
-        self.views = views
         self.cold = cold
         self.kind = kind or rng.choice(["plain", "store"])
         self.agents = []
         self.store = None
         self.signalled = []
         self.cut = False
-        self.first = rng.randrange(len(views))
         self.multiple = 2 if env["CHAOS_SCRIPT"] == "mp" else 1  # a process for each stage
         self.env = dict(env)
         if self.kind == "plain":
@@ -57,17 +54,14 @@ class Cluster:
     def add(self, processes):
         """One more node, of so many processes."""
         processes += processes % self.multiple
-        machine = (self.first + len(self.agents)) % len(self.views)
         agent = self.jobs.start(
             "torchrun",
             f"--nproc_per_node={processes}",
             "--max_restarts=1000000",
             WORKER,
-            f"--run-dir={self.views[machine]}",
-            *self.flags[1:],
+            *self.flags,
             cold=self.cold,
             **self.env,
-            CHAOS_MACHINE=str(machine),
         )
         self.agents.append(agent)
         return agent

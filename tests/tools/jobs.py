@@ -307,6 +307,13 @@ def wait_for(run, step, life=0, job=None):
         raise AssertionError(f"{error}\n{job.output if job else ''}") from None
 
 
+def kill_at(job, run, step, rank=1, life=0, number=signal.SIGKILL):
+    """Kills a rank once one has done `step`, in life number `life` (from 0) at the earliest; that life."""
+    found = wait_for(run, step, life, job)
+    assert job.jobs.kill(found["pids"][rank], number), f"rank {rank} had gone"
+    return found
+
+
 def audit(run):
     """{"missed", "repeated", "lost", "redone"} as `python -m common.ledger RUN --audit` prints them."""
     from common.ledger import audit as count

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from jobs import CLEAN, ROOT, audit, events, lives, rows, wait_for, weights
+from jobs import CLEAN, ROOT, audit, events, kill_at, lives, rows, weights
 from test_readme import COMMON, fenced, section
 
 from common.checkpoint.__main__ import main as checkpoints
@@ -28,16 +28,16 @@ def evaluations(run):
     return {row["step"]: row["val_acc"] for row in rows(run) if "val_acc" in row}
 
 
-def killed_and_stopped(jobs, job, run, step):
+def killed_and_stopped(job, run, step):
     """A process is killed at step 10, and one of the next life is stopped at `step`."""
-    jobs.kill(wait_for(run, 10, 0, job)["pids"][1])
-    jobs.kill(wait_for(run, step, 1, job)["pids"][0], 15)
+    kill_at(job, run, 10)
+    kill_at(job, run, step, rank=0, life=1, number=15)
     job.wait()
 
 
 def test_a_loop_of_ones_own_loses_nothing_through_a_kill_and_another_world(jobs, script, tmp_path):
     run = tmp_path / "run"
-    killed_and_stopped(jobs, jobs.torchrun(2, script), run, 20)
+    killed_and_stopped(jobs.torchrun(2, script), run, 20)
     jobs.start(script).ends_with(0)
     assert audit(run) == CLEAN and lives(run)[-1]["world"] == 1
     assert sorted(evaluations(run)) == [9, 18, 27, 36], "each epoch was reported once, 513 samples by 64"
@@ -254,7 +254,7 @@ def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_
     where = {"PYTHONPATH": f"{ROOT}:{tmp_path}/theirs", "PYTHONSAFEPATH": "1"}
     assert "done at step 64: val_mse" in jobs.start(script, "whole", "0", cold=True, **where).ends_with(0)
     run = tmp_path / "broken"
-    killed_and_stopped(jobs, jobs.torchrun(3, script, "broken", "0.02", **where), run, 40)
+    killed_and_stopped(jobs.torchrun(3, script, "broken", "0.02", **where), run, 40)
     jobs.start(script, "broken", "0", **where).ends_with(0)
     assert audit(run) == CLEAN
     for ours, theirs in zip(rows(run), rows(tmp_path / "whole"), strict=True):

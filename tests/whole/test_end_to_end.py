@@ -14,9 +14,9 @@ from jobs import (
     STEPS,
     TESTS,
     audit,
-    children,
     command,
     events,
+    kill_at,
     lives,
     reached,
     rows,
@@ -64,55 +64,40 @@ def ddp(jobs, nproc, run, *flags, **kwargs):
 
 
 # ---- kills and changes of the world ---------------------------------------------------------------
-def test_a_run_moves_from_dp_to_ddp_to_mp_and_relaunches_to_a_no_op(jobs, run, unbroken):
-    job = plain(jobs, "dp", run)
+def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each_and_relaunches_to_a_no_op(
+    jobs, run, unbroken
+):
+    job = plain(jobs, "dp", run, "--save-every=4")
     wait_for(run, 6, 0, job)
-    job.kill(signal.SIGINT)
-    job.ends_with(143)
+    until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
+    job.kill()
+    job.ends_with(-9)
     job = ddp(jobs, 2, run)
     wait_for(run, 12, 1, job)
     job.kill(signal.SIGTERM)
     job.wait()
+    job = plain(jobs, "mp", run)
+    wait_for(run, 15, 2, job)
+    job.kill()
+    job.ends_with(-9)
     plain(jobs, "mp", run).ends_with(0)
-    assert_same(run, unbroken)
+    lost = audit(run)["lost"]
+    assert 0 < lost < STEPS
+    assert_same(run, unbroken, lost=lost, redone=lost)
     files = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()}
     lines = (run / "metrics.jsonl").read_bytes()
     for again in (plain(jobs, "dp", run), ddp(jobs, 2, run), plain(jobs, "mp", run)):
         assert "complete" in again.ends_with(0)
     assert {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()} == files
     assert (run / "metrics.jsonl").read_bytes() == lines
-    assert_same(run, unbroken)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_process_killed_in_mid_epoch_goes_on_from_its_last_save(jobs, run, unbroken, script):
-    job = plain(jobs, script, run, "--save-every=4")
-    wait_for(run, 6, 0, job)
-    until(lambda: any((run / "checkpoints").glob("step-*")), "a save")
-    job.kill()
-    job.ends_with(-9)
-    plain(jobs, script, run, "--save-every=4").ends_with(0)
-    lost = audit(run)["lost"]
-    assert lost <= 4 + 4  # the interval, and the save that was under way
-    assert_same(run, unbroken, lost=lost, redone=lost)
 
 
 def test_plain_torchrun_without_a_variable_survives_a_kill(jobs, run, unbroken):
     """The only one here that pays for real starts; the campaign is its long form."""
     job = ddp(jobs, 2, run, cold=True, PACE="0.02")
-    jobs.kill(wait_for(run, 2, 0, job)["pids"][1])
+    kill_at(job, run, 2)
     job.ends_with(0)
     assert len(lives(run)) == 2
-    assert_same(run, unbroken)
-
-
-def test_workers_die_with_their_agent_and_the_next_job_loses_nothing(jobs, run, unbroken):
-    job = ddp(jobs, 2, run)
-    pids = wait_for(run, 5, 0, job)["pids"]
-    job.kill()
-    until(lambda: not any(pid in jobs.alive() for pid in pids), "the workers to follow their agent")
-    job.wait()
-    ddp(jobs, 2, run).ends_with(0)
     assert_same(run, unbroken)
 
 
@@ -151,18 +136,6 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
     job.ends_with(0)
     assert mark.exists()
     assert lives(run)[-1]["step"] == 5
-    assert_same(run, unbroken)
-
-
-def test_a_killed_loading_process_costs_nothing(jobs, run, unbroken):
-    """Of two, so that the other lives on; long before the hang limit, 600 s in a life's first steps."""
-    files = (f"--dataset={TESTS}/paced.py:files", "--workers=2")
-    job = ddp(jobs, 2, run, *files, PACE="0.05")
-    life = wait_for(run, 4, 0, job)
-    assert any(jobs.kill(child) for pid in life["pids"] for child in children(pid))
-    job.ends_with(0)
-    assert "its loading process" in job.output and "Traceback" not in job.output, job.output
-    assert len(lives(run)) == 2
     assert_same(run, unbroken)
 
 
@@ -216,22 +189,10 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, s
     assert_same(run, unbroken)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_to_the_agent_stops_all_workers_with_nothing_to_redo(jobs, run, unbroken, name):
-    job = ddp(jobs, 2, run)
-    wait_for(run, 4, 0, job)
-    job.kill(getattr(signal, name))
-    assert job.wait() != 0
-    assert any(word in job.output for word in ("exitcode: 143", "exitcode  : 143", "stopped on")), job.output
-    ddp(jobs, 2, run).ends_with(0)
-    assert_same(run, unbroken)
-
-
 @pytest.mark.parametrize("rank, name", [(0, "SIGUSR1"), (1, "SIGTERM")])
 def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, unbroken, rank, name):
     job = ddp(jobs, 2, run)
-    life = wait_for(run, 4, 0, job)
-    jobs.kill(life["pids"][rank], getattr(signal, name))
+    kill_at(job, run, 4, rank, number=getattr(signal, name))
     job.ends_with(0)
     assert len(lives(run)) == 2
     assert_same(run, unbroken)
