@@ -68,16 +68,8 @@ def assert_same_model(run, other):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(warm, tmp_path_factory):
-    """One process from the first step to the last."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    complete(warm.python("train_ddp.py", *PACED, f"--run-dir={run}", PACE="0"))
-    return run
-
-
-@pytest.fixture(scope="module")
 def undisturbed_bits(warm, tmp_path_factory):
-    """The same with --virtual-ranks: (run, its digest)."""
+    """The run of `undisturbed` with --virtual-ranks: (run, its digest)."""
     run = tmp_path_factory.mktemp("undisturbed") / "bits"
     complete(warm.python("train_ddp.py", *PACED, *BITS, f"--run-dir={run}", PACE="0"))
     return run, digest_of(warm, run)

@@ -33,24 +33,16 @@ SCRIPTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def unbroken(warm, tmp_path_factory):
-    """A run of one process from the first step to the last."""
-    run = tmp_path_factory.mktemp("unbroken") / "run"
-    warm.python("train_ddp.py", *PACED, f"--run-dir={run}", PACE="0").ends_with(0)
-    return run
-
-
 @pytest.fixture
 def run(tmp_path):
     return tmp_path / "run"
 
 
-def assert_same(run, unbroken, **counts):
+def assert_same(run, undisturbed, **counts):
     """Every sample once, and the weights of the undisturbed run."""
     assert audit(run) == CLEAN | counts
-    assert abs(rows(run)[-1]["val_loss"] - rows(unbroken)[-1]["val_loss"]) < 1e-9
-    assert_same_model(run, unbroken)
+    assert abs(rows(run)[-1]["val_loss"] - rows(undisturbed)[-1]["val_loss"]) < 1e-9
+    assert_same_model(run, undisturbed)
     left = [p.name for p in run.rglob("*") if p.name.endswith((".gone", ".new"))]
     assert not left, left
 
@@ -65,7 +57,7 @@ def ddp(jobs, nproc, run, *flags, **kwargs):
 
 # ---- kills and changes of the world ---------------------------------------------------------------
 def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each_and_relaunches_to_a_no_op(
-    jobs, run, unbroken
+    jobs, run, undisturbed
 ):
     job = plain(jobs, "dp", run, "--save-every=4")
     wait_for(run, 6, 0, job)
@@ -83,7 +75,7 @@ def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each_and_relaunches_t
     plain(jobs, "mp", run).ends_with(0)
     lost = audit(run)["lost"]
     assert 0 < lost < STEPS
-    assert_same(run, unbroken, lost=lost, redone=lost)
+    assert_same(run, undisturbed, lost=lost, redone=lost)
     files = {p: p.stat().st_mtime_ns for p in (run / "checkpoints").rglob("*") if p.is_file()}
     lines = (run / "metrics.jsonl").read_bytes()
     for again in (plain(jobs, "dp", run), ddp(jobs, 2, run), plain(jobs, "mp", run)):
@@ -92,13 +84,13 @@ def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each_and_relaunches_t
     assert (run / "metrics.jsonl").read_bytes() == lines
 
 
-def test_plain_torchrun_without_a_variable_survives_a_kill(jobs, run, unbroken):
+def test_plain_torchrun_without_a_variable_survives_a_kill(jobs, run, undisturbed):
     """The only one here that pays for real starts; the campaign is its long form."""
     job = ddp(jobs, 2, run, cold=True, PACE="0.02")
     kill_at(job, run, 2)
     job.ends_with(0)
     assert len(lives(run)) == 2
-    assert_same(run, unbroken)
+    assert_same(run, undisturbed)
 
 
 def test_workers_that_still_import_torch_die_with_their_agent_too(jobs, run):
@@ -128,7 +120,7 @@ def net(opts, data):
 """
 
 
-def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run, unbroken, tmp_path):
+def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run, undisturbed, tmp_path):
     mark = tmp_path / "died"
     (tmp_path / "dying.py").write_text(DYING.format(tests=str(TESTS), mark=str(mark)))
     # four forwards a step: in step 6
@@ -136,7 +128,7 @@ def test_a_death_between_two_micro_batches_leaves_nothing_of_the_step(jobs, run,
     job.ends_with(0)
     assert mark.exists()
     assert lives(run)[-1]["step"] == 5
-    assert_same(run, unbroken)
+    assert_same(run, undisturbed)
 
 
 @pytest.mark.parametrize("nproc", [0, 2])
@@ -173,7 +165,7 @@ def test_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
         ("dp", ["SIGINT", "SIGTERM"]),
     ],
 )
-def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, script, signals):
+def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, undisturbed, script, signals):
     job = plain(jobs, script, run, PACE="0.2")
     wait_for(run, 3, 0, job)
     for name in signals:
@@ -186,19 +178,19 @@ def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, unbroken, s
     assert (run / "checkpoints" / f"step-{step:08d}" / "manifest.json").exists()
     plain(jobs, script, run, PACE="0").ends_with(0)
     assert lives(run)[1]["step"] == step
-    assert_same(run, unbroken)
+    assert_same(run, undisturbed)
 
 
 @pytest.mark.parametrize("rank, name", [(0, "SIGUSR1"), (1, "SIGTERM")])
-def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, unbroken, rank, name):
+def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed, rank, name):
     job = ddp(jobs, 2, run)
     kill_at(job, run, 4, rank, number=getattr(signal, name))
     job.ends_with(0)
     assert len(lives(run)) == 2
-    assert_same(run, unbroken)
+    assert_same(run, undisturbed)
 
 
-def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
+def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, undisturbed):
     job = plain(jobs, "ddp", run, "--hang-timeout=3", PACE="0.02")
     wait_for(run, 3, 0, job)
     job.kill(signal.SIGSTOP)  # what SIGTSTP comes to where a shell can continue the process
@@ -207,7 +199,7 @@ def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, unbroken):
     until(lambda: time.monotonic() > woken, "a while")
     job.kill(signal.SIGCONT)
     job.ends_with(0)
-    assert_same(run, unbroken)
+    assert_same(run, undisturbed)
 
 
 # ---- how it is started ----------------------------------------------------------------------------
