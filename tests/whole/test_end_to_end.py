@@ -148,7 +148,7 @@ def test_an_error_in_a_loading_process_ends_the_run_at_once_and_its_cause_is_sai
     assert "sample 37 cannot be read" in str([event["why"] for event in events(run, "error")]), events(run)
 
 
-def test_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
+def test_whatever_save_every_is_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
     """With no rate to speak of no evaluation is better than the first."""
     plain(jobs, "ddp", run, "--epochs=4", "--lr=1e-300", "--save-every=1000000", PACE="0").ends_with(0)
     assert [event["step"] for event in events(run, "save")] == [STEPS // 2, 2 * STEPS]
@@ -165,7 +165,9 @@ def test_the_end_of_an_epoch_is_saved_if_it_is_the_best_or_the_last(jobs, run):
         ("dp", ["SIGINT", "SIGTERM"]),
     ],
 )
-def test_a_signal_ends_the_step_saves_and_leaves_with_143(jobs, run, undisturbed, script, signals):
+def test_sigterm_sigint_or_sigusr1_ends_the_step_saves_and_leaves_with_143(
+    jobs, run, undisturbed, script, signals
+):
     job = plain(jobs, script, run, PACE="0.2")
     wait_for(run, 3, 0, job)
     for name in signals:
@@ -190,7 +192,7 @@ def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed, rank
     assert_same(run, undisturbed)
 
 
-def test_ctrl_z_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, undisturbed):
+def test_ctrl_z_a_sigstop_and_fg_after_the_hang_timeout_is_no_hang(jobs, run, undisturbed):
     job = plain(jobs, "ddp", run, "--hang-timeout=3", PACE="0.02")
     wait_for(run, 3, 0, job)
     job.kill(signal.SIGSTOP)  # what SIGTSTP comes to where a shell can continue the process

@@ -275,9 +275,7 @@ def left_in_the_temporary_folder():
 
 
 @needs_an_environment
-def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command_each_time(
-    start, jobs, tmp_path
-):
+def test_nohup_outlives_sighup_and_after_sigkill_and_ctrl_c_the_same_command_goes_on(start, jobs, tmp_path):
     run = tmp_path / "run of 'one'"
     words = [*PACED, "--epochs", "8", "--run-dir", run]  # a life that is killed must not complete it
     env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711", "OMP_NUM_THREADS": None}

@@ -52,7 +52,9 @@ def test_001_and_002_the_mnist_net_on_two_processes_passes_97_percent_in_two_epo
 
 
 @pytest.mark.parametrize("name", ["train_dp.py", "train_mp.py"])
-def test_002_the_same_net_trains_over_two_devices_of_one_process(jobs, tmp_path, name):
+def test_002_the_same_net_trains_over_two_devices_of_one_process_with_momentum_and_balance(
+    jobs, tmp_path, name
+):
     out = script(
         jobs.python,
         name,
@@ -98,7 +100,7 @@ def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_enviro
 @pytest.mark.parametrize(
     ("devices", "inside"), [("cpu", [30, 30, 30, 10]), ("cpu,cpu", [15, 15] * 3 + [5, 5])]
 )
-def test_004_the_random_batches_are_scattered_as_in_the_tutorial(jobs, tmp_path, devices, inside):
+def test_004_show_scatter_prints_the_random_batches_as_in_the_tutorial(jobs, tmp_path, devices, inside):
     out = script(
         jobs.python,
         "train_dp.py",
