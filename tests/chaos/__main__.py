@@ -8,7 +8,6 @@ python -m tests.chaos --events 40 --only loader        # loading processes are k
 python -m tests.chaos --events 40 --script mp          # train_mp.py, two stages, one or more pipelines
 """
 
-import argparse
 import json
 import os
 import random
@@ -18,6 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.bench.turns import arguments
 from tests.chaos import machines, points_names
 from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
@@ -27,35 +27,21 @@ from jobs import Jobs  # isort: skip  (found once tests.chaos is)
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--events", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bunches", type=int, default=0, metavar="COUNT")
-    parser.add_argument("--machines", type=int, default=0, metavar="COUNT")
-    parser.add_argument("--script", choices=("ddp", "mp"), default="ddp")
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        default=(),
-        choices=[*sorted(TARGETS), *machines.FAULTS],
-        metavar="TARGET",
-        help=f"of {', '.join(TARGETS)}",
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, events=200, seed=0, bunches=0, machines=0, script="ddp", only="")
+    only = [args.only] if args.only else []
+    assert {*only} <= {*TARGETS, *machines.FAULTS}, f"--only is one of {[*TARGETS, *machines.FAULTS]}"
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
         with Jobs(folder) as jobs:
             if args.machines:
-                sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, args.only))
+                sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, only))
             if args.bunches:
                 print(json.dumps(bunches(jobs, folder / "run", rng, args.bunches)))
                 return
             began = time.monotonic()
-            campaign = Campaign(jobs, rng, args.events, cold=0.1, script=args.script, only=args.only)
+            campaign = Campaign(jobs, rng, args.events, cold=0.1, script=args.script, only=only)
             try:
                 campaign.go()
             finally:

@@ -34,8 +34,7 @@ class Cluster:
         if self.kind == "plain":
             self.add(size or rng.randint(1, 4))
             return
-        self.store = jobs.start(ROOT / "launch/store.py", "127.0.0.1:0")
-        until(lambda: "store on" in self.store.output, "the store")
+        self.store, place = jobs.store()
         # One store for all lives, which torchrun shares by default, keeps the address of a dead rank 0. As
         # variables, for ranks read them: the warm process has no flags.
         self.env |= {
@@ -44,7 +43,7 @@ class Cluster:
             "PET_NNODES": f"1:{NODES}",
             "PET_RDZV_BACKEND": "c10d",
             "PET_RDZV_ID": uuid.uuid4().hex,
-            "PET_RDZV_ENDPOINT": self.store.output.split("store on ")[1].strip(),
+            "PET_RDZV_ENDPOINT": place,
             "PET_RDZV_CONF": CONF,
             "PET_LOCAL_ADDR": "127.0.0.1",
         }

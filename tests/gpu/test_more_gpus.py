@@ -7,17 +7,12 @@ import sys
 import time
 
 import pytest
-from gpus import ROOT, begin, devices, digest, fake, needs, seen, train
-from jobs import audit, events, lives, until
+from gpus import ROOT, begin, devices, digest, fake, needs, pids, seen, train
+from jobs import audit
 
 SMALL = ("--epochs=1", "--max-steps=40")
 GPT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
 LONG = ("--epochs=1000", "--no-tensorboard", "--audit", "--save-every=0", "--save-seconds=0", "--log-every=1")
-
-
-def pids(run, life=0):
-    until(lambda: len(lives(run)) > life and len(events(run, "first_step")) > life, f"life {life}")
-    return lives(run)[life]["pids"]
 
 
 def stopped(job):

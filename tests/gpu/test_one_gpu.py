@@ -6,7 +6,7 @@ import signal
 import time
 
 import pytest
-from gpus import CHECKS, ROOT, begin, devices, digest, end, fake, losses, needs, train
+from gpus import CHECKS, ROOT, begin, devices, digest, end, fake, losses, needs, pids, train
 from jobs import events, until
 
 pytestmark = needs(1)
@@ -180,3 +180,12 @@ def test_a_label_out_of_range_ends_the_run_with_its_words(jobs, tmp_path):
     )
     assert job.wait() not in (0, -9), job.output
     assert "device-side assert" in events(tmp_path / "run", "error")[0]["why"]
+
+
+def test_a_forked_worker_trains_on_the_gpu_and_so_does_the_one_after_it(jobs, tmp_path):
+    """A fork server forks it: it must be able to use the GPU, or launch/ cannot fork workers."""
+    job = begin(jobs, "train_ddp.py", f"--run-dir={tmp_path}", "--epochs=99999", "--no-tensorboard", world=1)
+    assert jobs.kill(pids(tmp_path)[0])
+    pids(tmp_path, 1)
+    job.kill(signal.SIGTERM)
+    assert "devices cuda:0" in end(job, 143) or fake()

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, rows
+from jobs import ROOT, events, lives, rows, until
 
 CHECKS = ROOT / "tests/gpu/checks.py"
 ASK = (
@@ -90,3 +90,9 @@ def digest(jobs, run):
 
 def losses(run):
     return [row["loss"] for row in rows(run) if "loss" in row]
+
+
+def pids(run, life=0):
+    """Of its ranks, once one of them has made a step."""
+    until(lambda: len(lives(run)) > life and len(events(run, "first_step")) > life, f"life {life}")
+    return lives(run)[life]["pids"]

@@ -129,6 +129,12 @@ class Jobs:
     def python(self, script, *flags, **how):
         return self.start(ROOT / script, *flags, **how)
 
+    def store(self):
+        """(the process of launch/store.py, where it listens)."""
+        store = self.python("launch/store.py", "127.0.0.1:0")
+        until(lambda: "store on" in store.output, "the store")
+        return store, store.output.split("store on ")[1].strip()
+
     def owns(self, pid):
         """Whether that process carries our token: a pid alone may be somebody else's by now."""
         try:
