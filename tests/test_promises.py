@@ -13,7 +13,7 @@ import signal
 
 import pytest
 import torch
-from jobs import PACED, ROOT, STEPS, TESTS, free_port, kill_at, lives, rows, until, wait_for, weights
+from jobs import PACED, ROOT, STEPS, TESTS, kill_at, lives, rows, until, wait_for, weights
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
@@ -349,21 +349,7 @@ def test_a_device_that_computes_wrong_numbers_is_found_and_named(jobs, tmp_path)
         "--no-tensorboard",
         f"--run-dir={tmp_path / 'run'}",
     )
-    port = str(free_port())
-    ranks = [
-        jobs.python(
-            "train_ddp.py",
-            *flags,
-            BROKEN="1",
-            RANK=str(rank),
-            WORLD_SIZE="3",
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE="3",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(3)
-    ]
+    ranks = jobs.by_hand(3, "train_ddp.py", *flags, BROKEN="1")
     codes = [rank.wait() for rank in ranks]
     named = "".join(rank.output for rank in ranks)
     assert codes == [7, 7, 7], named

@@ -4,9 +4,8 @@ import collections
 import contextlib
 import io
 import re
-from pathlib import Path
 
-from jobs import audit, events, lives, rows
+from jobs import audit, done_by_rank, events, lives, rows
 
 HARD = ("KILL", "SEGV", "LOCK", "STOP")  # whoever gets these saves nothing any more
 
@@ -26,15 +25,6 @@ def checkpoints_are_whole(run, tries=1):
         if code == 0 and "damaged" not in out.getvalue() and not aside:
             return
     raise AssertionError(f"{out.getvalue()}{aside}")
-
-
-def done_by_rank(run, life):
-    """{rank: the last step it did in this life}."""
-    found = {}
-    for path in (Path(run) / "audit").glob(f"life-{life}-rank*.jsonl"):
-        steps = re.findall(rb'"event": "done", "step": (\d+)', path.read_bytes())
-        found[int(re.search(r"rank(\d+)", path.name)[1])] = int(steps[-1]) if steps else 0
-    return found
 
 
 # steps, of one change of life

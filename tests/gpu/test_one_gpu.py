@@ -6,14 +6,10 @@ import signal
 import time
 
 import pytest
-from gpus import CHECKS, ROOT, begin, devices, digest, end, fake, losses, needs, pids, train
+from gpus import CHECKS, ROOT, SMALL, TEXT, begin, devices, digest, end, fake, losses, needs, pids, train
 from jobs import events, until
 
 pytestmark = needs(1)
-SMALL = ("--epochs=1", "--max-steps=40")
-TEXT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
-
-
 WRONG = """
 import torch
 def wrong():  # class 99 where the number of classes was 2

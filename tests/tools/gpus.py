@@ -19,6 +19,8 @@ import pytest
 from jobs import ROOT, events, lives, rows, until
 
 CHECKS = ROOT / "tests/gpu/checks.py"
+SMALL = ("--epochs=1", "--max-steps=40")
+TEXT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
 ASK = (
     "import json, torch; n = torch.cuda.device_count(); "
     "print(json.dumps([n, list(torch.cuda.nccl.version()) if n else []]))"

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, free_port, rows
+from jobs import ROOT, rows
 
 MNIST = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data"))
 
@@ -88,8 +88,7 @@ def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_enviro
         "--momentum=0",
         "--lr=0.001",
     )
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [jobs.python("train_ddp.py", *flags, **env, RANK=str(rank)) for rank in range(2)]
+    ranks = jobs.by_hand(2, "train_ddp.py", *flags)
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
     outs = [rank.output for rank in ranks]
     assert "world 2 " in outs[0] and "model mlp: 67 parameters" in outs[0]  # 10*5 + 5 + 5*2 + 2
