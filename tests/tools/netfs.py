@@ -160,7 +160,8 @@ class Mount:
         descriptor = self.nodes[node]
         if os.fstat(descriptor).st_nlink == 0:  # the kernel looks the name up again, as NFS at each open
             raise OSError(errno.ESTALE, "open")
-        self._notify(node, -1)
+        with contextlib.suppress(OSError):  # the kernel forgets the file's size and dates
+            os.write(self.device, struct.pack("IiQQqq", 40, NOTIFY_INVAL_INODE, 0, node, -1, -1))
         done = os.O_NOFOLLOW | os.O_EXCL | os.O_CREAT
         return self._handle(os.open(f"/proc/self/fd/{descriptor}", flags & ~done), flags)
 
@@ -172,20 +173,13 @@ class Mount:
         fd = os.open(data[16:-1], flags | os.O_CREAT, mode, dir_fd=self.nodes[node])
         return self._entry(node, data[16:-1]) + self._handle(fd, flags)
 
-    def _notify(self, node, start):
-        """The kernel forgets the file's size and dates, and its bytes from `start` on (-1: not these)."""
-        with contextlib.suppress(OSError):
-            os.write(self.device, struct.pack("IiQQqq", 40, NOTIFY_INVAL_INODE, 0, node, start, -1))
-
     def _read(self, node, data):
         fd, at, size = struct.unpack_from("QQI", data)
         return os.pread(fd, size, at)
 
     def _write(self, node, data):
-        fd, at, size, flags = struct.unpack_from("QQI12xI", data)
+        fd, at, size = struct.unpack_from("QQI", data)
         os.pwrite(fd, data[40:], at)  # with O_APPEND at the end of the file, wherever `at` is
-        if flags & os.O_APPEND:  # in a thread: it may wait for the answer to this write
-            threading.Thread(target=self._notify, args=(node, 0)).start()
         return struct.pack("II", size, 0)
 
     def _release(self, node, data):
