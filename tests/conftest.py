@@ -79,6 +79,16 @@ def warm(tmp_path_factory):
         yield jobs
 
 
+@pytest.fixture(scope="session")
+def undisturbed(warm, tmp_path_factory):
+    """A run of one process from the first step to the last."""
+    from jobs import PACED
+
+    run = tmp_path_factory.mktemp("undisturbed") / "run"
+    warm.python("train_ddp.py", *PACED, f"--run-dir={run}", PACE="0").ends_with(0)
+    return run
+
+
 @pytest.fixture
 def jobs(warm):
     """What a test starts; no process of it may outlive the test."""

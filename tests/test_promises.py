@@ -13,7 +13,7 @@ import signal
 
 import pytest
 import torch
-from jobs import PACED, ROOT, STEPS, TESTS, free_port, lives, rows, until, wait_for, weights
+from jobs import PACED, ROOT, STEPS, TESTS, kill_at, lives, rows, until, wait_for, weights
 from safetensors.torch import load_file
 from torch.nn.functional import cross_entropy
 
@@ -32,9 +32,9 @@ def complete(job):
     job.ends_with(0)
 
 
-def stop(job):
+def stop(job, number=signal.SIGTERM):
     """As Ctrl-C, Slurm and Kubernetes stop a job; then it can be started with another number of processes."""
-    job.kill(signal.SIGTERM)
+    job.kill(number)
     assert job.wait() != 0
 
 
@@ -72,16 +72,8 @@ def assert_same_weights(run, other):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(warm, tmp_path_factory):
-    """One process from the first step to the last."""
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    complete(warm.python("train_ddp.py", *PACED, f"--run-dir={run}", PACE="0"))
-    return run
-
-
-@pytest.fixture(scope="module")
 def undisturbed_bits(warm, tmp_path_factory):
-    """The same with --virtual-ranks: (run, its digest)."""
+    """The run of `undisturbed` with --virtual-ranks: (run, its digest)."""
     run = tmp_path_factory.mktemp("undisturbed") / "bits"
     complete(warm.python("train_ddp.py", *PACED, *BITS, f"--run-dir={run}", PACE="0"))
     return run, digest_of(warm, run)
@@ -93,11 +85,11 @@ def test_no_sample_is_lost_or_repeated_through_any_restarts_and_any_numbers_of_p
 ):
     run = tmp_path / "run"
     job = train(jobs, 2, run)
-    jobs.kill(wait_for(run, 3, 0, job)["pids"][1])
+    kill_at(job, run, 3)
     wait_for(run, 6, 1, job)
-    stop(job)
+    stop(job, signal.SIGINT)
     job = train(jobs, 3, run)
-    jobs.kill(wait_for(run, 9, 2, job)["pids"][0])
+    kill_at(job, run, 9, rank=0, life=2)
     wait_for(run, 12, 3, job)
     stop(job)
     job = train(jobs, 1, run)
@@ -125,7 +117,7 @@ def test_no_step_that_a_survivor_has_finished_is_lost_when_a_process_dies(
     run = tmp_path / "run"
     job = train(jobs, processes, run, "--save-every=1000000", "--save-seconds=0", *cut, script=script)
     for life, rank in enumerate((2, 0, 1)):
-        jobs.kill(wait_for(run, 4 + 5 * life, life, job)["pids"][rank])
+        kill_at(job, run, 4 + 5 * life, rank, life)
     complete(job)
     assert len(lives(run)) == 4
     assert audit_of(jobs, run) == CLEAN
@@ -158,7 +150,7 @@ def test_the_model_is_the_same_bit_for_bit_at_any_world_and_stages_after_any_kil
 ):
     run = tmp_path / "run"
     job = train(jobs, 3, run, *BITS)
-    jobs.kill(wait_for(run, 5, 0, job)["pids"][1])
+    kill_at(job, run, 5)
     wait_for(run, 9, 1, job)
     stop(job)
     job = train(jobs, 2, run, *BITS, "--stages=2", script="train_mp.py")
@@ -283,7 +275,7 @@ def test_any_segment_of_a_run_can_be_made_again_with_any_number_of_processes(job
     run = tmp_path / "run"
     flags = (*BITS, "--save-every=8", "--keep-every=8")
     job = train(jobs, 3, run, *flags)
-    jobs.kill(wait_for(run, 5, 0, job)["pids"][0])
+    kill_at(job, run, 5, rank=0)
     wait_for(run, 11, 1, job)
     stop(job)
     complete(train(jobs, 2, run, *flags))
@@ -373,21 +365,7 @@ def test_a_device_that_computes_wrong_numbers_is_found_and_named(jobs, tmp_path)
         "--no-tensorboard",
         f"--run-dir={tmp_path / 'run'}",
     )
-    port = str(free_port())
-    ranks = [
-        jobs.python(
-            "train_ddp.py",
-            *flags,
-            BROKEN="1",
-            RANK=str(rank),
-            WORLD_SIZE="3",
-            LOCAL_RANK=str(rank),
-            LOCAL_WORLD_SIZE="3",
-            MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=port,
-        )
-        for rank in range(3)
-    ]
+    ranks = jobs.by_hand(3, "train_ddp.py", *flags, BROKEN="1")
     codes = [rank.wait() for rank in ranks]
     named = "".join(rank.output for rank in ranks)
     assert codes == [7, 7, 7], named

@@ -3,12 +3,12 @@
     python tests/bench/gpu.py                             # one GPU, about ten minutes
     python tests/bench/gpu.py --nets resnet50 --steps 50
     python tests/bench/gpu.py --compile 1                 # both ways with torch.compile
-    python tests/bench/gpu.py --ways settled,asked,ours   # the price of waiting; each way by the last one
+    python tests/bench/gpu.py --ways asked,bare           # the price of waiting; each way by the last one
     python tests/bench/gpu.py --device cpu --nets net,resnet18,gpt:tiny
 
-The bare loop has the same net, batch, precision and optimizer. All take turns; figures are medians. So that
-nothing is launched behind a collective that may hang, `settled` waits for the last update before it begins
-the next step, and `asked` asks until the gradient is there before it updates.
+The bare loop has the same net, batch, precision and optimizer. All take turns; figures are medians.
+`asked` is the bare loop, but asks until the gradient is there before it updates: so nothing is launched
+behind a collective that may hang.
 """
 
 import statistics
@@ -52,7 +52,7 @@ def data_of(batch, shape):
     )
 
 
-def ours(world, data, opts, before=lambda: None, between=lambda: None):
+def ours(world, data, opts):
     """A step of this project."""
     task = find_task(opts)
     net = prepare(build_model(opts, data), opts, world, data, task)
@@ -60,35 +60,13 @@ def ours(world, data, opts, before=lambda: None, between=lambda: None):
     model = distribute(net, opts, world)
 
     def step(x, y):
-        before()
         backward(model, share_of(x, y, opts), state, world)
-        between()
         state.update(len(x))
 
     return step
 
 
-def settled(world, data, opts):
-    return ours(world, data, opts, before=lambda: mark(world.device).synchronize())
-
-
-def asked(world, data, opts):
-    def ask():
-        event = mark(world.device)
-        while not event.query():
-            time.sleep(2e-5)
-
-    return ours(world, data, opts, between=ask)
-
-
-def mark(device):
-    """An event behind all that the GPU has to do; a CPU has done it."""
-    if device.type == "cuda":
-        return torch.cuda.current_stream(device).record_event()
-    return SimpleNamespace(synchronize=lambda: None, query=lambda: True)
-
-
-def bare(world, data, opts):
+def bare(world, data, opts, before_update=lambda: None):
     """The same step as a tutorial writes it."""
     device = world.device
     layout = torch.channels_last if opts.channels_last else torch.contiguous_format
@@ -103,10 +81,23 @@ def bare(world, data, opts):
             out = model(x.contiguous(memory_format=layout) if opts.channels_last else x)
             loss = nn.functional.cross_entropy(out.flatten(0, -2), y.flatten())
         loss.backward()
+        before_update()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     return step
+
+
+def asked(world, data, opts):
+    """The bare loop, that asks until the gradient is there before it launches the update."""
+
+    def ask():
+        if world.device.type == "cuda":
+            event = torch.cuda.current_stream(world.device).record_event()
+            while not event.query():
+                time.sleep(2e-5)
+
+    return bare(world, data, opts, ask)
 
 
 def seconds(step, batch, count, device):
@@ -119,7 +110,7 @@ def seconds(step, batch, count, device):
     return (time.perf_counter() - began) / count
 
 
-WAYS = {way.__name__: way for way in (ours, settled, asked, bare)}
+WAYS = {way.__name__: way for way in (ours, asked, bare)}
 
 
 def main():
@@ -127,7 +118,7 @@ def main():
         __doc__,
         device="cuda:0",
         nets="resnet50,gpt:medium,net",
-        ways="ours,bare",
+        ways="ours,asked,bare",
         rounds=5,
         steps=20,
         compile=0,

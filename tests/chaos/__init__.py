@@ -14,29 +14,12 @@ RECOVERY = 150  # seconds within which training must go on after anything
 
 def points_names():
     """{group: [names]} of tests/chaos/points.py, which only a worker can import."""
-    files = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+    files = "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"
+    written = [f"{at}:{file}" for file in files for at in ("write", "unsynced", "synced")]
     return {
-        "life": ["import", "join", "joined", "restore", "restored"],
-        "step": [
-            "begin",
-            "forward",
-            "backward",
-            "allreduce",
-            "step-before",
-            "step-inside",
-            "step-torn",
-            "step-after",
-        ],
-        "save": [
-            "mkdir",
-            *(f"{at}:{file}" for file in files for at in ("write", "unsynced", "synced")),
-            "folder-synced",
-            "rename",
-            "renamed",
-            "root-synced",
-            "letgo",
-            "gone",
-        ],
-        "evaluation": ["evaluate", "evaluating", "evaluated", "epoch-end", "epoch-ended"],
-        "end": ["close", "closed", "leave", "left", "exit"],
+        "life": "import join joined restore restored".split(),
+        "step": "begin forward backward allreduce step-before step-inside step-torn step-after".split(),
+        "save": ["mkdir", *written, *"folder-synced rename renamed root-synced letgo gone".split()],
+        "evaluation": "evaluate evaluating evaluated epoch-end epoch-ended".split(),
+        "end": "close closed leave left exit".split(),
     }

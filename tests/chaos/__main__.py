@@ -4,13 +4,10 @@ python -m tests.chaos --events 200 --seed 1            # all kinds
 python -m tests.chaos --bunches 20 --seed 1            # machines die in bunches, under launch/torchrun.py
 python -m tests.chaos --machines 3                     # machines fall silent; as root
 python -m tests.chaos --machines 3 --only "cable cut"  # one fault of the table in machines.py
-python -m tests.chaos --events 40 --disk slow          # a slow file system; two: two mounts as two machines
 python -m tests.chaos --events 40 --only loader        # loading processes are killed, nothing else
 python -m tests.chaos --events 40 --script mp          # train_mp.py, two stages, one or more pipelines
 """
 
-import argparse
-import contextlib
 import json
 import os
 import random
@@ -20,54 +17,31 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.bench.turns import arguments
 from tests.chaos import machines, points_names
 from tests.chaos.bunches import bunches
 from tests.chaos.director import Campaign
 from tests.chaos.events import TARGETS
 
 from jobs import Jobs  # isort: skip  (found once tests.chaos is)
-from netfs import served  # isort: skip
-
-DISKS = {
-    "slow": {"latency": 0.002, "bandwidth": 50e6},
-    "two": {"machines": 2, "late": 3.0, "latency": 0.0005},
-}
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--events", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--bunches", type=int, default=0, metavar="COUNT")
-    parser.add_argument("--machines", type=int, default=0, metavar="COUNT")
-    parser.add_argument("--disk", choices=sorted(DISKS), help="a file system of tests/tools/netfs.py")
-    parser.add_argument("--script", choices=("ddp", "mp"), default="ddp")
-    parser.add_argument(
-        "--only",
-        nargs="*",
-        default=(),
-        choices=[*sorted(TARGETS), *machines.FAULTS],
-        metavar="TARGET",
-        help=f"of {', '.join(TARGETS)}",
-    )
-    args = parser.parse_args()
+    args = arguments(__doc__, events=200, seed=0, bunches=0, machines=0, script="ddp", only="")
+    only = [args.only] if args.only else []
+    assert {*only} <= {*TARGETS, *machines.FAULTS}, f"--only is one of {[*TARGETS, *machines.FAULTS]}"
     rng = random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = Path(temporary)
         os.environ["TMPDIR"] = temporary  # killed agents leave their log folders behind
-        disk = served(folder / "disk", **DISKS[args.disk]) if args.disk else contextlib.nullcontext()
-        with disk as mounted, Jobs(folder) as jobs:
+        with Jobs(folder) as jobs:
             if args.machines:
-                sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, args.only))
+                sys.exit(machines.why_not() or machines.campaign(jobs, folder, args.machines, only))
             if args.bunches:
                 print(json.dumps(bunches(jobs, folder / "run", rng, args.bunches)))
                 return
             began = time.monotonic()
-            campaign = Campaign(
-                jobs, rng, args.events, cold=0.1, script=args.script, disk=mounted, only=args.only
-            )
+            campaign = Campaign(jobs, rng, args.events, cold=0.1, script=args.script, only=only)
             try:
                 campaign.go()
             finally:

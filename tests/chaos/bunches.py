@@ -16,9 +16,7 @@ PATIENCE_SECONDS = 200  # torch itself would wait for 300
 
 def bunches(jobs, run, rng, count, say=print):
     """Kills and adds machines in `count` bunches; the audit's counts, and the longest wait for training."""
-    store = jobs.start(ROOT / "launch/store.py", "127.0.0.1:0")
-    until(lambda: "store on" in store.output, "the store")
-    place = store.output.split("store on ")[1].strip()
+    store, place = jobs.store()
     machines = []
     waits = []
 

@@ -4,9 +4,8 @@ import collections
 import contextlib
 import io
 import re
-from pathlib import Path
 
-from jobs import audit, events, lives, rows
+from jobs import audit, done_by_rank, events, lives, rows
 
 HARD = ("KILL", "SEGV", "LOCK", "STOP")  # whoever gets these saves nothing any more
 
@@ -26,15 +25,6 @@ def checkpoints_are_whole(run, tries=1):
         if code == 0 and "damaged" not in out.getvalue() and not aside:
             return
     raise AssertionError(f"{out.getvalue()}{aside}")
-
-
-def done_by_rank(run, life):
-    """{rank: the last step it did in this life}."""
-    found = {}
-    for path in (Path(run) / "audit").glob(f"life-{life}-rank*.jsonl"):
-        steps = re.findall(rb'"event": "done", "step": (\d+)', path.read_bytes())
-        found[int(re.search(r"rank(\d+)", path.name)[1])] = int(steps[-1]) if steps else 0
-    return found
 
 
 # steps, of one change of life
@@ -102,15 +92,12 @@ def weights_equal(run, reference, bitwise):
     return worst
 
 
-def nothing_is_left(folder, shared):
-    """A shared disk may keep the empty folder of a file that a process had open, until the next start."""
+def nothing_is_left(folder):
     left = [
         path
         for path in folder.rglob("*")
         if re.search(r"\.life-|\.gone$|\.new$|lock\.\d+$|damaged", str(path.relative_to(folder)))
     ]
-    if shared:
-        left = [path for path in left if ".gone-" not in path.name or any(path.iterdir())]
     assert not left, left
 
 

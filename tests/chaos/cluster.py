@@ -19,26 +19,22 @@ CONF = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attem
 class Cluster:
     """One submission of the job: from its first agent to the last one's end."""
 
-    def __init__(self, jobs, rng, flags, views, env, cold=False, kind=None, size=None):
-        """`views`: the run folder as each machine sees it; the agents take one in turn."""
+    def __init__(self, jobs, rng, flags, env, cold=False, kind=None, size=None):
         self.jobs = jobs
         self.rng = rng
         self.flags = flags
-        self.views = views
         self.cold = cold
         self.kind = kind or rng.choice(["plain", "store"])
         self.agents = []
         self.store = None
         self.signalled = []
         self.cut = False
-        self.first = rng.randrange(len(views))
         self.multiple = 2 if env["CHAOS_SCRIPT"] == "mp" else 1  # a process for each stage
         self.env = dict(env)
         if self.kind == "plain":
             self.add(size or rng.randint(1, 4))
             return
-        self.store = jobs.start(ROOT / "launch/store.py", "127.0.0.1:0")
-        until(lambda: "store on" in self.store.output, "the store")
+        self.store, place = jobs.store()
         # One store for all lives, which torchrun shares by default, keeps the address of a dead rank 0. As
         # variables, for ranks read them: the warm process has no flags.
         self.env |= {
@@ -47,7 +43,7 @@ class Cluster:
             "PET_NNODES": f"1:{NODES}",
             "PET_RDZV_BACKEND": "c10d",
             "PET_RDZV_ID": uuid.uuid4().hex,
-            "PET_RDZV_ENDPOINT": self.store.output.split("store on ")[1].strip(),
+            "PET_RDZV_ENDPOINT": place,
             "PET_RDZV_CONF": CONF,
             "PET_LOCAL_ADDR": "127.0.0.1",
         }
@@ -57,17 +53,14 @@ class Cluster:
     def add(self, processes):
         """One more node, of so many processes."""
         processes += processes % self.multiple
-        machine = (self.first + len(self.agents)) % len(self.views)
         agent = self.jobs.start(
             "torchrun",
             f"--nproc_per_node={processes}",
             "--max_restarts=1000000",
             WORKER,
-            f"--run-dir={self.views[machine]}",
-            *self.flags[1:],
+            *self.flags,
             cold=self.cold,
             **self.env,
-            CHAOS_MACHINE=str(machine),
         )
         self.agents.append(agent)
         return agent

@@ -48,7 +48,7 @@ LOADING = {"loader", "stall"}
 
 
 class Campaign(Strikes):
-    """Trainings one after the other, until all events have struck; each mount of `disk` is a machine.
+    """Trainings one after the other, until all events have struck.
 
     `only`: the targets of events; `env` is that of the workers.
     """
@@ -63,7 +63,6 @@ class Campaign(Strikes):
         epochs=20,
         say=print,
         script="ddp",
-        disk=None,
         only=(),
         **env,
     ):
@@ -74,7 +73,6 @@ class Campaign(Strikes):
         self.epochs = epochs
         self.say = functools.partial(say, flush=True)
         self.script = script
-        self.disk = disk
         self.only = only
         self.env = env | {"CHAOS_SCRIPT": script}
         self.flavours = STAGES if script == "mp" else FLAVOURS
@@ -117,16 +115,11 @@ class Campaign(Strikes):
 
     def train(self, flavour):
         """One training from its first step to its last, struck all along."""
-        name = f"run-{len(self.notes)}"
-        folder = self.folder / name
+        folder = self.folder / f"run-{len(self.notes)}"
         self.armed = folder / "armed"
         self.armed.mkdir(parents=True)
         self.journal = folder / "journal"
         self.run = folder / "run"
-        self.views = [self.run]
-        if self.disk:  # we look at what the server has
-            self.run = self.disk.server / name
-            self.views = [mount / name for mount in self.disk.mounts]
         self.now = self.flags(self.run, flavour)
         self.struck = []
         reference = self.reference(flavour)
@@ -181,7 +174,6 @@ class Campaign(Strikes):
             self.jobs,
             self.rng,
             self.now,
-            self.views,
             env,
             cold=self.rng.random() < self.cold,
             kind=self.kinds.pop(0) if self.kinds else None,
@@ -262,6 +254,6 @@ class Campaign(Strikes):
         assert "trying the one before" not in said, f"a kill has left a damaged checkpoint\n{said}"
         checks.every_step_is_logged_once(self.run, self.steps, but_the_last=self.script == "mp")
         worst = checks.weights_equal(self.run, reference, self.flavours[flavour][1])
-        checks.nothing_is_left(self.run if self.disk else self.run.parent, shared=bool(self.disk))
+        checks.nothing_is_left(self.run.parent)
         self.notes.append({"flavour": flavour, "lives": len(lives(self.run)), "difference": worst, **counts})
         self.say(f"run {len(self.notes)}: {self.notes[-1]}")

@@ -20,7 +20,6 @@ TARGETS = {
     "job": 4,
     "resize": 5,
     "grow": 5,
-    "flap": 2,
     "freeze": 0.5,
     "stall": 0.5,
     "lock": 0.5,

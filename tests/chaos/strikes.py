@@ -180,15 +180,3 @@ class Strikes:
             return self._resize(event)
         self.cluster.add(self.rng.randint(1, 2))
         return 1, True
-
-    def _flap(self, event):
-        """A node that comes and goes."""
-        if self.cluster.kind == "plain" or len(self.cluster.living) >= NODES:
-            return self._resize(event)
-        for _ in range(3):
-            agent = self.cluster.add(1)
-            self.until(lambda agent=agent: agent.poll() is not None or agent.workers or self.over(), "a node")
-            time.sleep(self.rng.random())
-            self.cluster.strike([agent.pid, *agent.workers], "KILL")
-            self.until(lambda agent=agent: agent.poll() is not None, "the agent to end")
-        return 3, True

@@ -14,12 +14,9 @@ if __name__ == "__main__":
         from bugs import BUGS
 
         BUGS[os.environ["CHAOS_BUG"]]()
-    from common import place
     from common.errors import guarded
     from common.options import parse_options
 
-    if int(os.environ.get("CHAOS_MACHINE", "0")):  # another machine than this one
-        place._this_boot = lambda: f"machine-{os.environ['CHAOS_MACHINE']}"
     script = os.environ.get("CHAOS_SCRIPT", "ddp")
     options = parse_options("the campaign's worker", script=script)
     train = importlib.import_module(f"train_{script}")

@@ -7,10 +7,12 @@ import re
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), f"{ROOT}/tests/tools"]
+
+from jobs import audit, until  # noqa: E402
 
 
 def main(flags):
@@ -19,21 +21,21 @@ def main(flags):
         train = [sys.executable, ROOT / "train_ddp.py", *flags, f"--run-dir={run}"]
         train += ["--audit", "--no-tensorboard", "--progress=off", "--save-every=10"]
         first = subprocess.Popen(train)
-        while first.poll() is None and not list(run.glob("checkpoints/step-*[0-9]")):
-            time.sleep(0.001)
+        until(lambda: first.poll() is not None or [*run.glob("checkpoints/step-*[0-9]")], "a checkpoint")
         first.kill()
         print("killed:", "it was training" if first.wait() == -9 else f"no, it ended: {first.returncode}")
         second = subprocess.run(train, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(second.stdout)
-        print("device:", *re.findall(r"devices (.*)", second.stdout)[:1])
-        print("resumed:", *re.findall(r"^.*resum.*", second.stdout, re.MULTILINE)[:1])
-        print("speed:", *re.findall(r"[\d,]+ samples/s", second.stdout)[-1:])
-        print("end:", *re.findall(r"^done at step.*", second.stdout, re.MULTILINE))
-        ask = [sys.executable, "-m", "common.ledger", run, "--audit"]
-        audit = subprocess.run(ask, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        print("audit:", audit.stdout.strip())
-        clean = "missed 0 repeated 0 " in audit.stdout
-        sys.exit(second.returncode or audit.returncode or first.returncode != -9 or not clean)
+        for what, words in (
+            ("device", r"devices (.*)"),
+            ("resumed", r"(.*resum.*)"),
+            ("speed", r".*?([\d,]+ samples/s)"),
+            ("end", r"(done at step.*)"),
+        ):
+            print(f"{what}:", *re.findall(rf"^{words}", second.stdout, re.MULTILINE)[-1:])
+        counts = audit(run)
+        print("audit:", counts)
+        sys.exit(second.returncode or first.returncode != -9 or counts["missed"] or counts["repeated"])
 
 
 if __name__ == "__main__":

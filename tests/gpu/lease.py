@@ -72,26 +72,19 @@ PARTS = (
         "pytest xdist numpy safetensors",
     ),
     Part(
-        "bench",
-        70,
+        "bench",  # and the price of waiting for the gradient
+        90,
         BENCH,
         "tests/bench/gpu.py --nets gpt:medium,net --rounds 5",
         "tests/bench/gpu.py --device cpu --nets net --rounds 1 --steps 1",
     ),
     Part(
         "pictures",
-        60,
+        70,
         BENCH,
         "tests/bench/gpu.py --nets resnet50 --rounds 5",
         "tests/bench/gpu.py --device cpu --nets resnet18 --rounds 1 --steps 1",
         "torchvision",
-    ),
-    Part(
-        "waiting",
-        90,
-        BENCH,
-        "tests/bench/gpu.py --ways settled,asked,ours --nets gpt:medium,net --rounds 5",
-        "tests/bench/gpu.py --ways settled,asked,ours --device cpu --nets net --rounds 1 --steps 1",
     ),
     Part(
         "saves",

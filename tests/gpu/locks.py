@@ -8,13 +8,13 @@ Each case is a process of its own; all run at once. `control` holds Python's loc
 import argparse
 import contextlib
 import ctypes
+import faulthandler
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
-from concurrent import futures
 from types import SimpleNamespace
 
 if "--child" in sys.argv:  # it takes seconds
@@ -83,7 +83,8 @@ CASES = {  # where the main thread stands; `at` has what it may touch
 ENV = {"queues4x": {"CUDA_SCALE_LAUNCH_QUEUES": "4x"}, "eager": {"CUDA_MODULE_LOADING": "EAGER"}}
 
 
-def child(case, device):
+def child(case, device, patience):
+    faulthandler.dump_traceback_later(60, exit=True)  # a compiler may run
     at = fakes() if device == "cpu" else streams(device)
     at.weight = torch.ones(SIZE, device=device)
     at.page = torch.empty(SIZE, pin_memory=device != "cpu")
@@ -116,30 +117,21 @@ def child(case, device):
     threading.Thread(target=rescue, daemon=True).start()
     at.after = at.mark()
     print("ready", flush=True)
+    faulthandler.dump_traceback_later(STANDS + patience, exit=True)  # it needs no lock
     CASES[case](at)
     time.sleep(1000)  # it has come through: it is not in the rescue's way
 
 
-def judge(process, patience):
-    """What a case has shown; it is over afterwards."""
-    lines = []
-    reader = threading.Thread(target=lambda: lines.extend(iter(process.stdout.readline, "")), daemon=True)
-    reader.start()
-    end = time.monotonic() + 60  # torch is imported, a compiler may run
-    while "ready\n" not in lines and reader.is_alive() and time.monotonic() < end:
-        time.sleep(0.05)
-    reader.join(STANDS + patience)
-    late = process.poll() is None
-    process.kill()
-    code = process.wait()
-    reader.join(5)
-    if lines and lines[-1].startswith("["):
-        came, right, asked, copied = json.loads(lines[-1])
+def judge(said, code):
+    """What a case has shown."""
+    result = said.splitlines()[-1] if said else ""
+    if result.startswith("["):
+        came, right, asked, copied = json.loads(result)
         wrong = "" if right and not came else f", WRONG: the event came {came}, the weights are right {right}"
         return f"rescued: asked {asked:.4f} s, copied {copied:.4f} s{wrong}"
-    if late and "ready\n" in lines:
+    if "ready\n" in said and "Timeout" in said:
         return "HANGS: nothing is rescued"
-    return f"ended with {code}: {''.join(lines)[-200:]!r}"
+    return f"ended with {code}: {said[-200:]!r}"
 
 
 def main():
@@ -152,20 +144,21 @@ def main():
     parser.add_argument("cases", nargs="*", default=[*CASES])
     args = parser.parse_args()
     if args.child:
-        return child(args.cases[0], args.device)
-    with futures.ThreadPoolExecutor(len(args.cases)) as pool:
-        found = {}
-        for case in args.cases:
-            process = subprocess.Popen(
-                [sys.executable, __file__, "--device", args.device, "--child", case],
-                env=os.environ | ENV.get(case, {}),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            found[case] = pool.submit(judge, process, args.patience)
-        for case, future in found.items():
-            print(f"{case:12} {future.result()}", flush=True)
+        return child(args.cases[0], args.device, args.patience)
+    flags = ["--child", "--device", args.device, "--patience", str(args.patience)]
+    started = {
+        case: subprocess.Popen(
+            [sys.executable, __file__, *flags, case],
+            env=os.environ | ENV.get(case, {}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for case in args.cases
+    }
+    for case, process in started.items():
+        said, _ = process.communicate()
+        print(f"{case:12} {judge(said, process.returncode)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,10 @@ import sys
 import time
 
 import pytest
-from gpus import ROOT, begin, devices, digest, fake, needs, seen, train
-from jobs import audit, events, lives, until
+from gpus import ROOT, SMALL, TEXT, begin, devices, digest, fake, needs, pids, seen, train
+from jobs import audit
 
-SMALL = ("--epochs=1", "--max-steps=40")
-GPT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
 LONG = ("--epochs=1000", "--no-tensorboard", "--audit", "--save-every=0", "--save-seconds=0", "--log-every=1")
-
-
-def pids(run, life=0):
-    until(lambda: len(lives(run)) > life and len(events(run, "first_step")) > life, f"life {life}")
-    return lives(run)[life]["pids"]
 
 
 def stopped(job):
@@ -45,7 +38,7 @@ def test_a_kill_of_a_rank_loses_no_step_and_one_that_stands_still_ends_at_the_li
     [
         (("--virtual-ranks=7",), "ranks stages devices"),
         (("--virtual-ranks=8", "--model=resnet18"), "ranks"),  # no nn.Sequential: it cannot be cut
-        (("--virtual-ranks=8", *GPT), "ranks stages devices"),
+        (("--virtual-ranks=8", *TEXT), "ranks stages devices"),
     ],
 )
 def test_the_digest_is_that_of_one_gpu_with_ranks_and_with_stages(jobs, tmp_path, flags, chosen):

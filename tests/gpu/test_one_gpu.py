@@ -6,14 +6,10 @@ import signal
 import time
 
 import pytest
-from gpus import CHECKS, ROOT, begin, devices, digest, end, fake, losses, needs, train
+from gpus import CHECKS, ROOT, SMALL, TEXT, begin, devices, digest, end, fake, losses, needs, pids, train
 from jobs import events, until
 
 pytestmark = needs(1)
-SMALL = ("--epochs=1", "--max-steps=40")
-TEXT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
-
-
 WRONG = """
 import torch
 def wrong():  # class 99 where the number of classes was 2
@@ -180,3 +176,12 @@ def test_a_label_out_of_range_ends_the_run_with_its_words(jobs, tmp_path):
     )
     assert job.wait() not in (0, -9), job.output
     assert "device-side assert" in events(tmp_path / "run", "error")[0]["why"]
+
+
+def test_a_forked_worker_trains_on_the_gpu_and_so_does_the_one_after_it(jobs, tmp_path):
+    """A fork server forks it: it must be able to use the GPU, or launch/ cannot fork workers."""
+    job = begin(jobs, "train_ddp.py", f"--run-dir={tmp_path}", "--epochs=99999", "--no-tensorboard", world=1)
+    assert jobs.kill(pids(tmp_path)[0])
+    pids(tmp_path, 1)
+    job.kill(signal.SIGTERM)
+    assert "devices cuda:0" in end(job, 143) or fake()

@@ -173,10 +173,16 @@ def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_n
             lives_of(tmp_path, tmp_path / "another node's")
 
 
-def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
+@pytest.fixture
+def now(monkeypatch):
+    """[what time.monotonic says]."""
     now = [5000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "time", lambda: now[0] + 1e6)
+    return now
+
+
+def test_a_clock_measures_what_it_says(tmp_path, now):
     clock = Clock()
     clock.began = now[0] + 1e6  # whenever pytest has begun
     clock.ledger = Ledger(tmp_path)
@@ -196,10 +202,7 @@ def test_a_clock_measures_what_it_says(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("jump", [0, -1e6, 1e6])
-def test_a_wall_clock_that_jumps_makes_no_line_a_step(tmp_path, monkeypatch, jump):
-    now = [5000.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "time", lambda: now[0] + 1e6)
+def test_a_wall_clock_that_jumps_makes_no_line_a_step(tmp_path, monkeypatch, now, jump):
     clock = Clock()
     clock.ledger = Ledger(tmp_path)
     monkeypatch.setattr(time, "time", lambda: now[0] + 1e6 + jump)

@@ -150,7 +150,7 @@ with closing(Log(opts, 0, 0, 2000)) as log:
 @pytest.mark.parametrize(
     "kind, progress", [("pipe", "auto"), ("full", "on"), ("none", "auto"), ("ascii", "auto")]
 )
-def test_no_stdout_stops_a_run(tmp_path, kind, progress):
+def test_no_stdout_stops_a_run_with_progress_or_without(tmp_path, kind, progress):
     """A reader has left, a disk is full, there never was one, it cannot spell."""
     ours, theirs = os.pipe()
     out = os.open("/dev/full", os.O_WRONLY) if kind == "full" else theirs
@@ -171,7 +171,7 @@ def test_no_stdout_stops_a_run(tmp_path, kind, progress):
 
 
 # ---- TensorBoard ----------------------------------------------------------------------------------
-def test_curves_do_not_overlap_after_restarts(tmp_path):
+def test_tensorboard_curves_do_not_overlap_after_restarts(tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     opts = options(tmp_path, tensorboard=True)
     life(opts, 9, 9)
@@ -199,7 +199,7 @@ def test_curves_do_not_overlap_after_restarts(tmp_path):
     assert stat.S_IMODE((tmp_path / "tb").stat().st_mode) == 0o700
 
 
-def test_curves_that_cannot_be_written_cost_one_warning(tmp_path, monkeypatch, capsys):
+def test_tensorboard_curves_that_cannot_be_written_cost_one_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     life(options(tmp_path, tensorboard=True), 0, 5)
     assert capsys.readouterr().err.count("no curves for TensorBoard") == 1 and len(steps(tmp_path)) == 5

@@ -43,10 +43,10 @@ class Program:
     """A classifier in the usual loop. A row is a subclass, and says what is different."""
 
     rows = []
-    doors = ("script", "loop")  # train_ddp.py, and Elastic
+    doors = "script loop"  # train_ddp.py, and Elastic
     flags = {}  # of both
     only_script = {}
-    own = ("model", "dataset", "task", "optimizer")  # functions of flags.py
+    own = "model dataset task optimizer"  # functions of flags.py
     rate = 0.1
     tolerance = 1e-4
     draws = False  # wanted is an unbroken run of one process: to the bit, with --virtual-ranks
@@ -168,7 +168,7 @@ class Program:
 def script(program, given, name="train_ddp.py"):
     """As a person starts it."""
     flags = given | {"lr": program.rate, "global_batch_size": BATCH} | program.only_script
-    flags |= {flag: f"{FLAGS}:{flag}" for flag in program.own}
+    flags |= {flag: f"{FLAGS}:{flag}" for flag in program.own.split()}
     sys.argv = [name, "--no-tensorboard", *(f"--{flag}={value}" for flag, value in flags.items())]
     runpy.run_path(str(ROOT / name), run_name="__main__")
 

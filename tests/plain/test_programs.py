@@ -3,7 +3,7 @@
 A row is a subclass of Program, which is a classifier in the usual loop; it says what is different:
 
     class Clamped(Program):
-        doors = ("loop",)                      # Elastic; "script" is train_ddp.py
+        doors = "loop"                      # Elastic; "script" is train_ddp.py
 
         def after(self, net, optimizer, step):
             net[0].weight.data.clamp_(-0.2, 0.2)
@@ -33,13 +33,16 @@ RED = partial(pytest.mark.xfail, strict=True, raises=pytest.fail.Exception)
 
 
 class Part(nn.Module):
-    """A net in one line: a function of this module and its inputs."""
+    """A net in one line: a function of this module and its inputs; tensors are buffers."""
 
     def __init__(self, function, **parts):
         super().__init__()
         self.function = function
         for name, part in parts.items():
-            self.add_module(name, part)
+            if type(part) is torch.Tensor:
+                self.register_buffer(name, part)
+            else:
+                setattr(self, name, part)
 
     def forward(self, *inputs, **named):
         return self.function(self, *inputs, **named)
@@ -60,9 +63,8 @@ class Unusual(Program):
         norms = nn.utils.parametrizations
         tied = norms.weight_norm(nn.Linear(8, 8))
         head = nn.Sequential(tied, nn.Tanh(), tied, norms.spectral_norm(nn.Linear(8, 3)))
-        net = Part(forward, lstm=nn.LSTM(6, 8), head=head)
-        net.turn = nn.Parameter(torch.eye(8, dtype=torch.cfloat))
-        return net
+        turn = nn.Parameter(torch.eye(8, dtype=torch.cfloat))
+        return Part(forward, lstm=nn.LSTM(6, 8), head=head, turn=turn)
 
 
 class FrozenNorm(Program):
@@ -74,7 +76,7 @@ class FrozenNorm(Program):
 
 
 class Lazy(Program):
-    doors = ("script",)
+    doors = "script"
 
     def net(self):
         norm = nn.LazyInstanceNorm1d(affine=True)  # it begins with ones, not with draws
@@ -93,10 +95,8 @@ class ActNorm(Program):
                 net.ready.fill_(True)
             return net.head(x + net.shift)
 
-        net = Part(forward, head=nn.Linear(6, 3))
-        net.shift = nn.Parameter(torch.zeros(6))
-        net.register_buffer("ready", torch.tensor(False))
-        return net
+        shift = nn.Parameter(torch.zeros(6))
+        return Part(forward, head=nn.Linear(6, 3), shift=shift, ready=torch.tensor(False))
 
 
 TINY = {
@@ -114,7 +114,7 @@ TINY = {
 class Labels(Program):
     """BERT, with dicts and without a task of one's own."""
 
-    own = ("model", "dataset", "optimizer")
+    own = "model dataset optimizer"
 
     def net(self):
         from transformers import BertConfig, BertForSequenceClassification
@@ -167,8 +167,8 @@ class CausalWords(Program):
 class CausalTask(CausalWords):
     """The same under --task tokens, which does not shift."""
 
-    doors = ("script",)
-    own = ("model", "dataset", "optimizer")
+    doors = "script"
+    own = "model dataset optimizer"
     flags = {"task": "tokens"}
     refused = "shift"
 
@@ -176,7 +176,7 @@ class CausalTask(CausalWords):
 class AmpOutput(Labels):
     """A ModelOutput; the loss is float32 in a plain loop."""
 
-    doors = ("loop",)
+    doors = "loop"
     flags = {"amp": "bf16"}
     tolerance = 2e-3
 
@@ -201,15 +201,13 @@ class MuonAndAdamW(Program):
             self.adamw.step()
 
 
-class HeldInTuple(Program):
+class HeldInTuple(MuonAndAdamW):
     """Its parts give each weight a gradient, as Muon's first versions do."""
 
-    class kind(torch.optim.Optimizer):
-        def __init__(self, weights, rate, **_):
-            super().__init__(weights, {"lr": rate})
-            weights = self.param_groups[0]["params"]
-            self.parts = (torch.optim.Muon(weights[::2], rate), torch.optim.AdamW(weights[1::2], rate))
-            self.param_groups = [group for part in self.parts for group in part.param_groups]
+    class kind(MuonAndAdamW.kind):
+        def __init__(self, *given, **_):
+            super().__init__(*given)
+            self.parts = (vars(self).pop("muon"), vars(self).pop("adamw"))
 
         def step(self):
             for part in self.parts:
@@ -297,7 +295,7 @@ class Langevin(Program):
     """An optimizer that draws."""
 
     draws = True
-    doors = ("script",)
+    doors = "script"
     flags = {"virtual_ranks": 4}
 
     class kind(torch.optim.SGD):
@@ -309,8 +307,8 @@ class Langevin(Program):
 
 
 class SparseSgd(Program):
-    doors = ("script",)
-    own = ("model", "dataset", "task")
+    doors = "script"
+    own = "model dataset task"
     only_script = {"optimizer": "sgd", "momentum": 0}
     arguments = {}
     sparse = True
@@ -375,7 +373,7 @@ class Vae(Diffusion):
 class OtherDraws(Diffusion):
     """Draws of random and numpy."""
 
-    doors = ("script",)
+    doors = "script"
 
     def net(self):
         def forward(net, x):
@@ -389,7 +387,7 @@ class OtherDraws(Diffusion):
 class StagedDraws(OtherDraws):
     """Between stages only the state of torch's generator goes on."""
 
-    doors = ("stages",)
+    doors = "stages"
     refused = "only torch's draws go on|two devices or more"
 
 
@@ -466,8 +464,8 @@ class Column(Program):
 class LabelColumn(Program):
     """Labels of [N, 1] under the default task."""
 
-    doors = ("script",)
-    own = ("model", "dataset", "optimizer")
+    doors = "script"
+    own = "model dataset optimizer"
     refused = "shape"
 
     def sample(self, draws):
@@ -487,7 +485,7 @@ class Means(Program):
 class Contrast(Program):
     """Each sample against the others of the batch."""
 
-    doors = ("script",)
+    doors = "script"
     told = "add up"
 
     def net(self):
@@ -508,7 +506,7 @@ class SumOfAll(Contrast):
 class Adversarial(Program):
     """A backward to the inputs comes first."""
 
-    doors = ("script",)
+    doors = "script"
 
     @torch.enable_grad()
     def loss(self, net, batch):
@@ -541,7 +539,7 @@ class RareExpert(Program):
 
 
 class RareSlices(RareExpert):
-    doors = ("script",)
+    doors = "script"
     flags = {"virtual_ranks": 4}
     refused = told = ""
 
@@ -549,7 +547,7 @@ class RareSlices(RareExpert):
 class PerClass(Program):
     """A number for each of a thousand classes."""
 
-    doors = ("script",)
+    doors = "script"
 
     def scores(self, out, y):
         return super().scores(out, y) | {
@@ -572,11 +570,8 @@ class Sums(Program):
                 net.bank[(x[:, 0] * 9).long() % 20] = out.detach()
             return out + net.bank.mean(0)
 
-        net = Part(forward, head=nn.Linear(6, 3))
-        net.register_buffer("seen", torch.tensor(0))
-        net.register_buffer("total", torch.zeros(3))
-        net.register_buffer("bank", torch.zeros(20, 3))
-        return net
+        buffers = {"seen": torch.tensor(0), "total": torch.zeros(3), "bank": torch.zeros(20, 3)}
+        return Part(forward, head=nn.Linear(6, 3), **buffers)
 
 
 class Mask(Program):
@@ -589,20 +584,16 @@ class Mask(Program):
             net.mask = torch.ones(len(x), 1)
             return net.head(x * net.mask)
 
-        net = Part(forward, head=nn.Linear(6, 3))
-        net.register_buffer("mask", torch.ones(1, 1))
-        return net
+        return Part(forward, head=nn.Linear(6, 3), mask=torch.ones(1, 1))
 
 
 class Annealed(Program):
     """A buffer that the loop changes after a step."""
 
-    doors = ("loop",)
+    doors = "loop"
 
     def net(self):
-        net = Part(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3))
-        net.register_buffer("heat", torch.tensor(2.0))
-        return net
+        return Part(lambda net, x: net.head(x) / net.heat, head=nn.Linear(6, 3), heat=torch.tensor(2.0))
 
     def after(self, net, optimizer, step):
         net.heat *= 0.9
@@ -631,9 +622,7 @@ class Observed(Program):
                 net.top = torch.where(net.top.isinf(), top, net.top.lerp(top, 0.1))
             return net.head(x / net.top)
 
-        net = Part(forward, head=nn.Linear(6, 3))
-        net.register_buffer("top", torch.tensor(torch.inf))
-        return net
+        return Part(forward, head=nn.Linear(6, 3), top=torch.tensor(torch.inf))
 
     def scores(self, out, y):
         return {"loss": super().scores(out, y)["loss"]}
@@ -642,7 +631,7 @@ class Observed(Program):
 class Teacher(Program):
     """It follows the net after each step."""
 
-    doors = ("loop",)
+    doors = "loop"
 
     def net(self):
         teacher = nn.Linear(6, 3).requires_grad_(False)
@@ -667,9 +656,7 @@ class Unreported(Teacher):
 
 class BufferTeacher(Teacher):
     def net(self):
-        net = Part(
-            lambda net, x: net.pupil(x) + net.teacher(x), pupil=nn.Linear(6, 3), teacher=nn.Linear(6, 3)
-        )
+        net = super().net()
         weight = net.teacher.weight.detach()
         del net.teacher.weight
         net.teacher.register_buffer("weight", weight)
@@ -728,8 +715,8 @@ class SlowAverages(Bf16):
 class Bits(Program):
     """Bytes of 0 and 1, no pictures, under the default task."""
 
-    doors = ("script",)
-    own = ("model", "dataset", "optimizer")
+    doors = "script"
+    own = "model dataset optimizer"
 
     def net(self):
         return Part(lambda net, x: net.head(x.float()), head=nn.Linear(6, 3))
@@ -797,7 +784,7 @@ class Curriculum(Program):
 class LittleMemory(Program):
     """A forward of more than eleven samples does not fit; and forwards of three."""
 
-    own = ("model", "dataset", "optimizer")
+    own = "model dataset optimizer"
     flags = {"micro_batch_size": 3}
 
     def net(self):
@@ -812,14 +799,14 @@ class LittleMemory(Program):
 class CutSchedule(Program):
     """--max-steps ends before the schedule does."""
 
-    doors = ("script",)
+    doors = "script"
     flags = {"max_steps": 7, "lr_schedule": "cosine"}
     told = "max.steps.*schedule|schedule.*max.steps"
 
 
 # ---- loops ------------------------------------------------------------------------------------------
 class Clamped(Program):
-    doors = ("loop",)
+    doors = "loop"
 
     @torch.no_grad()
     def after(self, net, optimizer, step):
@@ -845,7 +832,7 @@ class Reported(Clamped):
 class Scheduler(Program):
     """A scheduler of torch."""
 
-    doors = ("loop",)
+    doors = "loop"
     refused = "give Elastic.schedule"
     right = 1
 
@@ -854,7 +841,7 @@ class Scheduler(Program):
 
 
 class Decay(Program):
-    doors = ("loop",)
+    doors = "loop"
     refused = "weight_decay"
     right = 3
 
@@ -863,7 +850,7 @@ class Decay(Program):
 
 
 class Unfrozen(Program):
-    doors = ("loop",)
+    doors = "loop"
     refused = "requires_grad"
     right = 3
 
@@ -889,7 +876,7 @@ class AddedGroup(Unfrozen):
 class Accumulated(Program):
     """A backward of its own before that of run.step."""
 
-    doors = ("loop",)
+    doors = "loop"
     refused = "gradient"
 
     def loop(self, run):
@@ -901,7 +888,7 @@ class Accumulated(Program):
 class Nested(Program):
     """Two loops over one run."""
 
-    doors = ("loop",)
+    doors = "loop"
     refused = "loops"
     right = 2
 
@@ -914,7 +901,7 @@ class Nested(Program):
 class Breaks(Program):
     """A loop over epochs, without evaluations."""
 
-    doors = ("loop",)
+    doors = "loop"
 
     def loop(self, run):
         for _ in range(2):
@@ -930,7 +917,7 @@ class Breaks(Program):
 class MidEpoch(Program):
     """The best evaluation is one in the midst of an epoch."""
 
-    doors = ("loop",)
+    doors = "loop"
     flags = {"best": "score", "save_every": 500}
 
     def loop(self, run):
@@ -949,7 +936,7 @@ class MidEpoch(Program):
 class Collects(Program):
     """The judge keeps what it sees."""
 
-    doors = ("loop",)
+    doors = "loop"
     seen = 0
 
     def values(self, run, batch):

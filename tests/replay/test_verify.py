@@ -96,7 +96,9 @@ def own(tmp_path_factory):
     return [f"--dataset={path}:data", "--model=mlp", "--epochs=1", f"--lr-schedule={path}:rate"]
 
 
-def test_a_changed_rate_is_found_in_its_segment_and_damage_is_refused(jobs, tmp_path, own, capsys):
+def test_with_keep_every_and_digest_every_a_changed_rate_is_found_and_damage_is_refused(
+    jobs, tmp_path, own, capsys
+):
     run = train(jobs, tmp_path / "run", "--keep-every=3", *own, CHEAT="1")
     code, output = replay(capsys, "verify", run, "--all")
     found = results(output)
@@ -141,7 +143,9 @@ def test_other_counters_and_a_beginning_that_was_cut_off_are_found(jobs, tmp_pat
     assert code == 1 and results(output)[0, 4] == "differs in its position", output
 
 
-def test_an_honest_run_whose_epochs_were_raised_is_the_same_and_its_fork_has_them_too(jobs, tmp_path, capsys):
+def test_an_lr_schedule_over_epochs_that_were_raised_is_the_same_and_its_fork_has_them_too(
+    jobs, tmp_path, capsys
+):
     """The rate falls to the end of the run: a segment has the epochs of the life that made it."""
     flags = ("--model=mlp", "--dataset=random:160x5", "--lr-schedule=cosine", "--keep-every=4")
     run = train(jobs, tmp_path / "run", *flags, "--epochs=1")

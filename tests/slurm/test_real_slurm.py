@@ -1,6 +1,7 @@
 """launch/slurm.sbatch under a real Slurm on this machine: a controller and two "nodes", all started here."""
 
 import os
+import pwd
 import re
 import shutil
 import signal
@@ -20,7 +21,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmUser={user}
 SlurmdUser={user}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/socket
 CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
 SlurmctldPort={ports[0]}
 SlurmctldPidFile={folder}/slurmctld.pid
@@ -79,8 +80,8 @@ class Slurm:
     def _begin(self):
         for name in ("state", "spool-n1", "spool-n2"):
             (self.folder / name).mkdir()
-        (self.folder / "key").touch(mode=0o600)
-        (self.folder / "key").write_bytes(os.urandom(128))
+        (self.folder / "key-file").touch(mode=0o600)
+        (self.folder / "key-file").write_bytes(os.urandom(128))
         # PORT too: slurm.sbatch would derive it from the job's number, 1 in the Slurm of each test
         *ports, self.env["PORT"] = (str(free_port()) for _ in range(4))
         (self.folder / "slurm.conf").write_text(
@@ -88,21 +89,14 @@ class Slurm:
                 folder=self.folder,
                 host=socket.gethostname(),
                 ports=ports,
-                user=subprocess.run(["id", "-un"], capture_output=True, text=True, timeout=60).stdout.strip(),
+                user=pwd.getpwuid(os.getuid()).pw_name,
             )
         )
         own = [
-            f"--{name}={self.folder}/{file}"
-            for name, file in (
-                ("socket", "munge.sock"),
-                ("key-file", "key"),
-                ("pid-file", "munged.pid"),
-                ("seed-file", "seed"),
-                ("log-file", "munged.log"),
-            )
+            f"--{name}={self.folder}/{name}" for name in "socket key-file pid-file seed-file log-file".split()
         ]
         self.start("munged", "--foreground", "--force", *own)
-        until(lambda: (self.folder / "munge.sock").exists(), "munged")
+        until(lambda: (self.folder / "socket").exists(), "munged")
         self.start("slurmctld", "-D", "-c")
         for node in ("n1", "n2"):
             self.start("slurmd", "-D", "-N", node, name=node)
@@ -128,35 +122,21 @@ class Slurm:
                 daemon.kill()
                 daemon.wait()
 
-    def ask(self, *words):
+    def ask(self, *words, **env):
         """What a command of Slurm's prints."""
-        done = subprocess.run(words, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=60)
-        return done.stdout
-
-    def submit(self, run, *words, options=(), **env):
-        done = subprocess.run(
-            [
-                "sbatch",
-                "--parsable",
-                "--cpus-per-task=1",
-                f"--output={self.folder}/%x-%A_%a.log",
-                *options,
-                "launch/slurm.sbatch",
-                *PACED,
-                f"--run-dir={run}",
-                *words,
-            ],
-            cwd=ROOT,
-            env=self.env | env,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
+        env = self.env | env
+        done = subprocess.run(words, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, timeout=60)
         return done.stdout.strip()
 
+    def submit(self, run, *words, options=(), script="launch/slurm.sbatch", **env):
+        """The number of a new job."""
+        options = ["--parsable", "--cpus-per-task=1", f"--output={self.folder}/%x-%A_%a.log", *options]
+        job = self.ask("sbatch", *options, script, *PACED, f"--run-dir={run}", *words, **env)
+        assert job, "sbatch has refused it"
+        return job
+
     def state(self, job):
-        return self.ask("squeue", "-h", "-a", "-t", "all", "-j", job, "-o", "%T").strip()
+        return self.ask("squeue", "-h", "-a", "-t", "all", "-j", job, "-o", "%T")
 
     def fact(self, job, name):
         """A field of `scontrol show job`."""
@@ -210,16 +190,7 @@ def test_the_warning_of_one_task_of_an_array_stops_no_other(slurm, tmp_path):
         f'#!/bin/bash\nset -- "$@" --run-dir={tmp_path}/run-$SLURM_ARRAY_TASK_ID\n'
         f". {ROOT}/launch/slurm.sbatch\n"
     )
-    job = slurm.ask(
-        "sbatch",
-        "--parsable",
-        "--array=1-2",
-        "--requeue",
-        f"--output={slurm.folder}/%A_%a.log",
-        str(script),
-        *PACED,
-        "--epochs=99",
-    ).strip()
+    job = slurm.submit(tmp_path, "--epochs=99", options=("--array=1-2", "--requeue"), script=script)
     for run in runs:
         wait_for(run, 2)
     slurm.ask("scancel", "--batch", "--signal=USR1", f"{job}_2")  # the last one has the array's number
@@ -282,7 +253,7 @@ def test_a_job_that_is_preempted_has_saved_and_resumes(slurm, tmp_path):
     assert slurm.ask("squeue", "-h", "-s", "-j", job, "-o", "%i").split()[-1].startswith(job)
     high = slurm.ask(
         "sbatch", "--parsable", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"
-    ).strip()
+    )
     slurm.reaches(high, "COMPLETED")
     slurm.reaches(job, "PENDING")
     assert "stopped on SIGTERM: step" in slurm.log()

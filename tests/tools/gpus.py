@@ -16,9 +16,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, rows
+from jobs import ROOT, events, lives, rows, until
 
 CHECKS = ROOT / "tests/gpu/checks.py"
+SMALL = ("--epochs=1", "--max-steps=40")
+TEXT = ("--model=gpt", "--dataset=text:64", f"--data-dir={ROOT / 'README.md'}")
 ASK = (
     "import json, torch; n = torch.cuda.device_count(); "
     "print(json.dumps([n, list(torch.cuda.nccl.version()) if n else []]))"
@@ -90,3 +92,9 @@ def digest(jobs, run):
 
 def losses(run):
     return [row["loss"] for row in rows(run) if "loss" in row]
+
+
+def pids(run, life=0):
+    """Of its ranks, once one of them has made a step."""
+    until(lambda: len(lives(run)) > life and len(events(run, "first_step")) > life, f"life {life}")
+    return lives(run)[life]["pids"]

@@ -126,8 +126,19 @@ class Jobs:
             **env,
         )
 
+    def by_hand(self, size, script, *flags, **env):
+        """The ranks, each with the environment that a launcher would set."""
+        env |= {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        return [self.python(script, *flags, **env, RANK=str(rank)) for rank in range(size)]
+
     def python(self, script, *flags, **how):
         return self.start(ROOT / script, *flags, **how)
+
+    def store(self):
+        """(the process of launch/store.py, where it listens)."""
+        store = self.python("launch/store.py", "127.0.0.1:0")
+        until(lambda: "store on" in store.output, "the store")
+        return store, store.output.split("store on ")[1].strip()
 
     def owns(self, pid):
         """Whether that process carries our token: a pid alone may be somebody else's by now."""
@@ -280,16 +291,21 @@ def lives(run):
     return events(run, "life")
 
 
-def reached(run):
-    """The last step done by any rank of the newest life, from the ends of the audit files; 0 if none is."""
-    newest = [life["life"] for life in lives(run)[-1:]]
-    best = 0
-    for path in [p for name in newest for p in (Path(run) / "audit").glob(f"life-{name}-rank*.jsonl")]:
+def done_by_rank(run, life):
+    """{rank: the last step it did in this life, or 0}, from the ends of the audit files."""
+    found = {}
+    for path in (Path(run) / "audit").glob(f"life-{life}-rank*.jsonl"):
         with open(path, "rb") as file:
             file.seek(max(0, path.stat().st_size - 4096))
             steps = re.findall(rb'"event": "done", "step": (\d+)', file.read())
-        best = max(best, int(steps[-1]) if steps else 0)
-    return best
+        found[int(re.search(r"rank(\d+)", path.name)[1])] = int(steps[-1]) if steps else 0
+    return found
+
+
+def reached(run):
+    """The last step done by any rank of the newest life; 0 if none is."""
+    newest = [life["life"] for life in lives(run)[-1:]]
+    return max([step for life in newest for step in done_by_rank(run, life).values()], default=0)
 
 
 def wait_for(run, step, life=0, job=None):
@@ -305,6 +321,13 @@ def wait_for(run, step, life=0, job=None):
         return until(there, f"step {step} of life {life} in {run}")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{job.output if job else ''}") from None
+
+
+def kill_at(job, run, step, rank=1, life=0, number=signal.SIGKILL):
+    """Kills a rank once one has done `step`, in life number `life` (from 0) at the earliest; that life."""
+    found = wait_for(run, step, life, job)
+    assert job.jobs.kill(found["pids"][rank], number), f"rank {rank} had gone"
+    return found
 
 
 def audit(run):

@@ -2,6 +2,7 @@
 project's own.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -28,36 +29,27 @@ def move_in():
 
 
 def belongings():
-    """{what: how to remove it} of all that is there now."""
-    found = {
-        f"process {pid}: {command}": lambda pid=pid: os.kill(pid, signal.SIGKILL)
-        for pid, command in _processes()
-    }
-    found |= {f"listening socket {inode}": lambda: None for inode in listeners()}
-    return found | {
-        f"file {folder / name}": lambda: None
-        for folder in (ROOT, Path(tempfile.gettempdir()))
-        for name in os.listdir(folder)
-        if not name.startswith(NOT_OURS)
-    }
+    """{what is there now: the number of the process that it is, or None}."""
+    found = {f"process {pid}: {command}": pid for pid, command in _processes()}
+    found |= dict.fromkeys(f"listening socket {inode}" for inode in listeners())
+    for folder in (ROOT, Path(tempfile.gettempdir())):
+        found |= dict.fromkeys(
+            f"file {folder / name}" for name in os.listdir(folder) if not name.startswith(NOT_OURS)
+        )
+    return found
 
 
 def left_since(before):
-    """What is there now, was not before, and does not go away by itself; it is removed where that is safe."""
+    """What is there now, was not before, and does not go away by itself; of that, processes are ended."""
     end = time.monotonic() + PATIENCE
-
-    def left():
-        return {what: remove for what, remove in belongings().items() if what not in before}
-
-    while (stayed := left()) and time.monotonic() < end:
+    while (stayed := belongings().items() - before.items()) and time.monotonic() < end:
         gc.collect()  # a socket may hang on a cycle of dead objects
         time.sleep(0.02)
-    for remove in stayed.values():
-        try:
-            remove()
-        except ProcessLookupError:
-            pass
-    return sorted(stayed)
+    for _, pid in stayed:
+        with contextlib.suppress(ProcessLookupError):
+            if pid:
+                os.kill(pid, signal.SIGKILL)
+    return sorted(what for what, _ in stayed)
 
 
 def _processes():
@@ -76,10 +68,8 @@ def listeners(pid="self"):
     held = set()
     found = {}
     for fd in os.listdir(f"/proc/{pid}/fd") if os.path.isdir(f"/proc/{pid}/fd") else ():
-        try:
+        with contextlib.suppress(OSError):  # closed meanwhile, as the one of listdir itself
             held.add(os.readlink(f"/proc/{pid}/fd/{fd}"))
-        except OSError:  # closed meanwhile, as the one of listdir itself
-            pass
     for table in ("tcp", "tcp6") if any(name.startswith("socket:") for name in held) else ():
         try:
             lines = Path(f"/proc/net/{table}").read_text().splitlines()[1:]

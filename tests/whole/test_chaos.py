@@ -36,8 +36,6 @@ def test_machines_that_die_in_bunches_cost_no_sample(jobs, tmp_path):
         "power",
         "store stopped, then SIGTERM",
         "store killed, then SIGTERM in the save",
-        "wrong flags",
-        "no data",
     ],
 )
 def test_a_machine_that_falls_silent_or_is_wrong_costs_seconds_and_no_step(jobs, tmp_path, fault):

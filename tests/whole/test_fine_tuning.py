@@ -33,7 +33,7 @@ class Facts:
     classes = 9  # of the net whose weights are taken
 
 
-def test_a_fine_tuning_goes_through_a_failed_start_kills_and_worlds_to_one_digest(tmp_path, capfd):
+def test_init_from_init_skip_freeze_and_patience_go_through_kills_and_worlds_to_one_digest(tmp_path, capfd):
     own = tmp_path / "own.py"
     file = tmp_path / "foreign.safetensors"
     own.write_text(OWN)

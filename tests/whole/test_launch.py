@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, audit, children, free_port, listening, lives, state, until, wait_for
+from jobs import CLEAN, PACED, ROOT, audit, children, free_port, kill_at, listening, lives, until, wait_for
 
 from launch import agent, torchrun
 
@@ -275,9 +275,7 @@ def left_in_the_temporary_folder():
 
 
 @needs_an_environment
-def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command_each_time(
-    start, jobs, tmp_path
-):
+def test_nohup_outlives_sighup_and_after_sigkill_and_ctrl_c_the_same_command_goes_on(start, jobs, tmp_path):
     run = tmp_path / "run of 'one'"
     words = [*PACED, "--epochs", "8", "--run-dir", run]  # a life that is killed must not complete it
     env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711", "OMP_NUM_THREADS": None}
@@ -300,8 +298,7 @@ def test_a_worker_killed_a_job_interrupted_and_killed_whole_and_the_same_command
     job = jobs.start(*warm, PACE="0.1")
     workers = wait_for(run, 9, life=2, job=job)["pids"]
     job.kill()
-    until(lambda: all(state(pid) in "ZX" for pid in workers), "the workers to follow their agent")
-
+    until(lambda: not {*workers} & {*jobs.alive()}, "the workers to follow their agent")
     jobs.start(*warm, PACE="0").ends_with(0)
     assert audit(run) == CLEAN and len(lives(run)) == 4
     texts = [out, *(path.read_bytes().decode(errors="replace") for path in run.rglob("*") if path.is_file())]
@@ -330,8 +327,7 @@ def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill
         )
         for rank in (0, 1)
     ]
-    life = wait_for(tmp_path / "run", 3, job=nodes[0])
-    assert life["world"] == 2 and jobs.kill(life["pids"][1])
+    assert kill_at(nodes[0], tmp_path / "run", 3)["world"] == 2
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
     assert audit(tmp_path / "run") == CLEAN
 

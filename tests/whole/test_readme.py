@@ -1,9 +1,6 @@
-"""No README and no file of launch/ says what is not so: commands are parsed by what they start, or run."""
+"""No README and no file of launch/ says what is not so: its commands are run, or their flags are parsed."""
 
-import ast
 import re
-import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,28 +9,21 @@ from jobs import rows
 from ranks import fork_ranks
 from torch.distributed.run import get_args_parser
 
-from common.options import Options, parse_options
+from common.options import parse_options
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("common", "launch", "tests"))]
 PAGES += [ROOT / ".github/SECURITY.md", ROOT / ".github/CONTRIBUTING.md"]
 README, COMMON, *_ = (page.read_text(encoding="utf-8") for page in PAGES)
-LONGEST = {"README.md": 130, "common/README.md": 250, "launch/README.md": 130, "tests/README.md": 70}
-LONGEST |= {".github/SECURITY.md": 15, ".github/CONTRIBUTING.md": 15}
-MADE = (  # by a reader or by a run
-    "my_",
-    "options.json",
-    "metrics.jsonl",
-    "ledger.jsonl",
-    "model.",
-    "optimizer.",
-    "state.json",
-    "manifest.json",
-    "tb/",
-    "audit/",
-    "control/",
-)
+LONGEST = {"common": 250, "tests": 70, ".github": 15}  # lines; of the others 130
+# By a reader or by a run.
+MADE = "my_ options. metrics. ledger. model. optimizer. state. manifest. tb/ audit/ control/"
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+FLAGS = r"((?: -[\w-]+(?:[= ][\w.:/,]+)?)*)"
+SCRIPT = r"(?:train_(\w+)\.py|launch/local\.sh(?: my_loop\.py)?|launch/ssh\.sh [\w,]+|slurm\.sbatch)"
+TRAINING = rf"(?:nproc_per_node=(\d+) [^\n`]*?)?{SCRIPT}{FLAGS}"
+PROGRAM = r"python (?:-m )?((?:common|tests)[\w./]+)((?: [\w./,:=-]+)*)"
+TORCHRUN = r"(\S*) ?torchrun(\.py)?( --n\w+=\S+(?: --?\S+)*)"
 
 
 # ---- reading Markdown -----------------------------------------------------------------------------
@@ -52,168 +42,61 @@ def section(text, heading):
     return text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
 
 
-def commands(lines):
-    """The commands among lines of shell, as lists of words; comments are gone, continued lines are joined."""
-    joined = re.sub(r"\\\\?\n\s*", " ", lines)
-    return [words for line in joined.splitlines() if (words := shlex.split(line, comments=True))]
-
-
-def documented():
-    """(where, command): those of the READMEs, of docstrings, and of the heads of shell scripts."""
-    shown = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        where = page.relative_to(ROOT).as_posix()
-        for block in fenced(text, "sh"):
-            shown += [(where, words) for words in commands(block)]
-        inline = re.findall(
-            r"`((?:launch/|tests/run|torchrun|sbatch|pip|python|CUDA)[^`\n]* [^`\n]*)`", prose(text)
-        )
-        shown += [(where, shlex.split(command)) for command in inline]
-    for path in [*ROOT.glob("train_*.py"), *ROOT.glob("launch/*.py"), *(ROOT / "common").rglob("*.py")]:
-        doc = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
-        lines = re.findall(r"^    (?:[A-Z_]+=\S+ )*(?:python|torchrun) .*(?:\n        .*)*", doc, re.M)
-        shown += [(path.name, words) for words in commands("\n".join(lines))]
-    for path in [*ROOT.glob("launch/*.s*h"), ROOT / "tests/run.sh"]:
-        text = "\n".join(re.findall(r"^#     (.*)", path.read_text(), re.MULTILINE))
-        text = re.sub(r"  +\w.*", "", text)  # what follows two spaces explains
-        shown += [(path.name, words) for words in commands(text)]
-    return [(where, words) for where, words in shown if not words[0].startswith("train_")]
-
-
 # ---- commands -------------------------------------------------------------------------------------
-def check_training(script, flags, monkeypatch):
-    """The script exists, and its own parser takes the flags."""
-    if script == "my_loop.py":  # another test runs it
-        return
-    assert (ROOT / script).is_file(), script
-    monkeypatch.setattr(sys, "argv", [script])
-    assert isinstance(parse_options("", flags), Options)
+def shown(pattern, paths=()):
+    """What the groups of a pattern match in the READMEs, the scripts, launch/ and common/, or in these."""
+    everywhere = [*PAGES, *ROOT.glob("train_*.py"), *ROOT.glob("launch/*.*"), *ROOT.glob("common/**/*.py")]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths or everywhere)
+    joined = re.sub(r" *\\\\?\n[\s#]*", " ", text)  # lines that a backslash continues
+    found = dict.fromkeys(re.findall(pattern, joined))
+    assert len(found) > 9, found
+    return found
 
 
-def check_flags(path, words, pattern='"--{}"'):
-    text = path.read_text()
-    assert all(pattern.format(word[2:]) in text for word in words if word.startswith("--")), words
-
-
-def check(words, monkeypatch):
-    """One command, by what it starts; a command that nothing here knows is a failure."""
-    words = [words[0].removeprefix(".venv/bin/"), *words[1:]]
-    while "=" in words[0]:
-        name, _, value = words.pop(0).partition("=")
-        monkeypatch.setenv(name, value.replace("HOST", "127.0.0.1"))
-    if words[:2] == ["python", "-m"]:
-        base = ROOT / words[2].replace(".", "/")
-        return check_flags(base / "__main__.py" if base.is_dir() else base.with_suffix(".py"), words)
-    program, *rest = words[1:] if words[0] == "python" else words
-    if program in ("torchrun", "launch/torchrun.py"):
-        agent = get_args_parser().parse_args(rest)
-        size = agent.nproc_per_node
-        for name, value in {"RANK": "0", "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MASTER_PORT", "1")
-        check_training(agent.training_script, agent.training_script_args, monkeypatch)
-    elif program in ("launch/local.sh", "launch/ssh.sh", "sbatch"):
-        if program == "launch/ssh.sh":
-            del rest[0]  # its machines
-        if program == "sbatch":
-            del rest[: rest.index("launch/slurm.sbatch") + 1]
-        if "--nproc" in rest:
-            at = rest.index("--nproc")
-            del rest[at : at + 2]
-        script = rest.pop(0) if rest and rest[0].endswith(".py") else "train_ddp.py"
-        check_training(script, rest, monkeypatch)
-    elif program == "launch/notice.py":
-        if command := rest[2:] if rest[:1] == ["--file"] else rest:
-            check(command, monkeypatch)
-    elif program == "launch/store.py":
-        assert len(rest) == 1 and re.fullmatch(r"\S+:\w+", rest[0]), words
-    elif program.startswith("tests/bench/"):
-        check_flags(ROOT / program, rest, " {}=")
-    elif program in ("docker", "kubectl"):
-        assert (ROOT / rest[rest.index("-f") + 1]).is_file(), words
-    elif program == "tests/run.sh":
-        assert all((ROOT / text).exists() for text in rest if text.startswith("tests/")), words
-    elif program.startswith("train_"):
-        check_training(program, rest, monkeypatch)
-    else:
-        assert program in ("pip", "tensorboard", "rm", "kill"), f"no test knows: {shlex.join(words)}"
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """A reader's: data is looked for before torch is imported."""
-    for path in (
-        "my_own.py",
-        "F",
-        "data/train.bin",
-        "data/val.bin",
-        "data/train/x",
-        "data/val/x",
-        "runs/wide/x",
-    ):
+def test_the_flags_of_each_training_that_is_shown_are_taken_and_resume_what_the_same_folder_holds(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.access", lambda *_: True)  # not everybody may write to /shared
+    for path in ("my_own.py", "F", "data/train.bin", "data/val.bin", "data/train/x", "data/val/x", "RUN/x"):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
-    monkeypatch.setattr("os.access", lambda *_: True)  # not everybody may write to /shared
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "where, words", documented(), ids=lambda value: shlex.join(value) if isinstance(value, list) else value
-)
-def test_a_documented_command_is_understood_by_what_it_starts(where, words, monkeypatch, folder):
-    check(words, monkeypatch)
-
-
-def test_the_commands_of_the_first_pages_can_be_typed_one_after_the_other(monkeypatch, folder):
     begun = {}
-
-    def resume(script, flags, monkeypatch):
-        if script != "my_loop.py":
-            monkeypatch.setattr(sys, "argv", [script])
-            options = parse_options("", flags)
+    typed_one_after_the_other = shown(TRAINING, PAGES[:2])
+    for processes, script, flags in shown(TRAINING):
+        words = re.sub(r" --nproc \d+| --help| --fork.*", "", flags).split()
+        options = parse_options("", words, script or "ddp", int(processes or 0))
+        if (processes, script, flags) in typed_one_after_the_other:
             assert not options.compare(begun.setdefault(options.run_dir, options.identity())), flags
 
-    monkeypatch.setattr(sys.modules[__name__], "check_training", resume)
-    for where, words in documented():
-        if where in ("README.md", "common/README.md"):
-            with monkeypatch.context() as shell:
-                check(words, shell)
-    assert len(begun) > 2
+
+def test_a_program_that_is_shown_has_the_flags():
+    for name, words in shown(PROGRAM):
+        base = ROOT / (name if name.endswith(".py") else name.replace(".", "/"))
+        text = next(
+            path for path in (base / "__main__.py", base.with_suffix(".py")) if path.is_file()
+        ).read_text()
+        for flag in re.findall(r"--(\w+)", words):
+            assert f'"--{flag}"' in text or f" {flag}=" in text, (name, flag)
 
 
-def test_a_documented_torchrun_over_a_range_of_machines_survives_a_late_join():
-    ranges = [
-        words
-        for _, words in documented()
-        if "torchrun" in words and re.search(r"nnodes=\d+:\d", " ".join(words))
-    ]
-    assert ranges
-    for words in ranges:
-        assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words[: words.index("torchrun")]
-
-
-def test_enough_commands_were_found_to_be_checked():
-    starts = {" ".join(words[:2]) for _, words in documented()}
-    assert len(documented()) > 40
-    assert {
-        "python -m",
-        "torchrun --nproc_per_node=2",
-        "launch/local.sh --epochs",
-        "python launch/store.py",
-    } <= starts
+def test_torchrun_takes_what_is_shown_and_over_a_range_of_machines_survives_a_late_join():
+    for variable, ours, flags in shown(TORCHRUN):
+        get_args_parser().parse_args([*flags.split(), "script.py"])
+        assert ours or "nnodes=1:" not in flags or variable == "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 
 
 # ---- the text -------------------------------------------------------------------------------------
 @PAGE
 def test_a_readme_is_short_and_what_it_names_is_there(page):
     text = page.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST[page.relative_to(ROOT).as_posix()]
+    assert len(text.splitlines()) <= LONGEST.get(page.parent.name, 130)
     cut = [line for line in prose(text).splitlines() if line.count("`") % 2]
     assert not cut, "a command cut in two by the end of a line would not be checked"
-    for name in re.findall(r"`([\w./-]+(?:\.(?:py|sh|sbatch|txt|json|md|yml|yaml)|/))`", text):
+    names = re.findall(r"`([\w./-]+(?:\.(?:py|sh|sbatch|txt|json|md|yml|yaml)|/))`", text)
+    for name in names + re.findall(r"(?: -f|tests/run\.sh) ([\w./]+)", text):
         places = [folder / name for folder in (ROOT, page.parent)]
-        assert name.startswith(MADE) or any(path.exists() for path in places), name
+        assert name.startswith(tuple(MADE.split())) or any(path.exists() for path in places), name
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
         path = (page.parent / target).resolve() if target else page
         assert path.is_file(), target
@@ -243,17 +126,11 @@ def train(jobs, folder, *words):
     return jobs.python("train_ddp.py", *words, cwd=folder).ends_with(0)
 
 
-def own_code():
-    """(the code of my_own.py, the flags that train with it), from the first page."""
+def test_the_readmes_own_model_and_dataset_train_and_load_again(jobs, tmp_path):
     text = section(README, "The three scripts")
     (code,) = fenced(text, "python")
-    (command,) = commands(fenced(text, "sh")[0])
-    assert command[:2] == ["python", "train_ddp.py"]
-    return code, command[2:]
-
-
-def test_the_readmes_own_model_and_dataset_train_and_load_again(jobs, tmp_path):
-    code, flags = own_code()
+    command, script, *flags = fenced(text, "sh")[0].split()
+    assert (command, script) == ("python", "train_ddp.py")
     (tmp_path / "my_own.py").write_text(code)
     train(jobs, tmp_path, *flags, "--max-steps", "30", "--no-tensorboard")
     last = rows(tmp_path / "runs/wide")[-1]

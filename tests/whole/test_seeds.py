@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from jobs import ROOT, free_port, rows
+from jobs import ROOT, rows
 
 MNIST = Path(os.environ.get("MNIST_DIR", ROOT.parent / "shared" / "data"))
 
@@ -52,7 +52,9 @@ def test_001_and_002_the_mnist_net_on_two_processes_passes_97_percent_in_two_epo
 
 
 @pytest.mark.parametrize("name", ["train_dp.py", "train_mp.py"])
-def test_002_the_same_net_trains_over_two_devices_of_one_process(jobs, tmp_path, name):
+def test_002_the_same_net_trains_over_two_devices_of_one_process_with_momentum_and_balance(
+    jobs, tmp_path, name
+):
     out = script(
         jobs.python,
         name,
@@ -86,8 +88,7 @@ def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_enviro
         "--momentum=0",
         "--lr=0.001",
     )
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [jobs.python("train_ddp.py", *flags, **env, RANK=str(rank)) for rank in range(2)]
+    ranks = jobs.by_hand(2, "train_ddp.py", *flags)
     assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output + ranks[1].output
     outs = [rank.output for rank in ranks]
     assert "world 2 " in outs[0] and "model mlp: 67 parameters" in outs[0]  # 10*5 + 5 + 5*2 + 2
@@ -98,7 +99,7 @@ def test_003_the_small_perceptron_trains_in_two_processes_with_a_hand_set_enviro
 @pytest.mark.parametrize(
     ("devices", "inside"), [("cpu", [30, 30, 30, 10]), ("cpu,cpu", [15, 15] * 3 + [5, 5])]
 )
-def test_004_the_random_batches_are_scattered_as_in_the_tutorial(jobs, tmp_path, devices, inside):
+def test_004_show_scatter_prints_the_random_batches_as_in_the_tutorial(jobs, tmp_path, devices, inside):
     out = script(
         jobs.python,
         "train_dp.py",

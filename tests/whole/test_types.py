@@ -3,17 +3,18 @@ to.
 """
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 
 import pytest
 import torch
-from test_house import FILES, FLOORS, HOUSE, ROOT, door, imports, tree_of
+from test_house import FILES, HEIGHT, ROOT, door, imports, tree_of
 from torch import nn
 from torch.nn.modules import batchnorm
 from torch.utils.data import dataloader
 
-ROOMS = [room for floor in FLOORS for room in floor]
 # What torch promises to nobody and common/ uses: a release may take it away. {owner: names}
 PRIVATE = {
     nn.Module(): (
@@ -35,41 +36,29 @@ PRIVATE = {
 OF_PYTHON = {"_exit", "_current_frames", "_replace", "_make"}
 
 
-def definitions(room):
-    """{name: its definition} of all that the door of a room hands out; what is no function and no class is
-    left out.
-    """
-    files = [HOUSE / f"{room}.py"] if (HOUSE / f"{room}.py").is_file() else (HOUSE / room).rglob("*.py")
-    found = {node.name: node for path in files for node in tree_of(path).body if hasattr(node, "name")}
-    return {name: found[name] for name in door(room) if name in found}
+def functions(thing):
+    """Those that a door hands out with this: itself, or the methods of a class that have no underscore."""
+    if not inspect.isclass(thing):
+        return [thing] if inspect.isfunction(thing) else []
+    inside = [getattr(value, "fget", getattr(value, "__func__", value)) for value in vars(thing).values()]
+    found = {function.__name__: function for function in inside if inspect.isfunction(function)}
+    return [found[name] for name in found if name == "__init__" or not name.startswith("_")]
 
 
-def untyped(function, owner=""):
+def untyped(function):
     """What a function's signature leaves open, in words."""
-    given = function.args
-    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
-    open_ = [
-        f"{owner}{function.name}({arg.arg})"
-        for arg in every
-        if arg.annotation is None and arg.arg not in ("self", "cls")
-    ]
-    return open_ + (
-        [f"{owner}{function.name} -> ?"] if function.returns is None and function.name != "__init__" else []
-    )
+    given = inspect.signature(function)
+    names = [name for name, it in given.parameters.items() if it.annotation is it.empty]
+    if given.return_annotation is given.empty and function.__name__ != "__init__":
+        names.append("-> ?")
+    return [f"{function.__qualname__} {name}" for name in names if name not in ("self", "cls")]
 
 
-@pytest.mark.parametrize("room", ROOMS)
+@pytest.mark.parametrize("room", HEIGHT)
 def test_all_that_a_door_hands_out_says_its_types(room):
-    missing = []
-    for name, node in definitions(room).items():
-        if isinstance(node, ast.FunctionDef):
-            missing += untyped(node)
-        for method in node.body if isinstance(node, ast.ClassDef) else ():
-            if isinstance(method, ast.FunctionDef) and (
-                method.name == "__init__" or not method.name.startswith("_")
-            ):
-                missing += untyped(method, f"{name}.")
-    assert bool(definitions(room)) == bool(door(room))
+    inside = importlib.import_module(f"common.{room}")
+    handed_out = [function for name in door(room) for function in functions(getattr(inside, name))]
+    missing = [what for function in handed_out for what in untyped(function)]
     assert not missing, f"common/{room} hands this out without types: {', '.join(missing)}"
 
 
@@ -97,22 +86,11 @@ def test_private_names_of_torch_are_listed_and_this_torch_has_them():
 def test_a_type_checker_finds_nothing(tmp_path):
     pytest.importorskip("mypy")
     mypy = [sys.executable, "-m", "mypy", "--config-file", ".mypy.ini", "--cache-dir", tmp_path]
-    done = subprocess.run(
-        mypy,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    how = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 120}
+    done = subprocess.run(mypy, **how)
     assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "wrong.py").write_text("from common.sampler import share\n\nshare('four', 1, 2)\n")
-    done = subprocess.run(
-        [*mypy, tmp_path / "wrong.py"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = subprocess.run([*mypy, tmp_path / "wrong.py"], **how)
     assert done.returncode == 1 and "arg-type" in done.stdout, (
         "a checker that finds nothing wrong anywhere checks nothing"
     )

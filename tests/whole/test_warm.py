@@ -80,7 +80,9 @@ def test_workers_die_with_a_killed_launcher(jobs, tmp_path):
         pytest.param(signal.SIGHUP, marks=pytest.mark.skipif(NOHUP, reason="nohup")),
     ],
 )
-def test_a_stop_on_request_leaves_143_and_the_same_command_goes_on_to_0(jobs, tmp_path, number):
+def test_sigterm_sigint_sigusr1_or_sighup_leaves_143_and_the_same_command_goes_on_to_0(
+    jobs, tmp_path, number
+):
     run = tmp_path / "run"
     job = warm(jobs, *PACED, "--run-dir", run)
     wait_for(run, 3, 0, job)
