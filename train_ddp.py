@@ -36,7 +36,7 @@ def main(opts):
                 totals = backward(model, batch, state, run.world)  # one gradient of one global batch
                 odd = cross_check(model, run.data.train, state, run.world)  # all ranks vote on a slice's bits
                 if odd is not None:
-                    run.store.trust(odd)
+                    run.store.count_votes(odd)
                 run.sum_up(totals)  # over all ranks, where the step is logged
                 state.update(batch.size)  # clip, optimizer, averages, counters: or nothing
                 run.stepped(totals)  # logs, saves, leaves when asked

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from common.checkpoint import CheckpointStore, Damaged, checkpoints, describe, read_facts
+from common.checkpoint import Damaged, checkpoints, describe, read_facts
 from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
 from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
@@ -30,6 +30,7 @@ from common.options import Options, read_options
 from common.place import here, this_process
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.sampler import ElasticSampler
+from common.store import CheckpointStore
 from common.training import TrainState
 from common.world import gather, join, leave
 
@@ -245,7 +246,7 @@ class Run:
         state = self.state
         every = self.opts.check_every
         if every and state.step % every == 0:
-            self.store.agree()
+            self.store.compare_replicas()
         if self.rescue.save_asked or self.store.due():
             self.rescue.save_asked = False
             self.store.save()  # copies; a thread writes
@@ -282,7 +283,7 @@ def complete(opts: Options) -> str:
     if opts.eval_only or opts.resume != "auto":
         return ""
     with suppress(OSError, LookupError, Damaged, UserError):  # the store says what is wrong
-        step, folder = checkpoints(opts.run_dir / "checkpoints")[0]
+        step, folder = checkpoints(opts.run_dir)[0]
         _, facts = read_facts(step, folder)
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
         last = lives_of(opts.run_dir)[-1]  # without "done" an evaluation may be saved, and not written down

@@ -14,6 +14,7 @@ from contextlib import nullcontext, suppress
 from math import prod
 
 import torch
+from torch import Tensor
 
 from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
 from common.errors import UserError
@@ -39,30 +40,37 @@ WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one 
 
 
 # ---- the format ---------------------------------------------------------------------------------------
-def kinds_of(tensors):
-    """{name: [type, shape]} of tensors; UserError for one that cannot be saved."""
+def specs_of(tensors, rows):
+    """{name: [type, shape]} of tensors; UserError for one that cannot be saved.
+
+    `rows` has {name: (first row, rows of the whole)} of those of which only some rows are here.
+    """
+    specs = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES or tensor.layout != torch.strided:
             raise UserError(
                 f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: cannot be saved\n"
                 "keep such tensors out of the net's parameters and buffers (persistent=False)"
             )
-    return {name: [NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
+        specs[name] = [NAMES[tensor.dtype], list(tensor.shape)]
+        if name in rows:
+            specs[name][1][0] = rows[name][1]
+    return specs
 
 
 def size_of(dtype, shape):
     return prod(shape) * DTYPES[dtype].itemsize
 
 
-def lay_out(kinds):
+def lay_out(specs):
     """(header, {name: (first byte, end)}, bytes) of the file that holds {name: [type, shape, ...]}.
 
     Wide types come first, then it goes by name: each tensor is aligned, and equal states are equal bytes.
     """
     entries = {}
     end = 0
-    for name in sorted(kinds, key=lambda name: (-DTYPES[kinds[name][0]].itemsize, name)):
-        dtype, shape, *_ = kinds[name]
+    for name in sorted(specs, key=lambda name: (-DTYPES[specs[name][0]].itemsize, name)):
+        dtype, shape, *_ = specs[name]
         start = end
         end += size_of(dtype, shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
@@ -92,8 +100,8 @@ def write_file(path, tensors, rows, moved=lambda: None):
 
     `rows` has {name: (first row, rows of the whole)} of tensors of which only some rows are here.
     """
-    kinds = kinds_of(tensors)
-    header, places, _ = lay_out(kinds)
+    specs = specs_of(tensors, {})
+    header, places, _ = lay_out(specs)
 
     def write(name):
         start, end = places[name]
@@ -107,7 +115,7 @@ def write_file(path, tensors, rows, moved=lambda: None):
                 os.fdatasync(fd)
             moved()
         first, _ = rows.get(name, (0, 0))
-        return [*kinds[name], first, digest.hexdigest()]
+        return [*specs[name], first, digest.hexdigest()]
 
     with new_file(path) as fd:
         write_at(fd, header, 0)
@@ -115,10 +123,10 @@ def write_file(path, tensors, rows, moved=lambda: None):
 
 
 @patient
-def read_file(path, table, rooms=None, count=1):
+def read_file(path, table, buffers=None, count=1):
     """Compares a file with its table, on `count` threads; Damaged if one byte differs.
 
-    `rooms` are {name: a function that returns a context with the buffer for that tensor}; without them all
+    `buffers` are {name: a function that returns a context with the buffer for that tensor}; without them all
     tensors are read, and dropped.
     """
     header, places, size = lay_out(table)
@@ -134,10 +142,10 @@ def read_file(path, table, rooms=None, count=1):
         def read(name):
             start, end = places[name]
             digest = hashlib.sha256()
-            with rooms[name]() if rooms else nullcontext() as room:
+            with buffers[name]() if buffers else nullcontext() as buffer:
                 for at in range(start, end, CHUNK_BYTES):
                     stop = min(at + CHUNK_BYTES, end)
-                    chunk = room[at - start : stop - start] if rooms else memoryview(bytearray(stop - at))
+                    chunk = buffer[at - start : stop - start] if buffers else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
                     digest.update(chunk)
                 stated = table[name][3]
@@ -147,7 +155,7 @@ def read_file(path, table, rooms=None, count=1):
                         f"manifest says {stated[:12]}..."
                     )
 
-        spread(read, count, list(places if rooms is None else rooms))  # raises what a thread has raised
+        spread(read, count, list(places if buffers is None else buffers))  # raises what a thread has raised
 
 
 def _fill(fd, chunk, at, name):
@@ -166,20 +174,19 @@ def flat_bytes(tensor):
 
 # ---- the copy of the state that a save writes -----------------------------------------------------------
 class Image:
-    """A copy of the tensors in one host buffer, which serves every save; `wait` before you read `views`."""
+    """A copy of tensors in one host buffer, which serves every save: `views` by their names."""
 
-    def __init__(self, tensors):
-        self.kinds = kinds_of(tensors)
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.specs = specs_of(tensors, {})
         self.gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self.views = {}
         self.stream = None  # on which a GPU copies
-        self.copied = None  # the event after that
 
-    def open(self):
+    def open(self) -> None:
         """Allocates the buffer, once; every page of it is written, so that no save waits for the kernel."""
         if self.views:
             return
-        _, places, size = lay_out(self.kinds)
+        _, places, size = lay_out(self.specs)
         buffer = self._pinned(size) if len(self.gpus) == 1 else None
         if buffer is None:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -187,47 +194,26 @@ class Image:
                 memory.madvise(WIPE_ON_FORK)
             buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
         for name, (start, end) in places.items():
-            dtype, shape = self.kinds[name]
+            dtype, shape = self.specs[name]
             self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
 
     def _pinned(self, size):
         with suppress(RuntimeError):  # the driver may refuse to lock so much memory
             buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             self.stream = torch.cuda.Stream(*self.gpus)
-            self.copied = torch.cuda.Event()
             return buffer
 
     @torch.no_grad()
-    def copy(self, tensors):
-        """The one copy that training waits for. Of a GPU's tensors it is only begun: `wait` before you read.
-
-        An update waits for it, and it waits for nothing: the weights are whole (training/state.py).
-        """
+    def copy(self, tensors: dict[str, Tensor]) -> None:
+        """The one copy that training waits for; it returns when the copy is complete."""
         self.open()
         sources = [tensors[name].detach() for name in self.views]
         if not sources:
             return
+        views = list(self.views.values())
         if self.stream is None:
-            torch._foreach_copy_(list(self.views.values()), sources)
+            torch._foreach_copy_(views, sources)
             return
-        with torch.cuda.stream(self.stream):
-            torch._foreach_copy_(list(self.views.values()), sources, non_blocking=True)
-            for source in sources:
-                if source.is_cuda:
-                    source.record_stream(self.stream)
-            self.copied.record()
-
-    def wait(self):
-        """Waits until the copy is complete."""
-        if self.copied is not None:
-            self.copied.synchronize()
-
-
-def not_finite(tensors, names):
-    """The first of `names` that holds a NaN or an infinity, or None."""
-    for name in names:
-        if name in tensors:
-            tensor = tensors[name].detach()
-            if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum alone may overflow
-                return name
-    return None
+        with torch.cuda.stream(self.stream):  # the usual one may stand behind a dead collective
+            torch._foreach_copy_(views, sources, non_blocking=True)
+        self.stream.synchronize()

@@ -4,7 +4,7 @@ In data parallelism every rank holds the whole state, and between two steps all 
 survivor is enough: every rank that is alive tries to save the last whole step before it leaves.
 
 From a signal to the exit: `Watch` hears it and sets `asked`; `Run.stepped` ends the step and calls `leave`;
-`end` saves (`rescue` of checkpoint/store.py), prints one line, and exits. A rank that hears it later waits in
+`end` saves (`rescue` of store/saver.py), prints one line, and exits. A rank that hears it later waits in
 vain for the others, as after a death: a collective raises (gloo), or hangs (NCCL), and then the thread of
 `Watch` calls `end`. The Python signal handler does nothing: an exception there could cut an optimizer step.
 """
@@ -17,17 +17,15 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import active_children
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.place import here
 from common.rescue.watch import DEATH_SECONDS, PEER_SECONDS, Watch
+from common.store import CheckpointStore
 from common.world import WATCHED
-
-if TYPE_CHECKING:
-    from common.checkpoint import CheckpointStore
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
@@ -68,7 +66,7 @@ class Saved(NamedTuple):
 class Rescue:
     """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.leaves` each step."""
 
-    def __init__(self, store: "CheckpointStore", closing: Iterable[Callable[[], None]] = ()) -> None:
+    def __init__(self, store: CheckpointStore, closing: Iterable[Callable[[], None]] = ()) -> None:
         self.store = store  # it has restored the state
         self.state = store.state
         self.world = store.world

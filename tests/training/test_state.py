@@ -10,7 +10,7 @@ import torch
 from fakes import OverDevices, fake_streams, late_updates
 from torch import nn
 
-from common.checkpoint.folder import facts_to_json
+from common.checkpoint.writer import facts_to_json
 from common.errors import UserError
 from common.options import Options
 from common.training import TrainState, build_optimizer
