@@ -14,7 +14,6 @@ not know each other (tests/whole/test_house.py checks this).
     store        who owns the folder of a run, when it saves, what it loads
 
     training     one step: state, forward, loss, backward, update; and evaluation
-
     models       nets by name; `load` gives that of a run with its weights
 
     checkpoint   what lies on the disk: checkpoints that are whole, verified, fenced

@@ -6,9 +6,10 @@ buffers into which its files are read.
 
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import kind_of
@@ -108,3 +109,21 @@ def _buffer(tensor, at, size):
         high = min(at + size, len(flat))
         flat[low:high].copy_(buffer[low - at : high - at])
         tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+# ---- beside the tensors --------------------------------------------------------------------------------
+def facts_of(net: nn.Module) -> dict[str, Any]:
+    """What a checkpoint holds of a net beside its tensors, so that `load` needs neither script nor data.
+
+    `build_model` notes it of the whole net: in train_mp.py only a part of the net may be left.
+    """
+    return vars(net).get("_facts") or {"tied": tied_names(net), "data": {}}
+
+
+def tied_names(net):
+    """{name: first name} of weights with several names."""
+    first = {}
+    named = list(net.named_parameters(remove_duplicate=False))
+    for name, weight in named:
+        first.setdefault(weight, name)
+    return {name: first[weight] for name, weight in named if first[weight] != name}

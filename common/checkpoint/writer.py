@@ -32,7 +32,7 @@ from pathlib import Path
 
 import common.checkpoint.disk as disk
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import Damaged, delete, parse_json, sealed, sha, to_json
+from common.checkpoint.disk import Damaged, delete, parse_json, read_sealed, sealed, sha, to_json
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
 from common.checkpoint.folder import (
     ASIDE,
@@ -227,6 +227,10 @@ class Writer:
         """A file with this object and a seal, whole or not at all; it is on the disk then."""
         self._put(path, sealed(value))
         disk.sync_folder(path.parent)
+
+    def read_sealed(self, path: Path) -> dict:
+        """The object in such a file; Damaged if its seal is not right."""
+        return read_sealed(path)
 
     def _put(self, path, data):
         """Two ranks may do it at once."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from common.checkpoint import Damaged, Writer, checkpoints, read_sealed
+from common.checkpoint import Damaged, Writer, checkpoints
 from common.errors import UserError, say
 from common.options import Options
 from common.world import MAY_DIFFER, bit_facts
@@ -28,7 +28,7 @@ def identify(opts: Options, data: str, device: torch.device, writer: Writer) -> 
     path = opts.run_dir / "options.json"
     foreign = writer.foreign()
     try:
-        first = read_sealed(path)
+        first = writer.read_sealed(path)
     except Damaged as reason:
         raise UserError(
             f"{path}: {reason}; without it this could be another run\n"

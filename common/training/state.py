@@ -21,8 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from common.checkpoint import facts_of
 from common.errors import UserError, blamed
-from common.models import facts_of
 from common.options import Options
 from common.sampler import seed
 from common.training.optimizer import (
