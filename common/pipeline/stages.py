@@ -1,5 +1,6 @@
 """Stage and Pipeline: a net in stages, over ranks with micro batches in flight, or over local devices."""
 
+import functools
 import itertools
 import random
 from contextlib import contextmanager, nullcontext
@@ -15,6 +16,9 @@ from common.sampler import seed
 from common.training import autocast, local, placed
 
 
+CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
+
+
 def module(net, piece):
     """What runs the parts of these names."""
     parts = [net._modules[name] if name else net for name in piece]
@@ -25,6 +29,15 @@ def weight(net, piece):
     return sum(p.numel() for p in module(net, piece).parameters())
 
 
+def blocks(module):
+    """The outermost parts of containers that are no containers."""
+    for part in module.children():
+        if isinstance(module, CONTAINERS) and not isinstance(part, CONTAINERS):
+            yield part
+        else:
+            yield from blocks(part)
+
+
 class Stage(nn.Module):
     """Some pieces in a row on one device."""
 
@@ -33,7 +46,11 @@ class Stage(nn.Module):
         self.net = net
         self.device = device
         self.opts = opts
-        self.calls = [module(net, piece).to(device) for piece in group]
+        self.calls = [module(net, piece) for piece in group]
+        if opts.recompute:
+            parts = [*blocks(net)] if group == [("",)] else []
+            for part in parts or self.calls:
+                part.forward = functools.partial(_recomputed, part, part.forward, opts)
         self.run = torch.compile(self._run) if opts.compile else self._run
 
     def forward(self, *args, **kwargs):
@@ -41,16 +58,10 @@ class Stage(nn.Module):
             return self.run(*args, **kwargs)
 
     def _run(self, *args, **kwargs):
-        for call in self.calls:
-            if self.opts.recompute and torch.is_grad_enabled():
-                if not self.opts.compile:  # compiled code does not repeat a change of a buffer
-                    again = _unchanged(call)
-                    kwargs["context_fn"] = lambda again=again: (nullcontext(), again)
-                x = checkpoint(call, *args, use_reentrant=False, **kwargs)
-            else:
-                x = call(*args, **kwargs)
-            args = (x,)
-            kwargs = {}
+        first, *others = self.calls
+        x = first(*args, **kwargs)
+        for call in others:
+            x = call(x)
         return x
 
     @property
@@ -200,8 +211,6 @@ class Pipeline(nn.Module):
         def back(i, receive):
             x, y, tail = in_flight.pop(i)
             gradient = receive()
-            if opts.shard:
-                stage.set_requires_gradient_sync(i == len(flights) - 1)
             if tree:
                 tree.backward(flights[i][0], tail, y, gradient)
             elif y.requires_grad:
@@ -238,6 +247,15 @@ class Pipeline(nn.Module):
 def places_of_draws():
     """How far the generators of random and numpy have come."""
     return random.getstate()[1][-1], np.random.get_state()[2]
+
+
+def _recomputed(part, forward, opts, *args, **kwargs):
+    """Forward of a part that keeps its inputs alone: the backward makes the rest again."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if not opts.compile:  # compiled code does not repeat a change of a buffer
+        kwargs["context_fn"] = lambda: (nullcontext(), _unchanged(part))
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @contextmanager

@@ -145,6 +145,12 @@ def test_running_statistics_in_stages_are_those_of_as_many_replicas(how):
     )
 
 
+def test_shard_with_amp_bf16_keeps_batch_norm_in_float32():
+    given = dict(model="normed", dtype=torch.float32, stages=1, amp="bf16", n=20)
+    whole, spread = (fork_ranks(2, partial(train, **given, shard=shard))[0] for shard in (0, 2))
+    assert spread["loss"] == whole["loss"]
+
+
 def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeypatch):
     eager = partial(torch.compile, backend="aot_eager")  # inductor takes minutes
     monkeypatch.setattr(torch, "compile", eager)
