@@ -29,7 +29,7 @@ NAMES = {  # flags that also take path/to/file.py:function
     "optimizer": (),  # torch.optim has the names: they are looked up there
 }
 SIZED = ("gpt", "random", "text", "tokens")  # these names may end in :SIZE
-OURS = ("sgd", "adam", "adamw")  # fused, and each weight's update is its own, as --shard needs
+OURS = ("sgd", "adam", "adamw")  # fused
 
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--shard", "--virtual-ranks", "its sums depend on the number of replicas"),
@@ -128,10 +128,6 @@ def check_together(opts):
     idle = [flag for flag in map(flag_of, sorted(special)) if given(flag)]
     if idle:
         raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
-    if opts.shard and opts.optimizer not in OURS:
-        raise UserError(
-            f"--shard works with {', '.join(OURS)}\n{opts.optimizer} may need a whole weight at once"
-        )
     if opts.min_lr >= opts.lr:
         raise UserError(f"--min-lr {opts.min_lr} is not below --lr {opts.lr}\nlower it, or raise --lr")
 

@@ -15,7 +15,6 @@ from common.pipeline.transfer import Ranks, timetable
 from common.sampler import seed
 from common.training import autocast, local, placed
 
-
 CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
 
