@@ -7,14 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import CLEAN, PACED, audit, wait_for, weights
+from jobs import CLEAN, PACED, audit, rows, wait_for, weights
 from nets import LENGTH, WORDS, Gpt
 from ranks import fork_ranks
 from refusals import refusal
 from samples import Samples, share_of
+from test_bitwise import run
+from test_readme import COMMON, fenced, section
 from torch import nn
 from torch.profiler import profile
 
+import train_mp
 from common.models.gpt import build_gpt
 from common.options import Options
 from common.pipeline import backward, split
@@ -195,3 +198,39 @@ class Blocks(nn.Module):
 )
 def test_shard_amp_micro_batch_size_and_recompute_keep_neither_whole_weights_nor_activations(how, most):
     assert max(fork_ranks(2, between, how)) < most
+
+
+# ---- the recipe of common/README.md -----------------------------------------------------------------
+@pytest.mark.parametrize(("amp", "tolerance"), [("off", 1e-4), ("bf16", 0.02)])
+def test_shard_a_llama_of_the_readme_is_killed_and_resized_and_has_the_loss_of_one_device(
+    tmp_path, amp, tolerance
+):
+    (recipe,) = fenced(section(COMMON, "A net cut into stages"), "python")
+    (tmp_path / "my_llama.py").write_text(recipe)
+    (tmp_path / "text").write_text(COMMON)
+    given = {
+        "model": f"{tmp_path}/my_llama.py:llama",
+        "dataset": "text:16",
+        "data_dir": f"{tmp_path}/text",
+        "virtual_ranks": 0,
+        "global_batch_size": 8,
+        "amp": amp,
+        "max_steps": 12,
+    }
+    sharded = given | {"script": "mp", "stages": 1, "shard": 2}
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    run(whole, 1, given)
+    run(parts, 4, sharded | {"save_every": 100}, train_mp, kill=(1, 5, "before"))
+    assert steps_of(parts)[-1] == 4, "the other copy of its part has saved it"
+    run(parts, 3, sharded | {"max_steps": 8}, train_mp)
+    run(parts, 2, sharded, train_mp)
+    assert losses_of(parts) == pytest.approx(losses_of(whole), abs=tolerance)
+
+
+def losses_of(run_dir):
+    return [row["loss"] for row in rows(run_dir) if "loss" in row]
+
+
+def steps_of(run_dir):
+    return sorted(int(path.name[5:13]) for path in (run_dir / "checkpoints").glob("step-*"))
