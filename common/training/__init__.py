@@ -1,5 +1,6 @@
 """One step: state, task, forward, backward, update; and evaluation."""
 
+from common.training.bitwise import buckets_of
 from common.training.evaluate import evaluate
 from common.training.optimizer import build_optimizer, local
 from common.training.replicas import distribute, prepare

@@ -31,6 +31,7 @@ from bisect import bisect
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from common.errors import UserError
 from common.sampler import hash_seed, share
@@ -67,7 +68,7 @@ class Tree:
             size = self.buffers.numel + len(state.task.zeros(self.world.device))
             self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
             self.tensors = [*self.params, self.tail]
-            self.buckets = [Bucket(members, self.world, self.count) for members in _cut(self.tensors)]
+            self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
         for bucket in self.buckets:
             bucket.waiting = set()
@@ -234,9 +235,9 @@ def _views(row, tensors, sizes):
     return views
 
 
-def _cut(tensors):
+def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
     """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
-    runs = []
+    runs: list[list[Tensor]] = []
     size = 0
     kind = None
     for tensor in tensors:
