@@ -7,7 +7,7 @@ from collections import UserDict, defaultdict
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 from common.errors import UserError, blamed, say
 from common.options import Options, call_user
@@ -15,18 +15,8 @@ from common.place import here
 from common.sampler import seeded
 from common.training.unsaved import remembered_aside
 
-ELEMENT_WISE = {  # each number of a weight moves by its own gradient alone
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.Adam,
-    optim.Adamax,
-    optim.AdamW,
-    optim.ASGD,
-    optim.NAdam,
-    optim.RAdam,
-    optim.RMSprop,
-    optim.SGD,
-}
+# each number of a weight moves by its own gradient alone
+ELEMENT_WISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD"
 
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
@@ -35,11 +25,11 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
         optimizer = checked(call_user(opts.optimizer, net, opts, first=True), opts)
     else:
         optimizer = _named(net, opts)
-    strangers = {type(part) for part in parts_of(optimizer)} - ELEMENT_WISE
+    strangers = {type(part).__name__ for part in parts_of(optimizer)} - {*ELEMENT_WISE.split()}
     if opts.shard and strangers:
         raise UserError(
-            f"--shard leaves a rank some rows of a weight, {strangers.pop().__name__} may need all\n"
-            f"choose among {', '.join(sorted(kind.__name__ for kind in ELEMENT_WISE))}"
+            f"--shard leaves a rank some rows of a weight, {strangers.pop()} may need all of it\n"
+            f"choose among {ELEMENT_WISE}"
         )
     return optimizer
 

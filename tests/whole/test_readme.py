@@ -145,6 +145,7 @@ def folder(tmp_path, monkeypatch):
     """A reader's: data is looked for before torch is imported."""
     for path in (
         "my_own.py",
+        "my_llama.py",
         "F",
         "data/train.bin",
         "data/val.bin",
