@@ -91,8 +91,11 @@ def cut(net, stages, by, rounds):
     counts = [int(count) for count in by.split(",") if count.isdecimal()]
     if by == "parameters" and stages <= len(parts):
         counts = balance([weight(net, piece) + 1 for piece in parts], stages)
-    spare = len(counts) % stages if rounds else len(counts) - stages
-    if spare or sum(counts) != len(parts):
+    if rounds:
+        fits = len(counts) % stages == 0
+    else:
+        fits = len(counts) == stages
+    if not fits or sum(counts) != len(parts):
         raise UserError(
             f"--balance {by} for {stages} stages, but this net has {len(parts)} pieces: {names}\n"
             f"ask for at most {len(parts)} stages, by counts that add up to {len(parts)}, "
