@@ -15,11 +15,27 @@ from common.place import here
 from common.sampler import seeded
 from common.training.unsaved import remembered_aside
 
+# each number of a weight moves by its own gradient alone
+ELEMENT_WISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD"
+
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
     if ".py" in opts.optimizer:
-        return checked(call_user(opts.optimizer, net, opts, first=True), opts)
+        optimizer = checked(call_user(opts.optimizer, net, opts, first=True), opts)
+    else:
+        optimizer = _named(net, opts)
+    strangers = {type(part).__name__ for part in parts_of(optimizer)} - {*ELEMENT_WISE.split()}
+    if opts.shard and strangers:
+        raise UserError(
+            f"--shard leaves a rank some rows of a weight, {strangers.pop()} may need all of it\n"
+            f"choose among {ELEMENT_WISE}"
+        )
+    return optimizer
+
+
+def _named(net, opts):
+    """The optimizer of this name in torch.optim."""
     weights = [p for p in net.parameters() if p.requires_grad]
     kind, arguments = opts.torch_optimizer
     if any(p.is_complex() or kind is torch.optim.SGD and hasattr(p, "to_local") for p in weights):
