@@ -7,7 +7,7 @@ from collections import UserDict, defaultdict
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from common.errors import UserError, blamed, say
 from common.options import Options, call_user
@@ -15,8 +15,18 @@ from common.place import here
 from common.sampler import seeded
 from common.training.unsaved import remembered_aside
 
-# each number of a weight moves by its own gradient alone
-ELEMENT_WISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop SGD"
+ELEMENT_WISE = (  # each number of a weight moves by its own gradient alone
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.SGD,
+)
 
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
@@ -25,12 +35,13 @@ def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
         optimizer = checked(call_user(opts.optimizer, net, opts, first=True), opts)
     else:
         optimizer = _named(net, opts)
-    strangers = {type(part).__name__ for part in parts_of(optimizer)} - {*ELEMENT_WISE.split()}
-    if opts.shard and strangers:
-        raise UserError(
-            f"--shard leaves a rank some rows of a weight, {strangers.pop()} may need all of it\n"
-            f"choose among {ELEMENT_WISE}"
-        )
+    for part in parts_of(optimizer):
+        if opts.shard and type(part) not in ELEMENT_WISE:
+            known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
+            raise UserError(
+                f"--shard leaves a rank some rows of a weight, {type(part).__name__} may need all of it\n"
+                f"choose among {known}"
+            )
     return optimizer
 
 
