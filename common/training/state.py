@@ -176,7 +176,8 @@ class TrainState:
             self.updates.ready = 0
             self.stepped = time.time()
             self.verdict = None
-        self.net.zero_grad()  # not the optimizer's, which need not have all weights
+        for p in self.names:  # the optimizer need not have all of them
+            p.grad = None
 
     def note(self, totals: Tensor) -> Facts:
         """The record of the last step, from the totals of its batch; raises if the loss is not finite."""
