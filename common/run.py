@@ -127,7 +127,7 @@ class Run:
 
     def sum_up(self, totals: Tensor) -> None:
         """Sums the totals over all ranks if this step is logged; the update comes later, so none is lost."""
-        if (self.progress.step + 1) % self.opts.log_every == 0:
+        if self.progress.next_is_logged:
             self.state.wait_for_gpu()
             totals.copy_(self.world.all_sum(totals.cpu()))
 
@@ -137,7 +137,7 @@ class Run:
         Ranks that hold parts of one net ask at every step, as they save and leave at the same one; ranks that
         hold all of it ask at logged steps.
         """
-        if self.world.parts > 1 or (self.progress.step + 1) % self.opts.log_every == 0:
+        if self.world.parts > 1 or self.progress.next_is_logged:
             self.rescue.consult()
 
     def cross_check(self, model: nn.Module) -> None:

@@ -59,6 +59,10 @@ class Progress:
         self.stepped = time.time()
 
     @property
+    def next_is_logged(self) -> bool:
+        return (self.step + 1) % self.opts.log_every == 0
+
+    @property
     def steps_per_epoch(self) -> int:
         return -(-self.samples // self.opts.global_batch_size)
 

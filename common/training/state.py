@@ -148,12 +148,11 @@ class TrainState:
             except BaseException:
                 self.spoil(UserError("the weights are not those of one step", code=1))
                 raise
-        self.net.zero_grad()  # not the optimizer's, which need not have all weights
+        for p in self.names:  # the optimizer need not have all of them
+            p.grad = None
 
     def _update(self, size):
-        seed(
-            self.opts.seed, "update", self.progress.step
-        )  # an optimizer that draws does so alike on all ranks
+        seed(self.opts.seed, "update", self.progress.step)  # if the optimizer draws, all ranks draw alike
         with blamed(f"optimizer {self.opts.optimizer}"):
             self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -73,7 +73,10 @@ def pair(batch):
 
 
 def scored(net, batch, state):
-    """(summed loss, right answers, targets); in an evaluation in doubles, without label smoothing."""
+    """(summed loss, right answers, targets); in an evaluation in doubles, without label smoothing.
+
+    Right answers are counted where they are shown: in evaluations, and in a step that is logged.
+    """
     opts = state.opts
     x, y = pair(batch)
     with autocast(opts, y.device):
@@ -84,20 +87,21 @@ def scored(net, batch, state):
         else:
             out = net(x)
     out = getattr(out, "logits", out)  # of a Hugging Face net
-    rows = out.flatten(0, -2)
-    answers = out.detach().argmax(-1)
-    if answers.shape != y.shape:
+    if out.shape[:-1] != y.shape:
         raise UserError(
             f"an output of shape {tuple(out.shape)} does not fit targets of shape {tuple(y.shape)}\n"
             "wanted: the numbers of all classes in the output's last dimension, and one target for them"
         )
-    if state.net.training:
-        rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-        loss = criterion(rows, y.flatten(), opts.label_smoothing)
-    else:
-        loss = criterion(rows.double(), y.flatten(), 0.0)
+    rows = out.flatten(0, -2)
+    if not state.net.training:
+        answers = out.argmax(-1)
         state.task.predictions = torch.stack([answers, y])
-    return loss, (answers == y).sum(), y
+        return criterion(rows.double(), y.flatten(), 0.0), (answers == y).sum(), y
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    loss = criterion(rows, y.flatten(), opts.label_smoothing)
+    is_logged = state.progress.next_is_logged
+    right = (out.detach().argmax(-1) == y).sum() if is_logged else 0
+    return loss, right, y
 
 
 def autocast(opts: Options, device: torch.device) -> AbstractContextManager:
@@ -169,10 +173,10 @@ class Task:
         with blamed(f"what --task {self.spec} returned", WANTED):
             for name in self.names:
                 total, count = values[name]
-                named[name][:1] += total
-                named[name][1:] += count
+                named[name][:1].add_(total)
+                named[name][1:].add_(count)
             for name, shape in self.shapes.items():
-                named[name] += values[name].reshape(shape).flatten().to(totals)
+                named[name].add_(values[name].reshape(shape).flatten().to(totals))
         return totals
 
     def metrics(self, totals):

@@ -293,9 +293,25 @@ def test_tokens_has_the_mean_over_targets_that_count_and_the_perplexity(training
     loss = torch.nn.functional.cross_entropy(out, wanted).item()
     right = (out.argmax(1) == wanted).double().mean().item()
     for batch in ((x, y), {"input": x, "labels": y}):
-        values = task(net, batch, SimpleNamespace(net=net, opts=opts, task=task))
+        values = task(net, batch, SimpleNamespace(net=net, opts=opts, task=task, progress=Progress(opts, 99)))
         metrics = task.metrics(task.add(task.zeros(CPU), values))
         assert metrics == pytest.approx({"loss": loss, "acc": right, "perplexity": math.exp(loss)}, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["classify", "tokens"])
+def test_right_answers_are_counted_in_a_step_that_is_logged_and_in_evaluations(name):
+    opts = Options(task=name, log_every=3)
+    task = find_task(opts)
+    net = torch.nn.Embedding(7, 7)
+    x = torch.randint(7, (2, 4))
+    y = net(x).argmax(-1)  # all answers are right
+    state = SimpleNamespace(net=net, opts=opts, task=task, progress=Progress(opts, 99))
+    for training in (True, False):
+        net.train(training)
+        for state.progress.step in range(6):
+            right, count = task(net, (x, y), state)["acc"]
+            shown = not training or state.progress.step in (2, 5)
+            assert (right, count) == (8 if shown else 0, 8)
 
 
 @pytest.mark.parametrize("slices", [0, 4])
