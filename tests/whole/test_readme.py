@@ -113,6 +113,8 @@ def check(words, monkeypatch):
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MASTER_PORT", "1")
         check_training(agent.training_script, agent.training_script_args, monkeypatch)
+    elif program == "launch/local.sh" and rest[:1] == ["-m"]:
+        check(["python", *rest], monkeypatch)
     elif program in ("launch/local.sh", "launch/ssh.sh", "sbatch"):
         if program == "launch/ssh.sh":
             del rest[0]  # its machines
@@ -126,6 +128,8 @@ def check(words, monkeypatch):
     elif program == "launch/notice.py":
         if command := rest[2:] if rest[:1] == ["--file"] else rest:
             check(command, monkeypatch)
+    elif program == "launch/drill.py":
+        check(rest[2:] if rest[:1] == ["--kills"] else rest, monkeypatch)
     elif program == "launch/store.py":
         assert len(rest) == 1 and re.fullmatch(r"\S+:\w+", rest[0]), words
     elif program.startswith("tests/bench/"):
@@ -137,7 +141,7 @@ def check(words, monkeypatch):
     elif program.startswith("train_"):
         check_training(program, rest, monkeypatch)
     else:
-        assert program in ("pip", "tensorboard", "rm", "kill"), f"no test knows: {shlex.join(words)}"
+        assert program in ("pip", "tensorboard", "rm", "kill", "source"), f"no test knows: {shlex.join(words)}"
 
 
 @pytest.fixture
