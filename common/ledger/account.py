@@ -175,6 +175,7 @@ def now(lives):
         "saved": save["step"],
         "last_save_s": time.time() - save["t"],
         "heard_s": heard_s,
+        "starts": len(lives),
         "world": life["world"],
         "hosts": sorted({*life["hosts"]}),
         "pids": pids,

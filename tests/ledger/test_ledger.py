@@ -152,6 +152,23 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
     assert main([str(tmp_path), "--pid=1"]) == 2
 
 
+def test_the_object_for_programs_has_the_fields_that_are_documented_and_makes_a_textfile(tmp_path):
+    page = (HOUSE / "launch/README.md").read_text(encoding="utf-8")
+    write(tmp_path, *KILLED)
+    facts = summarize(tmp_path)
+    assert facts["version"] == 1
+    for name in (*facts, *facts["now"]):
+        assert f"`{name}`" in page, name
+    line = re.search(r"^python -m common.ledger RUN --json .*\n.*", page, re.MULTILINE)[0]
+    for old, new in (("RUN", str(tmp_path)), ("> training.prom", ""), ("python", sys.executable)):
+        line = line.replace(old, new)
+    done = subprocess.run(["bash", "-c", line], cwd=HOUSE, capture_output=True, text=True, timeout=300)
+    numbers = dict(row.split() for row in done.stdout.splitlines())
+    assert numbers["training_step"] == "58" and numbers["training_starts"] == "2", done.stderr
+    for alert in re.findall(r"^# .*?(training_\w+)", page, re.MULTILINE):
+        assert alert in numbers
+
+
 def test_a_process_that_began_after_the_run_has_only_the_same_number(tmp_path, capsys):
     life = KILLED[0] | {"world": 1, "pids": [os.getpid()], "hosts": [socket.gethostname()]}
     write(tmp_path, life)
