@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from jobs import PACED
 
 from common.checkpoint.disk import sealed
 from common.ledger import Clock, Ledger, deaths_of, lives_of, summarize
@@ -187,6 +188,17 @@ def test_a_run_on_another_machine_is_not_called_training_for_ever(tmp_path, caps
     assert summarize(tmp_path)["now"]["state"] == "silent"
     assert main([str(tmp_path)]) == 0
     assert "last heard of 0:11:40 ago, from x, y: look there" in capsys.readouterr().out
+
+
+def test_the_next_life_names_the_machine_that_died(jobs, tmp_path):
+    words = [*PACED, "--run-dir", tmp_path / "run", "--max-steps"]
+    job = {"TORCHELASTIC_RUN_ID": "one job", "PACE": "0"}
+    jobs.python("train_ddp.py", *words, 2, **job).ends_with(0)
+    path = tmp_path / "run/ledger.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"done"' not in line and '"left"' not in line]
+    path.write_text("\n".join(kept).replace(json.dumps([socket.gethostname()]), '["node3"]') + "\n")
+    said = jobs.python("train_ddp.py", *words, 3, **job).ends_with(0)
+    assert "\nrank 0 on node3 ended without a word (killed, or its machine is gone)\nresuming" in said
 
 
 def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path, capsys):
