@@ -141,7 +141,9 @@ def check(words, monkeypatch):
     elif program.startswith("train_"):
         check_training(program, rest, monkeypatch)
     else:
-        assert program in ("pip", "tensorboard", "rm", "kill", "source"), f"no test knows: {shlex.join(words)}"
+        assert program in ("pip", "tensorboard", "rm", "kill", "source"), (
+            f"no test knows: {shlex.join(words)}"
+        )
 
 
 @pytest.fixture
