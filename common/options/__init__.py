@@ -5,6 +5,7 @@ No torch here: --help and a typo answer at once.
 
 from common.options.options import (
     Options,
+    as_imagefolder,
     begin_life,
     call_user,
     find_user,
