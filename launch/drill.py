@@ -100,7 +100,7 @@ class Target:
         while self.job.poll() != 0:
             code = self.job.returncode
             if code in FINAL:
-                raise UserError(f"the command ended with code {code}\nsee above; if it has too few devices, --then N")
+                raise UserError(f"the command ended with code {code}\nsee above; --then N, if devices lack")
             if code is not None:
                 self.job = subprocess.Popen(self.command)
             with suppress(UserError):  # there is no life yet

@@ -129,7 +129,8 @@ def check(words, monkeypatch):
         if command := rest[2:] if rest[:1] == ["--file"] else rest:
             check(command, monkeypatch)
     elif program == "launch/drill.py":
-        check(rest[2:] if rest[:1] == ["--kills"] else rest, monkeypatch)
+        if command := rest[2:] if rest[:1] == ["--kills"] else rest:
+            check(command, monkeypatch)
     elif program == "launch/store.py":
         assert len(rest) == 1 and re.fullmatch(r"\S+:\w+", rest[0]), words
     elif program.startswith("tests/bench/"):
@@ -223,7 +224,7 @@ def test_a_readme_is_short_and_what_it_names_is_there(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
         path = (page.parent / target).resolve() if target else page
         assert path.is_file(), target
-        headings = re.findall(r"^#+ (.*)", prose(path.read_text(encoding="utf-8")), re.MULTILINE)
+        headings = re.findall(r"^#+ (.*)", prose(path.read_text(encoding="utf-8", errors="replace")), re.M)
         anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert not anchor or anchor in anchors, anchor
 
