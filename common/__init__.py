@@ -1,22 +1,22 @@
 """The map of common/: folders are rooms; sampler.py, errors.py and place.py carry them.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
-not know each other (tests/whole/test_house.py checks this). For a type checker it may import any type.
+not know each other (tests/whole/test_house.py checks this).
 
+    elastic      the loop of train_ddp.py as an iterator, for a script of one's own
     replay       makes segments of a run once more, and compares
 
-    pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
-    elastic      the loop of train_ddp.py as an iterator, for a script of one's own
-
     run          what surrounds a step, once for the three scripts and for elastic
+    pipeline     a net cut into stages, over devices or ranks; only train_mp.py comes here
 
-    training     one step: state, forward, loss, backward, update; and evaluation
-
-    models       nets by name; `load` gives that of a run with its weights
-
-    checkpoint   the store on disk: atomic, asynchronous, verified, fenced
     rescue       how a life begins and how it ends: signals, survivors' save, hangs
 
+    store        who owns the folder of a run, when it saves, what it loads
+
+    training     one step: state, forward, loss, backward, update; and evaluation
+    models       nets by name; `load` gives that of a run with its weights
+
+    checkpoint   what lies on the disk: checkpoints that are whole, verified, fenced
     ledger       what a run tells and writes down; a log never stops a training. No torch here
     world        the processes of one life: they meet, agree, compute alike, leave
     data         datasets as batches: the same numbers at any world size

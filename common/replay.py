@@ -89,7 +89,7 @@ def _first_difference(run, again):
 
 def _kept_by(run):
     """{step: checkpoint}, of one step that with the latest facts."""
-    return dict(reversed(checkpoints(run / "checkpoints")))
+    return dict(reversed(checkpoints(run)))
 
 
 def main(argv: list[str] | None = None) -> int:

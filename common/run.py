@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn, optim
 
-from common.checkpoint import CheckpointStore, Damaged, checkpoints, describe, read_facts
+from common.checkpoint import Damaged, checkpoints, describe, read_facts
 from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
 from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
@@ -32,6 +32,7 @@ from common.options import Options, read_options
 from common.place import here, this_process
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.sampler import ElasticSampler
+from common.store import CheckpointStore
 from common.training import TrainState, odd_ranks
 from common.world import gather, join, leave
 
@@ -143,7 +144,7 @@ class Run:
         """All ranks vote on the bits of a slice (--cross-check), if it is time; a wrong one ends the run."""
         every = self.opts.cross_check
         if every and self.world.size > 1 and (self.progress.step + 1) % every == 0:
-            self.store.trust(odd_ranks(model, self.data.train, self.state, self.world))
+            self.store.count_votes(odd_ranks(model, self.data.train, self.state, self.world))
 
     def stepped(self, totals: Tensor) -> None:
         """After the update: logs, compares the replicas, saves when due, does what it is told."""
@@ -162,7 +163,7 @@ class Run:
         """Compares the replicas and saves when it is due, leaves when it is told."""
         every = self.opts.check_every
         if every and self.progress.step % every == 0:
-            self.store.agree()
+            self.store.compare_replicas()
         if self.rescue.save_asked or self.store.due():
             self.rescue.save_asked = False
             self.store.save()  # copies; a thread writes
@@ -311,7 +312,7 @@ def complete(opts: Options) -> str:
     if opts.eval_only or opts.resume != "auto":
         return ""
     with suppress(OSError, LookupError, Damaged, UserError):  # the store says what is wrong
-        step, folder = checkpoints(opts.run_dir / "checkpoints")[0]
+        step, folder = checkpoints(opts.run_dir)[0]
         _, facts = read_facts(step, folder)
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
         last = lives_of(opts.run_dir)[-1]  # without "done" an evaluation may be saved, and not written down

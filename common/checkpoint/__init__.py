@@ -1,6 +1,9 @@
-"""The store on disk: atomic, asynchronous, verified, fenced."""
+"""What lies on the disk: checkpoints that are written whole or not at all, verified, fenced."""
 
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import checkpoints, describe, read_facts, weights_of
-from common.checkpoint.store import CheckpointStore
-from common.checkpoint.tensors import mark, wait_by_asking
+from common.checkpoint.fence import Fence, Still
+from common.checkpoint.folder import checkpoints, newest_first
+from common.checkpoint.layout import Layout, facts_of
+from common.checkpoint.reader import Reader, best_of, describe, read_facts, weights_of
+from common.checkpoint.tensors import Image
+from common.checkpoint.writer import Writer

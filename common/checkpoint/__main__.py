@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.checkpoint.folder import choices_at, choose, describe, weights_of
+from common.checkpoint.folder import checkpoints
+from common.checkpoint.reader import choose, describe, weights_of
 from common.errors import UserError, run_command
 from common.options import as_imagefolder, read_options
 
@@ -57,7 +58,7 @@ def show(asked):
         _, folder, line = choose(asked.run, which)
         print(line if asked.digest else folder)
     else:
-        found = [describe(*choice) for choice in choices_at(asked.run)[1]]
+        found = [describe(*choice) for choice in checkpoints(asked.run)]
         for _, line in found:
             print(line)
         if not any(whole for whole, _ in found):

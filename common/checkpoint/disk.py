@@ -91,6 +91,12 @@ def unseal(data, name):
     return value
 
 
+@patient
+def read_sealed(path: Path) -> dict:
+    """The object in a file that `sealed` has made."""
+    return unseal(read_small(path), path.name)
+
+
 # ---- writing ------------------------------------------------------------------------------------------
 def sha(data):
     return hashlib.sha256(data).hexdigest()

@@ -9,7 +9,8 @@ check and act. So a take-over from a process that lives costs that process, neve
 depends on another machine's clock.
 
 A claim takes the name, makes its staging, lists those of others, and looks at the name again before it
-sweeps them. So of two that claim at once, the later one sweeps the earlier one, or the earlier one sees it.
+sweeps them. If two claim at once, the one that takes the name last owns the run. The other one sees that
+when it looks again, and stops; or it looked before that, then its staging was there already, and is swept.
 """
 
 import atexit
@@ -20,8 +21,9 @@ import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
-from common.checkpoint.disk import NEW, Damaged, delete, opened, parse_json, read_small
+from common.checkpoint.disk import NEW, Damaged, delete, make_folder, opened, parse_json, read_small
 from common.errors import UserError, say
 from common.place import has_ended, this_process
 
@@ -48,7 +50,7 @@ class Fenced(UserError):
 
 
 class Still:
-    """Tells for how many seconds a value has not changed, and whether it ever has."""
+    """For how many seconds a value has not changed, and whether it ever has."""
 
     def __init__(self):
         self.value = None
@@ -56,7 +58,7 @@ class Still:
         self.seconds = 0.0
         self.looked = 0.0
 
-    def __call__(self, value):
+    def __call__(self, value: object) -> float:
         now = time.monotonic()
         self.seconds += min(now - self.looked, LOOK_SECONDS)
         if value != self.value or not self.looked:
@@ -65,6 +67,10 @@ class Still:
             self.seconds = 0.0
         self.looked = now
         return self.seconds
+
+    def hangs(self, value: object) -> bool:
+        """Whether what shows progress by this value is to be given up."""
+        return self(value) >= HUNG_SECONDS
 
 
 class Held:
@@ -128,42 +134,44 @@ class Held:
     def _beat(self):
         still = Still()
         while not self.stop.wait(self.seconds):
-            if still(self.progress()) < HUNG_SECONDS:
+            if not still.hangs(self.progress()):
                 self.record["beat"] += 1
                 with suppress(OSError):
                     self.write()
 
 
 class Fence:
-    """`claim` on the one process that writes into this folder, `release` there at the clean end.
+    """`elect` on a process of each node; `claim` and, at the clean end, `release` on those that it names."""
 
-    `attend` on the first ranks of other nodes that share the folder.
-    """
-
-    def __init__(self, run_dir, life):
+    def __init__(self, run_dir: Path, life: str):
         self.path = run_dir / "lock"
         self.root = run_dir / "checkpoints"
+        self.life = life
         self.staging = self.root / f".life-{life}"
-        self.held = None  # the file which says that this process lives
+        self.held: Held | None = None  # the file which says that this process lives
 
-    def elect(self):
-        """Makes the staging folder; True for the first process of its life (the file server decides)."""
+    def elect(self, rank: int) -> bool:
+        """Whether this rank is to own the folder: rank 0, or the first one that sees another folder.
+
+        Where an owner of this life is already, the next life waits for the end of this rank, too.
+        """
+        make_folder(self.root)
+        if not rank:
+            return True
         try:
-            os.mkdir(self.staging, 0o700)
+            os.mkdir(self.staging, 0o700)  # the file server decides
         except FileExistsError:
+            self.held = Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS)
+            atexit.register(self.held.close)
             return False
         return True
 
-    def attend(self, rank):
-        """For the first rank of a node that shares the owner's folder: the next life waits for its end."""
-        self.held = Held(self.staging / f"{NODE}{rank}", seconds=NODE_BEAT_SECONDS)
-        atexit.register(self.held.close)
-
-    def claim(self):
+    def claim(self) -> None:
         """Takes the run, or raises UserError with the owner's name."""
         self._wait()
         self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
-        self.elect()
+        with suppress(FileExistsError):
+            os.mkdir(self.staging, 0o700)
         names = os.listdir(self.root)
         if not self.held.is_ours():
             raise Fenced(
@@ -172,12 +180,12 @@ class Fence:
             )
         self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
 
-    def release(self):
+    def release(self) -> None:
         with suppress(OSError):  # or the next life does it
             move_away(self.staging)
         self.leave()
 
-    def leave(self):
+    def leave(self) -> None:
         """Tells the next life that it need not wait for this process."""
         if self.held:
             self.held.close()

@@ -9,12 +9,12 @@ import hashlib
 import json
 import mmap
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from math import prod
 
 import torch
+from torch import Tensor
 
 from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
 from common.errors import UserError
@@ -36,35 +36,41 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CHUNK_BYTES = 1 << 22  # read or written at once
 SYNC_BYTES = 1 << 26  # between two syncs of a long file: no stall of minutes at its end
 MOST_THREADS = 8
-ASK_SECONDS = 2e-5  # between two questions to a GPU
 WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one by one in a save
 
 
 # ---- the format ---------------------------------------------------------------------------------------
-def kinds_of(tensors):
-    """{name: [type, shape]} of tensors; UserError for one that cannot be saved."""
+def specs_of(tensors, rows):
+    """{name: [type, shape]} of tensors; UserError for one that cannot be saved.
+
+    `rows` has {name: (first row, rows of the whole)} of those of which only some rows are here.
+    """
+    specs = {}
     for name, tensor in tensors.items():
         if tensor.dtype not in NAMES or tensor.layout != torch.strided:
             raise UserError(
                 f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: cannot be saved\n"
                 "keep such tensors out of the net's parameters and buffers (persistent=False)"
             )
-    return {name: [NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()}
+        specs[name] = [NAMES[tensor.dtype], list(tensor.shape)]
+        if name in rows:
+            specs[name][1][0] = rows[name][1]
+    return specs
 
 
 def size_of(dtype, shape):
     return prod(shape) * DTYPES[dtype].itemsize
 
 
-def lay_out(kinds):
+def lay_out(specs):
     """(header, {name: (first byte, end)}, bytes) of the file that holds {name: [type, shape, ...]}.
 
     Wide types come first, then it goes by name: each tensor is aligned, and equal states are equal bytes.
     """
     entries = {}
     end = 0
-    for name in sorted(kinds, key=lambda name: (-DTYPES[kinds[name][0]].itemsize, name)):
-        dtype, shape, *_ = kinds[name]
+    for name in sorted(specs, key=lambda name: (-DTYPES[specs[name][0]].itemsize, name)):
+        dtype, shape, *_ = specs[name]
         start = end
         end += size_of(dtype, shape)
         entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
@@ -94,8 +100,8 @@ def write_file(path, tensors, rows, moved=lambda: None):
 
     `rows` has {name: (first row, rows of the whole)} of tensors of which only some rows are here.
     """
-    kinds = kinds_of(tensors)
-    header, places, _ = lay_out(kinds)
+    specs = specs_of(tensors, {})
+    header, places, _ = lay_out(specs)
 
     def write(name):
         start, end = places[name]
@@ -109,7 +115,7 @@ def write_file(path, tensors, rows, moved=lambda: None):
                 os.fdatasync(fd)
             moved()
         first, _ = rows.get(name, (0, 0))
-        return [*kinds[name], first, digest.hexdigest()]
+        return [*specs[name], first, digest.hexdigest()]
 
     with new_file(path) as fd:
         write_at(fd, header, 0)
@@ -117,10 +123,10 @@ def write_file(path, tensors, rows, moved=lambda: None):
 
 
 @patient
-def read_file(path, table, rooms=None, count=1):
+def read_file(path, table, buffers=None, count=1):
     """Compares a file with its table, on `count` threads; Damaged if one byte differs.
 
-    `rooms` are {name: a function that returns a context with the buffer for that tensor}; without them all
+    `buffers` are {name: a function that returns a context with the buffer for that tensor}; without them all
     tensors are read, and dropped.
     """
     header, places, size = lay_out(table)
@@ -136,10 +142,10 @@ def read_file(path, table, rooms=None, count=1):
         def read(name):
             start, end = places[name]
             digest = hashlib.sha256()
-            with rooms[name]() if rooms else nullcontext() as room:
+            with buffers[name]() if buffers else nullcontext() as buffer:
                 for at in range(start, end, CHUNK_BYTES):
                     stop = min(at + CHUNK_BYTES, end)
-                    chunk = room[at - start : stop - start] if rooms else memoryview(bytearray(stop - at))
+                    chunk = buffer[at - start : stop - start] if buffers else memoryview(bytearray(stop - at))
                     _fill(fd, chunk, at, path.name)
                     digest.update(chunk)
                 stated = table[name][3]
@@ -149,7 +155,7 @@ def read_file(path, table, rooms=None, count=1):
                         f"manifest says {stated[:12]}..."
                     )
 
-        spread(read, count, list(places if rooms is None else rooms))  # raises what a thread has raised
+        spread(read, count, list(places if buffers is None else buffers))  # raises what a thread has raised
 
 
 def _fill(fd, chunk, at, name):
@@ -166,33 +172,21 @@ def flat_bytes(tensor):
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
-# ---- waiting for a GPU ----------------------------------------------------------------------------------
-def mark(gpu: torch.device | None) -> torch.cuda.Event | None:
-    """An event behind all that the program has given a GPU up to here; None for a CPU, which has done it."""
-    return torch.cuda.current_stream(gpu).record_event() if gpu else None
-
-
-def wait_by_asking(event: torch.cuda.Event | None) -> None:
-    """Asks until the event has come: behind a call that blocks in the driver other threads' calls wait."""
-    while event and not event.query():
-        time.sleep(ASK_SECONDS)
-
-
 # ---- the copy of the state that a save writes -----------------------------------------------------------
 class Image:
-    """A copy of the tensors in one host buffer, which serves every save."""
+    """A copy of tensors in one host buffer, which serves every save: `views` by their names."""
 
-    def __init__(self, tensors):
-        self.kinds = kinds_of(tensors)
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.specs = specs_of(tensors, {})
         self.gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self.views = {}
         self.pinned_for = None  # the GPU that copies into the buffer by itself
 
-    def open(self):
+    def open(self) -> None:
         """Allocates the buffer, once; every page of it is written, so that no save waits for the kernel."""
         if self.views:
             return
-        _, places, size = lay_out(self.kinds)
+        _, places, size = lay_out(self.specs)
         buffer = self._pinned(size) if len(self.gpus) == 1 else None
         if buffer is None:
             memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -200,7 +194,7 @@ class Image:
                 memory.madvise(WIPE_ON_FORK)
             buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
         for name, (start, end) in places.items():
-            dtype, shape = self.kinds[name]
+            dtype, shape = self.specs[name]
             self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
 
     def _pinned(self, size):
@@ -210,21 +204,10 @@ class Image:
             return buffer
 
     @torch.no_grad()
-    def copy(self, tensors):
-        """The one copy that training waits for."""
+    def copy(self, tensors: dict[str, Tensor]) -> None:
+        """The one copy that training waits for; that of a GPU is only begun."""
         self.open()
         sources = [tensors[name].detach() for name in self.views]
         if sources:
             pinned = self.pinned_for is not None
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=pinned)
-            wait_by_asking(mark(self.pinned_for))
-
-
-def not_finite(tensors, names):
-    """The first of `names` that holds a NaN or an infinity, or None."""
-    for name in names:
-        if name in tensors:
-            tensor = tensors[name].detach()
-            if not tensor.sum().isfinite() and not tensor.isfinite().all():  # the sum alone may overflow
-                return name
-    return None

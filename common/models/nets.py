@@ -9,16 +9,15 @@ import math
 from collections import OrderedDict
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from common.checkpoint import weights_of
+from common.checkpoint import facts_of, weights_of
 from common.data import DataFacts
 from common.errors import UserError, blamed
-from common.models.weights import freeze, load_weights, tied_names
+from common.models.weights import freeze, load_weights
 from common.options import MODELS, Options, call_user, find_function, read_options, refuse_foreign_code
 from common.sampler import seeded
 
@@ -152,14 +151,6 @@ def load(run: str | Path, which: str | int = "best", model: str = "") -> nn.Modu
     net = build_model(opts, data)
     net.load_state_dict(weights | {name: weights[first] for name, first in facts["tied"].items()})
     return net.eval()
-
-
-def facts_of(net: nn.Module) -> dict[str, Any]:
-    """What a checkpoint holds of a net beside its tensors, so that `load` needs neither script nor data.
-
-    `build_model` notes it of the whole net: in train_mp.py only a part of the net may be left.
-    """
-    return vars(net).get("_facts") or {"tied": tied_names(net), "data": {}}
 
 
 def check_net(net: nn.Module, name: str) -> None:

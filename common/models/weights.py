@@ -5,6 +5,7 @@ import zipfile
 import torch
 from safetensors.torch import load_file
 
+from common.checkpoint import facts_of
 from common.errors import UserError, blamed
 
 
@@ -16,7 +17,7 @@ def load_weights(net, opts):
     """
     path = opts.init_from
     with blamed(f"--init-from {path}: not a file of weights", "save one: torch.save(net.state_dict(), path)"):
-        tied = tied_names(net)  # one of its names is enough
+        tied = facts_of(net)["tied"]  # one of its names is enough
         tensors = {name: tensor for name, tensor in net.state_dict().items() if name not in tied}
         file = read_weights(path)
         bare = {unwrapped(name, tensors): tensor for name, tensor in file.items()}
@@ -89,15 +90,6 @@ def is_frozen(module):
     """Whether it has weights, and none of them trains."""
     trains = [p.requires_grad for p in module.parameters()]
     return bool(trains) and not any(trains)
-
-
-def tied_names(net):
-    """{name: first name} of weights with several names."""
-    first = {}
-    named = list(net.named_parameters(remove_duplicate=False))
-    for name, weight in named:
-        first.setdefault(weight, name)
-    return {name: first[weight] for name, weight in named if first[weight] != name}
 
 
 def check_prefixes(flag, prefixes, names):

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from common.errors import UserError, blamed, did_you_mean
-from common.options.registry import DATASETS, FUSED, NAMES, flags_of_dataset, kind_of
+from common.options.registry import DATASETS, NAMES, flags_of_dataset, kind_of
 
 CLASHES = (  # the first cannot take effect with the second, because ...
     ("--shard", "--virtual-ranks", "its sums depend on the number of replicas"),
@@ -97,11 +97,6 @@ def check_together(opts):
     idle = [flag for flag in map(flag_of, others) if given(flag)]
     if idle:
         raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
-    if opts.shard and opts.optimizer not in FUSED:
-        raise UserError(
-            f"--shard works with {', '.join(FUSED)}: {opts.optimizer} may need a whole weight at once\n"
-            "take one of them (--no-decay-1d makes two groups of weights), or leave out --shard"
-        )
     if opts.min_lr >= opts.lr:
         lower = " or lower --min-lr" if opts.min_lr else ""
         raise UserError(f"--lr {opts.lr} is not above --min-lr {opts.min_lr}\nraise --lr{lower}")

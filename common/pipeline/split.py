@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _NormBase
 
 from common.data import Batch, Data
 from common.errors import UserError, blamed
 from common.options import Options
-from common.pipeline.stages import Pipeline, module, weight
+from common.pipeline.stages import Pipeline, blocks, module, weight
 from common.training import TrainState, autocast, distribute, prepare
 from common.training import backward as plain_backward
 from common.world import World
 
 HOST = torch.device("cpu")
-CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
 
 def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) -> Pipeline:
@@ -50,7 +50,10 @@ def split(net: nn.Module, opts: Options, world: World, data: Data, task: Any) ->
     model = Pipeline(net, groups, shapes, opts, world, example)
     if opts.shard and world.size > 1:
         with blamed("--shard", "leave it out, or --channels-last, or give each weight a dimension"):
-            shard(model.stages[0], world)
+            shard(model.stages[0], world, opts)  # before it moves: all of it may not fit on a device
+    for stage in model.stages:
+        for call in stage.calls:
+            call.to(stage.device)
     if opts.virtual_ranks:
         model.tree = distribute(model, opts, world)
     return model
@@ -88,8 +91,11 @@ def cut(net, stages, by, rounds):
     counts = [int(count) for count in by.split(",") if count.isdecimal()]
     if by == "parameters" and stages <= len(parts):
         counts = balance([weight(net, piece) + 1 for piece in parts], stages)
-    spare = len(counts) % stages if rounds else len(counts) - stages
-    if spare or sum(counts) != len(parts):
+    if rounds:
+        fits = len(counts) % stages == 0
+    else:
+        fits = len(counts) == stages
+    if not fits or sum(counts) != len(parts):
         raise UserError(
             f"--balance {by} for {stages} stages, but this net has {len(parts)} pieces: {names}\n"
             f"ask for at most {len(parts)} stages, by counts that add up to {len(parts)}, "
@@ -153,7 +159,7 @@ def edges(net, groups, x, device, cast):
 
 
 # ---- --shard ----
-def shard(stage, world):
+def shard(stage, world, opts):
     """FSDP over the shards of a stage, and its copies: a rank keeps some rows, and gathers a block to run it.
 
     A block is a part of a container: a layer of a transformer. What is left, and a part with a weight that
@@ -168,18 +174,21 @@ def shard(stage, world):
     for part in [*blocks(stage.net), stage]:
         weights = set(part.parameters())
         if part is stage or weights and not weights & tied:
-            fully_shard(part, mesh=mesh, reshard_after_forward=part is not stage)
+            fully_shard(
+                part, mesh=mesh, reshard_after_forward=part is not stage, mp_policy=precision(part, opts)
+            )
             part.set_gradient_divide_factor(1.0)  # the loss is divided by the size of the whole batch
             part.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that also multiplies
 
 
-def blocks(module):
-    """The outermost parts of containers that are no containers."""
-    for part in module.children():
-        if isinstance(module, CONTAINERS) and not isinstance(part, CONTAINERS):
-            yield part
-        else:
-            yield from blocks(part)
+def precision(part, opts):
+    """--amp bf16 gathers bf16, which autocast alone would keep from the forward to the backward, too.
+
+    Batch norm is computed in float32, with its running statistics.
+    """
+    if opts.amp != "bf16" or any(isinstance(module, _NormBase) for module in part.modules()):
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 
 
 # ---- what a person sees ----

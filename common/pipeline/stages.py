@@ -1,5 +1,6 @@
 """Stage and Pipeline: a net in stages, over ranks with micro batches in flight, or over local devices."""
 
+import functools
 import itertools
 import random
 from contextlib import contextmanager, nullcontext
@@ -7,12 +8,16 @@ from contextlib import contextmanager, nullcontext
 import numpy as np
 import torch
 from torch import nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.checkpoint import checkpoint
 
 from common.errors import UserError, blamed
 from common.pipeline.transfer import Ranks, timetable
 from common.sampler import seed
 from common.training import autocast, average, local, placed
+from common.world import buckets_of
+
+CONTAINERS = nn.Sequential, nn.ModuleList, nn.ModuleDict
 
 
 def module(net, piece):
@@ -25,6 +30,15 @@ def weight(net, piece):
     return sum(p.numel() for p in module(net, piece).parameters())
 
 
+def blocks(module):
+    """The outermost parts of containers that are no containers."""
+    for part in module.children():
+        if isinstance(module, CONTAINERS) and not isinstance(part, CONTAINERS):
+            yield part
+        else:
+            yield from blocks(part)
+
+
 class Stage(nn.Module):
     """Some pieces in a row on one device."""
 
@@ -33,7 +47,11 @@ class Stage(nn.Module):
         self.net = net
         self.device = device
         self.opts = opts
-        self.calls = [module(net, piece).to(device) for piece in group]
+        self.calls = [module(net, piece) for piece in group]
+        if opts.recompute:
+            parts = [*blocks(net)] if group == [("",)] else []
+            for part in parts or self.calls:
+                part.forward = functools.partial(_recomputed, part, part.forward, opts)
         self.run = torch.compile(self._run) if opts.compile else self._run
 
     def forward(self, *args, **kwargs):
@@ -41,16 +59,10 @@ class Stage(nn.Module):
             return self.run(*args, **kwargs)
 
     def _run(self, *args, **kwargs):
-        for call in self.calls:
-            if self.opts.recompute and torch.is_grad_enabled():
-                if not self.opts.compile:  # compiled code does not repeat a change of a buffer
-                    again = _unchanged(call)
-                    kwargs["context_fn"] = lambda again=again: (nullcontext(), again)
-                x = checkpoint(call, *args, use_reentrant=False, **kwargs)
-            else:
-                x = call(*args, **kwargs)
-            args = (x,)
-            kwargs = {}
+        first, *others = self.calls
+        x = first(*args, **kwargs)
+        for call in others:
+            x = call(x)
         return x
 
     @property
@@ -78,6 +90,8 @@ class Pipeline(nn.Module):
         self.example = example  # two samples, for a forward without any
         self.tree = None  # of the sums of --virtual-ranks
         self.parameters_of = [weight(net, sum(group, ())) for group in groups]
+        self.is_first = world.stage == 0
+        self.is_last = world.stage == self.parts - 1
         here = [world.stage] if world.stages > 1 else range(self.parts)
         devices = itertools.cycle(world.devices)
         self.stages = [Stage(net, groups[i], next(devices), opts) for i in here]
@@ -115,111 +129,54 @@ class Pipeline(nn.Module):
         return self.transfer.drain()
 
     # ---- training ----
-    def run(self, sizes, ahead, back):
-        """Does this rank's work for micro batches of these sizes, as the timetable says.
+    def backward(self, batch, state):
+        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's totals.
 
-        `ahead(k, receive)` returns the output for the next stage, `back` the gradient for the stage before.
-        `receive` waits for what the other stage gave; it returns None at the ends.
+        With --virtual-ranks each stage sums its slices along a tree of its own, over the ranks that hold it.
         """
+        passage = Passage(self, batch, state)
+        if self.tree:
+            self.tree.begin(state)
+        self.run(passage, [count or len(self.example) for _, count, _ in passage.micro_batches])
+        if self.tree:
+            return self.tree.finish(batch, state)
+        if self.world.replicas > 1 and not self.opts.shard:  # FSDP has summed already
+            self.sum_gradients()
+        average(state, passage.totals, batch, self.world)
+        return passage.totals
+
+    def run(self, passage, sizes):
+        """Does this rank's work for micro batches of these sizes, as the timetable says."""
         arriving = {}
         for tick in timetable(len(sizes), self.parts):
             give = None
             take = None
-            for stage, k, forward in tick:
-                act = ahead if forward else back
-                to = stage + 1 if forward else stage - 1
+            for stage, k, is_forward in tick:
+                to = stage + 1 if is_forward else stage - 1
                 if stage == self.world.stage:
-                    tensor = act(k, arriving.pop((k, forward), lambda: None))
+                    work = passage.forward if is_forward else passage.backward
+                    tensor = work(k, arriving.pop((k, is_forward), lambda: None))
                     if 0 <= to < self.parts:
                         give = to, tensor
                 elif to == self.world.stage:
                     take = stage, sizes[k]
-                    taken = k, forward
+                    taken = k, is_forward
             receive = self.transfer.move(give, take)
             if take:
                 arriving[taken] = receive
         self.transfer.drain()
 
-    def backward(self, batch, state):
-        """Leaves the mean gradient of the global batch in `.grad`; returns this rank's totals.
-
-        With --virtual-ranks every slice gets the bits that an uncut net would give, and each stage sums its
-        slices along a tree of its own, over the ranks that hold the stage.
-        """
-        world = self.world
-        opts = self.opts
-        task = state.task
-        tree = self.tree
-        stage = self.stages[0]
-        first = world.stage == 0
-        last = world.stage == self.parts - 1
-        totals = task.zeros(stage.device)
-        in_flight = {}
+    def sum_gradients(self):
+        """Sums over the replicas, in buckets; a weight that one of them has not used adds zeros there."""
         trained = [p for p in self.net.parameters() if p.requires_grad]
-        flights = []
-        for k, (n, part) in enumerate(batch.parts):  # slices without samples do not travel
-            if n or opts.shard:  # with --shard a replica without samples runs an example
-                flights.append((tree.own[k] if tree else k, n, part if n else self.example))
-        if tree:
-            tree.begin(state)
-
-        def ahead(i, receive):
-            v, n, samples = flights[i]
-            if first or last:
-                samples = placed(samples, stage.device, opts, own=bool(tree))
-            seed(opts.seed, "step", state.progress.step, *([v] if tree else [world.replica, v]))
-            places = tree and places_of_draws()
-            if first:
-                x = None if last else task.input_of(samples)
-            else:
-                x = receive().detach()  # and draws go on where the stage before ended
-                x.requires_grad_(x.is_floating_point())
-            if tree and i:
-                state.statistics.renew()
-            y = None
-            if x is not None:
-                with blamed(f"model {opts.model}, stage {world.stage}"):
-                    y = stage(x.clone())  # layers may work in place, and x is a leaf or a part of the batch
-            if tree and places_of_draws() != places:
-                raise UserError(
-                    f"model {opts.model}: stage {world.stage} draws from random or numpy\n"
-                    "between stages only torch's draws go on: draw from torch, or use train_ddp.py"
-                )
-            found = task.zeros(stage.device, tree.kind if tree else torch.float64)
-            if last:
-                values = task(stage, samples, state) if first else task.answered(y, samples, state)
-                task.add(found, values)
-                y = task.minimised(values, trained if first else [y])
-                y = state.scaler.scale(y * bool(n) / batch.size)
-            tail = tree.measured(v, n / batch.size, found) if tree else None
-            if n:
-                totals.add_(found)
-            in_flight[i] = x, y, tail
-            return y.detach()
-
-        def back(i, receive):
-            x, y, tail = in_flight.pop(i)
-            gradient = receive()
-            if opts.shard:
-                stage.set_requires_gradient_sync(i == len(flights) - 1)
-            if tree:
-                tree.backward(flights[i][0], tail, y, gradient)
-            elif y.requires_grad:
-                y.backward(gradient)
-            if first:
-                return None
-            return torch.zeros_like(x) if x.grad is None else x.grad
-
-        self.run([n or 2 for _, n, _ in flights], ahead, back)
-        if tree:
-            return tree.finish(batch, state)
-        if world.replicas > 1 and not opts.shard:  # --shard has summed already
-            used = world.sum_over_replicas(torch.tensor([p.grad is not None for p in trained]).int())
-            for p in itertools.compress(trained, used.tolist()):
-                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-                world.sum_over_replicas(p.grad)
-        average(state, totals, batch, world)
-        return totals
+        used = self.world.sum_over_replicas(torch.tensor([p.grad is not None for p in trained]).int())
+        gradients = []
+        for p in itertools.compress(trained, used.tolist()):
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            gradients.append(p.grad)
+        for bucket in buckets_of(gradients):
+            total = self.world.sum_over_replicas(_flatten_dense_tensors(bucket))
+            torch._foreach_copy_(bucket, _unflatten_dense_tensors(total, bucket))
 
     def norm(self, gradients):
         """The norm of the whole net's gradient; those of its weights are added in one order at any cut."""
@@ -235,9 +192,112 @@ class Pipeline(nn.Module):
         return torch.linalg.vector_norm(self.world.sum_over_stages(lengths))
 
 
+class Passage:
+    """A global batch on its way through this rank's stage: each micro batch goes forward, and later back.
+
+    With --virtual-ranks a micro batch is a slice, and gets the bits that an uncut net would give.
+    """
+
+    def __init__(self, pipeline, batch, state):
+        self.pipeline = pipeline
+        self.state = state
+        self.size = batch.size
+        self.totals = state.task.zeros(pipeline.world.device)
+        self.in_flight = {}  # {micro batch: what its backward needs}
+        slices = pipeline.tree.own if pipeline.tree else range(len(batch.parts))
+        self.micro_batches = []  # (its number, samples that count, samples)
+        for v, (count, samples) in zip(slices, batch.parts, strict=True):
+            if count:
+                self.micro_batches.append((v, count, samples))
+            elif pipeline.opts.shard:  # the other shards cannot gather their weights without this rank
+                self.micro_batches.append((v, 0, pipeline.example))
+
+    def forward(self, i, receive):
+        """The output of a micro batch for the next stage; `receive` waits for that of the stage before."""
+        pipeline = self.pipeline
+        tree = pipeline.tree
+        state = self.state
+        device = pipeline.world.device
+        v, count, samples = self.micro_batches[i]
+        if pipeline.is_first or pipeline.is_last:
+            samples = placed(samples, device, pipeline.opts, own=bool(tree))
+        replica = [] if tree else [pipeline.world.replica]
+        seed(pipeline.opts.seed, "step", state.progress.step, *replica, v)
+        if tree and i:
+            state.statistics.renew()
+        x = None
+        y = None
+        if pipeline.parts > 1:  # otherwise the task calls the stage
+            x, y = self.through_the_stage(samples, receive)
+        sums = state.task.zeros(device, tree.kind if tree else torch.float64)
+        if pipeline.is_last:
+            loss = self.loss(y, samples, sums)
+            y = state.scaler.scale(loss * bool(count) / self.size)
+        if count:
+            self.totals.add_(sums)
+        tail = tree.measured(v, count / self.size, sums) if tree else None
+        self.in_flight[i] = x, y, tail
+        return y.detach()
+
+    def through_the_stage(self, samples, receive):
+        """(input, output); UserError if slices draw from a generator that does not travel."""
+        pipeline = self.pipeline
+        fact = f"model {pipeline.opts.model}, stage {pipeline.world.stage}"
+        places = places_of_draws()
+        if pipeline.is_first:
+            x = self.state.task.input_of(samples)
+        else:
+            x = receive().detach()  # and draws go on where the stage before ended
+            x.requires_grad_(x.is_floating_point())
+        with blamed(fact):
+            y = pipeline.stages[0](
+                x.clone()
+            )  # layers may work in place, and x is a leaf or a part of the batch
+        if pipeline.tree and places_of_draws() != places:
+            raise UserError(
+                f"{fact} draws from random or numpy\n"
+                "between stages only torch's draws go on: draw from torch, or use train_ddp.py"
+            )
+        return x, y
+
+    def loss(self, y, samples, sums):
+        """What is minimised; adds all that the task returns to `sums`."""
+        task = self.state.task
+        if y is None:
+            stage = self.pipeline.stages[0]
+            values = task(stage, samples, self.state)
+            tensors = [p for p in stage.parameters() if p.requires_grad]
+        else:
+            values = task.answered(y, samples, self.state)
+            tensors = [y]
+        task.add(sums, values)
+        return task.minimised(values, tensors)
+
+    def backward(self, i, receive):
+        """The gradient of a micro batch for the stage before; `receive` waits for that of the next stage."""
+        x, y, tail = self.in_flight.pop(i)
+        gradient = receive()
+        if self.pipeline.tree:
+            self.pipeline.tree.backward(self.micro_batches[i][0], tail, y, gradient)
+        elif y.requires_grad:
+            y.backward(gradient)
+        if self.pipeline.is_first:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
+
+
 def places_of_draws():
     """How far the generators of random and numpy have come."""
     return random.getstate()[1][-1], np.random.get_state()[2]
+
+
+def _recomputed(part, forward, opts, *args, **kwargs):
+    """Forward of a part that keeps its inputs alone: the backward makes the rest again."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    if not opts.compile:  # compiled code does not repeat a change of a buffer
+        kwargs["context_fn"] = lambda: (nullcontext(), _unchanged(part))
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 @contextmanager

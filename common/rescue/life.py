@@ -2,15 +2,12 @@
 
 from contextlib import suppress
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from common.errors import UserError
 from common.ledger import Life, named
 from common.place import here, note_that_it_waits
 from common.sampler import ElasticSampler
-
-if TYPE_CHECKING:
-    from common.training import TrainState
+from common.training import TrainState
 
 LIVES_IN_VAIN = 3  # in a row: they could not train, or began on one step and ended with an error
 LIVES_KILLED = 10  # in a row on one step: all made steps, and were killed before they saved
@@ -46,7 +43,7 @@ def note_that_it_trains() -> None:
     note_that_it_waits(False)
 
 
-def refuse_without_progress(lives: list[Life], state: "TrainState") -> None:
+def refuse_without_progress(lives: list[Life], state: TrainState) -> None:
     """Exit code 5 if too many lives in a row have begun on this step and ended.
 
     The refusal ends the row: the next start may try as often again. A step that was saved and then withdrawn

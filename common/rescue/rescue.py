@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from multiprocessing import active_children
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -29,10 +29,8 @@ from common.errors import UserError, dismiss_agent, note_reason, one_line, say
 from common.place import here
 from common.rescue.lifelines import DEATH_SECONDS, PEER_SECONDS
 from common.rescue.watch import Watch
+from common.store import CheckpointStore
 from common.world import WATCHED
-
-if TYPE_CHECKING:
-    from common.checkpoint import CheckpointStore
 
 AGENT_SECONDS = 2.0  # after a peer's end, for the agent's signal: it tells a planned change
 SAVER_SECONDS = 0.05  # the rank that has saved speaks first
@@ -73,7 +71,7 @@ class Saved(NamedTuple):
 class Rescue:
     """Holds the run while it trains: `with Rescue(...) as rescue`, and check `rescue.leaves` each step."""
 
-    def __init__(self, store: "CheckpointStore", on_exit: Iterable[Callable[[], None]] = ()) -> None:
+    def __init__(self, store: CheckpointStore, on_exit: Iterable[Callable[[], None]] = ()) -> None:
         self.store = store  # it has restored the state
         self.state = store.state
         self.world = store.world

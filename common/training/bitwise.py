@@ -35,11 +35,9 @@ import torch.distributed as dist
 from common.errors import UserError
 from common.sampler import hash_seed, share
 from common.training.optimizer import end_mean
-from common.world import fingerprint_of
+from common.world import buckets_of, fingerprint_of
 
 ALIGN_BYTES = 64  # every gradient starts where an allocation of its own could start
-FIRST_BUCKET_BYTES = 1 << 20  # small, to leave early; as in DDP
-BUCKET_BYTES = 25 << 20  # of the other buckets
 
 
 class Slices:
@@ -68,7 +66,7 @@ class Slices:
             size = self.statistics.numel + len(state.task.zeros(self.world.device))
             self.tail = torch.empty(size, dtype=self.kind, device=self.world.device)
             self.tensors = [*self.params, self.tail]
-            self.buckets = [Bucket(members, self.world, self.count) for members in _cut(self.tensors)]
+            self.buckets = [Bucket(members, self.world, self.count) for members in buckets_of(self.tensors)]
             self.bucket_of = {tensor: bucket for bucket in self.buckets for tensor in bucket.members}
         for bucket in self.buckets:
             bucket.waiting = set()
@@ -243,22 +241,6 @@ def _views(row, tensors, sizes):
         views.append(row.as_strided(tensor.shape, tensor.stride(), at))
         at += size
     return views
-
-
-def _cut(tensors):
-    """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
-    runs = []
-    size = 0
-    kind = None
-    for tensor in tensors:
-        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
-        if kind != (tensor.dtype, tensor.device) or size >= limit:
-            runs.append([])
-            kind = tensor.dtype, tensor.device
-            size = 0
-        runs[-1].append(tensor)
-        size += tensor.nbytes
-    return runs
 
 
 def carries(v, start):

@@ -7,7 +7,7 @@ from collections import UserDict, defaultdict
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 
 from common.errors import UserError, blamed, say
 from common.options import Options, call_user
@@ -15,11 +15,38 @@ from common.place import here
 from common.sampler import seeded
 from common.training.unsaved import remembered_aside
 
+ELEMENT_WISE = (  # each number of a weight moves by its own gradient alone
+    optim.ASGD,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.Adam,
+    optim.AdamW,
+    optim.Adamax,
+    optim.NAdam,
+    optim.RAdam,
+    optim.RMSprop,
+    optim.SGD,
+)
+
 
 def build_optimizer(net: nn.Module, opts: Options) -> torch.optim.Optimizer:
     """The optimizer of --optimizer over all weights that train; TrainState makes its state."""
     if ".py" in opts.optimizer:
-        return checked(call_user(opts.optimizer, net, opts, first=True), opts)
+        optimizer = checked(call_user(opts.optimizer, net, opts, first=True), opts)
+    else:
+        optimizer = _named(net, opts)
+    for part in parts_of(optimizer):
+        if opts.shard and type(part) not in ELEMENT_WISE:
+            known = ", ".join(kind.__name__ for kind in ELEMENT_WISE)
+            raise UserError(
+                f"--shard leaves a rank some rows of a weight, {type(part).__name__} may need all of it\n"
+                f"choose among {known}"
+            )
+    return optimizer
+
+
+def _named(net, opts):
+    """The optimizer of this name in torch.optim."""
     weights = [p for p in net.parameters() if p.requires_grad]
     kind, arguments = opts.torch_optimizer
     if any(p.is_complex() or kind is torch.optim.SGD and hasattr(p, "to_local") for p in weights):

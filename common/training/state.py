@@ -13,6 +13,7 @@ Not stored is what follows from (options, step): order, learning rate, draws of 
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,9 +21,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import mark, wait_by_asking
+from common.checkpoint import facts_of
 from common.errors import UserError, blamed
-from common.models import facts_of
 from common.options import Options
 from common.sampler import seed
 from common.training.optimizer import (
@@ -39,6 +39,8 @@ from common.training.statistics import Statistics
 from common.training.tasks import Task, best_of, find_task
 from common.training.unsaved import FirstForward, warn_of_unsaved
 from common.world import World
+
+ASK_SECONDS = 2e-5  # between two questions to a GPU
 
 
 class Stages(Protocol):
@@ -105,6 +107,10 @@ class TrainState:
     def wait_for_gpu(self) -> None:
         """Waits for all that the GPU was given; call it without the lock, as a collective may hang."""
         wait_by_asking(mark(self.gpu))
+
+    def wait_for_update(self) -> None:
+        """Waits for all that has changed weights: for a rescue, which holds the lock."""
+        wait_by_asking(self.updated)
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -269,3 +275,15 @@ class TrainState:
         self.progress.load(facts)
         if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
+
+
+# ---- waiting for a GPU ----------------------------------------------------------------------------------
+def mark(gpu: torch.device | None) -> torch.cuda.Event | None:
+    """An event behind all that the program has given a GPU up to here; None for a CPU, which has done it."""
+    return torch.cuda.current_stream(gpu).record_event() if gpu else None
+
+
+def wait_by_asking(event: torch.cuda.Event | None) -> None:
+    """Asks until the event has come: behind a call that blocks in the driver other threads' calls wait."""
+    while event and not event.query():
+        time.sleep(ASK_SECONDS)

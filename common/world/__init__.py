@@ -6,6 +6,7 @@ from common.world.world import (
     WATCHED,
     World,
     bit_facts,
+    buckets_of,
     fingerprint_of,
     gather,
     join,

@@ -26,6 +26,8 @@ from common.world.rendezvous import ANSWER, MEETING, fresh_store, interface_towa
 WORKING = timedelta(hours=1)  # ranks that have met wait for one that reads a large checkpoint
 WATCHED = timedelta(days=1)  # a collective's time-out while the rescue ends hangs
 MAY_DIFFER = ("build of torch", "CPU or GPU")  # of the bit_facts: other bits are possible, not sure
+FIRST_BUCKET_BYTES = 1 << 20  # of gradients that are sent together: small, to leave early; as in DDP
+BUCKET_BYTES = 25 << 20  # of the other buckets
 M_TRIM_THRESHOLD = -1  # of mallopt: which freed memory goes back to the kernel
 M_MMAP_THRESHOLD = -3
 
@@ -204,6 +206,22 @@ def fingerprint_of(tensors: Iterable[Tensor]) -> int:
             flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))  # a copy
         sums.append(int(flat.view(torch.int64).sum()))  # 64-bit sums wrap, so their order does not matter
     return hash_seed(*sums)
+
+
+def buckets_of(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Runs of tensors of one type, on one device, of about BUCKET_BYTES; the first is small."""
+    runs: list[list[Tensor]] = []
+    size = 0
+    kind = None
+    for tensor in tensors:
+        limit = BUCKET_BYTES if len(runs) > 1 else FIRST_BUCKET_BYTES
+        if kind != (tensor.dtype, tensor.device) or size >= limit:
+            runs.append([])
+            kind = tensor.dtype, tensor.device
+            size = 0
+        runs[-1].append(tensor)
+        size += tensor.nbytes
+    return runs
 
 
 # ---- how a process joins the world of this life, and how it leaves it -----------------------------

@@ -19,8 +19,8 @@ from turns import arguments, ratio, take_turns  # isort: skip  (first: it finds 
 import torch
 from torch import nn
 
-from common.checkpoint import CheckpointStore
 from common.options import Options
+from common.store import CheckpointStore
 from common.training import TrainState, build_optimizer
 from common.world import World
 
@@ -58,7 +58,7 @@ def ways_to_save(folder, mb, device, durable):
             began = time.perf_counter()
             save()
             blocked = time.perf_counter() - began
-            store.wait()
+            store.saver.wait()
             store.check()
             durable[name].append(time.perf_counter() - began)
             return blocked

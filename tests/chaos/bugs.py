@@ -5,7 +5,7 @@ nothing.
 
 def no_rescue():
     """Survivors leave without saving."""
-    from common.checkpoint import CheckpointStore
+    from common.store import CheckpointStore
 
     CheckpointStore.rescue = lambda self, why: ""
 
@@ -60,7 +60,8 @@ def loaders_hold_up_their_rank():
 
 def named_too_early():
     """Files are written under the name that counts, not aside."""
-    from common.checkpoint.folder import Writer, folder_name, free_number
+    from common.checkpoint.folder import folder_name, free_number
+    from common.checkpoint.writer import Writer
 
     def aside(self, step):
         return self.root / folder_name(step, free_number(self.root, step))

@@ -42,7 +42,19 @@ STAGES = {
     "stages": (
         [f"--model={TESTS}/paced.py:deep", PACED[1], "--micro-batch-size=8", "--stages=2", "--lr=0.01"],
         False,
-    )
+    ),
+    "shards": (
+        [
+            PACED[0],
+            PACED[1],
+            "--micro-batch-size=8",
+            "--stages=1",
+            "--shard=2",
+            "--check-every=7",
+            "--lr=0.01",
+        ],
+        False,
+    ),
 }
 LOADING = {"loader", "stall"}
 
@@ -245,7 +257,7 @@ class Campaign(Strikes):
         struck = self.struck + journal
         hard = {line["pid"] for line in struck if line["signal"] in checks.HARD}
         killed = {line["pid"] for line in struck if line["signal"] in ("KILL", "SEGV")}
-        self.changes += checks.changes(self.run, hard)
+        self.changes += checks.changes(self.run, hard, 2 if flavour == "shards" else 0)
         checks.little_is_lost(self.changes, INTERVAL)
         checks.every_second_has_its_bucket(self.run, killed)
         counts = checks.samples_are_exact(self.run)

@@ -95,8 +95,8 @@ def plant(script):
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     import common.run
-    from common.checkpoint import CheckpointStore
     from common.ledger import Audit
+    from common.store import CheckpointStore
     from common.training import TrainState
 
     around(common.run, "join", "join", "joined")

@@ -45,7 +45,7 @@ def test_the_best_checkpoint_is_printed_as_a_path(tmp_path, capsys):
 
 def test_without_an_evaluation_there_is_no_best(tmp_path, capsys):
     assert main([str(trained(tmp_path, best=None)), "--best"]) == 3
-    assert "no whole checkpoint (evaluated)" in capsys.readouterr().err
+    assert "no evaluated checkpoint" in capsys.readouterr().err
 
 
 def test_a_best_evaluation_without_a_checkpoint_in_this_run_gives_way_to_the_one_before(tmp_path, capsys):

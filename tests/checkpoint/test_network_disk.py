@@ -85,7 +85,7 @@ def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_on
             if store.owns:
                 at_step(state, 3)
                 store.save()
-                store.wait()
+                store.saver.wait()
             world.barrier()
             return store.owns, store.writer.staging.name, end(store)
 

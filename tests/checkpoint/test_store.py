@@ -26,7 +26,7 @@ from torch import nn
 from common.checkpoint import tensors
 from common.checkpoint.__main__ import main
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import choose, read_facts, read_manifest
+from common.checkpoint.reader import choose, read_facts, read_manifest
 from common.errors import UserError
 
 
@@ -82,7 +82,7 @@ def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
     with a_life(opts) as life:
         before = os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino
         life.store.save()
-        life.store.wait()
+        life.store.saver.wait()
         assert os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino == before
     assert steps_of(opts) == [0]
 
@@ -110,7 +110,7 @@ def test_the_newest_ones_the_best_one_and_nothing_else_is_kept(tmp_path):
 def test_where_nothing_was_evaluated_a_save_reads_no_other_checkpoint(tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(
-        "common.checkpoint.folder.read_manifest", lambda path: read.append(path.name) or read_manifest(path)
+        "common.checkpoint.reader.read_manifest", lambda path: read.append(path.name) or read_manifest(path)
     )
     with a_life(options(tmp_path, keep=9)) as life:
         for step in range(1, 6):
@@ -183,7 +183,7 @@ def test_when_all_are_damaged_nothing_starts_afresh_by_itself(tmp_path):
 
 def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_path, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("common.checkpoint.store.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("common.store.store.time.monotonic", lambda: now[0])
 
     def due(step, later=0):
         now[0] += later
@@ -196,10 +196,10 @@ def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_
         save(life, 31)
         assert not due(31) and not due(32, later=59) and due(40) and due(41, later=1)
         save(life, 50)
-        job = life.store.job
+        job = life.store.saver.job
         at_step(life.state, 50)
         life.store.save()
-        assert life.store.job is job, "this very state is saved already"
+        assert life.store.saver.job is job, "this very state is saved already"
     with a_life(options(tmp_path, save_every=0, save_seconds=0)) as life:
         assert not due(60, later=10**6)
 
@@ -215,7 +215,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
             life.state.net[0].weight[1, 1] = math.nan
         life.state.progress.step = 3
         life.store.save()
-        life.store.wait()
+        life.store.saver.wait()
         with refusal("0.weight is no longer finite", code=5) as told:
             life.store.check()
         assert life.state.spoiled

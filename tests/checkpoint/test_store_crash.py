@@ -14,7 +14,8 @@ import shutil
 import pytest
 from stores import a_life, announced_rescue, at_step, images_are_at, images_for, load_into, options, save
 
-from common.checkpoint.folder import checkpoints, describe
+from common.checkpoint import describe
+from common.checkpoint.folder import committed
 from common.ledger import Audit, Ledger
 from common.ledger.log import Metrics
 
@@ -177,8 +178,8 @@ def record(tmp_path, monkeypatch):
                     assert announced_rescue(life.store, life.state)
                 else:
                     life.store.save()
-                    life.store.wait()
-                    assert not life.store.error, life.store.error
+                    life.store.saver.wait()
+                    assert not life.store.saver.error, life.store.saver.error
                 recorder.announce(life.state.facts())
     return opts, recorder.ops
 
@@ -231,7 +232,7 @@ def check(root, tree, ordered, allowed, whole, images):
     assert facts is None or images_are_at(images, facts["step"])
     if ordered:  # as a journal keeps it: nothing that is named is damaged
         good = 0
-        for number, folder in checkpoints(root):
+        for number, folder in committed(root):
             is_whole, line = describe(number, folder)
             assert is_whole, line
             good += 1

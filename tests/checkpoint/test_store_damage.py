@@ -18,7 +18,8 @@ from stores import a_life, damaged, flips, images_for, load, load_into, options,
 
 from common.checkpoint import disk
 from common.checkpoint.disk import sealed, sha, to_json
-from common.checkpoint.folder import checkpoints, describe, digest_of, read_manifest
+from common.checkpoint.folder import committed
+from common.checkpoint.reader import describe, digest_of, read_manifest
 from common.errors import UserError
 from common.run import complete
 
@@ -270,7 +271,7 @@ def test_links_in_place_of_checkpoints_are_not_followed(tmp_path):
     (root / "step-00000002").symlink_to(tmp_path / "elsewhere")
     (root / "step-00000009").write_text("a file")
     (root / "step-00000003.tmp").mkdir()
-    assert load(root, images_for(opts)) == (1, True) and [step for step, _ in checkpoints(root)] == [9, 2, 1]
+    assert load(root, images_for(opts)) == (1, True) and [step for step, _ in committed(root)] == [9, 2, 1]
     with a_life(opts) as life:
         assert life.state.progress.step == 1 and (tmp_path / "elsewhere" / "manifest.json").exists()
 

@@ -28,11 +28,12 @@ from stores import (
     two_checkpoints,
 )
 
-from common.checkpoint import disk, folder, tensors
+from common.checkpoint import disk, tensors, writer
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import checkpoints, describe, read_facts
-from common.checkpoint.store import MOST_FAILURES
+from common.checkpoint.folder import checkpoints, committed
+from common.checkpoint.reader import describe, read_facts
 from common.errors import UserError
+from common.store.saver import MOST_FAILURES
 
 TRANSIENT = ("ENOMEM", "EIO", "ESTALE")
 READS = ("open", "preadv", "read", "fstat", "listdir")
@@ -98,7 +99,7 @@ def test_whichever_call_fails_the_checkpoint_before_or_the_new_one_stands(tmp_pa
             found, whole = load(root, images)
             stands = before if not saved and steps_of(opts)[0] == before else step
             assert whole and found == stands, (name, k)
-            assert saved or fault.failed and life.store.saved is None
+            assert saved or fault.failed and life.store.saver.saved is None
             assert k < 60
         save(life, step + 1)  # and the next one is as good as ever
         assert load(root, images) == (step + 1, True)
@@ -158,7 +159,7 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
             at_step(state, step)
             assert store.due()
             store.save()
-            store.wait()
+            store.saver.wait()
             if number < MOST_FAILURES:
                 store.check()
                 store.check()  # each is said once
@@ -168,7 +169,7 @@ def test_failed_saves_are_said_retried_at_the_next_interval_and_end_the_run_afte
             store.check()
         monkeypatch.undo()
         save(life, 8)
-        assert store.failures == 0
+        assert store.saver.failures == 0
     assert steps_of(opts) == [8, 2]
 
 
@@ -199,10 +200,10 @@ def test_what_no_start_would_read_is_a_failed_save(tmp_path, monkeypatch, what):
             monkeypatch.setattr(disk, "MOST_BYTES", 1 << 14)
             life.state.progress.evaluated = {"step": 3} | many_numbers(2000)
         else:
-            monkeypatch.setattr(folder, "facts_to_json", lambda facts: disk.to_json({"step": facts["step"]}))
+            monkeypatch.setattr(writer, "facts_to_json", lambda facts: disk.to_json({"step": facts["step"]}))
         with pytest.raises(Damaged, match="state.json"):
             save(life, 3)
-        assert life.store.failures == 1 and not list(life.store.writer.staging.iterdir())
+        assert life.store.saver.failures == 1 and not list(life.store.writer.staging.iterdir())
         monkeypatch.undo()
         life.state.progress.evaluated = {}
         assert steps_of(opts) == [2, 1]
@@ -225,7 +226,7 @@ def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, mo
             )
             at_step(life.state, 2)
             life.store.save()
-            life.store.wait()
+            life.store.saver.wait()
             life.store.check()
             assert said[-1].startswith("save failed (1 in a row), training goes on")
             assert not list(life.store.writer.staging.iterdir())
@@ -239,7 +240,7 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
         monkeypatch.setattr(tensors, "write_file", full)
         at_step(life.state, 1)
         life.store.save()
-        life.store.wait()
+        life.store.saver.wait()
         monkeypatch.undo()
         life.store.close()
     assert steps_of(opts) == [1]
@@ -274,13 +275,13 @@ def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_l
         with monkeypatch.context() as patch:  # nothing earlier goes before the later ones have their name
             patch.setattr(life.store.writer, "prune", lambda *args: None)
             save(life, 1)
-        assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.1", "step-00000001"]
+        assert [folder.name for _, folder in committed(root)] == ["step-00000001.1", "step-00000001"]
         assert {path: path.read_bytes() for path in before} == before
         assert read_facts(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5
         assert not announced_rescue(life.store, life.state)
         life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.7})
         save(life, 1)
-        assert [folder.name for _, folder in checkpoints(root)] == ["step-00000001.2"]
+        assert [folder.name for _, folder in committed(root)] == ["step-00000001.2"]
     with a_life(opts) as life:
         assert life.state.progress.best["val_acc"] == 0.7 and life.source == "checkpoints/step-00000001.2"
 
@@ -292,7 +293,7 @@ def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_
         assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
         at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
         assert announced_rescue(life.store, life.state)
-        assert [folder.name for _, folder in checkpoints(root)] == ["step-00000002.1", "step-00000001"]
+        assert [folder.name for _, folder in committed(root)] == ["step-00000002.1", "step-00000001"]
         life.state.progress.evaluated = {}
         life.state.progress.best = tiny_state(opts).progress.best
         assert not announced_rescue(life.store, life.state)  # a rank that had not evaluated yet
@@ -311,7 +312,7 @@ def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monke
             save(life, 2)
             at_step(life.state, 3)
             assert life.store.rescue()
-            assert all(describe(step, folder)[0] for step, folder in checkpoints(life.store.root))
+            assert all(describe(step, folder)[0] for step, folder in committed(life.store.fence.root))
     assert steps_of(opts) == [3, 2, 1]
 
 
@@ -347,7 +348,7 @@ def test_a_run_folder_that_cannot_be_used_is_said_with_the_way_out(tmp_path, mon
                 except UserError as error:
                     assert fault.failed and "choose a folder that can be written to" in str(error)
     assert {path.name for path in opts.run_dir.iterdir()} <= {"checkpoints", "lock", "options.json"}
-    assert checkpoints(opts.run_dir / "checkpoints") == []
+    assert checkpoints(opts.run_dir) == []
 
 
 # ---- what cannot be read is not wrong -------------------------------------------------------------

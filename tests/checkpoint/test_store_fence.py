@@ -31,8 +31,9 @@ from stores import (
     steps_of,
 )
 
-from common.checkpoint import disk, fence, store
+from common.checkpoint import disk, fence
 from common.checkpoint.fence import Fenced
+from common.store import saver
 
 
 def rank_0_dies(life):
@@ -87,7 +88,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
         disk.sync_folder = stop
         at_step(life.state, 9)
         life.store.save()
-        life.store.wait()
+        life.store.saver.wait()
         try:
             life.store.check()
             end.write_text("committed")
@@ -246,9 +247,9 @@ def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_sa
                 )
                 at_step(life.state, k)
                 life.store.save()
-                life.store.wait()
-            error = life.store.error
-            life.store.error = None
+                life.store.saver.wait()
+            error = life.store.saver.error
+            life.store.saver.error = None
         if len(calls) == k:
             assert (k in steps_of(opts)) == (k in committed), (k, committed)
             assert k in committed or isinstance(error, Fenced), (k, error)
@@ -260,7 +261,7 @@ def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, monk
 
     def another_rank_saves():
         life.store.save()
-        life.store.wait()
+        life.store.saver.wait()
 
     with a_life(opts) as life:
         at_step(life.state, 1)
@@ -268,7 +269,7 @@ def test_a_look_whether_the_staging_is_there_lets_no_save_through(tmp_path, monk
         looks = intruding(monkeypatch, ("rmdir", "unlink"), "Main", 1, another_rank_saves)
         with pytest.raises(Fenced):
             life.store.writer.check_staging(1)
-        life.store.error = None
+        life.store.saver.error = None
     assert looks and not steps_of(opts)
 
 
@@ -279,9 +280,10 @@ def test_a_life_that_was_taken_over_puts_nothing_aside(tmp_path):
         save(life, 1)
         save(life, 2)
         os.rename(life.store.writer.staging, tmp_path / "gone")
-        life.store.agreed = 1
-        life.store._withdraw()
-    assert steps_of(opts) == [2, 1] and not list(life.store.root.glob("damaged-*"))
+        life.store.saver.agreed = 1
+        with pytest.raises(ZeroDivisionError):
+            life.store.roll_back(ZeroDivisionError())
+    assert steps_of(opts) == [2, 1] and not list(life.store.fence.root.glob("damaged-*"))
 
 
 def test_a_leftover_that_cannot_be_deleted_keeps_the_length_of_its_name(tmp_path, monkeypatch):
@@ -360,7 +362,7 @@ def test_a_rescue_is_waited_for_while_it_lives_and_moves_and_no_longer(tmp_path,
 
 def test_a_rescue_waits_for_a_step_as_long_as_it_computes(tmp_path, monkeypatch):
     """A huge net on CPUs takes longer than STEP_SECONDS; one that stands still is given up after them."""
-    monkeypatch.setattr(store, "STEP_SECONDS", 1.0)
+    monkeypatch.setattr(saver, "STEP_SECONDS", 1.0)
     told = []
     with a_life(options(tmp_path)) as life:
         with life.state.lock:
@@ -419,7 +421,7 @@ def test_nodes_that_do_not_leave_are_waited_for_together_and_write_rarely(tmp_pa
     )
     nodes = [fence.Fence(tmp_path / "run", "a") for _ in range(5)]
     for rank, node in enumerate(nodes, 1):
-        node.attend(rank)
+        assert not node.elect(rank)
     new._sweep([staging.name])
     assert len(waits) == 5 and len(set(waits)) == 1 and not staging.exists()
     for node in nodes:

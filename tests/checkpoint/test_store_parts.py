@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,13 +25,14 @@ from stores import (
 )
 from torch import nn
 
-from common.checkpoint import CheckpointStore, load
+from common.checkpoint import Layout, Writer, describe, reader
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import Damaged
-from common.checkpoint.folder import Writer, checkpoints, describe
+from common.checkpoint.fence import Fence
+from common.checkpoint.folder import checkpoints, committed
 from common.checkpoint.tensors import read_file, write_file
+from common.store import CheckpointStore
 from common.training import TrainState, build_optimizer
-from common.world import World
 
 STAGES = 2
 
@@ -58,8 +58,7 @@ def test_a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_nam
     """Two ranks see all parts at once; what a third adds later must not become the newest checkpoint."""
 
     def commit(number):
-        layout = SimpleNamespace(parts=2, number=number, rows={})
-        writer = Writer(tmp_path / "checkpoints", "life", "run", layout)
+        writer = Writer(Fence(tmp_path, "life"), {}, Layout({}, {}, {}, number, 2))
         return writer.commit({"model": {f"w{number}": torch.ones(2)}, "optimizer": {}}, facts)
 
     def others_are_faster(source, target):
@@ -86,9 +85,9 @@ def test_a_folder_that_another_rank_has_taken_and_a_third_made_anew_is_never_nam
     assert commit(0) is None
     monkeypatch.setattr(os, "rename", others_are_faster)
     assert commit(1) is None
-    assert [describe(*found)[0] for found in checkpoints(tmp_path / "checkpoints")] == [True]
+    assert [describe(*found)[0] for found in checkpoints(tmp_path)] == [True]
     assert commit(1).name == "step-00000005.1", "the third one's part is still there"
-    assert [describe(*found)[0] for found in checkpoints(tmp_path / "checkpoints")] == [True, True]
+    assert [describe(*found)[0] for found in checkpoints(tmp_path)] == [True, True]
 
 
 def flip(path):
@@ -100,10 +99,10 @@ def flip(path):
 def saved(store, state, step):
     at_step(state, step)
     store.save()
-    store.wait()
+    store.saver.wait()
     store.world.barrier()
-    error = store.error
-    store.error = None
+    error = store.saver.error
+    store.saver.error = None
     return str(error or "")
 
 
@@ -218,8 +217,7 @@ def test_a_rank_that_does_not_read_what_the_others_read_gets_it_from_them(tmp_pa
             elif how == "a link":
                 os.rename(file, tmp_path / "file")
                 file.symlink_to(tmp_path / "file")
-            real = load._read
-            load._read = lambda world, layout, step, folder: real(world, layout, step, other / folder.name)
+            monkeypatch.setattr("common.store.load.checkpoints", lambda run: committed(other))
         with staged(world, tmp_path, said := []) as (_, state):
             return is_at(state, 2), bool(said)
 
@@ -236,12 +234,12 @@ def test_the_first_of_two_ranks_with_the_same_part_is_taken_and_two_may_finish_a
             world.barrier()
             told = announced_rescue(store, state)
             world.barrier()
-            return told.startswith("step 5 saved"), [step for step, _ in checkpoints(store.root)]
+            return told.startswith("step 5 saved"), [step for step, _ in committed(store.fence.root)]
 
     results = fork_ranks(2 * STAGES, live)
     assert sum(named for named, _ in results) >= 1 and results[0][1][0] == 5
     opts = options(tmp_path, script="mp")
-    for step, folder in checkpoints(opts.run_dir / "checkpoints"):
+    for step, folder in checkpoints(opts.run_dir):
         assert step == 5 and describe(step, folder)[0]
     assert resumes_at(opts, 5, whole_net())
 
@@ -256,9 +254,9 @@ def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_nex
             if world.rank == 0:
                 at_step(state, 2)
                 store.save()
-                store.wait()
+                store.saver.wait()
             world.barrier()
-            half = [step for step, _ in checkpoints(store.root)], gathered()
+            half = [step for step, _ in committed(store.fence.root)], gathered()
             world.barrier()
             errors += saved(store, state, 3)
             return errors, half, gathered()
@@ -267,21 +265,17 @@ def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_nex
     assert steps_of(options(tmp_path)) == [3, 1]
 
 
-def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(monkeypatch, tmp_path):
+def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(tmp_path):
     """What --shard does: a rank owns some rows."""
     a = torch.arange(14, dtype=torch.float64).view(7, 2)
     b = torch.arange(5, dtype=torch.int16)
-    kinds = {"model": {"a": ["F64", [7, 2]], "b": ["I16", [5]]}, "optimizer": {}}
-    monkeypatch.setattr(load, "gather", lambda world, value: [kinds])
+    whole = {"model": {"a": ["F64", [7, 2]], "b": ["I16", [5]]}, "optimizer": {}}
 
-    def rank(start, count, replica=0, replicas=1):
+    def rank(start, count, writes_unsharded=True):
         """(its layout, its tensors)"""
         own = {"a": a[start : start + count].clone(), "b": b.clone()}
         tensors = {"model": own, "optimizer": {}}
-        rows = {"a": (start, 7)}
-        state = SimpleNamespace(tensors=lambda: tensors, rows=lambda: rows)
-        world = World(replica, replicas, 0, 1, (), "life", shards=replicas)
-        return load.Layout(state, world), own
+        return Layout(tensors, {"a": (start, 7)}, whole, writes_unsharded=writes_unsharded), own
 
     for cuts in (
         [(0, 7)],
@@ -291,7 +285,7 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(monkeypatch, tmp_pat
     ):
         files = {}  # the tables of a checkpoint of as many ranks as there are cuts
         for replica, (start, rows) in enumerate(cuts):
-            layout, own = rank(start, rows, replica, len(cuts))
+            layout, own = rank(start, rows, replica == 0)
             path = tmp_path / f"{len(cuts)}/part-{replica + 1:05d}/model.safetensors"
             path.parent.mkdir(parents=True)
             files[str(path)] = write_file(path, layout.written(layout.tensors)["model"], layout.rows)
@@ -301,7 +295,7 @@ def test_rows_of_a_tensor_are_read_out_of_parts_of_any_size(monkeypatch, tmp_pat
                 tensor.zero_()
             layout.check(files)
             for path, table in files.items():
-                read_file(Path(path), table, layout.rooms(path, table), count=2)
+                read_file(Path(path), table, layout.buffers(path, table), count=2)
             assert torch.equal(own["a"], a[first:last]) and torch.equal(own["b"], b)
         for path, (_, rows) in zip(files, cuts, strict=True):
             with pytest.raises(Damaged, match="row|this run has") if rows else contextlib.nullcontext():
@@ -314,7 +308,7 @@ def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the
 
     def live(world):
         opts = options(tmp_path / f"node{world.rank // world.local_size}")
-        real = load.sha
+        real = reader.sha
         count = []
 
         def sha(data):
@@ -322,7 +316,7 @@ def test_a_rank_that_receives_wrong_bytes_stays_with_the_others_and_all_take_the
             return "0" * 64 if len(count) == 2 else real(data)
 
         if world.rank:
-            load.sha = sha
+            reader.sha = sha
         with a_life(opts, world=world) as life:
             return is_at(life.state, 1)
 

@@ -199,7 +199,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
     def diverge(world):
         store, state = started(opts, world)
         at_step(state, 1)
-        store.agree()
+        store.compare_replicas()
         store.save()
         at_step(state, 2)
         if world.rank == 1:
@@ -215,7 +215,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
         with pytest.raises(
             RuntimeError, match="step 2: the weights of the replicas differ .* step 1, where all agreed"
         ):
-            store.agree()
+            store.compare_replicas()
         store.save()
         rescued = announced_rescue(store, state)
         world.barrier()  # as in Rescue: the end takes the staging folder away
@@ -272,9 +272,9 @@ def test_a_checkpoint_that_all_agreed_on_is_never_pruned(tmp_path):
         for step in range(1, 7):
             at_step(state, step)
             store.save()
-            store.wait()
+            store.saver.wait()
             if step == 2:
-                store.agree()
+                store.compare_replicas()
         store.close()
 
     fork_ranks(2, train)

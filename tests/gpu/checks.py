@@ -67,8 +67,8 @@ def late_copy(device="cuda:0"):
         store.save()
         with torch.no_grad(), state.averaged():
             pass
-        store.wait()
-        views = store.images["model"].views
+        store.saver.wait()
+        views = store.saver.images["model"].views
         print("differ:", sum(not torch.equal(views[name], p.cpu()) for name, p in wanted.items()))
         store.close()
 

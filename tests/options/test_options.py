@@ -101,7 +101,6 @@ def refused(capsys, *argv, script=None):
             "--devices cuda:0,cuda:1 --device cpu",
             "--devices=*cuda* cannot take effect with --device=cpu",
         ),
-        ("mp", "--shard 2 --optimizer adagrad", "--shard works with sgd, adam, adamw: adagrad may"),
     ],
 )
 def test_a_wrong_flag_is_refused_in_three_lines_with_its_name_or_value(capsys, script, argv, word):

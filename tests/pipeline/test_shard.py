@@ -1,19 +1,23 @@
 """--shard: memory is spread over the replicas a block at a time, for any net."""
 
+import ctypes
 import signal
 from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
 import torch
-from jobs import CLEAN, PACED, audit, wait_for, weights
+from jobs import CLEAN, PACED, audit, rows, wait_for, weights
 from nets import LENGTH, WORDS, Gpt
 from ranks import fork_ranks
 from refusals import refusal
 from samples import Samples, share_of
+from test_bitwise import run
+from test_readme import COMMON, fenced, section
 from torch import nn
 from torch.profiler import profile
 
+import train_mp
 from common.models.gpt import build_gpt
 from common.options import Options
 from common.pipeline import backward, split
@@ -133,3 +137,100 @@ def test_shard_a_whole_copy_may_die_at_once_and_shards_copies_and_stages_may_cha
     theirs = weights(alone)
     assert ours.keys() == theirs.keys()
     assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)
+
+
+# ---- memory for a net that is larger than a device -------------------------------------------------
+class Mallinfo(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+
+
+def between(world, how):
+    """Bytes that a forward holds for its backward, times those of the weights in float32."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = Mallinfo
+    libc.mallopt(-3, 1 << 14)  # M_MMAP_THRESHOLD: tensors are mapped, and counted at once
+    torch.manual_seed(0)
+    net = Blocks()
+    opts = Options(script="mp", global_batch_size=N, stages=1, **how)
+    world = world.in_stages(1, opts.shard)
+    x = torch.randint(WORDS, (N, LENGTH), generator=torch.Generator().manual_seed(3))
+    data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
+    model = split(net, opts, world, data, find_task(opts))
+    state = TrainState(net, build_optimizer(net, opts), opts, N)
+    scale = state.scaler.scale
+    start = libc.mallinfo2().hblkhd
+    held = []
+
+    def looked_at(loss):
+        held.append(libc.mallinfo2().hblkhd - start)
+        return scale(loss)
+
+    state.scaler.scale = looked_at
+    backward(model, share_of(x, x[:, 0], opts, world.rank, world.size), state, world)
+    return max(held) / sum(p.numel() * 4 for p in net.parameters())
+
+
+class Blocks(nn.Module):
+    """Not to be cut, as nets of Hugging Face are."""
+
+    def __init__(self):
+        super().__init__()
+        first, *layers, head = gpt()
+        self.first = first
+        self.layers = nn.ModuleList(layers)
+        self.head = head
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("how", "most"),
+    [
+        ({"shard": 2, "amp": "bf16"}, 0.45),  # each weight in bf16 would be 0.5
+        ({"shard": 2, "micro_batch_size": 1}, 0.85),  # a whole gradient would be 1
+        ({"shard": 2, "recompute": True}, 0.3),
+    ],
+)
+def test_shard_amp_micro_batch_size_and_recompute_keep_neither_whole_weights_nor_activations(how, most):
+    assert max(fork_ranks(2, between, how)) < most
+
+
+# ---- the recipe of common/README.md -----------------------------------------------------------------
+@pytest.mark.parametrize(("amp", "tolerance"), [("off", 1e-4), ("bf16", 0.02)])
+def test_shard_a_llama_of_the_readme_is_killed_and_resized_and_has_the_loss_of_one_device(
+    tmp_path, amp, tolerance
+):
+    (recipe,) = fenced(section(COMMON, "A net cut into stages"), "python")
+    (tmp_path / "my_llama.py").write_text(recipe)
+    (tmp_path / "text").write_text(COMMON)
+    given = {
+        "model": f"{tmp_path}/my_llama.py:llama",
+        "dataset": "text:16",
+        "data_dir": f"{tmp_path}/text",
+        "virtual_ranks": 0,
+        "global_batch_size": 8,
+        "amp": amp,
+        "max_steps": 12,
+    }
+    sharded = given | {"script": "mp", "stages": 1, "shard": 2}
+    whole = tmp_path / "whole"
+    parts = tmp_path / "parts"
+    run(whole, 1, given)
+    run(parts, 4, sharded | {"save_every": 100}, train_mp, kill=(1, 5, "before"))
+    assert steps_of(parts)[-1] == 4, "the other copy of its part has saved it"
+    run(parts, 3, sharded | {"max_steps": 8}, train_mp)
+    run(parts, 2, sharded, train_mp)
+    assert losses_of(parts) == pytest.approx(losses_of(whole), abs=tolerance)
+
+
+def losses_of(run_dir):
+    return [row["loss"] for row in rows(run_dir) if "loss" in row]
+
+
+def steps_of(run_dir):
+    return sorted(int(path.name[5:13]) for path in (run_dir / "checkpoints").glob("step-*"))

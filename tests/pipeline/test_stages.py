@@ -23,6 +23,7 @@ from common.pipeline.transfer import Ranks
 from common.sampler import ElasticSampler
 from common.training import TrainState, build_optimizer, distribute, evaluate, find_task
 from common.training import backward as plain
+from common.training.optimizer import ELEMENT_WISE
 from common.world import World
 
 CPU = torch.device("cpu")
@@ -63,7 +64,9 @@ def facts(model, dtype):
 
 def train(world, model, dtype, stages=0, devices=1, n=N, **more):
     """{"loss" of each step, "weights" of this rank, "metrics"} after one epoch."""
-    opts = Options(script="mp", model=model, global_batch_size=10, optimizer="sgd", stages=stages, **more)
+    opts = Options(
+        script="mp", model=model, global_batch_size=10, stages=stages, **{"optimizer": "sgd"} | more
+    )
     cut = bool(stages) or devices > 1
     world = replace(world, devices=(CPU,) * devices).in_stages(stages or 1, opts.shard)
     data = facts(model, dtype)
@@ -143,6 +146,12 @@ def test_running_statistics_in_stages_are_those_of_as_many_replicas(how):
         fork_ranks(2, partial(train, **more))[0],
         1e-10,
     )
+
+
+def test_shard_with_amp_bf16_keeps_batch_norm_in_float32():
+    given = dict(model="normed", dtype=torch.float32, stages=1, amp="bf16", n=20)
+    whole, spread = (fork_ranks(2, partial(train, **given, shard=shard))[0] for shard in (0, 2))
+    assert spread["loss"] == whole["loss"]
 
 
 def test_compiled_stages_may_recompute_and_count_running_statistics_once(monkeypatch):
@@ -247,3 +256,32 @@ def test_a_run_goes_on_with_other_stages_sharded_and_uncut_and_kills_in_between(
     theirs = weights(alone)
     assert ours.keys() == theirs.keys()
     assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)
+
+
+# ---- optimizers of sharded weights -----------------------------------------------------------------
+GROUPS = """
+import torch
+
+def adamw(net, opts):
+    weights = list(net.parameters())
+    return torch.optim.AdamW([{"params": weights[:2]}, {"params": weights[2:], "weight_decay": 0.0}])
+"""
+
+
+def all_of(world, optimizers, shard):
+    return [train(world, "mlp", torch.float64, 1, optimizer=name, shard=shard) for name in optimizers]
+
+
+def test_shard_takes_each_optimizer_that_works_by_elements_and_a_function_that_makes_one(tmp_path):
+    (tmp_path / "groups.py").write_text(GROUPS)
+    optimizers = [*ELEMENT_WISE.lower().split(), f"{tmp_path}/groups.py:adamw"]
+    whole = all_of(ALONE, optimizers, 0)
+    for found in zip(whole, *fork_ranks(2, all_of, optimizers, 2), strict=True):
+        assert_same(found[1:], found[0], 1e-10)
+
+
+@pytest.mark.parametrize("name", ["adafactor", "lbfgs", "muon", "rprop", "sparseadam"])
+def test_shard_refuses_an_optimizer_that_may_need_a_whole_weight(name):
+    net = nn.Linear(2, 2, bias=False)
+    with refusal("--shard leaves a rank some rows of a weight"):
+        build_optimizer(net, Options(script="mp", optimizer=name, shard=2))

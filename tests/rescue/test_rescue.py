@@ -21,14 +21,15 @@ from jobs import command, events, until
 from ranks import fork_ranks
 from safetensors.torch import load_file
 
-import common.checkpoint.store
+import common.checkpoint.fence
 import common.rescue.watch
+import common.store.saver
 from common import errors
-from common.checkpoint import CheckpointStore
 from common.checkpoint.folder import checkpoints
 from common.errors import UserError
 from common.options import parse_options
 from common.rescue import Rescue
+from common.store import CheckpointStore
 from common.training import TrainState, build_optimizer
 
 SAMPLES = 64
@@ -53,7 +54,7 @@ def step(state):
 
 
 def saved(run):
-    return [number for number, _ in checkpoints(Path(run) / "checkpoints")]
+    return [number for number, _ in checkpoints(Path(run))]
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def in_a_store(world):
 def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(run, size, stuck):
     def live(world):
         common.rescue.watch.STEP_SECONDS = 0.2
-        common.checkpoint.store.STEP_SECONDS = 0.2
+        common.store.saver.STEP_SECONDS = 0.2
         state, store = a_run(world, run)
         with Rescue(store):
             step(state)
@@ -97,7 +98,7 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
 
     def live(world):
         common.rescue.watch.STEP_SECONDS = 0.2
-        common.checkpoint.store.STEP_SECONDS = 0.2
+        common.store.saver.STEP_SECONDS = 0.2
         with fake_streams() as default:
             state, store = a_run(world, run)
             on_a_gpu(store, default)
@@ -124,14 +125,14 @@ def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
 
     def live(world):
         common.rescue.watch.STEP_SECONDS = 0.2
-        common.checkpoint.store.STEP_SECONDS = 0.2
+        common.store.saver.STEP_SECONDS = 0.2
         with fake_streams(gpu=1) as default:
             state, store = a_run(replace(world, devices=(torch.device("cuda:1"),)), run)
             on_a_gpu(store, default)
             with Rescue(store):
                 step(state)
                 store.save()
-                store.wait()
+                store.saver.wait()
                 step(state)
                 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
                 in_a_lock(world)
@@ -166,7 +167,7 @@ def assert_same_as_undisturbed(run):
         step(state)
         return {n: t.tolist() for n, t in state.tensors()["model"].items()}
 
-    (_, folder), *_ = checkpoints(run / "checkpoints")
+    (_, folder), *_ = checkpoints(run)
     found = load_file(folder / "model.safetensors")
     assert fork_ranks(1, two_steps) == [{name: tensor.tolist() for name, tensor in found.items()}]
 
@@ -297,7 +298,7 @@ def test_while_the_watchdog_watches_no_collective_gives_up_before_it(run):
 
 def test_a_save_that_writes_no_byte_any_more_keeps_no_rescue_waiting(run):
     def live(world):
-        common.checkpoint.store.HUNG_SECONDS = 0.3
+        common.checkpoint.fence.HUNG_SECONDS = 0.3
         state, store = a_run(world, run)
         commit = store.writer.commit
         began = threading.Event()
@@ -418,8 +419,8 @@ def test_eight_ranks_of_a_node_write_once_and_the_newest_step_wins(run):
     def live(world):
         state, store = a_run(world, run)
         writes = []
-        real = store._write
-        store._write = lambda *args: (writes.append(args[0]["step"]), real(*args))
+        real = store.saver.write
+        store.saver.write = lambda *args: (writes.append(args[1]["step"]), real(*args))
         for _ in range(4 if world.rank == 5 else 3):  # one rank had finished one step more
             step(state)
         world.barrier()
@@ -440,7 +441,7 @@ def test_ranks_that_die_while_saving_leave_it_to_the_next(run):
         step(state)
         world.barrier()
         if world.rank:
-            store._write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
+            store.saver.write = lambda *args: os.kill(os.getpid(), signal.SIGKILL)
         else:
             time.sleep(0.1)  # so that the others come first
         return store.rescue("death")

@@ -12,7 +12,20 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from jobs import CLEAN, PACED, ROOT, audit, children, command, free_port, lives, reached, until, wait_for
+from jobs import (
+    CLEAN,
+    PACED,
+    ROOT,
+    audit,
+    children,
+    command,
+    family,
+    free_port,
+    lives,
+    reached,
+    until,
+    wait_for,
+)
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 CONF = """
@@ -207,20 +220,14 @@ def test_a_lost_node_is_done_without_and_below_min_nodes_the_job_is_queued_again
     job = slurm.submit(run, "--epochs=99", options=("--nodes=2",), PROCESSES="1", MIN_NODES="2", LOOK="0.5")
     assert wait_for(run, 3)["world"] == 2
     node = slurm.daemons.pop("n2")
-    steps = [
-        pid
-        for pid in map(int, filter(str.isdecimal, os.listdir("/proc")))
-        if re.match(rf"slurmstepd: \[{job}\.", command(pid).replace("\0", " "))
-    ]
-    ((step, launcher),) = [
-        (step, pid)
-        for step in steps
+    (step,) = [
+        step
+        for step in map(int, filter(str.isdecimal, os.listdir("/proc")))
+        if re.match(rf"slurmstepd: \[{job}\.", command(step).replace("\0", " "))
         for pid in children(step)
         if "SLURMD_NODENAME=n2" in Path(f"/proc/{pid}/environ").read_text(errors="replace")
     ]
-    forks = children(launcher)
-    workers = [pid for fork in forks for pid in children(fork)]
-    for pid in (*workers, *forks, launcher, step):
+    for pid in reversed(family(step)):
         os.kill(pid, signal.SIGKILL)
     node.kill()
     node.wait()

@@ -145,7 +145,7 @@ def on_a_gpu(store, default):
     """The state of this store lies on a GPU, which makes each update late, with the gradient of its step."""
     state = store.state
     state.gpu = "fake"
-    store.side = Stream()
+    store.saver.side = Stream()
     step = state.optimizer.step
     state.net.register_forward_pre_hook(lambda *_: default.go_on())
 

@@ -14,14 +14,16 @@ import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no d
 from refusals import refusal
 from torch import nn
 
-from common.checkpoint import CheckpointStore
+from common.checkpoint import Layout, Reader
 from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fenced
-from common.checkpoint.folder import checkpoints, read_facts
-from common.checkpoint.load import Layout, load_newest
+from common.checkpoint.folder import checkpoints, committed
+from common.checkpoint.reader import read_facts
 from common.checkpoint.tensors import Image, read_file
 from common.errors import UserError
 from common.options import Options
+from common.store import CheckpointStore
+from common.store.load import load_newest
 from common.training import TrainState, build_optimizer
 from common.world import World
 
@@ -100,9 +102,9 @@ def new_store(opts, world=None, fingerprint="f" * 64):
 def heard(said):
     """Inside, what the store says goes into this list, if it is one."""
     with contextlib.ExitStack() as stack:
-        for name in ("store", "load", "fence"):
+        for name in ("store.store", "store.identity", "store.load", "store.saver", "checkpoint.fence"):
             tell = (lambda text: None) if said is None else said.append
-            stack.enter_context(mock.patch(f"common.checkpoint.{name}.say", tell))
+            stack.enter_context(mock.patch(f"common.{name}.say", tell))
         yield
 
 
@@ -143,8 +145,9 @@ def refused(opts, match, code=2, **given):
 
 def end(store):
     """What the death of the process would do to its lock."""
-    store.error = None
-    store.pool.shutdown()
+    if hasattr(store, "saver"):  # else it was refused
+        store.saver.error = None
+        store.saver.pool.shutdown()
     if store.owns:
         store.fence.release()
         store.owns = False
@@ -153,11 +156,12 @@ def end(store):
 def save(life, step):
     """Save the state of `step` and wait until it is on the disk; what went wrong is raised."""
     at_step(life.state, step)
+    saver = life.store.saver
     life.store.save()
-    life.store.wait()
-    if life.store.error:
-        error = life.store.error
-        life.store.error = None
+    saver.wait()
+    if saver.error:
+        error = saver.error
+        saver.error = None
         raise error if isinstance(error, Exception) else OSError(error)
 
 
@@ -189,10 +193,10 @@ def images_for(opts, net=None):
 
 def load_into(images, root, said=None):
     """What load_newest finds in the folder; it reads into the views of these images."""
-    state = SimpleNamespace(tensors=lambda: {part: image.views for part, image in images.items()}, rows=dict)
-    world = world_of_one()
+    tensors = {kind: image.views for kind, image in images.items()}
+    reader = Reader(Layout(tensors, {}, Layout.specs(tensors, {})), 1)
     with heard(said):
-        return load_newest(world, Layout(state, world), root, checkpoints(root))
+        return load_newest(world_of_one(), reader, committed(root), True)
 
 
 def load(root, images):
@@ -226,7 +230,7 @@ def flips(path, every):
 
 
 def steps_of(opts):
-    return [step for step, _ in checkpoints(opts.run_dir / "checkpoints")]
+    return [step for step, _ in checkpoints(opts.run_dir)]
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ STEPS = 5  # an epoch of pictures: 24, 24, 24, 24 and a ragged 11 samples
 def life(world, script, opts, kill=None):
     """A rank's life in a script, from its options to its end; `kill`, (rank, step, phase): SIGKILL there."""
     world = replace(world, devices=tuple(map(torch.device, opts.devices)) or world.devices)
-    world = world.in_stages(opts.stages or world.size) if opts.script == "mp" else world
+    world = world.in_stages(opts.stages or world.size, opts.shard)
     house.join = lambda opts: (pinned.pin(opts), world)[1]
     house.leave = lambda world: None  # fork_ranks ends them together
     torch.manual_seed(os.getpid())  # nothing may depend on the generator a process happens to have

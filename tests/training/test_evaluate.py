@@ -67,15 +67,15 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
             step(state)
             step(state)
             wanted = {n: t.clone() for n, t in state.net.state_dict().items()}
-            write = store._write
+            write = store.saver.write
             changed = threading.Event()
-            store._write = lambda *args: (changed.wait(20), write(*args))[1]
+            store.saver.write = lambda *args: (changed.wait(20), write(*args))[1]
             store.save()
             split = split_of(8, 4)
 
             def land():
                 changed.set()
-                store.wait()
+                store.saver.wait()
 
             if between == "evaluate":
                 fetch = split.fetch
@@ -85,7 +85,7 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
                 step(state)
                 land()
             store.close()
-        ((_, folder),) = checkpoints(tmp_path / "run/checkpoints")
+        ((_, folder),) = checkpoints(tmp_path / "run")
         return [
             n for n, t in load_file(folder / "model.safetensors").items() if not torch.equal(t, wanted[n])
         ]

@@ -1,7 +1,7 @@
 import json
 import math
 
-from common.checkpoint.folder import facts_to_json
+from common.checkpoint.writer import facts_to_json
 from common.options import Options
 from common.training.progress import Progress
 

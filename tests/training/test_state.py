@@ -114,7 +114,7 @@ def test_an_update_that_is_cut_in_two_leaves_a_state_that_says_so():
 def test_an_update_waits_for_its_gradient_without_the_lock_and_is_not_begun_behind_a_collective_that_hangs():
     with fake_streams() as default:
         state = make()
-        on_a_gpu(SimpleNamespace(state=state), default)
+        on_a_gpu(SimpleNamespace(state=state, saver=SimpleNamespace()), default)
         train(state, 1)
         gate = default.hang()
         late = threading.Thread(target=train, args=(state, 1), daemon=True)

@@ -154,6 +154,16 @@ def test_whatever_save_every_is_the_end_of_an_epoch_is_saved_if_it_is_the_best_o
     assert [event["step"] for event in events(run, "save")] == [STEPS // 2, 2 * STEPS]
 
 
+def test_eval_only_evaluates_an_unfinished_run_and_moves_no_weight_and_no_metric(jobs, run):
+    def files():
+        return {path: path.read_bytes() for path in (*run.rglob("*.safetensors"), run / "metrics.jsonl")}
+
+    plain(jobs, "ddp", run, "--max-steps=15", PACE="0").ends_with(0)
+    before = files()
+    said = plain(jobs, "mp", run, "--eval-only").ends_with(0)
+    assert "\nevaluating at step 15" in said and "\nstep 15  val_loss" in said and files() == before
+
+
 # ---- asked to stop --------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "script, signals",

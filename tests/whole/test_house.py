@@ -49,19 +49,11 @@ def tree_of(path):
 
 @functools.cache
 def imports(path):
-    """(module, name) of every import in a file, also inside functions; the name is empty for `import module`.
-    What a checker alone imports, for its types, is left out.
+    """(module, name) of every import in a file, also inside functions and for types alone; the name is empty
+    for `import module`.
     """
     found = []
-    for_types = {
-        id(inner)
-        for node in tree_of(path).body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-        for inner in ast.walk(node)
-    }
     for node in ast.walk(tree_of(path)):
-        if id(node) in for_types:
-            continue
         if isinstance(node, ast.Import):
             found += ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -136,6 +128,14 @@ def test_a_door_hands_out_little_and_only_what_somebody_outside_takes(room):
     body = tree_of(HOUSE / room / "__init__.py").body
     assert all(isinstance(node, ast.Expr | ast.ImportFrom) for node in body), "a door only hands out"
     assert all(module.startswith(f"common.{room}") for module, _ in imports(HOUSE / room / "__init__.py"))
+
+
+def test_no_circle_of_rooms():
+    arrows = {room: set() for room in HEIGHT}
+    for path in FILES:
+        names = (f"{module}.{name}".split(".") for module, name in imports(path))
+        arrows[room_of(path)] |= {room for top, room, *_ in names if top == "common"} - {room_of(path)}
+    assert {*TopologicalSorter(arrows).static_order()} == {*HEIGHT}
 
 
 @pytest.mark.parametrize("room", [room for room in HEIGHT if (HOUSE / room).is_dir()])

@@ -58,7 +58,16 @@ def test_the_flags_of_each_training_that_is_shown_are_taken_and_resume_what_the_
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.access", lambda *_: True)  # not everybody may write to /shared
-    for path in ("my_own.py", "F", "data/train.bin", "data/val.bin", "data/train/x", "data/val/x", "RUN/x"):
+    for path in (
+        "my_own.py",
+        "my_llama.py",
+        "F",
+        "data/train.bin",
+        "data/val.bin",
+        "data/train/x",
+        "data/val/x",
+        "RUN/x",
+    ):
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).touch()
     begun = {}

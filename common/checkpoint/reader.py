@@ -1,0 +1,201 @@
+"""How a checkpoint is read: none of its values is used before it is proven right.
+
+From a folder to its facts, its tables, and this rank's tensors. A checkpoint is valid if, in this order,
+    1  manifest.json is no larger than ours can be, and matches its own seal         `unseal`, disk.py
+    2  it has our format; its files have our names, and what they hold are tables    `read_manifest`
+    3  state.json has the hash in the manifest, the folder's step, and each fact     `read_facts`
+    4  the tables make up the tensors of this run, and their rows follow each other  `Layout.check`
+    5  each file has the size and the header that follow from its table              `read_file`, tensors.py
+    6  each tensor has the hash in its table                                         `read_file`
+So nothing but JSON of a bounded size is parsed before its hash is compared, and no file decides how much
+memory is allocated. What fails a check is Damaged. An OSError that stays proves nothing: it may be whole.
+"""
+
+import stat
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import common.checkpoint.disk as disk
+import common.checkpoint.tensors as tensors
+from common.checkpoint.disk import Damaged, as_written, parse_json, patient, sha, to_json, unseal
+from common.checkpoint.folder import FILE, MANIFEST, STATE, checkpoints, kind_of
+from common.checkpoint.layout import Layout
+from common.errors import UserError
+
+FORMAT = 6
+FACTS = "step epoch position order best record evaluated scaler tied data".split()  # a start reads them all
+EMA = "/ema"  # the end of an average's name
+
+
+def read_manifest(folder):
+    """A checkpoint's manifest; UserError if another version of this code wrote it.
+
+    Its step and its digest are for others: they follow from the facts and the tables, which are compared.
+    """
+    with disk.opened(folder, stat.S_ISDIR):  # not a link to one
+        manifest = unseal(disk.read_small(folder / MANIFEST), MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
+            "resume it with the version that wrote it, which --export brings over here\n"
+            "(--init-from FILE), or give another --run-dir"
+        )
+    with as_written(MANIFEST):
+        _check_tables(**manifest)
+    return manifest
+
+
+def _check_tables(files, run, state, **_):
+    for path, table in files.items():
+        if not FILE.fullmatch(path):
+            raise Damaged(f"{MANIFEST} lists {path[:80]}")
+        for name, (dtype, shape, first, _) in table.items():
+            tensors.size_of(dtype, shape)
+            if not all(type(count) is int and count >= 0 for count in (first, *shape)):
+                raise Damaged(f"{MANIFEST}: {name[:80]} is {dtype}{shape} from row {first}")
+
+
+@patient
+def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
+    """(manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
+    manifest = read_manifest(folder)
+    text = disk.read_small(folder / STATE)
+    if sha(text) != manifest["state"]:
+        raise Damaged(f"{STATE} has sha256 {sha(text)[:12]}..., manifest says {manifest['state'][:12]}...")
+    facts = parse_json(text, STATE)
+    if facts.get("step") != step:
+        raise Damaged(f"{STATE} is of step {facts.get('step')}, the folder says {step}")
+    with as_written(STATE):
+        if {*FACTS} - facts.keys() or "step" not in facts["best"]:
+            raise Damaged(f"{STATE} lacks what a start reads")
+    return manifest, facts
+
+
+class Reader:
+    """Reads checkpoints into this rank's tensors; so many processes of this machine do so at once."""
+
+    def __init__(self, layout: Layout, processes: int):
+        self.layout = layout
+        self.threads = tensors.threads(processes)
+
+    def read(self, step: int, folder: Path) -> tuple[dict, dict, str]:
+        """(tables, facts, mark) of a checkpoint that has passed all checks; the tensors are its own then.
+
+        Ranks with the same mark have read the same.
+        """
+        manifest, facts = read_facts(step, folder)
+        files = manifest["files"]
+        self.layout.check(files)
+        for path, table in files.items():
+            tensors.read_file(folder / path, table, self.layout.buffers(path, table), self.threads)
+        return files, facts, sha(to_json([files, facts]))
+
+    def relay(self, files: dict, folder: Path | None, all_sum: Callable[[Tensor], Tensor]) -> bool:
+        """Sends each tensor from the rank that names its `folder` to all; whether all bytes are right here.
+
+        `all_sum` adds up the bytes of all ranks, which are zeros but for those of the sender.
+        """
+        right = True
+        for path, table in files.items():
+            buffers = self.layout.buffers(path, table)
+            for name, (dtype, shape, _, stated) in table.items():
+                piece = torch.zeros(tensors.size_of(dtype, shape), dtype=torch.uint8)
+                data = memoryview(piece.numpy())
+                if folder:
+                    with suppress(Damaged, OSError):  # then the bytes are wrong, and all ranks see that
+                        tensors.read_file(folder / path, table, {name: partial(nullcontext, data)})
+                all_sum(piece)
+                right = right and sha(data) == stated  # a rank that left here would let the others hang
+                if name in buffers:
+                    with buffers[name]() as buffer:
+                        buffer[:] = data
+        return right
+
+
+# ---- checkpoints of a run ------------------------------------------------------------------------------
+def digest_of(files):
+    """One SHA-256 over all tensors, their names, types and shapes, however many files they lie in."""
+    rows = sorted(
+        (path.rpartition("/")[2], name, first, dtype, shape, digest)
+        for path, table in files.items()
+        for name, (dtype, shape, first, digest) in table.items()
+    )
+    return sha(to_json(rows))
+
+
+def best_of(choices: list[tuple[int, Path]]) -> dict:
+    """The best evaluation of which a checkpoint is among `choices`, by the newest of them; {} if none is."""
+    for step, folder in choices:
+        with suppress(Damaged, OSError):
+            best = read_facts(step, folder)[1]["best"]
+            if not best["step"]:  # nothing was evaluated up to here
+                break
+            if best["step"] in dict(choices):
+                return best
+    return {}
+
+
+def describe(step: int, folder: Path) -> tuple[bool, str]:
+    """(whether it is whole, a line about it that ends with its digest or the damage); reads each byte."""
+    try:
+        manifest, _ = read_facts(step, folder)
+        for path, table in manifest["files"].items():
+            tensors.read_file(folder / path, table, count=tensors.threads())
+    except Damaged as reason:
+        return False, f"{folder.name}  damaged: {reason}"
+    except OSError as error:  # even some seconds later: its content is unknown
+        return False, f"{folder.name}  could not be read: {error}"
+    size = sum(tensors.lay_out(table)[2] for table in manifest["files"].values())
+    return True, f"{folder.name}  whole  {size:,} bytes  {digest_of(manifest['files'])}"
+
+
+def choose(path, which):
+    """(step, folder, line about it) of the "newest" whole checkpoint at `path`, the "best", or a step's."""
+    choices = checkpoints(path)
+    if not choices and not (path / "checkpoints").is_dir():
+        raise UserError(
+            f"{path} is no run folder: it has no checkpoints/\n"
+            "python -m common.checkpoint RUN lists those of a run"
+        )
+    step = which
+    if which == "best":
+        best = best_of(choices)
+        if not best:
+            raise UserError(f"{path}: it has no evaluated checkpoint\ntake the newest one", code=3)
+        step = best["step"]
+    for number, folder in choices:
+        if step in (number, "newest"):
+            whole, line = describe(number, folder)
+            if whole:
+                return number, folder, line
+    raise UserError(
+        f"{path}: no whole checkpoint ({step})\npython -m common.checkpoint {path} lists them", code=3
+    )
+
+
+def weights_of(path: Path, which: str | int) -> tuple[dict[str, Tensor], dict]:
+    """(weights, facts) of a run's "newest" or "best" checkpoint, or of a step; averages are the weights.
+
+    Tied weights keep their first name.
+    """
+    step, folder, _ = choose(path, which)
+    manifest, facts = read_facts(step, folder)
+    found = {"model": {}, "optimizer": {}}
+    for file in sorted(manifest["files"]):  # the first part of a sharded net has the first rows
+        for name, rows in load_file(folder / file).items():
+            found[kind_of(file)].setdefault(name, []).append(rows)
+    averages = {
+        name.removesuffix(EMA): rows for name, rows in found["optimizer"].items() if name.endswith(EMA)
+    }
+    weights = {
+        name: torch.cat(rows) if len(rows) > 1 else rows[0]
+        for name, rows in (found["model"] | averages).items()
+        if name not in facts["tied"]
+    }
+    return weights, facts

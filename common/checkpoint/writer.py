@@ -1,0 +1,274 @@
+"""How a checkpoint is written: it is there whole, or not at all.
+
+From tensors and facts to a folder with a name that counts. A crash (C) between two of these points leaves the
+checkpoint before, or both, never neither:
+    C  step-N.ID/ is made in this life's staging folder       swept by the next life
+    C  model and optimizer written and synced                 swept
+    C  state.json, manifest.json, last, and the folder synced swept: complete, but not under its name
+    C  both read back, as the next start will read them       swept
+    C  the lines of metrics, ledger and audit synced          they tell of each step in a checkpoint
+    C  the folder renamed to checkpoints/step-N               on a power loss N is there whole or not at all
+    C  checkpoints/ synced                                    committed: only now may older ones go
+    C  older ones renamed into staging, then deleted          extra files only
+No name is written twice: later facts of a step become step-N.1, and step-N goes with the older ones.
+
+Parts of a net split over ranks are written side by side into the same folder while it is still in staging,
+and the last rank to finish names it:
+    .life-L/gathered-N-STATE/part-00001/    one rank's tensors, facts and manifest
+    .life-L/gathered-N-STATE/part-00002/    another's
+    step-N/                                 the same folder, once it holds all parts and a manifest of all
+No rank waits for another, there is no lock and no collective. If two ranks write the same part, the first one
+is taken; if two see all parts, the one that renames the folder to a name of its own completes it. If a part
+never comes, the checkpoint before stays the newest.
+"""
+
+import errno
+import json
+import os
+import uuid
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+
+import common.checkpoint.disk as disk
+import common.checkpoint.tensors as tensors
+from common.checkpoint.disk import Damaged, delete, parse_json, read_sealed, sealed, sha, to_json
+from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
+from common.checkpoint.folder import (
+    ASIDE,
+    FILES,
+    MANIFEST,
+    STATE,
+    committed,
+    folder_name,
+    free_number,
+    part_name,
+)
+from common.checkpoint.layout import Layout, Named
+from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
+
+THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
+
+
+def facts_to_json(facts):
+    """state.json's bytes; NaN and infinity, which JSON does not have, become null."""
+    return to_json(json.loads(json.dumps(facts), parse_constant=lambda name: None))
+
+
+def _rename(source, target):
+    """False if another one has the name already."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in THERE:
+            raise
+        return False
+    return True
+
+
+def _how_far(facts):
+    """What orders facts; within one step the evaluation comes last."""
+    return facts["step"], facts["epoch"], facts["evaluated"].get("step", -1)
+
+
+class Writer:
+    """Writes into the staging folder of one life and renames out of it.
+
+    If the folder is gone, another life has taken over (Fenced). `identity` is the run's, for each manifest.
+    """
+
+    def __init__(self, fence: Fence, identity: dict, layout: Layout):
+        self.fence = fence
+        self.root = fence.root
+        self.staging = fence.staging
+        self.run = sha(to_json(identity))
+        self.layout = layout
+        self.moved = 0  # chunks written so far: others see that a rescue makes progress
+
+    # ---- what is there ---------------------------------------------------------------------------------
+    def foreign(self) -> Path | None:
+        """A checkpoint of another run in this folder; UserError for one of another format."""
+        for _, folder in committed(self.root):
+            with suppress(Damaged, OSError):
+                if read_manifest(folder)["run"] != self.run:
+                    return folder
+        return None
+
+    def holds(self, facts: dict) -> bool:
+        """Whether the newest checkpoint that can be read has this state or a later one."""
+        for step, folder in committed(self.root):
+            with suppress(Damaged, OSError):
+                return _how_far(read_facts(step, folder)[1]) >= _how_far(facts)
+        return False
+
+    # ---- a checkpoint ----------------------------------------------------------------------------------
+    def commit(self, sources: Named, facts: dict) -> Path | None:
+        """The folder of the new checkpoint; None if other ranks' parts of it are still missing.
+
+        Raises what has failed twice, as OSError of the disk; Fenced if another life has taken over. After a
+        failed write or fsync everything is written again, once, to other files.
+        """
+        try:
+            return self._commit(sources, facts)
+        except Fenced:
+            raise
+        except Exception:  # no memory, too
+            return self._commit(sources, facts)
+
+    def _commit(self, sources, facts):
+        step = facts["step"]
+        aside = self._aside(step)
+        try:
+            os.mkdir(aside, 0o700)
+            files = {
+                name: tensors.write_file(aside / name, sources[kind], self.layout.rows, self._move)
+                for kind, name in FILES.items()
+            }
+            self._describe(aside, files, facts)
+            return self._gather(aside, facts) if self.layout.parts > 1 else self._name(aside, step)
+        except Exception:
+            delete(aside)
+            self.check_staging(step)
+            raise
+
+    def check_staging(self, step: int) -> None:
+        """Fenced if the folder is gone. A look may see an old copy of the name; making it asks the server."""
+        try:
+            self.staging.touch(exist_ok=False)  # a file: no other rank can save into it meanwhile
+            self.staging.unlink()
+        except FileExistsError:
+            return
+        except FileNotFoundError:  # the folder above is gone, too
+            pass
+        raise Fenced(
+            f"{self.root.parent} was taken over by another life, or removed: "
+            f"step {step} of this one is not saved"
+        )
+
+    def alone(self, needless: Callable[[], bool]) -> AbstractContextManager[None]:
+        """A context for a rescue: of the ranks here that hold the same part, only this one saves.
+
+        From there on a new life waits for it. It takes no file if the rescue is `needless`.
+        """
+        name = f"{part_name(self.layout.part)}-{RESCUE}"
+        return rescuing(self.staging / name, lambda: self.moved, needless)
+
+    def _aside(self, step):
+        """A new folder name. A pid is not enough: ranks in two containers may have the same."""
+        return self.staging / f"{folder_name(step)}.{uuid.uuid4().hex[:12]}"
+
+    def _move(self):
+        self.moved += 1
+
+    def _describe(self, folder, files, facts):
+        """Adds facts and manifest to a folder of this process alone, syncs it, and reads both back."""
+        state = facts_to_json(facts)
+        manifest = {
+            "format": FORMAT,
+            "run": self.run,
+            "step": facts["step"],
+            "digest": digest_of(files),
+            "state": sha(state),
+            "files": files,
+        }
+        self._put(folder / STATE, state)
+        self._put(folder / MANIFEST, sealed(manifest))
+        disk.sync_folder(folder)
+        read_facts(facts["step"], folder)
+
+    def _name(self, folder, step):
+        disk.sync_lines(self.root.parent, self.fence.life)
+        k = free_number(self.root, step)
+        while not _rename(folder, self.root / folder_name(step, k)):
+            k += 1
+        disk.sync_folder(self.root)
+        return self.root / folder_name(step, k)
+
+    # ---- parts of a net --------------------------------------------------------------------------------
+    def _gather(self, aside, facts):
+        """Adds this rank's part; names the checkpoint if it was the last one."""
+        step = facts["step"]
+        state = sha(facts_to_json(facts | {"record": None}))[:12]  # what ranks noted last may differ
+        gathered = self.staging / f"gathered-{step:08d}-{state}"
+        with suppress(FileExistsError):
+            os.mkdir(gathered, 0o700)
+        if not _rename(aside, gathered / part_name(self.layout.part)):
+            delete(aside)
+        mine = self._aside(step)
+        files = {}
+        records = []
+        names = [part_name(number) for number in range(self.layout.parts)]
+        try:
+            disk.sync_folder(gathered)
+            for name in names:
+                os.stat(gathered / name)
+            os.rename(gathered, mine)  # of those that see all parts one has them; later ones begin anew
+            for name in names:
+                tables = read_manifest(mine / name)["files"]
+                files |= {f"{name}/{file}": table for file, table in tables.items()}
+                records.append(parse_json(disk.read_small(mine / name / STATE), STATE)["record"])
+            record = max(records, key=lambda record: record.get("step", -1))
+            self._describe(mine, files, facts | {"record": record})
+            folder = self._name(mine, step)
+        except OSError as error:
+            with suppress(OSError):
+                os.rename(mine, gathered)
+            if not isinstance(error, FileNotFoundError):
+                raise
+            self.check_staging(step)  # a part is missing, or another rank names the checkpoint
+            return None
+        for old in self.staging.glob("gathered-*"):  # its missing part will not come any more
+            if int(old.name.split("-")[1]) < step:
+                delete(old)
+        return folder
+
+    # ---- a small file ----------------------------------------------------------------------------------
+    def put_sealed(self, path: Path, value: dict) -> None:
+        """A file with this object and a seal, whole or not at all; it is on the disk then."""
+        self._put(path, sealed(value))
+        disk.sync_folder(path.parent)
+
+    def read_sealed(self, path: Path) -> dict:
+        """The object in such a file; Damaged if its seal is not right."""
+        return read_sealed(path)
+
+    def _put(self, path, data):
+        """Two ranks may do it at once."""
+        aside = self.staging / uuid.uuid4().hex
+        with disk.new_file(aside) as fd:
+            disk.write_at(fd, data, 0)
+        os.rename(aside, path)
+
+    # ---- what goes -------------------------------------------------------------------------------------
+    def put_aside(self, folder: Path) -> None:
+        """Renames a checkpoint, so that no start takes it; it is kept until a newer one is saved.
+
+        By way of our staging: once that is gone, the checkpoint may be a newer life's, and stays.
+        """
+        aside = self.root / f"{ASIDE}{folder.name}"
+        passing = self.staging / folder.name
+        with suppress(OSError):
+            os.rename(folder, passing)
+            delete(aside)
+            os.rename(passing, aside)
+
+    def prune(self, step: int, keep: int, every: int, agreed: int) -> None:
+        """Deletes older checkpoints, and then what was put aside, too.
+
+        Kept are this step, the newest `keep`, one `every` so many steps, the best, and the newest one up to
+        the step on which all ranks `agreed`.
+        """
+        choices = committed(self.root)
+        latest = dict(reversed(choices))  # of each step the latest facts
+        steps = sorted(latest, reverse=True)
+        kept = {step, best_of(choices).get("step"), *steps[:keep]}
+        kept |= {number for number in steps if every and number % every == 0}
+        kept.add(max((number for number in steps if number <= agreed), default=step))
+        extra = [folder for number, folder in choices if number not in kept or latest[number] != folder]
+        if extra:
+            extra += self.root.glob(f"{ASIDE}*")
+        for folder in extra:
+            gone = self.staging / f"{uuid.uuid4().hex[:12]}.gone"
+            with suppress(OSError):
+                os.rename(folder, gone)  # a crash in mid-deletion leaves no half checkpoint
+                delete(gone)

@@ -1,0 +1,3 @@
+"""Who owns the folder of a run, when it saves, and what it loads."""
+
+from common.store.store import CheckpointStore

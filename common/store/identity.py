@@ -1,0 +1,66 @@
+"""What a run is: RUN/options.json holds its options, its data, and what decides its bits.
+
+From this start's values to what that file shall hold from now on, or to a UserError with both values of what
+differs.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from common.checkpoint import Damaged, Writer, checkpoints
+from common.errors import UserError, say
+from common.options import Options
+from common.world import MAY_DIFFER, bit_facts
+
+
+def identify(opts: Options, data: str, device: torch.device, writer: Writer) -> dict[str, Any]:
+    """What this run is; UserError if RUN/options.json, or a checkpoint, has other values.
+
+    As long as nothing is saved, the options may change. The free ones may always.
+    """
+    pinned = bit_facts(opts, device)
+    ours = {"options": opts.to_json(), "data": data, "pinned": pinned}
+    if not opts.is_bound:
+        return ours
+    refuse_an_older_one(opts)
+    path = opts.run_dir / "options.json"
+    foreign = writer.foreign()
+    try:
+        first = writer.read_sealed(path)
+    except Damaged as reason:
+        raise UserError(
+            f"{path}: {reason}; without it this could be another run\n"
+            f"bring it back; or --run-dir NEW --resume {opts.run_dir} begins another run"
+        ) from reason
+    wrong = opts.compare(first["options"])
+    changed = []
+    for name, was in first["pinned"].items():
+        if was != pinned.get(name):
+            differences = changed if name in MAY_DIFFER else wrong
+            differences.append(f"{name} was {was}, now {pinned.get(name)}")
+    if first["data"] != data:
+        difference = f"data's fingerprint was {first['data'][:12]}, now {data[:12]}"
+        if opts.accept_data_change:
+            changed.append(difference)
+        else:
+            wrong.append(
+                f"the {difference} (with --accept-data-change the epoch begins again with the new data)"
+            )
+    opts.refuse_another_run(wrong)
+    if foreign:
+        raise UserError(f"{foreign} is of another run than {path}\nmove it away, or use another --run-dir")
+    for difference in changed:
+        say(f"the {difference}: from here on the bits may be others")
+    return ours | {"pinned": first["pinned"]}
+
+
+def refuse_an_older_one(opts):
+    """UserError if --resume names a checkpoint of this very run, unless it is the newest."""
+    choices = checkpoints(opts.run_dir)
+    if Path(opts.resume).resolve() in [folder.resolve() for _, folder in choices[1:]]:
+        raise UserError(
+            f"--resume {opts.resume}: this run resumes from its newest checkpoint, step {choices[0][0]}\n"
+            "leave it out to resume there; to go back to that step, give a --run-dir of its own too"
+        )

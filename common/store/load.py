@@ -1,0 +1,166 @@
+"""How all ranks load the same checkpoint, whichever machine has it.
+
+From the checkpoints that each owner of a folder offers to the tensors and counters of every rank.
+
+All ranks try the offered names together, the newest first. Each rank reads what it needs out of the folder
+it sees, straight into its tensors, with all checks of checkpoint/reader.py. The first rank that could read it
+sends facts and tables to all. A rank that could not, or that has other bytes under this name, gets each
+tensor from that one. If no rank has all bytes, all try the next name, which overwrites the tensors. What
+cannot be read, though nothing shows that it is damaged, is not passed over: the life ends, and the next one
+tries again.
+"""
+
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from common.checkpoint import Damaged, Layout, Reader, best_of, checkpoints, newest_first
+from common.errors import UserError, say
+from common.training import TrainState
+from common.world import World, gather
+
+
+class Loaded(NamedTuple):
+    """What was found, and is in the tensors of all ranks."""
+
+    source: str | None = None  # None: nothing was found
+    facts: dict[str, Any] = {}  # of a checkpoint
+    here: bool = False  # the disk that this rank sees has it
+    skipped: list[Path] = []  # the damaged ones that this rank has offered
+    steps: list[int] = []  # of all checkpoints that any rank has offered
+
+
+def lay_out(state: TrainState, world: World) -> tuple[Layout, bool]:
+    """(this rank's layout, whether its tensors are those of the first replica); call on every rank."""
+    tensors = state.tensors()
+    rows = state.rows()
+    specs = Layout.specs(tensors, rows)
+    # the ranks of the first replica tell what they hold
+    stages = gather(world, None if world.replica else specs)[: world.stages]
+    whole = {kind: dict(chain(*(stage[kind].items() for stage in stages))) for kind in specs}
+    layout = Layout(tensors, rows, whole, world.part, world.parts, writes_unsharded=world.shard == 0)
+    return layout, specs == stages[world.stage]
+
+
+def load(state: TrainState, world: World, reader: Reader, owns: bool) -> Loaded:
+    """Loads what this start begins with; `owns`: this rank owns the folder that it sees. Call on every rank.
+
+    The first of these sources that there is counts, and those after it are ignored:
+    1. the run's own folder: the same command starts a run and resumes it
+    2. --fork RUN --at STEP or --resume PATH: a checkpoint of another run
+    3. --init-from FILE: weights alone, with which the net was built
+    """
+    opts = state.opts
+    choices = checkpoints(opts.run_dir)
+    own = load_newest(world, reader, choices, owns)
+    if own.facts:
+        take_over(state, world, own.facts, own.steps, choices, owns)
+        return own
+    if own.steps:
+        raise UserError(
+            f"{opts.run_dir}/checkpoints: {len(own.steps)} checkpoints found, none verifies "
+            f"(python -m common.checkpoint {opts.run_dir} says why)\n"
+            f"to start afresh, move {opts.run_dir} away or give --run-dir NEW",
+            code=3,
+        )
+    if opts.at or opts.resume != "auto":
+        source = opts.fork or opts.resume
+        choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
+        other = load_newest(world, reader, choices, owns)
+        if not other.facts:
+            raise UserError(
+                f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"
+                f"python -m common.checkpoint {source} says why",
+                code=2 if opts.at else 3,
+            )
+        take_over(state, world, other.facts, [], [], owns)
+        return Loaded(source)
+    if opts.init_from:
+        afresh = [name for name in state.tensors()["model"] if name.startswith(opts.init_skip)]
+        return Loaded(opts.init_from + (f"; {', '.join(afresh)} begin afresh" if afresh else ""))
+    return Loaded()
+
+
+def take_over(state, world, facts, kept, choices, owns):
+    """Gives the state the facts of a checkpoint whose tensors it has; `kept` are the run's own steps.
+
+    If the best evaluation has no checkpoint in this run, the best one that has one counts. If another
+    dataset's order was saved, the epoch begins again.
+    """
+    state.load(facts)
+    progress = state.progress
+    best = progress.best["step"]
+    if best and best not in kept:  # its save failed, or rank 0 died in it; or another run has it
+        earlier = [choice for choice in choices if choice[0] <= progress.step]
+        known = gather(world, best_of(earlier) if owns else {})
+        progress.best = next(filter(None, known), {"step": progress.step})
+        if owns:
+            counts = progress.best["step"]
+            say(f"this run has no checkpoint of step {best}, the best one: step {counts} counts")
+    if owns and progress.position < facts["position"]:
+        say(
+            f"step {progress.step} was saved at position {facts['position']:,} of other "
+            f"data or another order; the epoch begins again with {progress.samples:,} samples"
+        )
+
+
+# ---- the newest checkpoint of any node ------------------------------------------------------------------
+def load_newest(world, reader, choices, owns):
+    """Reads the newest checkpoint into the tensors of every rank; call on every rank.
+
+    `choices` are those that this rank sees, as (step, folder); owners of a folder offer theirs to all.
+    """
+    own = {folder.name: (step, folder) for step, folder in choices}
+    offered = [[step, name] for name, (step, _) in own.items() if owns]
+    steps = {name: step for rows in gather(world, offered) for step, name in rows}
+    skipped = []
+    for name in newest_first(steps):
+        files, facts, mark, damage = _read(world, reader, own.get(name))
+        marks, damages = zip(*gather(world, [mark, damage]), strict=True)
+        source = _first(marks)
+        loaded = False
+        if source >= 0:
+            files, facts = gather(world, [files, facts] if world.rank == source else None)[source]
+            loaded = len(set(marks)) == 1 or _relay(world, reader, source, own.get(name), files)
+        if damage and world.rank == _first(damages):
+            way = "received from another rank" if loaded else "trying the one before"
+            say(f"checkpoints/{name}: {damage}; {way}")
+        if owns and name in own and (damage or not loaded):
+            skipped.append(own[name][1])
+        if loaded:
+            here = mark == marks[source]
+            return Loaded(f"checkpoints/{name}", facts, here, skipped, [*steps.values()])
+    return Loaded(steps=[*steps.values()])
+
+
+def _first(texts):
+    """The first rank that has told something, or -1."""
+    return next((rank for rank, text in enumerate(texts) if text), -1)
+
+
+def _read(world, reader, choice):
+    """(tables, facts, mark, damage) of what this rank has read; waits for all ranks.
+
+    An OSError of one rank ends this life on all.
+    """
+    damage = ""
+    with world.all_or_none():
+        try:
+            if choice:
+                return *reader.read(*choice), ""
+        except Damaged as error:
+            damage = str(error)
+        except OSError as error:
+            raise UserError(
+                f"{choice[1]}: cannot be read: {error.strerror or error}; nothing shows that it is damaged, "
+                "so it is not skipped\nstart again once it can be read, or move that folder away to resume "
+                "from the one before",
+                code=1,
+            ) from error
+    return {}, {}, "", damage
+
+
+def _relay(world, reader, source, choice, files):
+    """Sends each tensor from rank `source` to all; whether all ranks have all of its bytes then."""
+    folder = choice[1] if world.rank == source else None
+    return all(gather(world, reader.relay(files, folder, world.all_sum)))

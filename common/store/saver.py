@@ -1,0 +1,205 @@
+"""How the state of a rank is saved.
+
+While training continues: from the live tensors to a copy in host memory, for which training waits; from that
+copy to the disk, in a thread.
+In a rescue: from the live tensors, which are held still, to the disk, in the thread that ends this life.
+"""
+
+import threading
+import time
+from concurrent import futures
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from common.checkpoint import Image, Still, Writer
+from common.errors import UserError, say
+from common.ledger import Ledger
+from common.training import TrainState
+from common.world import World
+
+MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
+STEP_SECONDS = 10.0  # a rescue waits for a step of the main thread, unless it uses no CPU for so long
+LONGEST_SECONDS = 60.0  # at most: it may spin behind a dead peer
+
+
+class Saver:
+    """A thread, and memory for a copy of what this rank writes.
+
+    A failed save is made good by the next one that is due; the third failure in a row ends the run.
+    """
+
+    def __init__(self, state: TrainState, writer: Writer, ledger: Ledger, world: World):
+        self.state = state
+        self.writer = writer
+        self.ledger = ledger
+        self.rank = world.rank
+        written = writer.layout.written(state.tensors())
+        self.images = {kind: Image(tensors) for kind, tensors in written.items()}
+        # a rescue copies on a stream of its own: the usual one may stand behind a dead collective
+        self.side = torch.cuda.Stream(state.gpu) if state.gpu else None
+        # one thread for all saves: to start one makes training wait
+        self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
+        self.job: futures.Future | None = None  # the last one of the thread
+        self.saved: dict | None = None  # the facts that were saved last, or are being saved
+        self.saved_at = time.monotonic()
+        self.agreed = -1  # the newest step on which all ranks agreed; a checkpoint of it is kept
+        self.error: Exception | None = None  # of the last save, until `report` has told it
+        self.failures = 0  # in a row
+
+    # ---- while training continues -----------------------------------------------------------------
+    def allocate(self):
+        """Makes the memory for the copy; after the first step, which it would slow down."""
+        if self.job is None:
+            self.job = self.pool.submit(lambda: [image.open() for image in self.images.values()])
+
+    def save(self):
+        """Copies the state, unless it is saved already; waits for the save before. No collective."""
+        state = self.state
+        state.wait_for_gpu()  # not under the lock: a rescue needs it if a collective hangs
+        if state.spoiled or state.facts() == self.saved:
+            return
+        self.wait()
+        self.saved_at = time.monotonic()
+        try:
+            with state.lock:
+                for kind, tensors in self.writer.layout.written(state.tensors()).items():
+                    self.images[kind].copy(tensors)
+                state.wait_for_gpu()
+                facts = state.facts()
+        except (OSError, MemoryError) as error:  # there is no memory for the copy
+            self._note_failure(error)
+            return
+        self.saved = facts
+        self.job = self.pool.submit(self._write_copy, facts)
+
+    def _write_copy(self, facts):
+        try:
+            if self.write({kind: image.views for kind, image in self.images.items()}, facts):
+                self.prune(facts["step"])
+                seconds = round(time.monotonic() - self.saved_at, 3)
+                self.ledger.event("save", step=facts["step"], save_s=seconds)
+            self.failures = 0
+        except Exception as error:
+            self._note_failure(error)
+
+    def _note_failure(self, error):
+        self.saved = None  # so that the next interval tries again
+        self.failures += 1
+        self.error = error
+
+    def report(self):
+        """Tells of a save that has failed; raises the third one in a row."""
+        error = self.error
+        self.error = None
+        if isinstance(error, UserError):
+            raise error
+        if error:
+            say(f"save failed ({self.failures} in a row), training goes on: {error}")
+        if error and self.failures >= MOST_FAILURES:
+            raise UserError(
+                f"{self.failures} saves in a row have failed, the last one: {error}\n"
+                f"what is in {self.writer.root} stands; make room, then start again",
+                code=4,
+            )
+
+    def wait(self, in_rescue=False):
+        """Waits until the save under way is on the disk or has failed. A slow disk is no hang.
+
+        A rescue waits only as long as bytes are written: it writes its own files.
+        """
+        still = Still()
+        while self.job and futures.wait([self.job], 0.1).not_done:
+            if not still.hangs(self.writer.moved):
+                self.state.heartbeat += 1
+            elif in_rescue:
+                return
+
+    def close(self):
+        """Ends the thread, once the last save is on the disk or has failed three times."""
+        self.wait()
+        while self.error:
+            self.report()
+            self.save()
+            self.wait()
+        self.pool.shutdown()
+
+    # ---- a checkpoint -----------------------------------------------------------------------------
+    def write(self, tensors, facts):
+        """The folder of the new checkpoint, None if other ranks' parts of it are still missing; or raises."""
+        for name in self.state.names.values():
+            if name in tensors["model"] and not_finite(tensors["model"][name]):
+                raise self.state.diverged(f"step {facts['step']}: {name} is no longer finite")
+        return self.writer.commit(tensors, facts)
+
+    def prune(self, step):
+        """Deletes checkpoints that are older than this step and need not be kept."""
+        opts = self.state.opts
+        self.writer.prune(step, opts.keep, opts.keep_every, self.agreed)
+
+    # ---- in a rescue ------------------------------------------------------------------------------
+    def rescue(self, why):
+        """Saves the newest whole step; what this rank has saved, in words, "" if it was saved already.
+
+        It is announced before anything that waits: from there on a new life waits for this one.
+        """
+        state = self.state
+        began = time.monotonic()
+        self.writer.check_staging(state.progress.step)
+        alone = self.writer.alone(needless=lambda: not state.spoiled and self.writer.holds(state.facts()))
+        with torch.cuda.stream(self.side) if self.side else nullcontext(), alone, self._held_still(began):
+            if state.spoiled:
+                raise state.spoiled
+            self.wait(in_rescue=True)
+            state.wait_for_update()
+            words = self._write_live(why, began)
+            if self.writer.layout.parts > 1 and state.ready:
+                # Ranks wait for each other before the update of step N + 1. One that leaves in this wait
+                # saves its parts of step N and of step N + 1, of which it has the gradient: a rank that is
+                # through has only step N + 1 left, and one that has not come has only step N. So one of the
+                # two steps gets all its parts.
+                state.update(state.ready)
+                words = self._write_live(why, began)
+                # the main thread must not make this step once more
+                state.spoil(UserError(f"step {state.progress.step} is made by the rescue", code=1))
+        return words
+
+    @contextmanager
+    def _held_still(self, began):
+        """Waits for the end of the step that the main thread is in; then it makes none meanwhile."""
+        clock = time.pthread_getcpuclockid(threading.main_thread().ident)
+        still = Still()
+        while not self.state.lock.acquire(timeout=0.1):
+            stands_still = still(time.clock_gettime(clock)) > STEP_SECONDS
+            if stands_still or time.monotonic() - began > LONGEST_SECONDS:
+                raise UserError(
+                    f"step {self.state.progress.step + 1} hangs half way, the newest checkpoint stands",
+                    code=1,
+                )
+        try:
+            yield
+        finally:
+            self.state.lock.release()
+
+    def _write_live(self, why, began):
+        """What was saved, in words; "" if it was there."""
+        if self.writer.holds(self.state.facts()):
+            return ""
+        facts = self.state.facts()
+        step = facts["step"]
+        tensors = {}
+        for kind, own in self.writer.layout.written(self.state.tensors()).items():
+            # with their strides: for other ones the GPU would have to load a kernel
+            tensors[kind] = {name: tensor.cpu() for name, tensor in own.items()}
+        if self.write(tensors, facts) is None:
+            return (
+                f"step {step}: rank {self.rank} has saved its stage; "
+                "the step counts once all stages are saved"
+            )
+        self.ledger.event("rescue", step=step, why=why, rescue_s=round(time.monotonic() - began, 3))
+        return f"step {step} saved by rank {self.rank}"
+
+
+def not_finite(tensor):
+    """Whether it holds a NaN or an infinity; the sum alone may overflow."""
+    return not tensor.sum().isfinite() and not tensor.isfinite().all()

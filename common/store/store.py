@@ -1,0 +1,223 @@
+"""Who owns the folder of a run, when it saves, and what becomes of ranks that differ.
+
+A load    restore -> the folder is claimed -> load.py: all ranks try one checkpoint after the other -> the
+          reader fills the tensors -> the replicas are compared
+A save    save -> saver.py: a copy, then a thread -> the writer -> older checkpoints go
+A rescue  rescue -> saver.py: the state is held still -> the writer
+What lies on the disk, and every point at which the power may fail: common/checkpoint/.
+"""
+
+import time
+from sysconfig import get_python_version
+from typing import NoReturn
+
+import torch
+
+from common.checkpoint import Fence, Reader, Writer, checkpoints
+from common.errors import UserError, may_pass, say
+from common.ledger import Ledger
+from common.options import Options
+from common.store.identity import identify
+from common.store.load import lay_out, load
+from common.store.saver import Saver
+from common.training import TrainState
+from common.world import World, bit_facts, fingerprint_of, gather, same_everywhere
+
+
+class CheckpointStore:
+    """Of the processes that see one run folder, one owns it and saves; the others save only in a rescue."""
+
+    state: TrainState
+    writer: Writer
+    saver: Saver
+    writes = False  # whether this rank saves while all live
+
+    def __init__(self, opts: Options, world: World, fingerprint: str = ""):
+        self.opts = opts
+        self.world = world
+        self.fingerprint = fingerprint  # of the data
+        self.ledger = Ledger(opts.run_dir, life=world.life, rank=world.rank)
+        self.fence = Fence(opts.run_dir, world.life)
+        self.owns = False  # the folder is this rank's
+
+    # ---- at the start of a life: own the folder, load, compare the ranks ---------------------------
+    def restore(self, state: TrainState) -> str | None:
+        """Loads the newest checkpoint that verifies on any node; returns its name, or None.
+
+        Call on every rank.
+        """
+        opts = self.opts
+        world = self.world
+        self.state = state
+        layout, fits = lay_out(state, world)
+        same_everywhere(
+            world,
+            {
+                "python": get_python_version(),
+                "torch": torch.__version__,
+                "data": self.fingerprint[:12],
+                **opts.of_all_ranks(),
+                "net (names, shapes or types)": "as in replica 0" if fits else "another",
+                "samples": str(state.progress.samples),
+                **bit_facts(opts, world.device),
+            },
+        )
+        self.writer = Writer(self.fence, opts.identity(), layout)
+        with world.all_or_none():
+            if world.rank == 0:
+                self._own()
+        with world.all_or_none():
+            if world.local_rank == 0 and world.rank:  # the first ranks of other nodes
+                self._own()
+        self.writes = world.copy == 0 if world.parts > 1 else self.owns
+        self.saver = Saver(state, self.writer, self.ledger, world)
+        loaded = load(state, world, Reader(layout, world.local_size), self.owns)
+        for folder in loaded.skipped:
+            say(f"checkpoints/{folder.name}: put aside, the run goes on after step {state.progress.step}")
+            self.writer.put_aside(folder)
+        if loaded.here:
+            self.saver.saved = state.facts()
+            if self.owns and not loaded.skipped:  # they are kept until a newer one is saved
+                self.saver.prune(state.progress.step)
+        self.compare_replicas()
+        if loaded.facts and self.owns:  # so that each folder has it
+            self.save()
+        return loaded.source
+
+    def _own(self):
+        """Claims the folder that this rank sees, unless another rank of this life has it."""
+        run_dir = self.opts.run_dir
+        rank = self.world.rank
+        try:
+            if not self.fence.elect(rank):
+                return
+            if rank and self.writer.layout.parts > 1:
+                raise UserError(
+                    f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
+                    "a net in stages over machines needs one run folder that all of them share"
+                )
+            identity = identify(self.opts, self.fingerprint, self.world.device, self.writer)
+            self.fence.claim()
+            self.writer.put_sealed(run_dir / "options.json", identity)
+        except (OSError, UserError) as error:
+            self.fence.release()
+            if isinstance(error, UserError):
+                raise
+            raise UserError(
+                f"--run-dir {run_dir}: {error}\nchoose a folder that can be written to",
+                code=1 if may_pass(error) else 2,
+            ) from error
+        self.owns = True
+
+    # ---- whether the replicas are still equal ------------------------------------------------------
+    def compare_replicas(self) -> None:
+        """Compares the copies' weights; if they differ, restarts from the last step on which all agreed."""
+        state = self.state
+        if self.world.copies == 1:
+            return
+        step = state.progress.step
+        rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), step])
+        odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.parts]]
+        if odd and self.saver.agreed < 0 and not step:
+            self.roll_back(
+                UserError(
+                    f"model {self.opts.model}: the ranks have made different weights\n"
+                    "make them from --seed alone, not from the rank, the process or the time"
+                )
+            )
+        if odd:
+            self.roll_back(
+                RuntimeError(
+                    f"step {step}: the weights of the replicas differ (ranks {odd} from the first); "
+                    f"going back to step {self.saver.agreed}, where all agreed. Something else than the "
+                    "optimizer's step on the summed gradient has changed them: a second optimizer, a line "
+                    "that writes to them, other versions of a library, or a device that computes wrongly"
+                )
+            )
+        # A wrong gradient of one rank goes into the sum, so replicas that all have it are equal, too. Where
+        # --cross-check looks for it, only its votes count, and the start of a life.
+        if self.saver.agreed < 0 or not self.opts.cross_check:
+            self.saver.agreed = step
+
+    def count_votes(self, odd: str) -> None:
+        """After a --cross-check: all ranks agree on this step, or the run ends if `odd` names one of them."""
+        if odd:
+            self.roll_back(
+                UserError(
+                    f"{odd}; going back to step {self.saver.agreed} or before, on which ranks agreed\n"
+                    "keep the run off that device, then start the same command again",
+                    code=7,
+                )
+            )
+        self.saver.agreed = self.state.progress.step
+
+    def roll_back(self, error: Exception) -> NoReturn:
+        """Ends this life: this state is not to be believed, nor what was saved since all ranks agreed."""
+        spoiled = error if isinstance(error, UserError) else UserError("the ranks' weights differ", code=1)
+        self.state.spoil(spoiled)
+        self.saver.wait()
+        if self.writer.layout.parts > 1:
+            self.world.barrier()  # the last part of a checkpoint names it
+        for step, folder in checkpoints(self.opts.run_dir):
+            if self.owns and step > self.saver.agreed >= 0:
+                say(
+                    f"checkpoints/{folder.name}: saved after the ranks last agreed "
+                    f"(step {self.saver.agreed}); put aside"
+                )
+                self.writer.put_aside(folder)
+        raise error
+
+    # ---- saving -----------------------------------------------------------------------------------
+    @property
+    def overdue(self) -> bool:
+        """Whether this rank owns the folder and its clock asks for a save (--save-seconds)."""
+        return self.owns and 0 < self.opts.save_seconds <= time.monotonic() - self.saver.saved_at
+
+    def due(self) -> bool:
+        """Whether this rank should save now. Saving is no collective, so each owner may ask its own clock.
+
+        Parts must be saved at the same step: `Rescue.consult` tells their ranks that a clock asks for it.
+        """
+        intervals = (self.opts.save_every, self.opts.keep_every)
+        at = any(every and self.state.progress.step % every == 0 for every in intervals)
+        return at or self.writer.layout.parts == 1 and self.overdue
+
+    def save(self) -> None:
+        """Copies the state, if this rank writes it; a thread does the rest."""
+        if self.writes and not self.opts.eval_only:
+            self.saver.save()
+
+    def check(self) -> None:
+        """After each step: notes its digest if one is due; reports failed saves."""
+        self._note_digest()
+        if self.writes:
+            self.saver.allocate()
+        self.saver.report()
+
+    def _note_digest(self):
+        """--digest-every: a fingerprint of weights and optimizer, in the ledger; replay compares with it."""
+        state = self.state
+        every = self.opts.digest_every
+        if every and self.owns and state.progress.step % every == 0:
+            sums = {kind: fingerprint_of(tensors.values()) for kind, tensors in state.tensors().items()}
+            self.ledger.event("digest", step=state.progress.step, **sums)
+
+    # ---- the end of a life ------------------------------------------------------------------------
+    def rescue(self, why: str = "") -> str:
+        """Saves the newest whole step; what this rank has saved, in words, "" if it was saved already.
+
+        No collective.
+        """
+        try:
+            return self.saver.rescue(why)
+        finally:
+            self.fence.leave()
+
+    def close(self) -> None:
+        """Ends the writer thread, once the last save is on the disk or has failed three times."""
+        self.saver.close()
+
+    def release(self) -> None:
+        """Gives up the run folder; call it once the run is complete and all ranks have met."""
+        if self.owns:
+            self.fence.release()
