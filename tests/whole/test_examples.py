@@ -135,4 +135,4 @@ def test_pictures_are_made_for_a_net_as_the_flag_and_the_export_say(tmp_path):
     picture = transforms.Compose(steps)(Image.open(tmp_path / "val/cat/1.png").convert("RGB"))
     mean, deviation = torch.tensor([float(number) for number in numbers]).view(2, 3, 1, 1)
     opts = Options(dataset="imagefolder", data_dir=str(tmp_path), image_size=32)
-    assert torch.allclose(imagefolder(opts).test[0][0], (picture - mean) / deviation)
+    assert torch.allclose(imagefolder(opts).test.dataset[0][0], (picture - mean) / deviation)
