@@ -8,6 +8,7 @@ import ctypes
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -189,6 +190,14 @@ def end_of(pid: int) -> Ending | None:
         return Ending()
     code = os.waitstatus_to_exitcode(status)
     return Ending(in_words(code), killed=code < 0)
+
+
+def began(pid: int) -> float | None:
+    """When a process of this machine has begun, by the wall clock; None if it does not live."""
+    ticks, _ = _state(pid)
+    if ticks is None:
+        return None
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def in_words(code: int) -> str:

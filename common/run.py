@@ -234,6 +234,13 @@ class Run:
                 line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
                 if last[0]["world"] == size:
                     lines = []
+                # survivors there have told of a death on their own machine; one line a machine
+                elsewhere = {
+                    death["host"]: f"rank {death['rank']} on {death['host']} {death['cause']}"
+                    for death in deaths_of(last, over=True)
+                    if death["host"] != this_process()["host"]
+                }
+                lines = [*elsewhere.values(), *lines]
         if self.scheduled and lives and lives[-1][0]["epochs"] != opts.epochs:
             line += (
                 f"; --epochs was {lives[-1][0]['epochs']}, now the rate's schedule is that of {opts.epochs}"

@@ -109,8 +109,12 @@ class ElasticSampler(Sampler):
     """Yield, for each global batch left of this epoch, the list of ids that this rank trains on.
 
         order = ElasticSampler(dataset, global_batch_size=64, rank=rank, world=world)
-        loader = DataLoader(dataset, batch_sampler=order, num_workers=2)
-        order.set_epoch(epoch, position)  # position: samples of this epoch that all ranks have trained on
+        loader = DataLoader(dataset, batch_sampler=order)
+        while samples < epochs * len(dataset):  # this integer is all that there is to save of the order
+            order.set_epoch(*divmod(samples, len(dataset)))
+            for size, (x, y) in zip(order.batch_sizes(), loader):  # this rank's share of `size` samples
+                train(x, y, size)  # a mean divides the sum over all ranks by `size`
+                samples += size
 
     The world only cuts global batches into shares. No sample is padded or dropped: the last global batch may
     be short, and a list is empty where a batch has fewer samples than there are ranks. Iterating never moves

@@ -5,12 +5,18 @@
 #     launch/local.sh --nproc 4 --epochs 10       four processes; other flags: train_ddp.py --help
 #     NPROC=4 launch/local.sh                     the same number, from the environment
 #     launch/local.sh my_loop.py                  another script, its flags behind it
+#     launch/local.sh -m common.ledger RUN        a report, in the same environment
 #
-# Makes .venv and installs requirements.txt first, unless an environment that has it all is active.
+# An active environment that has all of requirements.txt is used as it is. Without one this makes .venv beside
+# the project and installs there.
 set -euo pipefail
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)
 source "$root/launch/setup.sh"
 
+if [ "${1-}" = -m ]; then
+    set_up "$root/requirements.txt"
+    PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH} exec "$PYTHON" "$@"
+fi
 nproc=${NPROC:-}
 flags=()
 while [ $# -gt 0 ]; do

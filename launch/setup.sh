@@ -1,6 +1,7 @@
 # shellcheck shell=bash
 # Sourced: `set_up REQUIREMENTS...` sets $PYTHON to the interpreter of an environment that has them: the
-# active one (venv, conda), or else .venv beside the project, made on the first call and kept.
+# active one (venv, conda), or else .venv beside the project, made on the first call and kept. It installs
+# into that one alone.
 fail() {  # FACT WAY-OUT
     printf 'error: %s\n       %s\n' "$1" "$2" >&2
     exit 2
@@ -9,16 +10,23 @@ fail() {  # FACT WAY-OUT
 set_up() {
     local own active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
     own=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)/.venv
-    PYTHON=${active:-$own}/bin/python
-    if [ "$active" ]; then
-        [ -x "$PYTHON" ] || fail "the environment $active has no bin/python" "deactivate it, or make it anew"
-        check_version "$PYTHON"
-    elif ! "$PYTHON" -m pip --version >/dev/null 2>&1; then  # none yet, half of one, or it was moved
-        make_venv "$own"
+    if [ "$active" ] && [ "$active" != "$own" ]; then
+        PYTHON=$active/bin/python
+        if has_all "$@"; then return; fi
+        echo "the active $active lacks some of what $* ask for: $own is used" >&2
     fi
-    if ! "$PYTHON" - "$@" <<'END'  # looks at what is installed: a note of ours could be out of date
+    PYTHON=$own/bin/python
+    # none yet, half of one, or it was moved
+    "$PYTHON" -m pip --version >/dev/null 2>&1 || make_venv "$own"
+    has_all "$@" || install "$@"
+}
+
+has_all() {  # looks at what is installed: a note of ours could be out of date
+    "$PYTHON" - "$@" 2>/dev/null <<'END'
 import sys
 from importlib import import_module, metadata, util
+if sys.version_info < (3, 10):
+    sys.exit(1)
 try:
     place = "pip._vendor.packaging" if util.find_spec("pip") else "packaging"
     lines = [line.partition("#")[0].strip() for path in sys.argv[1:] for line in open(path, encoding="utf-8")]
@@ -30,7 +38,6 @@ try:
 except ImportError:  # also of a package that is not there
     sys.exit(1)
 END
-    then install "$@"; fi
 }
 
 make_venv() {
@@ -50,8 +57,6 @@ check_version() {
 }
 
 install() {
-    "$PYTHON" -m pip --version >/dev/null 2>&1 ||
-        fail "$PYTHON lacks some of what $* ask for, and has no pip" "$PYTHON -m ensurepip, or your own way"
     echo "installing into ${PYTHON%/bin/python}: torch with its GPU libraries takes some minutes and 6 GB"
     "$PYTHON" -m pip install --disable-pip-version-check "${@/#/-r}" ||
         fail "pip could not install what $* ask for" "mend that, then type the same command again"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# All tests, or those that pytest's arguments choose. Makes .venv and installs what is missing first, like launch/local.sh.
+# All tests, or those that pytest's arguments choose. The environment is that of launch/local.sh: the active
+# one if it has all, else .venv, where this installs what is missing.
 #
 #     tests/run.sh
 #     tests/run.sh tests/sampler/test_sampler.py -k tiny

@@ -11,6 +11,7 @@ RUN may also be the folder of one checkpoint. Without --best the newest one is e
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from safetensors.torch import save_file
 from common.checkpoint.folder import checkpoints
 from common.checkpoint.reader import choose, describe, weights_of
 from common.errors import UserError, run_command
+from common.options import as_imagefolder, read_options
 
 
 def main(arguments):
@@ -85,7 +87,16 @@ def export(run, which, target):
     finally:
         aside.unlink(missing_ok=True)
     tied = "".join(f", {name} is {first}" for name, first in facts["tied"].items())
-    return f"{target}: {len(weights)} tensors of step {facts['step']}{tied}"
+    return f"{target}: {len(weights)} tensors of step {facts['step']}{tied}{wanted_pictures(run)}"
+
+
+def wanted_pictures(run):
+    """What was done to the pictures that the net was trained for, as another program must do it, too."""
+    with suppress(UserError):  # `run` may be the folder of one checkpoint
+        options = read_options(run)
+        if options["dataset"] == "imagefolder":
+            return f"\nits pictures: {as_imagefolder(options['image_size'])}"
+    return ""
 
 
 if __name__ == "__main__":

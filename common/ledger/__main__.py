@@ -1,6 +1,7 @@
 """Reports how a run is, and where its time and its samples went.
 
 python -m common.ledger RUN              how it is now; lives, deaths, saves, rescues, goodput
+python -m common.ledger RUN --pid RANK   the process of that rank, if it lives on this machine
 python -m common.ledger RUN --json       the same as one object, for programs
 python -m common.ledger RUN --html FILE  curves and lives as a page that needs no server
 python -m common.ledger RUN --audit      missed 0 repeated 0 lost 0 redone 0 (samples, then steps)
@@ -31,6 +32,7 @@ def main(argv=None):
         "runs", type=Path, nargs="+", metavar="RUN", help="a run; with --audit also its other nodes' folders"
     )
     form = parser.add_mutually_exclusive_group()
+    form.add_argument("--pid", type=int, metavar="RANK", help="print the process of this rank, if it lives")
     form.add_argument("--json", action="store_true", help="print one object for programs")
     form.add_argument("--html", type=Path, metavar="FILE", help="write a page with curves, deaths and lives")
     form.add_argument(
@@ -51,6 +53,9 @@ def show(args):
     if args.html and len(args.runs) > 1:
         raise UserError(f"--html {args.html}: {len(args.runs)} runs\na page shows one run")
     runs = {run: summarize(run) for run in args.runs}
+    if args.pid is not None:
+        print(pid_of(args.pid, runs[run]["now"]))
+        return 0
     if args.html:
         args.html.write_text(page(run, runs[run]), encoding="utf-8")
     elif args.json:
@@ -61,6 +66,14 @@ def show(args):
     else:
         print(f"{run}: " + "\n".join(report(runs[run])))
     return 0
+
+
+def pid_of(rank, state):
+    """The process of a rank of the newest life."""
+    if rank not in state["pids"]:
+        alive = ", ".join(map(str, state["pids"])) or "none"
+        raise UserError(f"rank {rank} does not run on this machine ({state['state']})\nranks here: {alive}")
+    return state["pids"][rank]
 
 
 def rows(runs):
@@ -89,9 +102,11 @@ def report(facts):
         f"{state['state']} at step {state['step']}, {span(state['last_step_s'])} ago; "
         f"step {state['saved']} saved {span(state['last_save_s'])} ago; "
         f"{state['steps_per_s']:.3g} steps/s; "
-        f"{state['alive']} of {len(state['pids'])} processes alive here"
+        f"{len(state['pids'])} of {state['world']} processes alive here"
     )
-    yield f"pids {' '.join(map(str, state['pids']))}"
+    if state["state"] == "silent":
+        yield f"last heard of {span(state['heard_s'])} ago, from {', '.join(state['hosts'])}: look there"
+    yield f"pids {' '.join(map(str, state['pids'].values()))}"
     yield (
         f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {len(facts['saves'])}, "
         f"rescues {len(facts['rescues'])}"

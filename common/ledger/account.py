@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.ledger.ledger import Record, read
-from common.place import end_of
+from common.place import began
 
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
 BUCKETS = ("down", "start", *STEPPING, "redone", "rescue", "other")
@@ -29,6 +29,8 @@ FIELDS = {  # without which an event is damaged, and left out like a torn line: 
     "death": ("rank", "why"),
 }
 RECENT = 10  # entries of the clock that the rate is taken from
+QUIET_SECONDS = 60.0  # of a run on other machines: then nobody here knows whether it trains
+WALL_CLOCK_SECONDS = 60.0  # it may be set back so far while a run trains
 
 Life = list[Record]  # its events in order; the first is named "life"
 
@@ -143,9 +145,10 @@ def account(events, accounted, kept):
 
 
 def now(lives):
-    """How the run is: state, step, best, rate, ages of the last step and save, pids, how many live.
+    """How the run is: state, step, best, rate, ages of its last step and save, {rank: pid} if they live.
 
-    The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen.
+    The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen: what
+    they have written last is then all that is known.
     """
     life = lives[-1][0]
     entries = named(lives[-1], "life", "steps")[-RECENT:]
@@ -153,12 +156,17 @@ def now(lives):
     last = entries[-1]
     # what a run begins with is as good as saved
     save = [lives[0][0], *named(chain(*lives), "save", "rescue")][-1]
-    host = socket.gethostname()
-    local = [pid for pid, where in zip(life["pids"], life["hosts"], strict=True) if where == host]
-    alive = [pid for pid in local if end_of(pid) is None]
-    state = "training" if alive or len(local) < life["world"] else "dead"
-    for end in named(lives[-1], "stop", "done"):
-        state = end["event"]
+    heard_s = time.time() - max(event["t"] for event in lives[-1])
+    ends = named(lives[-1], "stop", "done")
+    pids = {} if ends else _running(life)
+    if ends:
+        state = ends[-1]["event"]
+    elif pids:
+        state = "training"
+    elif {*life["hosts"]} == {socket.gethostname()}:
+        state = "dead"
+    else:
+        state = "training" if heard_s < QUIET_SECONDS else "silent"
     return {
         "state": state,
         "step": last["step"],
@@ -166,10 +174,21 @@ def now(lives):
         "steps_per_s": (last["step"] - first["step"]) / max(1e-3, last["t"] - first["t"]),
         "saved": save["step"],
         "last_save_s": time.time() - save["t"],
-        "pids": life["pids"],
-        "alive": len(alive),
+        "heard_s": heard_s,
+        "starts": len(lives),
+        "world": life["world"],
+        "hosts": sorted({*life["hosts"]}),
+        "pids": pids,
         "best": [{}, *named(chain(*lives), "best")][-1].get("best", {}),
     }
+
+
+def _running(life):
+    """{rank: pid} of this machine's processes that live. One that began later has only the same number."""
+    places = zip(life["pids"], life["hosts"], strict=True)
+    local = {rank: pid for rank, (pid, host) in enumerate(places) if host == socket.gethostname()}
+    latest = life["t"] + WALL_CLOCK_SECONDS
+    return {rank: pid for rank, pid in local.items() if (began(pid) or math.inf) < latest}
 
 
 # ---- samples --------------------------------------------------------------------------------------

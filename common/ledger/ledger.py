@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import say
-from common.place import this_process
+from common.place import began
 
 ENTRY_SECONDS = 10.0  # at most between two entries of a clock, or
 ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
@@ -126,10 +126,8 @@ class Clock:
     """
 
     def __init__(self) -> None:
-        now = time.clock_gettime(time.CLOCK_BOOTTIME)
-        ticks = this_process()["process"][1]  # None without /proc
-        age = now - ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
-        self.began = round(time.time() - age, 3)
+        # there is no answer without /proc
+        self.began = round(began(os.getpid()) or time.time(), 3)
         self.mark = time.monotonic()
         self.made = self.mark
         self.ledger: Ledger | None = None  # on rank 0, once the life is in it

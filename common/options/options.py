@@ -35,6 +35,14 @@ OF_A_MACHINE = {  # may differ between the machines of one life
 }
 
 
+def as_imagefolder(size: int) -> str:
+    """What --dataset imagefolder does to a picture outside of training."""
+    return (
+        f"Resize({size * 256 // 224}), CenterCrop({size}), 0 to 1, "
+        "less mean 0.485 0.456 0.406, by deviation 0.229 0.224 0.225"
+    )
+
+
 def free(
     default, text, group="", scripts="ddp dp mp", low=0, below=math.inf, choices=None, changes_result=False
 ):
@@ -92,7 +100,7 @@ class Options:
     data_dir: str = free(
         "data", "where the dataset's files are: of imagefolder train/ and val/; text's own file"
     )
-    image_size: int = fixed(224, "images become squares of so many pixels a side", low=8)
+    image_size: int = fixed(224, f"side of a picture; evaluated after {as_imagefolder(224)}", low=8)
     vocab_size: int = free(0, "different tokens of train.bin and val.bin")
     download: bool = free(False, "fetch missing files (one process per machine does)")
     workers: int = free(None, "loading processes per rank for files (default: up to 4)")

@@ -9,6 +9,7 @@ from stores import a_life, at_step, expected, options, save, tiny_net
 from torch import nn
 
 from common.checkpoint.__main__ import main
+from common.options import as_imagefolder
 
 
 class Tied(nn.Module):
@@ -84,6 +85,14 @@ def test_an_export_is_in_the_format_that_its_suffix_says(tmp_path, capsys):
     assert main([str(run), "--export", f"{tmp_path}/w.onnx"]) == 2
     assert "end the name in .safetensors, or in .pt" in capsys.readouterr().err
     assert not (tmp_path / "w.onnx").exists()
+
+
+def test_an_export_says_what_was_done_to_pictures(tmp_path, capsys, monkeypatch):
+    run = trained(tmp_path)
+    options = {"dataset": "imagefolder", "image_size": 64}
+    monkeypatch.setattr("common.checkpoint.__main__.read_options", lambda run: options)
+    assert main([str(run), "--export", f"{tmp_path}/w.pt"]) == 0
+    assert f"\nits pictures: {as_imagefolder(64)}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["common.checkpoint.__main__", "common.ledger.__main__", "common.replay"])

@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from jobs import PACED
 
 from common.checkpoint.disk import sealed
 from common.ledger import Clock, Ledger, deaths_of, lives_of, summarize
@@ -123,7 +124,7 @@ def test_a_death_is_told_with_its_rank_host_pid_and_cause(tmp_path, capsys):
 )
 def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more):
     began = time.time() - 10
-    pid = os.getpid() if state == "training" else 2**22 + 1
+    pid = 1 if state == "training" else 2**22 + 1  # the first process has begun before the run
     write(
         tmp_path,
         KILLED[0] | {"t": began, "world": 1, "pids": [pid], "hosts": [socket.gethostname()]},
@@ -140,7 +141,64 @@ def test_the_report_begins_with_how_the_run_is_now(tmp_path, capsys, state, more
         f"4.67 steps/s; {int(state == 'training')} of 1 processes alive here",
         first,
     )
-    assert 4 <= float(ages[1]) < 60 and 3 <= float(ages[2]) < 60 and second == f"pids {pid}"
+    assert (
+        4 <= float(ages[1]) < 60
+        and 3 <= float(ages[2]) < 60
+        and second == f"pids {pid if state == 'training' else ''}"
+    )
+    found = main([str(tmp_path), "--pid=0"])
+    assert found == (0 if state == "training" else 2)
+    said = capsys.readouterr()
+    assert said.out == "1\n" if found == 0 else f"rank 0 does not run on this machine ({state})" in said.err
+    assert main([str(tmp_path), "--pid=1"]) == 2
+
+
+def test_the_object_for_programs_has_the_fields_that_are_documented_and_makes_a_textfile(tmp_path):
+    page = (HOUSE / "launch/README.md").read_text(encoding="utf-8")
+    write(tmp_path, *KILLED)
+    facts = summarize(tmp_path)
+    assert facts["version"] == 1
+    for name in (*facts, *facts["now"]):
+        assert f"`{name}`" in page, name
+    line = re.search(r"^python -m common.ledger RUN --json .*\n.*", page, re.MULTILINE)[0]
+    for old, new in (("RUN", str(tmp_path)), ("> training.prom", ""), ("python", sys.executable)):
+        line = line.replace(old, new)
+    done = subprocess.run(["bash", "-c", line], cwd=HOUSE, capture_output=True, text=True, timeout=300)
+    numbers = dict(row.split() for row in done.stdout.splitlines())
+    assert numbers["training_step"] == "58" and numbers["training_starts"] == "2", done.stderr
+    for alert in re.findall(r"^# .*?(training_\w+)", page, re.MULTILINE):
+        assert alert in numbers
+
+
+def test_a_process_that_began_after_the_run_has_only_the_same_number(tmp_path, capsys):
+    life = KILLED[0] | {"world": 1, "pids": [os.getpid()], "hosts": [socket.gethostname()]}
+    write(tmp_path, life)
+    assert main([str(tmp_path), "--pid=0"]) == 2
+    assert summarize(tmp_path)["now"]["state"] == "dead"
+    write(tmp_path, life | {"t": time.time()})
+    assert main([str(tmp_path), "--pid=0"]) == 0
+    assert capsys.readouterr().out == f"{os.getpid()}\n"
+
+
+def test_a_run_on_another_machine_is_not_called_training_for_ever(tmp_path, capsys):
+    life = KILLED[0] | {"t": time.time() - 5}
+    write(tmp_path, life)
+    assert summarize(tmp_path)["now"]["state"] == "training"
+    write(tmp_path, life | {"t": time.time() - 700})
+    assert summarize(tmp_path)["now"]["state"] == "silent"
+    assert main([str(tmp_path)]) == 0
+    assert "last heard of 0:11:40 ago, from x, y: look there" in capsys.readouterr().out
+
+
+def test_the_next_life_names_the_machine_that_died(jobs, tmp_path):
+    words = [*PACED, "--run-dir", tmp_path / "run", "--max-steps"]
+    job = {"TORCHELASTIC_RUN_ID": "one job", "PACE": "0"}
+    jobs.python("train_ddp.py", *words, 2, **job).ends_with(0)
+    path = tmp_path / "run/ledger.jsonl"
+    kept = [line for line in path.read_text().splitlines() if '"done"' not in line and '"left"' not in line]
+    path.write_text("\n".join(kept).replace(json.dumps([socket.gethostname()]), '["node3"]') + "\n")
+    said = jobs.python("train_ddp.py", *words, 3, **job).ends_with(0)
+    assert "\nrank 0 on node3 ended without a word (killed, or its machine is gone)\nresuming" in said
 
 
 def test_of_several_runs_each_has_a_row_with_its_best_and_what_differs(tmp_path, capsys):

@@ -107,6 +107,22 @@ def test_an_active_environment_is_used_and_a_process_started_for_each_visible_gp
     assert not (clone / ".venv").exists()
 
 
+def test_an_active_environment_that_lacks_something_is_left_alone_and_another_one_made(clone, tmp_path):
+    calls = tmp_path / "calls"
+    executable(tmp_path / "bin/python", f'#!/bin/sh\necho "$@" >> "{calls}"\nexit 1\n')
+    done = sh(clone / "launch/local.sh", CONDA_PREFIX=str(tmp_path), CUDA_VISIBLE_DEVICES="")
+    assert Path(given(done)[0]) == clone / ".venv" and "is used" in done.stderr
+    assert "pip" not in calls.read_text() and "venv" not in calls.read_text()
+
+
+@needs_an_environment
+def test_local_sh_runs_a_module_in_the_same_environment_from_anywhere(tmp_path):
+    words = ["-m", "common.ledger", tmp_path, "--pid", 1]
+    for env in ({"VIRTUAL_ENV": str(HOME)}, {"CONDA_PREFIX": str(HOME), "NPROC": "none"}):
+        done = sh(LOCAL, *words, cwd=tmp_path, **env)
+        assert done.returncode == 2 and "holds no life" in done.stderr and done.stdout == ""
+
+
 def test_the_shell_scripts_are_clean():
     scripts = [
         *ROOT.glob("launch/*.sh"),

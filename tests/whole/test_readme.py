@@ -20,9 +20,9 @@ LONGEST = {"common": 250, "tests": 70, ".github": 15}  # lines; of the others 13
 MADE = "my_ options. metrics. ledger. model. optimizer. state. manifest. tb/ audit/ control/"
 PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 FLAGS = r"((?: -[\w-]+(?:[= ][\w.:/,]+)?)*)"
-SCRIPT = r"(?:train_(\w+)\.py|launch/local\.sh(?: my_loop\.py)?|launch/ssh\.sh [\w,]+|slurm\.sbatch)"
+SCRIPT = r"(?:train_(\w+)\.py|launch/local\.sh(?! -m)(?: my_loop\.py)?|launch/ssh\.sh [\w,]+|slurm\.sbatch)"
 TRAINING = rf"(?:nproc_per_node=(\d+) [^\n`]*?)?{SCRIPT}{FLAGS}"
-PROGRAM = r"python (?:-m )?((?:common|tests)[\w./]+)((?: [\w./,:=-]+)*)"
+PROGRAM = r"(?:python|local\.sh) (?:-m )?((?:common|tests)[\w./]+)((?: [\w./,:=-]+)*)"
 TORCHRUN = r"(\S*) ?torchrun(\.py)?( --n\w+=\S+(?: --?\S+)*)"
 
 
@@ -109,7 +109,7 @@ def test_a_readme_is_short_and_what_it_names_is_there(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
         path = (page.parent / target).resolve() if target else page
         assert path.is_file(), target
-        headings = re.findall(r"^#+ (.*)", prose(path.read_text(encoding="utf-8")), re.MULTILINE)
+        headings = re.findall(r"^#+ (.*)", prose(path.read_text(encoding="utf-8", errors="replace")), re.M)
         anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
         assert not anchor or anchor in anchors, anchor
 

@@ -6,7 +6,7 @@ from test_readme import COMMON, fenced, section
 
 TEXT = section(COMMON, "Recipes")
 (CODE,) = fenced(TEXT, "python")
-(WRITES,) = fenced(section(COMMON, "The result"), "python")
+WRITES, ELSEWHERE = fenced(section(COMMON, "The result"), "python")
 DATA = f"""
 import sys
 sys.path.insert(0, {str(TESTS)!r})

@@ -1,0 +1,138 @@
+"""What the pages show in a few lines, as it is printed there."""
+
+import re
+import subprocess
+import sys
+import textwrap
+from contextlib import suppress
+
+import numpy
+import pytest
+import torch
+from jobs import ROOT, rows
+from PIL import Image
+from test_readme import COMMON, README, fenced, section
+from torchvision import transforms
+
+from common.checkpoint.__main__ import main as checkpoints
+from common.data.datasets import imagefolder
+from common.options import Options, as_imagefolder
+from common.sampler import ElasticSampler
+
+ELSEWHERE = fenced(section(COMMON, "The result"), "python")[1]
+
+
+def test_a_task_with_a_matrix_trains_and_finish_makes_a_number_of_it(jobs, tmp_path):
+    (loss,) = fenced(section(COMMON, "Your net, your data, your loss"), "python")
+    data = """
+def net(data):
+    return torch.nn.Linear(3, 1)
+
+def line():
+    x = torch.randn(96, 3, generator=torch.Generator().manual_seed(0))
+    return x[:64], x[:64, :1], x[64:], x[64:, :1]
+"""
+    (tmp_path / "my_own.py").write_text(f"import torch\nimport torch.nn.functional as F\n{data}\n{loss}")
+    flags = ["--model=my_own.py:net", "--dataset=my_own.py:line", "--task=my_own.py:loss"]
+    words = ["--lr=0.05", "--epochs=30", "--best=-mae", "--run-dir=run", "--no-tensorboard"]
+    jobs.python("train_ddp.py", *flags, *words, cwd=tmp_path).ends_with(0)
+    last = rows(tmp_path / "run")[-1]
+    assert last["val_right"] > 0.8 and 0 < last["val_mae"] < 0.5
+
+
+def test_a_batch_of_hugging_face_trains_in_a_loop_of_ones_own(jobs, tmp_path):
+    pytest.importorskip("transformers")
+    text = section(COMMON, "A loop of your own")
+    assert "out = run.model(**batch.data)" in text and "run.step(out.loss * n, count=n)" in text
+    config = "vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8"
+    (tmp_path / "my_loop.py").write_text(
+        f"""
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+from common.elastic import Elastic
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, i):
+        return {{"input_ids": torch.tensor([i, i + 1, 2]), "labels": torch.tensor(i % 2)}}
+
+net = BertForSequenceClassification(BertConfig({config}, num_labels=2))
+with Elastic(net=net, optimizer=torch.optim.AdamW(net.parameters()), dataset=Rows(), run_dir="run",
+             batch_size=8, epochs=1, audit=True) as run:
+    for batch in run:
+        n = len(batch.data["labels"])
+        out = run.model(**batch.data)
+        run.step(out.loss * n, count=n)
+"""
+    )
+    said = jobs.start(tmp_path / "my_loop.py", cwd=tmp_path, PYTHONPATH=str(ROOT)).ends_with(0)
+    assert "done at step 3" in said
+
+
+def trained_alone(code, rank, world, samples, killed_at):
+    """(what a rank trains on, the integer it has saved last)."""
+    trained = []
+
+    def train(x, y, size):
+        if names["samples"] == killed_at:
+            raise KeyboardInterrupt
+        trained.extend(x.tolist())
+
+    names = {
+        "ElasticSampler": ElasticSampler,
+        "DataLoader": torch.utils.data.DataLoader,
+        "dataset": [(i, -i) for i in range(103)],
+        "epochs": 2,
+        "rank": rank,
+        "world": world,
+        "samples": samples,
+        "train": train,
+    }
+    with suppress(KeyboardInterrupt):
+        exec(code, names)
+    return trained, names["samples"]
+
+
+@pytest.mark.parametrize("first, second", [(1, 3), (2, 4)])
+def test_the_order_alone_is_a_batch_sampler_and_one_integer(first, second):
+    lines = [line for line in ElasticSampler.__doc__.splitlines() if line.startswith("        ")]
+    code = textwrap.dedent("\n".join(lines))
+    begun = [trained_alone(code, rank, first, 0, 103 + 64) for rank in range(first)]
+    assert {saved for _, saved in begun} == {103 + 64}
+    ended = [trained_alone(code, rank, second, 103 + 64, None) for rank in range(second)]
+    assert {saved for _, saved in ended} == {2 * 103}
+    ids = [i for trained, _ in begun + ended for i in trained]
+    assert sorted(ids) == sorted([*range(103), *range(103)])
+
+
+def test_the_numbers_of_a_net_are_the_same_without_this_project(tmp_path, jobs):
+    code = fenced(section(README, "The three scripts"), "python")[0]
+    (tmp_path / "my_own.py").write_text(code)
+    (command,) = fenced(section(README, "The three scripts"), "sh")
+    jobs.python(*command.split()[1:], "--max-steps=30", "--no-tensorboard", cwd=tmp_path).ends_with(0)
+    assert checkpoints([f"{tmp_path}/runs/wide", "--best", "--export", f"{tmp_path}/wide.safetensors"]) == 0
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", f"import sys; sys.path.append('.')\n{ELSEWHERE}"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    found = float(re.search(r"tensor\(([0-9.]+)", done.stdout)[1])
+    assert abs(found - rows(tmp_path / "runs/wide")[-1]["val_acc"]) < 1e-4, done.stderr
+
+
+def test_pictures_are_made_for_a_net_as_the_flag_and_the_export_say(tmp_path):
+    for name in ("train", "val"):
+        (tmp_path / name / "cat").mkdir(parents=True)
+        pixels = numpy.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=numpy.uint8)
+        Image.fromarray(pixels).save(tmp_path / name / "cat/1.png")
+    words = as_imagefolder(32)
+    side, crop, *numbers = re.findall(r"\d[\d.]*", words.replace("0 to 1", ""))
+    steps = [transforms.Resize(int(side)), transforms.CenterCrop(int(crop)), transforms.ToTensor()]
+    picture = transforms.Compose(steps)(Image.open(tmp_path / "val/cat/1.png").convert("RGB"))
+    mean, deviation = torch.tensor([float(number) for number in numbers]).view(2, 3, 1, 1)
+    opts = Options(dataset="imagefolder", data_dir=str(tmp_path), image_size=32)
+    assert torch.allclose(imagefolder(opts).test.dataset[0][0], (picture - mean) / deviation)
