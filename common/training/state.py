@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from common.checkpoint import facts_of
+from common.checkpoint import checkpoints, facts_of
 from common.errors import UserError, blamed
 from common.options import Options
 from common.sampler import seed
@@ -172,11 +172,11 @@ class TrainState:
 
     def diverged(self, fact: str) -> UserError:
         """Spoils a state that is not finite: a restart begins before it."""
+        resume = f" --resume {self.opts.run_dir}" if checkpoints(self.opts.run_dir) else ""
         return self.spoil(
             UserError(
                 f"{fact}; nothing after the newest checkpoint is kept\n"
-                f"lower --lr in another run: --run-dir NEW --resume {self.opts.run_dir} --lr X "
-                "(without --resume if that has no checkpoint)\n"
+                f"lower --lr in another run: --run-dir NEW{resume} --lr X\n"
                 "or clip there with --clip-grad-norm, or look at the samples with --audit",
                 code=5,
             )

@@ -98,6 +98,7 @@ def plant(script):
     from common.ledger import Audit
     from common.store import CheckpointStore
     from common.training import TrainState
+    from common.training.progress import Progress
 
     around(common.run, "join", "join", "joined")
     around(CheckpointStore, "restore", "restore", "restored")
@@ -107,7 +108,7 @@ def plant(script):
     register_optimizer_step_post_hook(lambda *_: point("step-torn"))
     torch.nn.modules.module.register_module_forward_hook(_after_forward)
     around(script, "evaluate", "evaluate", "evaluated")
-    around(TrainState, "end_epoch", "epoch-end", "epoch-ended")
+    around(Progress, "end_epoch", "epoch-end", "epoch-ended")
     around(CheckpointStore, "close", "close", "closed")
     around(common.run, "leave", "leave", "left")
     atexit.register(point, "exit")

@@ -31,6 +31,7 @@ PRIVATE = {
     nn.parallel.DistributedDataParallel: ("_check_reducer_finalized",),
     torch.distributed.distributed_c10d: ("_set_pg_timeout",),  # where torch has no set_timeout
     batchnorm: ("_NormBase",),
+    torch._utils: ("_flatten_dense_tensors", "_unflatten_dense_tensors"),
     dataloader: ("_MultiProcessingDataLoaderIter",),  # it has `_workers`
 }
 OF_PYTHON = {"_exit", "_current_frames", "_replace", "_make"}
