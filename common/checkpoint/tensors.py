@@ -2,7 +2,7 @@
 
 What a file holds is one table, {name: [type, shape, first row, SHA-256]}: the manifest has it, and the header
 follows from it. A file with another header is refused, so no header is ever parsed. The first row is not 0
-where a tensor lies in several files (train_mp.py --shard).
+where a tensor lies in several files (`--shard`).
 """
 
 import hashlib

@@ -238,7 +238,7 @@ class TrainState:
         }
 
     def rows(self) -> dict[str, tuple[int, int]]:
-        """{name: (first row, rows of the whole)} where this rank has only some (train_mp.py --shard)."""
+        """{name: (first row, rows of the whole)} where this rank has only some (`--shard`)."""
         rows = {}
         for named in self._named().values():
             for name, tensor in named.items():

@@ -34,13 +34,16 @@ def test_an_epoch_predicts_every_byte(path):
     assert data.classes == data.vocab == 256 and data.sample_shape == (16,)
 
 
+LOGGED = SimpleNamespace(next_is_logged=True)
+
+
 def test_the_loss_and_the_accuracy_of_a_sample_are_means_over_its_tokens(path):
     opts = options(path, task="classify")
     data = load_data(opts)
     task = find_task(opts)
     net = build_model(opts, data).double()
     x, y = data.train.fetch(range(7))
-    values = task(net, (x, y), SimpleNamespace(net=net, opts=opts, task=task))
+    values = task(net, (x, y), SimpleNamespace(net=net, opts=opts, task=task, progress=LOGGED))
     out = net(x)
     assert task.metrics(task.add(task.zeros(torch.device("cpu")), values)) == pytest.approx(
         {

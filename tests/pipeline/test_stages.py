@@ -274,7 +274,7 @@ def all_of(world, optimizers, shard):
 
 def test_shard_takes_each_optimizer_that_works_by_elements_and_a_function_that_makes_one(tmp_path):
     (tmp_path / "groups.py").write_text(GROUPS)
-    optimizers = [*ELEMENT_WISE.lower().split(), f"{tmp_path}/groups.py:adamw"]
+    optimizers = [*(kind.__name__.lower() for kind in ELEMENT_WISE), f"{tmp_path}/groups.py:adamw"]
     whole = all_of(ALONE, optimizers, 0)
     for found in zip(whole, *fork_ranks(2, all_of, optimizers, 2), strict=True):
         assert_same(found[1:], found[0], 1e-10)

@@ -127,6 +127,7 @@ def test_replicas_in_threads_compute_in_the_type_that_amp_names(monkeypatch):
     seen = []
     net[0].register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     state = SimpleNamespace(net=net, opts=opts, names=dict.fromkeys(net.parameters()))
+    state.progress = SimpleNamespace(next_is_logged=True)
     world = SimpleNamespace(devices=(torch.device("cpu"),) * 2, device=torch.device("cpu"))
     state.task = find_task(opts)
     batch = batch_of(7)
