@@ -109,30 +109,31 @@ def dies_as_all_have_come(place, address):
     os._exit(0)
 
 
-def assert_complete(nodes, run):
-    assert_all_end(nodes)
+def two_complete(jobs, place, run):
+    assert_all_end([machine(jobs, place, ROOT / "train_ddp.py", *PACED, "--run-dir", run) for _ in range(2)])
     assert lives(run)[-1]["world"] == 2 and audit(run) == CLEAN
 
 
 @pytest.mark.parametrize("address", ["0.0.0.0", "9.9.9.9"], ids=["first", "last"])
 def test_a_machine_that_dies_as_all_have_come_does_not_end_the_others(jobs, place, tmp_path, address):
     with child(lambda: dies_as_all_have_come(place, address)):
-        nodes = [
-            machine(jobs, place, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run")
-            for _ in range(2)
-        ]
-        assert_complete(nodes, tmp_path / "run")
+        two_complete(jobs, place, tmp_path / "run")
 
 
 def test_a_machine_that_dies_before_its_ranks_have_come_keeps_no_rank_waiting(jobs, place, tmp_path):
     script = tmp_path / "dies.py"
     script.write_text(DIES)
     dying = machine(jobs, place, script)
-    nodes = [
-        machine(jobs, place, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run") for _ in range(2)
-    ]
+    two_complete(jobs, place, tmp_path / "run")
     dying.wait()
-    assert_complete(nodes, tmp_path / "run")
+
+
+@pytest.fixture
+def pair(jobs, place, waits):
+    """Two machines whose ranks have begun."""
+    nodes = [machine(jobs, place, waits) for _ in range(2)]
+    begun(waits, 2, 2)
+    return nodes
 
 
 def begun(script, world, count):
@@ -190,21 +191,17 @@ def end_of_rank_0(script, nodes):
     return nodes
 
 
-def test_a_machine_that_dies_as_the_others_have_completed_costs_them_its_heartbeats(jobs, place, waits):
-    nodes = [machine(jobs, place, waits) for _ in range(2)]
-    begun(waits, 2, 2)
-    first, last = end_of_rank_0(waits, nodes)
+def test_a_machine_that_dies_as_the_others_have_completed_costs_them_its_heartbeats(waits, pair):
+    first, last = end_of_rank_0(waits, pair)
     die(last)
     assert_all_end([first], [0])
 
 
-def test_a_machine_that_must_train_again_finds_those_that_have_completed(jobs, place, waits):
-    nodes = [machine(jobs, place, waits) for _ in range(2)]
+def test_a_machine_that_must_train_again_finds_those_that_have_completed(waits, pair):
     end(waits, "fail-2-1")
-    begun(waits, 2, 2)
-    end_of_rank_0(waits, nodes)
+    end_of_rank_0(waits, pair)
     end(waits)
-    assert_all_end(nodes)
+    assert_all_end(pair)
     begun(waits, 2, 4)
 
 
@@ -221,13 +218,11 @@ def test_a_machine_that_was_not_needed_ends_well_and_waits_longer_than_for_a_mee
     assert_all_end([*nodes, spare], (0, 0, 0))
 
 
-def test_machines_that_nobody_has_heard_of_meet_again_before_others_meet_without_them(jobs, place, waits):
-    nodes = [machine(jobs, place, waits) for _ in range(2)]
-    begun(waits, 2, 2)
+def test_machines_that_nobody_has_heard_of_meet_again_before_others_meet_without_them(place, waits, pair):
     silence(place)
     begun(waits, 2, 4)
     end(waits)
-    assert_all_end(nodes)
+    assert_all_end(pair)
 
 
 @pytest.mark.parametrize("meeting", [True, False])
@@ -264,16 +259,14 @@ def test_a_wrong_machine_is_refused_before_it_joins_and_the_others_train_on(jobs
     assert len(lives(tmp_path / "run")) == count
 
 
-def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, place, waits):
-    nodes = [machine(jobs, place, waits) for _ in range(2)]
-    begun(waits, 2, 2)
+def test_the_mistake_of_one_machine_does_not_end_the_job_for_the_others(jobs, place, waits, pair):
     mistaken = waits.parent / "mistaken.py"
     mistaken.write_text("import sys\nsys.exit(2)\n")
     machine(jobs, place, mistaken).ends_with(2)
-    nodes.append(machine(jobs, place, waits))
+    late = machine(jobs, place, waits)
     begun(waits, 3, 2 + 3)
     end(waits)
-    assert_all_end(nodes, (0, 0, 0))
+    assert_all_end([*pair, late], (0, 0, 0))
 
 
 def test_a_signal_that_comes_as_torchs_clock_begins_is_a_stop_all_the_same(monkeypatch):
@@ -301,11 +294,12 @@ def test_agents_of_one_name_and_one_process_number_as_in_two_containers_are_two_
     assert len({*fork_ranks(2, node)}) == 2
 
 
-def test_a_strangers_pickle_runs_no_code_in_the_agents_and_their_own_are_read(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (f"{tmp_path}/run",)
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (f"{os.getcwd()}/run",)
 
+
+def test_a_strangers_pickle_runs_no_code_in_the_agents_and_their_own_are_read(tmp_path):
     state = dynamic_rendezvous._RendezvousState()
     node = dynamic_rendezvous._NodeDesc("one", 1, 2)
     state.participants[node] = 0
@@ -319,10 +313,6 @@ def test_a_strangers_pickle_runs_no_code_in_the_agents_and_their_own_are_read(tm
 
 
 def test_a_strangers_pickle_in_the_store_ends_the_agent_with_a_line(jobs, place, waits, tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return os.mkdir, (f"{tmp_path}/run",)
-
     node = machine(jobs, place, waits)
     begun(waits, 1, 1)
     state = base64.b64encode(pickle.dumps(Evil())).decode()

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import subprocess
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -101,29 +99,17 @@ def cloud():
 
 
 @pytest.fixture
-def watched(tmp_path):
-    """Starts a training under notice.py and waits until it trains; its standard error goes to `err`."""
-    started = []
+def watched(jobs):
+    """Starts a training under notice.py and waits until it trains."""
 
-    def begin(*flags, address="http://127.0.0.1:1", **env):
-        env = os.environ | {"NOTICE_SECONDS": "0.02", "NOTICE_ADDRESS": address} | env
-        started.append(
-            subprocess.Popen(
-                [sys.executable, NOTICE, *flags, sys.executable, "-c", TRAINING],
-                env=env,
-                stdout=subprocess.PIPE,
-                stderr=open(tmp_path / "err", "w"),
-                text=True,
-            )
+    def begin(*words, address, **env):
+        job = jobs.start(
+            *words, "-c", TRAINING, cold=True, NOTICE_SECONDS="0.02", NOTICE_ADDRESS=address, **env
         )
-        assert started[-1].stdout.readline() == "trains\n"
-        return started[-1]
+        until(lambda: job.output == "trains\n", "the training")
+        return job
 
-    yield begin
-    for job in started:
-        job.kill()
-        job.wait()
-        job.stdout.close()
+    return begin
 
 
 @pytest.mark.parametrize(
@@ -135,15 +121,17 @@ def watched(tmp_path):
     ],
 )
 def test_a_clouds_notice_reaches_the_training_as_sigterm_and_its_exit_code_is_kept(
-    cloud, watched, tmp_path, dialect, words
+    cloud, watched, dialect, words
 ):
     here = cloud(dialect)
-    job = watched(address=here.address, http_proxy="http://127.0.0.1:1")  # no proxy is asked
+    job = watched(
+        NOTICE, sys.executable, address=here.address, http_proxy="http://127.0.0.1:1"
+    )  # it is not asked
     (watcher,) = children(job.pid)
     until(lambda: len(here.asked) > 6, "some looks")
-    assert job.poll() is None and (tmp_path / "err").read_text() == ""
+    assert job.poll() is None and job.output == "trains\n"
     here.notice = True
-    assert job.wait(300) == 143 and (tmp_path / "err").read_text().startswith(words)
+    assert job.ends_with(143).startswith(f"trains\n{words}")
     until(lambda: state(watcher) in "ZX", "the watcher's end")
 
 
@@ -159,7 +147,7 @@ def refused(request):
 def test_what_is_no_notice_for_this_machine_ends_nothing(cloud, watched, dialect):
     here = cloud(dialect)
     here.notice = True
-    job = watched(address=here.address)
+    job = watched(NOTICE, sys.executable, address=here.address)
     until(lambda: len(here.asked) > 12, "some looks")
     assert job.poll() is None
     (watcher,) = children(job.pid)
@@ -167,17 +155,9 @@ def test_what_is_no_notice_for_this_machine_ends_nothing(cloud, watched, dialect
     until(lambda: state(watcher) in "ZX", "the watcher's end")
 
 
-def test_a_launcher_that_runs_already_is_watched_by_its_number(cloud):
+def test_a_launcher_that_runs_already_is_watched_by_its_number(cloud, watched, jobs):
     here = cloud(gcp)
     here.notice = True
-    with subprocess.Popen([sys.executable, "-c", TRAINING], stdout=subprocess.PIPE) as training:
-        training.stdout.readline()
-        env = os.environ | {"NOTICE_ADDRESS": here.address}
-        done = subprocess.run(
-            [sys.executable, NOTICE, "--pid", str(training.pid)],
-            timeout=120,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
-        assert training.wait(300) == 143 and done.returncode == 0, done.stderr
+    training = watched(address="")
+    jobs.start(NOTICE, "--pid", training.pid, cold=True, NOTICE_ADDRESS=here.address).ends_with(0)
+    training.ends_with(143)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -37,51 +36,28 @@ while True:
 
 
 @pytest.fixture
-def ssh(tmp_path):
+def ssh(jobs, tmp_path):
     """Starts launch/ssh.sh in a session of its own, as from a terminal."""
     for name, text in (("ssh", FAKE_SSH), ("python", FAKE_PYTHON)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    started = []
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": f"{tmp_path}/python",
+        "NOTES": f"{tmp_path}/notes",
+        "TMPDIR": str(tmp_path),
+    }
 
-    def begin(*words, **env):
-        given = (
-            os.environ
-            | {
-                "PATH": f"{tmp_path}:{os.environ['PATH']}",
-                "PYTHON": f"{tmp_path}/python",
-                "NOTES": f"{tmp_path}/notes",
-                "TMPDIR": str(tmp_path),
-            }
-            | env
-        )
-        out = open(tmp_path / "out", "w+")
-        started.append(
-            subprocess.Popen(
-                [SSH, *words],
-                env=given,
-                stdout=out,
-                stderr=out,
-                text=True,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        )
-        out.close()
-        return started[-1]
+    def begin(*words, **more):
+        return jobs.start(*words, cold=True, program=SSH, **env, **more)
 
     begin.notes = lambda: [json.loads(line) for line in (tmp_path / "notes").read_text().splitlines()]
-    begin.output = lambda: (tmp_path / "out").read_text()
-    yield begin
-    for job in started:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+    return begin
 
 
 def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh):
     job = ssh("a@one,two,three", "--run-dir", "$(touch x) 'b'  c", NPROC="8", MIN="2", PORT="777", CODE="0")
-    assert job.wait(300) == 0, ssh.output()
+    job.ends_with(0)
     store, *agents = [note for note in ssh.notes() if note[0] != "left"]
     assert store == [str(ROOT), "launch/store.py", "one:777"] and len(agents) == 3
     assert agents[0] == agents[1] == agents[2]
@@ -94,9 +70,9 @@ def test_a_store_and_an_agent_on_each_machine_get_every_word_as_it_was_typed(ssh
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
     job = ssh("one,two")
-    until(lambda: "store on" in ssh.output() and len(ssh.notes()) == 3, "the agents")
-    os.killpg(job.pid, number) if number == signal.SIGINT else job.send_signal(number)
-    assert job.wait(300) == (143 if number != signal.SIGKILL else -9), ssh.output()
+    until(lambda: "store on" in job.output and len(ssh.notes()) == 3, "the agents")
+    os.killpg(job.pid, number) if number == signal.SIGINT else job.kill(number)
+    job.ends_with(143 if number != signal.SIGKILL else -9)
     until(lambda: len(ssh.notes()) == 6, "everybody's end")
     if number != signal.SIGKILL:
         assert ssh.notes()[-1] == ["left", "launch/store.py"]
@@ -114,4 +90,4 @@ def test_ctrl_c_asks_all_agents_to_leave_and_the_store_is_the_last(ssh, number):
     ],
 )
 def test_a_machine_that_is_not_reached_is_done_without_unless_the_others_meet_there(ssh, hosts, code, result):
-    assert ssh(hosts, CODE=code).wait(300) == result, ssh.output()
+    ssh(hosts, CODE=code).ends_with(result)

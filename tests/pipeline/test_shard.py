@@ -16,6 +16,7 @@ from test_bitwise import run
 from test_readme import COMMON, fenced, section
 from torch import nn
 from torch.profiler import profile
+from torch.testing import assert_close
 
 import train_mp
 from common.models.gpt import build_gpt
@@ -68,21 +69,28 @@ def test_a_weight_that_cannot_be_spread_is_refused():
     fork_ranks(2, refused)
 
 
+def spread(world, net, **how):
+    """(the state, a function that does one backward)."""
+    opts = Options(script="mp", global_batch_size=N, stages=1, **how)
+    world = world.in_stages(1, opts.shard)
+    x = torch.randint(WORDS, (N, LENGTH), generator=torch.Generator().manual_seed(3))
+    data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
+    model = split(net, opts, world, data, find_task(opts))
+    state = TrainState(net, build_optimizer(net, opts), opts, N)
+    batch = share_of(x, x[:, 0], opts, world.rank, world.size)
+    return state, lambda: backward(model, batch, state, world)
+
+
 def measured(world, make, micro, shards=0):
     """Of one backward: bytes held before and at most added, times those of the weights; the weights after."""
     torch.manual_seed(0)
     net = make().double()
-    opts = Options(script="mp", global_batch_size=N, micro_batch_size=micro, shard=shards, stages=1)
-    world = world.in_stages(1, opts.shard)
-    x = torch.randint(WORDS, (N, LENGTH), generator=torch.Generator().manual_seed(3))
     whole = sum(p.nbytes for p in net.parameters())
-    data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
-    model = split(net, opts, world, data, find_task(opts))
-    state = TrainState(net, build_optimizer(net, opts), opts, N)
+    state, back = spread(world, net, micro_batch_size=micro, shard=shards)
     held = sum(t.nbytes for named in state.tensors().values() for t in named.values())
     state.first_forward.begin()
     with profile(profile_memory=True) as seen:
-        backward(model, share_of(x, x[:, 0], opts, world.rank, world.size), state, world)
+        back()
     events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     grown = accumulate(event.nbytes() for event in events if event.name() == "[memory]")
     state.update(N)
@@ -133,10 +141,7 @@ def test_shard_a_whole_copy_may_die_at_once_and_shards_copies_and_stages_may_cha
     stop(start(3, "--stages=1"), 14, 3)
     start(4, "--stages=2").ends_with(0)
     assert audit(run) == CLEAN
-    ours = weights(run)
-    theirs = weights(alone)
-    assert ours.keys() == theirs.keys()
-    assert all((ours[name] - theirs[name]).abs().max() < 1e-9 for name in ours)
+    assert_close(weights(run), weights(alone), rtol=0, atol=1e-9)
 
 
 # ---- memory for a net that is larger than a device -------------------------------------------------
@@ -152,12 +157,7 @@ def between(world, how):
     libc.mallopt(-3, 1 << 14)  # M_MMAP_THRESHOLD: tensors are mapped, and counted at once
     torch.manual_seed(0)
     net = Blocks()
-    opts = Options(script="mp", global_batch_size=N, stages=1, **how)
-    world = world.in_stages(1, opts.shard)
-    x = torch.randint(WORDS, (N, LENGTH), generator=torch.Generator().manual_seed(3))
-    data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
-    model = split(net, opts, world, data, find_task(opts))
-    state = TrainState(net, build_optimizer(net, opts), opts, N)
+    state, back = spread(world, net, **how)
     scale = state.scaler.scale
     start = libc.mallinfo2().hblkhd
     held = []
@@ -167,7 +167,7 @@ def between(world, how):
         return scale(loss)
 
     state.scaler.scale = looked_at
-    backward(model, share_of(x, x[:, 0], opts, world.rank, world.size), state, world)
+    back()
     return max(held) / sum(p.numel() * 4 for p in net.parameters())
 
 

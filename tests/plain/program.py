@@ -89,10 +89,13 @@ class Program:
 
     def loop(self, run):
         for batch in run:
-            run.step(*self.values(run, batch)["loss"])
+            self.step(run, batch)
             self.after(run.net, run.optimizer, run.state.progress.step)
             if run.epoch_ended:
                 run.report(**run.evaluate(lambda batch: self.values(run, batch)))
+
+    def step(self, run, batch):
+        run.step(*self.values(run, batch)["loss"])
 
     def values(self, run, batch):
         return self.loss(run.model, batch.parts[0][1])
@@ -162,6 +165,9 @@ class Program:
             for name, pair in self.loss(net, self.collate([sample])).items():
                 sums[name] = sums.get(name, 0) + torch.tensor(pair, dtype=torch.float64)
         return [(name, total / count) for name, (total, count) in sums.items()]
+
+    def no_evaluation(self, *_):
+        return []
 
 
 # ---- the doors --------------------------------------------------------------------------------------

@@ -703,8 +703,7 @@ class SlowAverages(Bf16):
 
     flags = {"ema_decay": 0.999}
 
-    def evaluation(self, *_):
-        return []
+    evaluation = Program.no_evaluation
 
     def check(self, run):
         if (weights(run)["optimizer 2.bias/ema"] == self.made()[2].bias).all():
@@ -821,12 +820,11 @@ class Reported(Clamped):
 
     def loop(self, run):
         for batch in run:
-            run.step(*self.values(run, batch)["loss"])
+            self.step(run, batch)
             run.report(score=run.state.progress.step)
             self.after(run.net, run.optimizer, run.state.progress.step)
 
-    def evaluation(self, *_):
-        return []
+    evaluation = Program.no_evaluation
 
 
 class Scheduler(Program):
@@ -882,7 +880,7 @@ class Accumulated(Program):
     def loop(self, run):
         for batch in run:
             self.values(run, batch)["loss"][0].backward()
-            run.step(*self.values(run, batch)["loss"])
+            self.step(run, batch)
 
 
 class Nested(Program):
@@ -894,8 +892,8 @@ class Nested(Program):
 
     def loop(self, run):
         for batch in run:
-            run.step(*self.values(run, batch)["loss"])
-            run.step(*self.values(run, next(iter(run)))["loss"])
+            self.step(run, batch)
+            self.step(run, next(iter(run)))
 
 
 class Breaks(Program):
@@ -906,12 +904,11 @@ class Breaks(Program):
     def loop(self, run):
         for _ in range(2):
             for batch in run:
-                run.step(*self.values(run, batch)["loss"])
+                self.step(run, batch)
                 if run.epoch_ended:
                     break
 
-    def evaluation(self, *_):
-        return []
+    evaluation = Program.no_evaluation
 
 
 class MidEpoch(Program):
@@ -922,11 +919,10 @@ class MidEpoch(Program):
 
     def loop(self, run):
         for batch in run:
-            run.step(*self.values(run, batch)["loss"])
+            self.step(run, batch)
             run.report(score=-abs(run.state.progress.step - 3))
 
-    def evaluation(self, *_):
-        return []
+    evaluation = Program.no_evaluation
 
     def check(self, run):
         if weights_of(run, "best")[1]["step"] != 3:

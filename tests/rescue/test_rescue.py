@@ -53,6 +53,13 @@ def step(state):
     state.update(8)
 
 
+def end_soon():
+    """A signal comes, and a step that stands still is waited for no longer than that takes."""
+    common.rescue.watch.STEP_SECONDS = 0.2
+    common.store.saver.STEP_SECONDS = 0.2
+    threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+
 def saved(run):
     return [number for number, _ in checkpoints(Path(run))]
 
@@ -77,15 +84,13 @@ def in_a_store(world):
 @pytest.mark.parametrize("size, stuck", [(1, in_a_lock), (2, in_a_store)])
 def test_a_main_thread_stuck_in_c_is_left_behind_with_its_last_whole_step_saved(run, size, stuck):
     def live(world):
-        common.rescue.watch.STEP_SECONDS = 0.2
-        common.store.saver.STEP_SECONDS = 0.2
         state, store = a_run(world, run)
         with Rescue(store):
             step(state)
             step(state)
             world.barrier()
             get_context("fork").Process(target=lambda: (os.setsid(), in_a_lock(world))).start()
-            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            end_soon()
             stuck(world)
 
     assert fork_ranks(size, live, may_die=range(size)) == [143] * size
@@ -97,8 +102,6 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
     """The GPU's stream hangs, with updates behind it, for which the main thread waits."""
 
     def live(world):
-        common.rescue.watch.STEP_SECONDS = 0.2
-        common.store.saver.STEP_SECONDS = 0.2
         with fake_streams() as default:
             state, store = a_run(world, run)
             on_a_gpu(store, default)
@@ -111,7 +114,7 @@ def test_a_rescue_does_not_queue_behind_a_dead_collective(run):
                 step(state)
                 step(state)
                 default.hang()
-                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                end_soon()
                 for _ in range(4):
                     step(state)
 
@@ -124,8 +127,6 @@ def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
     """A new thread begins on GPU 0; here that one is full. A rescue waits for the last update."""
 
     def live(world):
-        common.rescue.watch.STEP_SECONDS = 0.2
-        common.store.saver.STEP_SECONDS = 0.2
         with fake_streams(gpu=1) as default:
             state, store = a_run(replace(world, devices=(torch.device("cuda:1"),)), run)
             on_a_gpu(store, default)
@@ -134,7 +135,7 @@ def test_each_thread_that_asks_a_gpu_is_on_the_gpu_of_its_rank(run):
                 store.save()
                 store.saver.wait()
                 step(state)
-                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+                end_soon()
                 in_a_lock(world)
 
     assert fork_ranks(1, live, may_die=[0]) == [143]

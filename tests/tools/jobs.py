@@ -88,8 +88,8 @@ class Jobs:
         env |= {"OMP_NUM_THREADS": "1", "JOBS_TOKEN": self.token, "PYTHONDONTWRITEBYTECODE": "1"}
         return env | extra
 
-    def start(self, *argv, cold=False, cwd=None, **env):
-        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, as a shell would."""
+    def start(self, *argv, cold=False, program=sys.executable, cwd=None, **env):
+        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, any program as a shell would."""
         self.count += 1
         cwd = str(cwd or self.folder)
         out = self.folder / f"output-{self.count}"
@@ -98,7 +98,7 @@ class Jobs:
             command = ["-m", "torch.distributed.run", *argv[1:]] if argv[0] == "torchrun" else argv
             with open(out, "ab") as file:
                 child = subprocess.Popen(
-                    [sys.executable, *command],
+                    [program, *command],
                     env=self.environment(**env),
                     cwd=cwd,
                     stdout=file,

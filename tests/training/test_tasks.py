@@ -122,6 +122,12 @@ def full_batch(name, size, clip=0.0):
     return moved, (loss / count).item()
 
 
+def assert_exact(found, wanted):
+    """Of all that is wanted; there may be more."""
+    found = {name: found[name] for name in wanted}
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", tasks.NAMES)
 def test_every_job_has_the_mean_of_the_full_batch_at_any_world_and_micro_batch(name):
     for world, micro, clip in ((1, 3, 0.0), (5, 1, 0.0), (2, 0, 0.05)):
@@ -129,8 +135,7 @@ def test_every_job_has_the_mean_of_the_full_batch_at_any_world_and_micro_batch(n
         step = partial(one_step, micro_batch_size=micro, clip_grad_norm=clip)
         for found, weights in fork_ranks(world, step, name):
             assert found == pytest.approx(loss, rel=1e-12), (world, micro)
-            for key, tensor in wanted.items():
-                torch.testing.assert_close(weights[key], tensor, rtol=0, atol=1e-12)
+            assert_exact(weights, wanted)
 
 
 # ---- the same bits, and no trace of kills -----------------------------------------------------------
@@ -155,8 +160,7 @@ def test_in_stages_a_job_has_the_mean_of_the_full_batch_and_its_evaluation(name)
         for ours, weights, judged in fork_ranks(world, partial(one_way, script="mp", **more), name):
             assert ours == pytest.approx(loss, rel=1e-12)
             assert judged == pytest.approx(metrics, rel=1e-6)
-            for key, tensor in weights.items():
-                torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-12)
+            assert_exact(wanted, weights)
 
 
 def one_way(world, name, script="ddp", devices=1, **more):
@@ -169,8 +173,7 @@ def test_replicas_in_one_process_take_and_give_trees(name):
     ((loss, weights, metrics),) = fork_ranks(1, one_way, name)
     ((found, moved, judged),) = fork_ranks(1, one_way, name, "dp", 2)
     assert found == pytest.approx(loss, rel=1e-12) and judged == pytest.approx(metrics, rel=1e-12)
-    for key, tensor in weights.items():
-        torch.testing.assert_close(moved[key], tensor, rtol=0, atol=1e-12)
+    assert_exact(moved, weights)
 
 
 # ---- what GPUs alone have: the scale of fp16 ---------------------------------
@@ -331,5 +334,4 @@ def test_a_forward_of_which_nothing_counts_may_return_plain_zeros(tmp_path, slic
     for world in (1, 2):
         for losses, found in fork_ranks(world, steps, asked("(0, 0)")):
             assert losses == pytest.approx(wanted, rel=1e-12) and losses[0]
-            for name, tensor in weights.items():
-                torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-12)
+            assert_exact(found, weights)

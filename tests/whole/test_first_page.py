@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -34,46 +33,32 @@ def clone(tmp_path):
     return tmp_path
 
 
-def test_the_first_screen_is_typed_in_two_terminals_and_prints_what_it_shows(clone):
+def test_the_first_screen_is_typed_in_two_terminals_and_prints_what_it_shows(jobs, clone, monkeypatch):
     if not Path(sys.prefix, "bin/python").exists():
         pytest.skip("the tests run in no environment")
-    env = {name: value for name, value in os.environ.items() if name != "CONDA_PREFIX"}
-    env |= {"VIRTUAL_ENV": sys.prefix, "PIP_NO_INDEX": "1", "CUDA_VISIBLE_DEVICES": ""}
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    env = {"VIRTUAL_ENV": sys.prefix, "PIP_NO_INDEX": "1", "CUDA_VISIBLE_DEVICES": ""}
 
     def typed(line):
-        return subprocess.run(
-            ["bash", "-c", line], cwd=clone, env=env, text=True, capture_output=True, timeout=300
-        )
+        return jobs.start("-c", line, cold=True, program="bash", cwd=clone, **env)
 
     commands = [line for line in block("Watch it survive", "sh") if not line.startswith("#")]
     assert commands[0].count("--epochs 20") == commands[2].count("--epochs 20") == 1
     first, kill, again, audit = (line.replace("--epochs 20", "--epochs 4") for line in commands)
-    with subprocess.Popen(
-        ["bash", "-c", first],
-        cwd=clone,
-        env=env,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as terminal:
-        wait_for(clone / RUN, 20)
-        done = typed(kill)
-        assert (done.returncode, done.stderr) == (0, "")
-        wait_for(clone / RUN, 40, life=1)
-        os.killpg(terminal.pid, signal.SIGINT)  # Ctrl-C
-        printed = terminal.stdout.read()
-    assert terminal.returncode == 143, printed
-    done = typed(again)
-    printed += done.stdout + done.stderr
-    assert done.returncode == 0 and "Traceback" not in printed, printed
-    done = typed(audit)
-    printed += done.stdout
-    assert done.returncode == 0 and done.stdout.strip() == block("Watch it survive", "")[-1]
+    terminal = typed(first)
+    wait_for(clone / RUN, 20, job=terminal)
+    assert typed(kill).ends_with(0) == ""
+    wait_for(clone / RUN, 40, life=1, job=terminal)
+    os.killpg(terminal.pid, signal.SIGINT)  # Ctrl-C
+    printed = terminal.ends_with(143) + typed(again).ends_with(0)
+    assert "Traceback" not in printed, printed
+    said = typed(audit).ends_with(0)
+    assert said.strip() == block("Watch it survive", "")[-1]
     assert {shape(line) for line in block("Watch it survive", "")} <= {
-        shape(line) for line in printed.splitlines()
+        shape(line) for line in (printed + said).splitlines()
     }
-    assert typed(kill).returncode != 0  # nothing has that number any more
+    assert typed(kill).wait() != 0  # nothing has that number any more
     page = re.search(r"`(launch/local\.sh -m .* --html run\.html)`", README)[1]
-    assert typed(page).returncode == 0 and (clone / "run.html").stat().st_size > 10_000
+    typed(page).ends_with(0)
+    assert (clone / "run.html").stat().st_size > 10_000
     assert (ROOT / ".github/run.png").stat().st_size <= 100_000

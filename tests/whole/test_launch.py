@@ -241,47 +241,18 @@ WAITS = [
 
 @pytest.mark.parametrize("words, when", [([], hears), (WAITS, lambda _: os.path.getsize("meeting"))])
 def test_as_process_1_too_a_launcher_ends_at_once_while_it_has_no_workers(
-    start, monkeypatch, tmp_path, words, when
+    jobs, monkeypatch, tmp_path, words, when
 ):
-    alone = ["unshare", "--pid", "--fork", "--kill-child"]
-    if not shutil.which("unshare") or sh(*alone, "true").returncode:
+    alone = ["--pid", "--fork", "--kill-child"]
+    if not shutil.which("unshare") or sh("unshare", *alone, "true").returncode:
         pytest.skip("no PID namespace can be made here")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "meeting").touch()
-    job = start(*alone, sys.executable, TORCHRUN, *words, ROOT / "train_ddp.py", *PACED)
+    words = [*alone, sys.executable, TORCHRUN, *words, ROOT / "train_ddp.py", *PACED]
+    job = jobs.start(*words, cold=True, program="unshare", cwd=tmp_path)
     until(lambda: children(job.pid) and when(children(job.pid)[0]), "the launcher to be there")
     os.kill(children(job.pid)[0], signal.SIGTERM)
-    assert job.wait(300) == 143, job.output()
-    assert not (tmp_path / "runs").exists() and "Traceback" not in job.output()
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Starts a command in a session of its own; nothing of it outlives the test."""
-    started = []
-
-    def begin(*words, **extra):
-        out = open(tmp_path / f"output-{len(started)}", "w+b")
-        started.append(
-            subprocess.Popen(
-                list(map(str, words)),
-                cwd=tmp_path,
-                env=environment(**extra),
-                stdout=out,
-                stderr=out,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        )
-        started[-1].output = lambda: Path(out.name).read_text()
-        started[-1].out = out
-        return started[-1]
-
-    yield begin
-    for process in started:
-        process.kill()  # its workers die with it
-        process.wait()
-        process.out.close()
+    assert "Traceback" not in job.ends_with(143) and not (tmp_path / "runs").exists()
 
 
 def left_in_the_temporary_folder():
@@ -291,22 +262,22 @@ def left_in_the_temporary_folder():
 
 
 @needs_an_environment
-def test_nohup_outlives_sighup_and_after_sigkill_and_ctrl_c_the_same_command_goes_on(start, jobs, tmp_path):
+def test_nohup_outlives_sighup_and_after_sigkill_and_ctrl_c_the_same_command_goes_on(jobs, tmp_path):
     run = tmp_path / "run of 'one'"
     words = [*PACED, "--epochs", "8", "--run-dir", run]  # a life that is killed must not complete it
-    env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711", "OMP_NUM_THREADS": None}
+    fresh = [f"--unset={name}" for name in ("CONDA_PREFIX", "NPROC", "PYTHONPATH", "OMP_NUM_THREADS")]
+    env = {"VIRTUAL_ENV": str(HOME), "PACE": "0.1", "A_TOKEN": "secret-4711", "PIP_NO_INDEX": "1"}
     before = left_in_the_temporary_folder()
 
-    job = start("nohup", LOCAL, *words, **env)
+    job = jobs.start(*fresh, "nohup", LOCAL, *words, cold=True, program="env", **env)
     life = wait_for(run, 3, job=job)
     for pid in (job.pid, *life["pids"]):
         assert all(map(LOOPBACK.fullmatch, listening(pid))), listening(pid)
-    job.send_signal(signal.SIGHUP)  # it outlives its terminal
+    job.kill(signal.SIGHUP)  # it outlives its terminal
     os.kill(life["pids"][1], signal.SIGKILL)
     wait_for(run, 6, life=1, job=job)
     os.killpg(job.pid, signal.SIGINT)  # Ctrl-C
-    assert job.wait(300) == 143, job.output()
-    out = job.output()
+    out = job.ends_with(143)
     assert "stopped on SIGINT" in out and not any(word in out for word in ("Traceback", "OMP_NUM_THREADS"))
     assert left_in_the_temporary_folder() == before
 
