@@ -345,15 +345,17 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 class Known(pickle.Unpickler):
     """Reads what agents tell each other; by itself a stranger's pickle could run any code."""
 
+    known = {
+        f"{dynamic_rendezvous.__name__}._RendezvousState",
+        f"{dynamic_rendezvous.__name__}._NodeDesc",
+        "datetime.datetime",
+        "datetime.timezone",
+        "datetime.timedelta",
+        "builtins.set",
+    }
+
     def find_class(self, module: str, name: str) -> object:
-        if (module, name) in {
-            (dynamic_rendezvous.__name__, "_RendezvousState"),
-            (dynamic_rendezvous.__name__, "_NodeDesc"),
-            ("datetime", "datetime"),
-            ("datetime", "timezone"),
-            ("datetime", "timedelta"),
-            ("builtins", "set"),
-        }:
+        if f"{module}.{name}" in self.known:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
 

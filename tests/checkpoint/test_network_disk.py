@@ -23,6 +23,7 @@ from stores import (
     save,
     started,
     steps_of,
+    write,
 )
 
 from common import place
@@ -83,9 +84,7 @@ def test_the_nodes_of_a_job_that_start_into_a_new_shared_folder_find_it_to_be_on
             world.barrier()
             store, state = started(opts, world)
             if store.owns:
-                at_step(state, 3)
-                store.save()
-                store.saver.wait()
+                write(store, 3)
             world.barrier()
             return store.owns, store.writer.staging.name, end(store)
 

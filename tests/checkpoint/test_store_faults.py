@@ -26,6 +26,7 @@ from stores import (
     steps_of,
     tiny_state,
     two_checkpoints,
+    write,
 )
 
 from common.checkpoint import disk, tensors, writer
@@ -224,9 +225,7 @@ def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, mo
             patch.setattr(tensors.Image, "copy", none_left) if where == "copy" else patch.setattr(
                 tensors, "write_at", none_left
             )
-            at_step(life.state, 2)
-            life.store.save()
-            life.store.saver.wait()
+            write(life.store, 2)
             life.store.check()
             assert said[-1].startswith("save failed (1 in a row), training goes on")
             assert not list(life.store.writer.staging.iterdir())
@@ -238,9 +237,7 @@ def test_the_last_save_is_retried_and_a_run_that_cannot_be_saved_does_not_end_we
     opts = options(tmp_path)
     with a_life(opts) as life:
         monkeypatch.setattr(tensors, "write_file", full)
-        at_step(life.state, 1)
-        life.store.save()
-        life.store.saver.wait()
+        write(life.store, 1)
         monkeypatch.undo()
         life.store.close()
     assert steps_of(opts) == [1]

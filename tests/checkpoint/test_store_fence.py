@@ -29,6 +29,7 @@ from stores import (
     save,
     started,
     steps_of,
+    write,
 )
 
 from common.checkpoint import disk, fence
@@ -86,9 +87,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
                 until(go.exists, "the successor has taken over")  # the signal may stop this thread later
 
         disk.sync_folder = stop
-        at_step(life.state, 9)
-        life.store.save()
-        life.store.saver.wait()
+        write(life.store, 9)
         try:
             life.store.check()
             end.write_text("committed")
@@ -245,9 +244,7 @@ def test_a_staging_that_was_moved_away_lets_nothing_through_at_any_point_of_a_sa
                 calls = intruding(
                     patch, ("open", "pwrite", "fsync", "rename", "mkdir"), "writer", k, a_successor_comes
                 )
-                at_step(life.state, k)
-                life.store.save()
-                life.store.saver.wait()
+                write(life.store, k)
             error = life.store.saver.error
             life.store.saver.error = None
         if len(calls) == k:

@@ -22,6 +22,7 @@ from stores import (
     save,
     steps_of,
     two_checkpoints,
+    write,
 )
 from torch import nn
 
@@ -97,9 +98,7 @@ def flip(path):
 
 
 def saved(store, state, step):
-    at_step(state, step)
-    store.save()
-    store.saver.wait()
+    write(store, step)
     store.world.barrier()
     error = store.saver.error
     store.saver.error = None
@@ -252,9 +251,7 @@ def test_a_part_that_never_comes_leaves_the_one_before_and_is_swept_with_the_nex
         with staged(world, tmp_path) as (store, state):
             errors = saved(store, state, 1)
             if world.rank == 0:
-                at_step(state, 2)
-                store.save()
-                store.saver.wait()
+                write(store, 2)
             world.barrier()
             half = [step for step, _ in committed(store.fence.root)], gathered()
             world.barrier()

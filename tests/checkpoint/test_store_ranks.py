@@ -26,6 +26,7 @@ from stores import (
     steps_of,
     tiny_state,
     two_checkpoints,
+    write,
 )
 
 import common.run
@@ -270,9 +271,7 @@ def test_a_checkpoint_that_all_agreed_on_is_never_pruned(tmp_path):
     def train(world):
         store, state = started(opts, world)
         for step in range(1, 7):
-            at_step(state, step)
-            store.save()
-            store.saver.wait()
+            write(store, step)
             if step == 2:
                 store.compare_replicas()
         store.close()

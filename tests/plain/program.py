@@ -98,7 +98,7 @@ class Program:
         run.step(*self.values(run, batch)["loss"])
 
     def values(self, run, batch):
-        return self.loss(run.model, batch.parts[0][1])
+        return self.loss(run.model, batch.data)
 
     def check(self, run):
         """Of the folder of a run; raises Wrong."""

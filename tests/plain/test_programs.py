@@ -148,7 +148,7 @@ class Pooler(Labels):
 
 
 class CausalWords(Program):
-    """GPT-2 with its own loss, which shifts the labels."""
+    """GPT-2 with its own loss, which shifts the labels: a dict, as common/README takes Hugging Face's."""
 
     def net(self):
         from transformers import GPT2Config, GPT2LMHeadModel

@@ -89,7 +89,7 @@ class Jobs:
         return env | extra
 
     def start(self, *argv, cold=False, program=sys.executable, cwd=None, **env):
-        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, any program as a shell would."""
+        """`torchrun ...` or `SCRIPT ...`, from the warm process or, if `cold`, any program as in a shell."""
         self.count += 1
         cwd = str(cwd or self.folder)
         out = self.folder / f"output-{self.count}"

@@ -153,12 +153,17 @@ def end(store):
         store.owns = False
 
 
+def write(store, step):
+    """Save the state of `step` to the end, or until the store has an error."""
+    at_step(store.state, step)
+    store.save()
+    store.saver.wait()
+
+
 def save(life, step):
     """Save the state of `step` and wait until it is on the disk; what went wrong is raised."""
-    at_step(life.state, step)
+    write(life.store, step)
     saver = life.store.saver
-    life.store.save()
-    saver.wait()
     if saver.error:
         error = saver.error
         saver.error = None

@@ -84,15 +84,6 @@ def test_a_run_moves_from_dp_to_ddp_to_mp_through_kills_of_each_and_relaunches_t
     assert (run / "metrics.jsonl").read_bytes() == lines
 
 
-def test_plain_torchrun_without_a_variable_survives_a_kill(jobs, run, undisturbed):
-    """The only one here that pays for real starts; the campaign is its long form."""
-    job = ddp(jobs, 2, run, cold=True, PACE="0.02")
-    kill_at(job, run, 2)
-    job.ends_with(0)
-    assert len(lives(run)) == 2
-    assert_same(run, undisturbed)
-
-
 def test_workers_that_still_import_torch_die_with_their_agent_too(jobs, run):
     job = ddp(jobs, 2, run, cold=True)
     until(lambda: len(job.workers) == 2 or job.poll() is not None, "the workers' start")
@@ -193,9 +184,17 @@ def test_sigterm_sigint_or_sigusr1_ends_the_step_saves_and_leaves_with_143(
     assert_same(run, undisturbed)
 
 
-@pytest.mark.parametrize("rank, name", [(0, "SIGUSR1"), (1, "SIGTERM")])
-def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed, rank, name):
-    job = ddp(jobs, 2, run)
+@pytest.mark.parametrize(
+    "rank, name, how",
+    [
+        (0, "SIGUSR1", {}),
+        (1, "SIGTERM", {}),
+        # the only one here that pays for real starts, with plain torchrun; the campaign is its long form
+        (1, "SIGKILL", {"cold": True, "PACE": "0.02"}),
+    ],
+)
+def test_a_signal_to_one_worker_ends_that_life_only(jobs, run, undisturbed, rank, name, how):
+    job = ddp(jobs, 2, run, **how)
     kill_at(job, run, 4, rank, number=getattr(signal, name))
     job.ends_with(0)
     assert len(lives(run)) == 2

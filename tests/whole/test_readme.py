@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
-from jobs import rows
-from ranks import fork_ranks
 from torch.distributed.run import get_args_parser
 
 from common.options import parse_options
@@ -133,34 +130,6 @@ def test_what_is_to_be_changed_is_in_the_file_that_is_named():
 # ---- a user's first hour --------------------------------------------------------------------------
 def train(jobs, folder, *words):
     return jobs.python("train_ddp.py", *words, cwd=folder).ends_with(0)
-
-
-def test_the_readmes_own_model_and_dataset_train_and_load_again(jobs, tmp_path):
-    text = section(README, "The three scripts")
-    (code,) = fenced(text, "python")
-    command, script, *flags = fenced(text, "sh")[0].split()
-    assert (command, script) == ("python", "train_ddp.py")
-    (tmp_path / "my_own.py").write_text(code)
-    train(jobs, tmp_path, *flags, "--max-steps", "30", "--no-tensorboard")
-    last = rows(tmp_path / "runs/wide")[-1]
-    assert last["val_acc"] > 0.8
-    (accuracy,) = fork_ranks(1, accuracy_in_a_notebook, tmp_path, code)
-    assert abs(accuracy - last["val_acc"]) < 1e-9
-
-
-def accuracy_in_a_notebook(world, folder, code):
-    """In a process of its own: its threads fork badly."""
-    import os
-
-    from common.models import load
-
-    names = {}
-    exec(code, names)
-    os.chdir(folder)
-    net = load("runs/wide")
-    x, y = names["bright"]()[2:]
-    with torch.no_grad():
-        return (net(x).argmax(1) == y).double().mean().item()
 
 
 def shape(line):
