@@ -80,15 +80,16 @@ def launch(arguments: list[str], folder: str) -> int:
     position = find_script(arguments)
     script = arguments[position:]
     asked = glance(arguments[:position])
-    options = check_options(script, count(asked)) if script else None
-    if options and count(asked):  # one machine
+    processes = count(asked)
+    options = check_options(script, processes) if script else None
+    if options and processes:  # one machine
         line = line_if_complete(options)
         if line:
             say(line)
             return 0
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
-    if count(asked) != 1:
+    if processes != 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     if script:
         os.environ.setdefault("PET_START_METHOD", "forkserver")

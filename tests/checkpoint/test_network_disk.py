@@ -107,7 +107,7 @@ def test_a_survivor_on_another_machine_saves_what_the_owner_would_have(tmp_path)
             if world.rank == 0:
                 world.store.wait(["rescued"])
                 os._exit(1)
-            written = announced_rescue(store, at_step(state, 4))
+            written = announced_rescue(store, 4)
             world.store.set("rescued", "1")
             return written
 

@@ -77,8 +77,8 @@ def test_every_kind_of_tensor_comes_back_as_it_was(tmp_path, optimizer):
 def test_step_zero_and_the_state_of_a_finished_run_are_saved_once(tmp_path):
     opts = options(tmp_path)
     with a_life(opts) as life:
-        assert life.source is None and announced_rescue(life.store, life.state)
-        assert not announced_rescue(life.store, life.state)
+        assert life.source is None and announced_rescue(life.store)
+        assert not announced_rescue(life.store)
     with a_life(opts) as life:
         before = os.stat(opts.run_dir / "checkpoints" / "step-00000000").st_ino
         life.store.save()
@@ -138,7 +138,7 @@ def test_the_best_one_stays_until_a_better_one_is_on_the_disk(tmp_path, monkeypa
             for step in (4, 5, 6):
                 save(life, step)
         else:
-            assert announced_rescue(life.store, at_step(life.state, 5))
+            assert announced_rescue(life.store, 5)
     with a_life(opts) as life:
         assert life.state.progress.best == {"val_acc": 0.90, "loss": 1.0, "step": 1}
         assert steps_of(opts)[-1] == 1
@@ -167,7 +167,7 @@ def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path)
         assert "model.safetensors has sha256" in said[0] and "manifest says" in said[0]
         assert "after step 5" in said[1]
         # below the damaged one, and not lost to it
-        assert announced_rescue(life.store, at_step(life.state, 7))
+        assert announced_rescue(life.store, 7)
         save(life, 10)
     assert steps_of(opts) == [10, 7] and (root / "damaged-step-00000010").exists() is False
     assert resumes_at(opts, 10)
@@ -219,7 +219,7 @@ def test_a_state_that_is_not_finite_is_never_saved(tmp_path):
         with refusal("0.weight is no longer finite", code=5) as told:
             life.store.check()
         assert life.state.spoiled
-        assert not announced_rescue(life.store, life.state)
+        assert not announced_rescue(life.store)
         assert f"--run-dir NEW --resume {opts.run_dir} --lr X" in str(told.value)
         assert "nothing after the newest checkpoint is kept" in str(told.value)
     with a_life(options(tmp_path / "new", resume=str(opts.run_dir), lr=1e-9)) as life:  # what it says works
@@ -232,7 +232,7 @@ def test_a_state_cut_in_two_is_never_saved(tmp_path):
     with a_life(opts) as life:
         at_step(life.state, 1).spoil(UserError("half a step"))
         life.store.save()
-        assert not announced_rescue(life.store, life.state)
+        assert not announced_rescue(life.store)
     assert steps_of(opts) == []
 
 
@@ -241,7 +241,7 @@ def test_buffers_are_those_of_the_last_whole_step(tmp_path):
     with a_life(opts) as life:
         at_step(life.state, 4)
         life.state.net[1].running_mean.fill_(99.0)  # a forward has begun the next step
-        assert announced_rescue(life.store, life.state)
+        assert announced_rescue(life.store)
     assert resumes_at(opts, 4)
 
 
@@ -254,7 +254,7 @@ def test_a_job_whose_folder_is_removed_ends_fenced(tmp_path, victim):
         with pytest.raises(Fenced, match="taken over by another life, or removed"):
             save(life, 2)
         with pytest.raises(Fenced):
-            announced_rescue(life.store, at_step(life.state, 3))
+            announced_rescue(life.store, 3)
     assert steps_of(opts) == []
 
 

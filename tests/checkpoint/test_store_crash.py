@@ -175,7 +175,7 @@ def record(tmp_path, monkeypatch):
                     }
                 recorder.begin(life.state.facts())
                 if step > STEPS[-1]:
-                    assert announced_rescue(life.store, life.state)
+                    assert announced_rescue(life.store)
                 else:
                     life.store.save()
                     life.store.saver.wait()
@@ -272,7 +272,7 @@ def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, mon
             ledger.event("first_step", step=step)
             metrics.write({"step": step, "loss": 0.5})
             save(life, step)
-        assert announced_rescue(life.store, at_step(life.state, 3))
+        assert announced_rescue(life.store, 3)
         monkeypatch.undo()
         metrics.lines.close()
     assert named == [[True] * 4] * 3

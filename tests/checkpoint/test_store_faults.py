@@ -275,7 +275,7 @@ def test_later_facts_of_a_step_get_a_name_of_their_own_and_the_earlier_ones_go_l
         assert [folder.name for _, folder in committed(root)] == ["step-00000001.1", "step-00000001"]
         assert {path: path.read_bytes() for path in before} == before
         assert read_facts(1, root / "step-00000001.1")[1]["best"]["val_acc"] == 0.5
-        assert not announced_rescue(life.store, life.state)
+        assert not announced_rescue(life.store)
         life.state.record_evaluation({"val_loss": 1.0, "val_acc": 0.7})
         save(life, 1)
         assert [folder.name for _, folder in committed(root)] == ["step-00000001.2"]
@@ -289,11 +289,11 @@ def test_a_damaged_name_is_not_used_again_and_earlier_facts_do_not_follow_later_
     with a_life(opts) as life:
         assert is_at(life.state, 1) and (root / "damaged-step-00000002").is_dir()
         at_step(life.state, 2).record_evaluation({"val_loss": 1.0, "val_acc": 0.5})
-        assert announced_rescue(life.store, life.state)
+        assert announced_rescue(life.store)
         assert [folder.name for _, folder in committed(root)] == ["step-00000002.1", "step-00000001"]
         life.state.progress.evaluated = {}
         life.state.progress.best = tiny_state(opts).progress.best
-        assert not announced_rescue(life.store, life.state)  # a rank that had not evaluated yet
+        assert not announced_rescue(life.store)  # a rank that had not evaluated yet
 
 
 def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
         except Fenced as error:
             end.write_text(f"fenced: {error}")
         with contextlib.suppress(Fenced):
-            announced_rescue(life.store, at_step(life.state, 10))
+            announced_rescue(life.store, 10)
             end.write_text("rescued")
 
     with lives(opts, stop_in_mid_save) as pid:
@@ -315,7 +315,7 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
             real(path)
 
         disk.sync_folder = slow
-        announced_rescue(life.store, at_step(life.state, 5))
+        announced_rescue(life.store, 5)
         os._exit(0)
 
     with lives(opts, rescue_slowly):
@@ -363,7 +363,7 @@ def test_a_rescue_waits_for_a_step_as_long_as_it_computes(tmp_path, monkeypatch)
     told = []
     with a_life(options(tmp_path)) as life:
         with life.state.lock:
-            rescuer = threading.Thread(target=lambda: told.append(announced_rescue(life.store, life.state)))
+            rescuer = threading.Thread(target=lambda: told.append(announced_rescue(life.store)))
             rescuer.start()
             began = time.thread_time()
             while time.thread_time() - began < 2.5:
@@ -373,7 +373,7 @@ def test_a_rescue_waits_for_a_step_as_long_as_it_computes(tmp_path, monkeypatch)
     assert told == ["step 3 saved by rank 0"]
     with a_life(options(tmp_path)) as life, life.state.lock:
         at_step(life.state, 4)
-        rescuer = threading.Thread(target=lambda: told.append(announced_rescue(life.store, life.state)))
+        rescuer = threading.Thread(target=lambda: told.append(announced_rescue(life.store)))
         rescuer.start()
         rescuer.join()
     assert told[1:] == [""] and steps_of(options(tmp_path)) == [3]
@@ -398,7 +398,7 @@ def test_a_survivor_that_has_not_begun_its_rescue_is_waited_for(tmp_path):
         world.store.set("ready", "1")
         until(lambda: os.stat(lock).st_ino != mine, "the next life has claimed the run")
         time.sleep(1)  # the rest of its step
-        announced_rescue(store, at_step(tiny, 11))
+        announced_rescue(store, 11)
         os._exit(0)
 
     with child(lambda: fork_ranks(2, live, node_size=1, may_die=[0, 1])):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from ranks import fork_ranks
 from refusals import refusal
+from samples import state_of
 from stores import (
     a_life,
     announced_rescue,
@@ -33,7 +34,6 @@ from common.checkpoint.fence import Fence
 from common.checkpoint.folder import checkpoints, committed
 from common.checkpoint.tensors import read_file, write_file
 from common.store import CheckpointStore
-from common.training import TrainState, build_optimizer
 
 STAGES = 2
 
@@ -51,7 +51,7 @@ def store_of(world, folder, odd=None):
     net = nn.Sequential(*(layer if i == world.stage else nn.Identity() for i, layer in layers))
     if world.rank == odd:
         net.append(nn.Linear(2, 2))
-    state = TrainState(net, build_optimizer(net, opts), opts, samples=640)
+    state = state_of(net, opts, 640)
     return CheckpointStore(opts, world, "f" * 64), state
 
 
@@ -231,7 +231,7 @@ def test_the_first_of_two_ranks_with_the_same_part_is_taken_and_two_may_finish_a
         with staged(world, tmp_path) as (store, state):
             at_step(state, 5)
             world.barrier()
-            told = announced_rescue(store, state)
+            told = announced_rescue(store)
             world.barrier()
             return told.startswith("step 5 saved"), [step for step, _ in committed(store.fence.root)]
 

@@ -110,7 +110,7 @@ def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path)
         commit = store.writer.commit
         commits = []
         store.writer.commit = lambda *args: (commits.append(1), time.sleep(0.5), commit(*args))[2]
-        written = announced_rescue(store, at_step(state, 5))
+        written = announced_rescue(store, 5)
         world.barrier()
         owned = store.owns
         store.close()
@@ -218,7 +218,7 @@ def test_replicas_that_differ_are_noticed_and_nothing_of_theirs_stays(tmp_path, 
         ):
             store.compare_replicas()
         store.save()
-        rescued = announced_rescue(store, state)
+        rescued = announced_rescue(store)
         world.barrier()  # as in Rescue: the end takes the staging folder away
         return state.spoiled is None, rescued, end(store)
 

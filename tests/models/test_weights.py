@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refusal
+from samples import state_of
 from torch.nn import functional as F
 
 from common.models import build_model
 from common.options import Options
-from common.training import TrainState, build_optimizer
 
 FACTS = SimpleNamespace(name="rows", classes=4, sample_shape=(3, 8, 8), vocab=None)
 OWN = """
@@ -134,7 +134,7 @@ def test_what_is_no_file_of_weights_is_refused(build, name):
 def test_a_frozen_layer_has_no_state_and_no_bit_of_its_weights_and_statistics_moves(build):
     net = build(freeze=("0.", "1."))
     opts = Options(optimizer="adamw", weight_decay=0.5, ema_decay=0.9)
-    state = TrainState(net, build_optimizer(net, opts), opts, 100)
+    state = state_of(net, opts)
     of = {name.partition("/")[0] for name in state.tensors()["optimizer"] if not name.endswith("ema")}
     assert of == {"4.weight", "4.bias"}
     before = {name: tensor.clone() for name, tensor in net.state_dict().items()}

@@ -11,7 +11,7 @@ from jobs import CLEAN, PACED, audit, rows, wait_for, weights
 from nets import LENGTH, WORDS, Gpt
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Samples, share_of
+from samples import Samples, share_of, state_of
 from test_bitwise import run
 from test_readme import COMMON, fenced, section
 from torch import nn
@@ -22,7 +22,7 @@ import train_mp
 from common.models.gpt import build_gpt
 from common.options import Options
 from common.pipeline import backward, split
-from common.training import TrainState, build_optimizer, find_task
+from common.training import find_task
 
 N = 8
 
@@ -76,7 +76,7 @@ def spread(world, net, **how):
     x = torch.randint(WORDS, (N, LENGTH), generator=torch.Generator().manual_seed(3))
     data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
     model = split(net, opts, world, data, find_task(opts))
-    state = TrainState(net, build_optimizer(net, opts), opts, N)
+    state = state_of(net, opts, N)
     batch = share_of(x, x[:, 0], opts, world.rank, world.size)
     return state, lambda: backward(model, batch, state, world)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from fakes import fake_generators
 from ranks import fork_ranks
-from samples import Samples
+from samples import Samples, state_of
 from test_bitwise import CNN, NETS, batch_at, life, options, run
 
 import train_mp
@@ -23,8 +23,8 @@ from common.models import build_model
 from common.options import Options
 from common.pipeline import backward, split
 from common.pipeline.transfer import Ranks
-from common.training import TrainState, build_optimizer, distribute, find_task
 from common.training import backward as whole_backward
+from common.training import distribute, find_task
 from common.world import World
 from common.world import world as pinned
 
@@ -135,7 +135,7 @@ def test_draws_go_on_where_the_stage_before_ended_even_if_its_device_has_another
         net = build_model(opts, data)
         with fake_generators(*devices):
             model = split(net, opts, replace(world, devices=devices), data, find_task(opts))
-            state = TrainState(net, build_optimizer(net, opts), opts, 107)
+            state = state_of(net, opts, 107)
             backward(model, batch_at(world, 0, 8), state, world)
         return [p.grad.tolist() for p in net.parameters()]
 
@@ -157,7 +157,7 @@ def test_a_step_that_overflows_on_one_rank_or_in_one_stage_is_skipped_by_all():
             net[0].weight.mul_(1e-4)  # before a BatchNorm: its gradient, in stage 0, is 1e4 times as long
         world = world.in_stages(stages or 1)
         model = split(net, opts, world, data, find_task(opts)) if stages else distribute(net, opts, world)
-        state = TrainState(net, build_optimizer(net, opts), opts, 107, stages=model if stages else None)
+        state = state_of(net, opts, 107, stages=model if stages else None)
         state.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2)
         scales = []
         for step in range(9):

@@ -10,7 +10,7 @@ import torch
 from jobs import PACED, TESTS, audit, lives, reached, wait_for, weights
 from ranks import fork_ranks
 from refusals import refusal
-from samples import Samples
+from samples import Samples, state_of
 from torch import nn
 from torch.testing import assert_close
 
@@ -22,8 +22,8 @@ from common.pipeline.split import pieces
 from common.pipeline.stages import Pipeline, Stage
 from common.pipeline.transfer import Ranks
 from common.sampler import ElasticSampler
-from common.training import TrainState, build_optimizer, distribute, evaluate, find_task
 from common.training import backward as plain
+from common.training import build_optimizer, distribute, evaluate, find_task
 from common.training.optimizer import ELEMENT_WISE
 from common.world import World
 
@@ -78,7 +78,7 @@ def train(world, model, dtype, stages=0, devices=1, n=N, **more):
         if isinstance(each, nn.modules.dropout._DropoutNd):
             each.p = 0.0  # another cut draws other masks
     made = split(net, opts, world, data, find_task(opts)) if cut else distribute(net, opts, world)
-    state = TrainState(net, build_optimizer(net, opts), opts, N, stages=made if cut else None)
+    state = state_of(net, opts, N, stages=made if cut else None)
     order = ElasticSampler(n, 10, world.replica, world.replicas)
     losses = []
     net.train()

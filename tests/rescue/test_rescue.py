@@ -20,6 +20,7 @@ from fakes import fake_streams, on_a_gpu
 from jobs import command, events, until
 from ranks import fork_ranks
 from safetensors.torch import load_file
+from samples import state_of
 
 import common.checkpoint.fence
 import common.rescue.watch
@@ -30,7 +31,6 @@ from common.errors import UserError
 from common.options import parse_options
 from common.rescue import Rescue
 from common.store import CheckpointStore
-from common.training import TrainState, build_optimizer
 
 SAMPLES = 64
 
@@ -42,7 +42,7 @@ def a_run(world, run, *flags):
     )
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
-    state = TrainState(net, build_optimizer(net, opts), opts, SAMPLES)
+    state = state_of(net, opts, SAMPLES)
     store = CheckpointStore(opts, world)
     store.restore(state)
     return state, store

@@ -1,9 +1,10 @@
-"""A rank's share of a global batch of given tensors, as `batches` would cut it."""
+"""A rank's share of a global batch of given tensors, as `batches` would cut it; the state of a net."""
 
 from common.data import Batch
 from common.data.loading import forward_sizes
 from common.data.samples import Samples as Split
 from common.sampler import share
+from common.training import TrainState, build_optimizer
 
 
 def share_of(x, y, opts, rank=0, world=1):
@@ -33,3 +34,7 @@ class Samples(Split):
 
     def fetch(self, ids, epoch=0, augment=False):
         return self.x[list(ids)], self.y[list(ids)]
+
+
+def state_of(net, opts, samples=100, **more):
+    return TrainState(net, build_optimizer(net, opts), opts, samples, **more)

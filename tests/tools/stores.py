@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch._dynamo  # noqa: F401  (torch.optim imports it: seconds, which no deadline of a test should pay)
 from refusals import refusal
+from samples import state_of
 from torch import nn
 
 from common.checkpoint import Layout, Reader
@@ -24,7 +25,6 @@ from common.errors import UserError
 from common.options import Options
 from common.store import CheckpointStore
 from common.store.load import load_newest
-from common.training import TrainState, build_optimizer
 from common.world import World
 
 
@@ -54,7 +54,7 @@ def tiny_net():
 
 def tiny_state(opts, net=None, samples=None):
     net = net or tiny_net()
-    return TrainState(net, build_optimizer(net, opts), opts, samples=samples or 10 * opts.global_batch_size)
+    return state_of(net, opts, samples or 10 * opts.global_batch_size)
 
 
 @torch.no_grad()
@@ -170,8 +170,10 @@ def save(life, step):
         raise error if isinstance(error, Exception) else OSError(error)
 
 
-def announced_rescue(store, state):
+def announced_rescue(store, step=None):
     """What a survivor has saved, in words; "" if nothing, as with a state that must not be saved."""
+    if step is not None:
+        at_step(store.state, step)
     try:
         return store.rescue()
     except UserError as error:

@@ -17,7 +17,7 @@ import torch
 from jobs import lives, rows
 from ranks import fork_ranks
 from refusals import refusal
-from samples import share_of
+from samples import share_of, state_of
 
 import common.run as house
 import train_ddp
@@ -27,7 +27,7 @@ from common.errors import guarded
 from common.models import build_model
 from common.options import Options
 from common.options.rules import check_world
-from common.training import TrainState, backward, build_optimizer, distribute
+from common.training import backward, distribute
 from common.world import world as pinned
 
 NETS = Path(__file__).parents[1] / "tools/nets.py"
@@ -234,7 +234,7 @@ def small(world, virtual_ranks):
     pinned.pin(opts)
     data = SimpleNamespace(classes=4, sample_shape=(1, 12, 12), vocab=None, name="pictures")
     net = build_model(opts, data)
-    state = TrainState(net, build_optimizer(net, opts), opts, 107)
+    state = state_of(net, opts, 107)
     return distribute(net, opts, world), state
 
 

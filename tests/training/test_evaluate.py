@@ -6,13 +6,14 @@ import torch
 from fakes import fake_streams
 from ranks import fork_ranks
 from safetensors.torch import load_file
+from samples import state_of
 from test_rescue import a_run, step
 from torch import nn
 
 from common.checkpoint.folder import checkpoints
 from common.data.samples import TensorSamples
 from common.options import Options
-from common.training import TrainState, build_optimizer, evaluate
+from common.training import evaluate
 from common.training.evaluate import BLOCK, block_size
 from common.training.tasks import SHOWN_SAMPLES
 
@@ -27,7 +28,7 @@ def metrics_of(world, n, ema=0.0):
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(5, 7), nn.Dropout(), nn.Linear(7, 3))
     opts = Options(ema_decay=ema)
-    state = TrainState(net, build_optimizer(net, opts), opts, n)
+    state = state_of(net, opts, n)
     if ema:
         for tensor in state.ema.values():
             tensor.zero_()

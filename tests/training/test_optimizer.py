@@ -14,13 +14,13 @@ import pytest
 import torch
 from ranks import fork_ranks
 from refusals import refusal
+from samples import state_of
 from torch import nn
 from torch.nn import functional as F
 
 from common.errors import UserError
 from common.options import parse_options
 from common.options.registry import RATE, RATES
-from common.training import TrainState, build_optimizer
 from common.training.optimizer import parts_of
 
 CANNOT = {  # what torch lists and we refuse, and why
@@ -88,7 +88,7 @@ def train(step, net):
 def made(name, settings, *more):
     opts = parse_options("", [*flags_of(name, settings), *more], "ddp")
     net = net_for(name)
-    return TrainState(net, build_optimizer(net, opts), opts, 1000)
+    return state_of(net, opts, 1000)
 
 
 @torch.no_grad()
@@ -212,7 +212,7 @@ def own(tmp_path, monkeypatch):
     def build(*flags):
         opts = parse_options("", list(flags), "ddp")
         net = net_for("")
-        return TrainState(net, build_optimizer(net, opts), opts, 640)
+        return state_of(net, opts, 640)
 
     return build
 

@@ -4,11 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fakes import OverDevices, fake_streams, on_a_gpu
+from samples import state_of
 from torch import nn
 
 from common.errors import UserError
 from common.options import Options
-from common.training import TrainState, build_optimizer
 from common.training.optimizer import learning_rate
 
 
@@ -16,7 +16,7 @@ def make(samples=100, **flags):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     opts = Options(**flags)
-    return TrainState(net, build_optimizer(net, opts), opts, samples)
+    return state_of(net, opts, samples)
 
 
 def train(state, steps):
@@ -35,7 +35,7 @@ def held(state):
 def test_a_buffer_under_two_names_stays_one_and_no_name_of_it_shows_what_a_step_has_begun():
     norm = nn.BatchNorm1d(3)
     net = nn.Sequential(norm, nn.Linear(3, 3), norm)
-    state = TrainState(net, build_optimizer(net, Options()), Options(), 9)
+    state = state_of(net, Options(), 9)
     net(torch.randn(8, 3))
     saved = state.tensors()["model"]
     assert not any(saved[f"{i}.running_mean"].any() for i in (0, 2))
@@ -72,7 +72,7 @@ def test_a_checkpoint_made_during_an_evaluation_has_the_nets_own_weights_and_the
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
     opts = Options(ema_decay=0.5)
     net[2].weight = weight = net[0].weight
-    state = train(TrainState(net, build_optimizer(net, opts), opts, 100), 1)
+    state = train(state_of(net, opts, 100), 1)
     before = held(state)
     assert set(state.tensors()["model"]) == set(state.net.state_dict())
     with state.averaged():

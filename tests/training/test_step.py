@@ -6,12 +6,12 @@ import pytest
 import torch
 from ranks import fork_ranks
 from refusals import refusal
-from samples import share_of
+from samples import share_of, state_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from common.options import Options
-from common.training import TrainState, backward, build_optimizer, distribute, find_task
+from common.training import backward, distribute, find_task
 from common.training.replicas import CpuReplicas
 from common.training.step import forward
 from common.training.tasks import nothing
@@ -19,7 +19,7 @@ from common.training.tasks import nothing
 
 def make_state(net, n=64, **flags):
     opts = Options(**flags)
-    return TrainState(net, build_optimizer(net, opts), opts, n)
+    return state_of(net, opts, n)
 
 
 def small_net(norm=False):

@@ -11,7 +11,7 @@ import torch
 from jobs import CLEAN, TESTS, audit
 from ranks import fork_ranks
 from refusals import refusal
-from samples import share_of
+from samples import share_of, state_of
 from test_bitwise import run, through_kills
 
 from common.data import batches, load_data
@@ -20,7 +20,7 @@ from common.options import Options
 from common.pipeline import backward as staged
 from common.pipeline import split
 from common.sampler import ElasticSampler
-from common.training import TrainState, backward, build_optimizer, distribute, evaluate, find_task, prepare
+from common.training import backward, distribute, evaluate, find_task, prepare
 from common.training.progress import Progress
 from common.world import World
 
@@ -60,7 +60,7 @@ class Life:
             self.model = distribute(net, opts, world)
         stages = self.model if opts.script == "mp" else None
         n = len(self.data.train)
-        self.state = TrainState(net, build_optimizer(net, opts), opts, n, task=self.task, stages=stages)
+        self.state = state_of(net, opts, n, task=self.task, stages=stages)
         self.order = ElasticSampler(
             n, opts.global_batch_size, world.replica, world.replicas, opts.seed, slices=opts.virtual_ranks
         )

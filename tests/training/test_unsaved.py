@@ -6,10 +6,10 @@ import random
 import numpy
 import pytest
 import torch
+from samples import state_of
 from torch import nn
 
 from common.options import Options
-from common.training import TrainState, build_optimizer
 
 
 class Remembers(nn.Module):
@@ -31,7 +31,7 @@ class Remembers(nn.Module):
 def after_three_steps(act, capsys):
     opts = Options()
     net = Remembers(act)
-    state = TrainState(net, build_optimizer(net, opts), opts, 100)
+    state = state_of(net, opts)
     for _ in range(3):
         net(torch.ones(4, 3)).sum().backward()
         state.update(4)

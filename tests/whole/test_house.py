@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
+from jobs import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HOUSE = ROOT / "common"
 SCRIPTS = sorted(ROOT.glob("train_*.py"))
 MAP = ast.get_docstring(ast.parse((HOUSE / "__init__.py").read_text(encoding="utf-8")), clean=False)

@@ -1,14 +1,13 @@
 """No README and no file of launch/ says what is not so: its commands are run, or their flags are parsed."""
 
 import re
-from pathlib import Path
 
 import pytest
+from jobs import ROOT
 from torch.distributed.run import get_args_parser
 
 from common.options import parse_options
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *(ROOT / name / "README.md" for name in ("common", "launch", "tests"))]
 PAGES += [ROOT / ".github/SECURITY.md", ROOT / ".github/CONTRIBUTING.md"]
 README, COMMON, *_ = (page.read_text(encoding="utf-8") for page in PAGES)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from refusals import refusal
-from samples import share_of
+from samples import share_of, state_of
 from torch import nn
 
 from common.errors import blamed
 from common.options import Options
-from common.training import TrainState, backward, build_optimizer, distribute, prepare
+from common.training import backward, distribute, prepare
 from common.world import World
 from common.world import world as pinned
 
@@ -48,7 +48,7 @@ def test_an_operation_that_torch_refuses_is_named_with_a_way_out():
     pinned.pin(opts)
     net = Refused(4, 2)
     world = World(0, 1, 0, 1, (torch.device("cpu"),), "life")
-    state = TrainState(net, build_optimizer(net, opts), opts, 4)
+    state = state_of(net, opts, 4)
     with refusal() as told, blamed():  # as round a life
         backward(
             distribute(net, opts, world), share_of(torch.randn(4, 4), torch.arange(4) % 2, opts), state, world
