@@ -205,9 +205,11 @@ class Image:
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> None:
-        """The one copy that training waits for; that of a GPU is only begun."""
+        """The one copy that training waits for; call it when nothing that may hang is left on the GPU."""
         self.open()
         sources = [tensors[name].detach() for name in self.views]
         if sources:
             pinned = self.pinned_for is not None
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=pinned)
+            if pinned:
+                torch.cuda.current_stream(self.pinned_for).synchronize()

@@ -104,8 +104,7 @@ class Rescue:
             self.leave(error)  # returns if the error is to be raised again
         else:
             self.ending.acquire()
-        self.watch.stop()
-        self.thread.join()  # a thread that wakes in a dying interpreter aborts it
+        self.watch.stop(self.thread)
         if error is None:
             if self.world.rank == 0:
                 self.ledger.event("done", step=self.state.progress.step)

@@ -57,9 +57,6 @@ class Watch:
             if now >= self.deadline:
                 return True
         faulthandler.cancel_dump_traceback_later()
-        self.selector.close()
-        for end in self.signals.pipe:
-            os.close(end)
         return False
 
     @property
@@ -83,7 +80,11 @@ class Watch:
         elif not self.parting:
             self.lifelines.lose()
 
-    def stop(self):
-        """Nothing here ends this life any more; call it in the main thread."""
+    def stop(self, thread):
+        """Nothing here ends this life any more, once the thread has ended; call it in the main thread."""
         self.stopped = True
         self.signals.restore()
+        thread.join()  # one that wakes in a dying interpreter aborts it
+        self.selector.close()
+        for end in self.signals.pipe:
+            os.close(end)

@@ -65,7 +65,6 @@ class Saver:
             with state.lock:
                 for kind, tensors in self.writer.layout.written(state.tensors()).items():
                     self.images[kind].copy(tensors)
-                state.wait_for_gpu()
                 facts = state.facts()
         except (OSError, MemoryError) as error:  # there is no memory for the copy
             self._note_failure(error)
