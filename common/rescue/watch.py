@@ -41,7 +41,7 @@ class Watch:
         self.parting = True
 
     def is_late(self, ending):
-        """Hears all until a deadline has passed and nobody holds `ending`: True; or until `stop`: False."""
+        """Hears all. True once a deadline has passed and nobody holds `ending`; False after `stop`."""
         while not self.stopped:
             # C code that holds Python's lock stops this thread, too, but not faulthandler's, whose clock runs
             # on while a process is stopped
@@ -61,9 +61,8 @@ class Watch:
 
     @property
     def deadline(self):
-        """Of the first alarm."""
-        alarms = (self.signals.heard, self.lifelines.lost, self.hang.found)
-        return min(alarm.deadline for alarm in alarms)
+        """The earliest one of the three alarms."""
+        return min(self.signals.heard.deadline, self.lifelines.lost.deadline, self.hang.found.deadline)
 
     def _hear_signal(self, pipe):
         self.signals.hear(0.0 if self.parting else STEP_SECONDS)

@@ -206,7 +206,7 @@ def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_
 
 
 def test_a_copy_is_complete_whichever_gpu_has_the_tensors():
-    """A net over two GPUs, its first one frozen: the optimizer is on the second one, training asks the first."""
+    """A net over two GPUs, frozen on the first: its optimizer is on the second, training asks the first."""
     with fake_streams():
         weight = torch.ones(3)
         image = tensors.Image({"weight": weight})
