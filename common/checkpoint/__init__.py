@@ -1,6 +1,6 @@
 """What lies on the disk: checkpoints that are written whole or not at all, verified, fenced."""
 
-from common.checkpoint.disk import Damaged, read_sealed
+from common.checkpoint.disk import Damaged
 from common.checkpoint.fence import Fence, Still
 from common.checkpoint.folder import checkpoints, newest_first
 from common.checkpoint.layout import Layout, facts_of

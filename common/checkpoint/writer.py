@@ -36,6 +36,7 @@ from common.checkpoint.disk import (
     delete,
     new_file,
     parse_json,
+    read_sealed,
     read_small,
     sealed,
     sha,
@@ -236,6 +237,10 @@ class Writer:
         """A file with this object and a seal, whole or not at all; it is on the disk then."""
         self._put(path, sealed(value))
         sync_folder(path.parent)
+
+    def read_sealed(self, path: Path) -> dict:
+        """The object in such a file; Damaged if its seal is not right."""
+        return read_sealed(path)
 
     def _put(self, path, data):
         """Two ranks may do it at once."""

@@ -6,7 +6,7 @@ differs.
 
 from pathlib import Path
 
-from common.checkpoint import Damaged, checkpoints, read_sealed
+from common.checkpoint import Damaged, checkpoints
 from common.errors import UserError, say
 from common.world import MAY_DIFFER, bit_facts
 
@@ -25,7 +25,7 @@ def identify(opts, data, device, writer):
     path = opts.run_dir / "options.json"
     foreign = writer.foreign()
     try:
-        first = read_sealed(path)
+        first = writer.read_sealed(path)
     except Damaged as reason:
         raise UserError(
             f"{path}: {reason}; without it this could be another run\n"
