@@ -1,6 +1,7 @@
 """A run while it trains: what the three scripts and `Elastic` do around each step. The verbs stay with them.
 
 run = Run(opts)                             # who am I, with which data, in which order
+if run.was_complete(): return               # an earlier life has trained to the end
 state = run.restore(net, optimizer)         # the newest checkpoint that verifies; none is fine
 with run.life(evaluate):                    # saves and leaves when asked, or when a peer dies
     while not run.progress.finished:
