@@ -347,5 +347,5 @@ class Elastic:
         numbers = {name.removeprefix("val_"): float(value) for name, value in metrics.items()}
         self.state.task.shown = [*numbers]
         self.run.record({f"val_{name}": value for name, value in numbers.items()})
-        if not self.epoch_ended and self.progress.best["step"] == self.progress.step:
+        if not self.epoch_ended and self.progress.best_now:
             self.run.rescue.save_asked = True

@@ -1,6 +1,7 @@
 """A run while it trains: what the three scripts and `Elastic` do around each step. The verbs stay with them.
 
 run = Run(opts)                             # who am I, with which data, in which order
+if run.was_complete(): return               # an earlier life has trained to the end
 state = run.restore(net, optimizer)         # the newest checkpoint that verifies; none is fine
 with run.life(evaluate):                    # saves and leaves when asked, or when a peer dies
     while not run.progress.finished:
@@ -49,12 +50,13 @@ class Run:
 
     def was_complete(self) -> bool:
         """Whether an earlier life has trained to the end; says so, before data and net take seconds."""
-        line = gather(self.world, complete(self.opts) if self.world.rank == 0 else "")[0]
+        line = complete(self.opts) if self.world.rank == 0 else ""
         if line:
-            if self.world.rank == 0:
-                say(line)
+            say(line)
+        is_complete, *_ = gather(self.world, bool(line))
+        if is_complete:
             leave(self.world)
-        return bool(line)
+        return is_complete
 
     @cached_property
     def data(self) -> Data:
@@ -117,10 +119,9 @@ class Run:
     # ---- around each step ----
     def batches(self) -> Iterator[Batch]:
         """Those of this epoch that are left, up to --max-steps."""
-        state = self.state
         for batch in self.clock.timed(batches(self.data.train, self.order, self.opts)):
             self.audit.begin(self.progress.step + 1, batch.ids)
-            state.first_forward.begin()
+            self.state.first_forward.begin()
             yield batch
             if self.progress.finished:
                 return
@@ -153,11 +154,10 @@ class Run:
 
     def log_step(self, totals: Tensor) -> None:
         """Notes the step where it is due."""
-        state = self.state
         self.audit.done(self.progress.step)
         self.clock.stepped(self.progress.step)
         if self.progress.step % self.opts.log_every == 0:
-            self.log.step(state.note(totals) | self.world.memory())
+            self.log.step(self.state.note(totals) | self.world.memory())
 
     def obey(self) -> None:
         """Compares the replicas and saves when it is due, leaves when it is told."""
@@ -177,16 +177,14 @@ class Run:
             self.record(self.evaluate())
         with self.state.lock:
             self.progress.end_epoch()
-        best = self.progress.evaluated_now and self.progress.best["step"] == self.progress.step
-        if best or self.progress.finished or self.store.due():
+        if self.progress.best_now or self.progress.finished or self.store.due():
             self.store.save()
 
     def record(self, numbers: dict) -> None:
         """Keeps and logs an evaluation."""
-        state = self.state
         self.clock.add("evaluation")
-        state.record_evaluation(numbers)
-        if self.world.rank == 0 and self.progress.best["step"] == self.progress.step:
+        self.state.record_evaluation(numbers)
+        if self.world.rank == 0 and self.progress.best_now:
             self.ledger.event("best", best=self.progress.best)
         self.log.evaluation(self.progress.evaluated, numbers)
         if self.progress.impatient:
@@ -214,7 +212,6 @@ class Run:
     def _introduce(self, lives):
         """Prints how this life begins; one line if nothing has changed since the life before."""
         opts = self.opts
-        size = self.world.size
         lines = self._header()
         if self.scheduled and self.progress.total_steps < opts.epochs * self.progress.steps_per_epoch:
             lines.append(
@@ -224,27 +221,29 @@ class Run:
         deaths = []
         if lives:
             last = lives[-1]
-            deaths = [f"rank {death['rank']} {death['cause']}" for death in deaths_of(last, over=True)]
+            before = last[0]  # how it began
+            died = deaths_of(last, over=True)
+            deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
             deaths += [
                 f"step {event['step']} saved by rank {event['rank']}" for event in named(last, "rescue")
             ]
-            if last[0].get("job") == this_process()["job"]:
+            us = this_process()
+            if before.get("job") == us["job"]:
+                size = self.world.size
                 moments = [event["stepped"] for event in named(last, "left")]
                 seconds = max(0.0, time.time() - max(moments, default=last[-1]["t"]))
                 line += f", after {seconds:.1f} s with {size} process{'es' * (size > 1)}"
-                if last[0]["world"] == size:
+                if before["world"] == size:
                     lines = []
                 # survivors there have told of a death on their own machine; one line a machine
                 elsewhere = {
                     death["host"]: f"rank {death['rank']} on {death['host']} {death['cause']}"
-                    for death in deaths_of(last, over=True)
-                    if death["host"] != this_process()["host"]
+                    for death in died
+                    if death["host"] != us["host"]
                 }
                 lines = [*elsewhere.values(), *lines]
-        if self.scheduled and lives and lives[-1][0]["epochs"] != opts.epochs:
-            line += (
-                f"; --epochs was {lives[-1][0]['epochs']}, now the rate's schedule is that of {opts.epochs}"
-            )
+            if self.scheduled and before["epochs"] != opts.epochs:
+                line += f"; --epochs was {before['epochs']}, now the rate's schedule is that of {opts.epochs}"
         self.log.start([*lines, line], deaths)
         saved = named(chain(*lives), "save", "rescue")
         if saved and not (self.source or "").startswith("checkpoints/"):  # a disk is not mounted, say
@@ -257,9 +256,8 @@ class Run:
         """What is trained, by whom, on what, in which batches."""
         opts = self.opts
         world = self.world
-        state = self.state
         data = self.data
-        parameters = self.parameters or sum(p.numel() for p in state.net.parameters())
+        parameters = self.parameters or sum(p.numel() for p in self.state.net.parameters())
         count = opts.virtual_ranks or world.replicas
         shares = "slice" if opts.virtual_ranks else "share"
         return [
@@ -286,15 +284,15 @@ class Run:
 
     def _note_life(self):
         """Writes into the ledger what the reports and the audit need of this life."""
-        processes = self.rescue.watch.processes
+        pids, hosts, _ = zip(*self.rescue.watch.processes, strict=True)
         self.clock.ledger = self.ledger
         self.ledger.event(
             "life",
             world=self.world.size,
             restart=here().restart,
             job=this_process()["job"],
-            pids=[pid for pid, _, _ in processes],
-            hosts=[host for _, host, _ in processes],
+            pids=pids,
+            hosts=hosts,
             step=self.progress.step,
             epoch=self.progress.epoch,
             position=self.progress.position,

@@ -153,7 +153,7 @@ class Fence:
     def elect(self, rank: int) -> bool:
         """Whether this rank is to own the folder: rank 0, or the first one that sees another folder.
 
-        Where an owner of this life is already, the next life waits for the end of this rank, too.
+        Any other rank holds a file in the owner's staging folder, so the next life waits for its end, too.
         """
         make_folder(self.root)
         if not rank:

@@ -64,13 +64,14 @@ class Layout:
 
     def check(self, files: dict) -> None:
         """Damaged unless the files' rows follow each other and make up this run's tensors."""
-        found = {kind: {} for kind in self.whole}  # each tensor's type, and its shape up to here
+        found = {kind: {} for kind in self.whole}  # each tensor's type, and its shape in the files so far
         for path in sorted(files):
             specs = found[kind_of(path)]
             for name, (dtype, shape, first, _) in files[path].items():
-                before = specs.get(name, [dtype, [0, *shape[1:]]])
-                if before != [dtype, [first, *shape[1:]]]:
-                    raise Damaged(f"{path}: {name[:80]} is {dtype}{shape} from row {first}, after {before}")
+                so_far = specs.get(name, [dtype, [0, *shape[1:]]])
+                follows = so_far == [dtype, [first, *shape[1:]]]
+                if not follows:
+                    raise Damaged(f"{path}: {name[:80]} is {dtype}{shape} from row {first}, after {so_far}")
                 specs[name] = [dtype, [first + shape[0], *shape[1:]] if shape else []]
         for kind, specs in self.whole.items():
             for name in specs | found[kind]:

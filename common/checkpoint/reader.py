@@ -21,9 +21,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import common.checkpoint.disk as disk
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import Damaged, as_written, parse_json, patient, sha, to_json, unseal
+from common.checkpoint.disk import (
+    Damaged,
+    as_written,
+    opened,
+    parse_json,
+    patient,
+    read_small,
+    sha,
+    to_json,
+    unseal,
+)
 from common.checkpoint.folder import FILE, MANIFEST, STATE, checkpoints, kind_of
 from common.checkpoint.layout import Layout
 from common.errors import UserError
@@ -38,8 +47,8 @@ def read_manifest(folder):
 
     Its step and its digest are for others: they follow from the facts and the tables, which are compared.
     """
-    with disk.opened(folder, stat.S_ISDIR):  # not a link to one
-        manifest = unseal(disk.read_small(folder / MANIFEST), MANIFEST)
+    with opened(folder, stat.S_ISDIR):  # not a link to one
+        manifest = unseal(read_small(folder / MANIFEST), MANIFEST)
     if manifest.get("format") != FORMAT:
         raise UserError(
             f"{folder} has format {str(manifest.get('format'))[:20]}, this code reads {FORMAT}\n"
@@ -65,7 +74,7 @@ def _check_tables(files, run, state, **_):
 def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
     """(manifest, facts): all of a checkpoint but its tensors, compared with the seal and the hash."""
     manifest = read_manifest(folder)
-    text = disk.read_small(folder / STATE)
+    text = read_small(folder / STATE)
     if sha(text) != manifest["state"]:
         raise Damaged(f"{STATE} has sha256 {sha(text)[:12]}..., manifest says {manifest['state'][:12]}...")
     facts = parse_json(text, STATE)

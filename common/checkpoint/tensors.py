@@ -40,7 +40,7 @@ WIPE_ON_FORK = 18  # madvise: pages shared with a forked process are copied one 
 
 
 # ---- the format ---------------------------------------------------------------------------------------
-def specs_of(tensors, rows):
+def specs_of(tensors, rows=()):
     """{name: [type, shape]} of tensors; UserError for one that cannot be saved.
 
     `rows` has {name: (first row, rows of the whole)} of those of which only some rows are here.
@@ -100,7 +100,7 @@ def write_file(path, tensors, rows, moved=lambda: None):
 
     `rows` has {name: (first row, rows of the whole)} of tensors of which only some rows are here.
     """
-    specs = specs_of(tensors, {})
+    specs = specs_of(tensors)
     header, places, _ = lay_out(specs)
 
     def write(name):
@@ -177,7 +177,7 @@ class Image:
     """A copy of tensors in one host buffer, which serves every save: `views` by their names."""
 
     def __init__(self, tensors: dict[str, Tensor]):
-        self.specs = specs_of(tensors, {})
+        self.specs = specs_of(tensors)
         self.gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
         self.views = {}
         self.pinned_for = None  # the GPU that copies into the buffer by itself
@@ -205,9 +205,11 @@ class Image:
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> None:
-        """The one copy that training waits for; that of a GPU is only begun."""
+        """The one copy that training waits for; call it when nothing that may hang is left on the GPU."""
         self.open()
         sources = [tensors[name].detach() for name in self.views]
         if sources:
             pinned = self.pinned_for is not None
             torch._foreach_copy_(list(self.views.values()), sources, non_blocking=pinned)
+            if pinned:
+                torch.cuda.current_stream(self.pinned_for).synchronize()

@@ -30,9 +30,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 
-import common.checkpoint.disk as disk
 import common.checkpoint.tensors as tensors
-from common.checkpoint.disk import Damaged, delete, parse_json, read_sealed, sealed, sha, to_json
+from common.checkpoint.disk import (
+    Damaged,
+    delete,
+    new_file,
+    parse_json,
+    read_sealed,
+    read_small,
+    sealed,
+    sha,
+    sync_folder,
+    sync_lines,
+    to_json,
+    write_at,
+)
 from common.checkpoint.fence import RESCUE, Fence, Fenced, rescuing
 from common.checkpoint.folder import (
     ASIDE,
@@ -110,9 +122,7 @@ class Writer:
         """
         try:
             return self._commit(sources, facts)
-        except Fenced:
-            raise
-        except Exception:  # no memory, too
+        except Exception:  # no memory, too; Fenced comes again
             return self._commit(sources, facts)
 
     def _commit(self, sources, facts):
@@ -173,15 +183,15 @@ class Writer:
         }
         self._put(folder / STATE, state)
         self._put(folder / MANIFEST, sealed(manifest))
-        disk.sync_folder(folder)
+        sync_folder(folder)
         read_facts(facts["step"], folder)
 
     def _name(self, folder, step):
-        disk.sync_lines(self.root.parent, self.fence.life)
+        sync_lines(self.root.parent, self.fence.life)
         k = free_number(self.root, step)
         while not _rename(folder, self.root / folder_name(step, k)):
             k += 1
-        disk.sync_folder(self.root)
+        sync_folder(self.root)
         return self.root / folder_name(step, k)
 
     # ---- parts of a net --------------------------------------------------------------------------------
@@ -199,14 +209,14 @@ class Writer:
         records = []
         names = [part_name(number) for number in range(self.layout.parts)]
         try:
-            disk.sync_folder(gathered)
+            sync_folder(gathered)
             for name in names:
                 os.stat(gathered / name)
             os.rename(gathered, mine)  # of those that see all parts one has them; later ones begin anew
             for name in names:
                 tables = read_manifest(mine / name)["files"]
                 files |= {f"{name}/{file}": table for file, table in tables.items()}
-                records.append(parse_json(disk.read_small(mine / name / STATE), STATE)["record"])
+                records.append(parse_json(read_small(mine / name / STATE), STATE)["record"])
             record = max(records, key=lambda record: record.get("step", -1))
             self._describe(mine, files, facts | {"record": record})
             folder = self._name(mine, step)
@@ -226,7 +236,7 @@ class Writer:
     def put_sealed(self, path: Path, value: dict) -> None:
         """A file with this object and a seal, whole or not at all; it is on the disk then."""
         self._put(path, sealed(value))
-        disk.sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def read_sealed(self, path: Path) -> dict:
         """The object in such a file; Damaged if its seal is not right."""
@@ -235,8 +245,8 @@ class Writer:
     def _put(self, path, data):
         """Two ranks may do it at once."""
         aside = self.staging / uuid.uuid4().hex
-        with disk.new_file(aside) as fd:
-            disk.write_at(fd, data, 0)
+        with new_file(aside) as fd:
+            write_at(fd, data, 0)
         os.rename(aside, path)
 
     # ---- what goes -------------------------------------------------------------------------------------
@@ -261,9 +271,10 @@ class Writer:
         choices = committed(self.root)
         latest = dict(reversed(choices))  # of each step the latest facts
         steps = sorted(latest, reverse=True)
-        kept = {step, best_of(choices).get("step"), *steps[:keep]}
+        best = best_of(choices).get("step")
+        newest_agreed = max((number for number in steps if number <= agreed), default=step)
+        kept = {step, best, newest_agreed, *steps[:keep]}
         kept |= {number for number in steps if every and number % every == 0}
-        kept.add(max((number for number in steps if number <= agreed), default=step))
         extra = [folder for number, folder in choices if number not in kept or latest[number] != folder]
         if extra:
             extra += self.root.glob(f"{ASIDE}*")

@@ -34,7 +34,7 @@ class Hang:
         self.places = {}  # by rank
 
     def count(self, seconds):
-        """So many seconds have gone by: has this rank moved, or has none for too long?"""
+        """Counts these seconds, if this rank has not moved in them; after too many it stands still."""
         self.still += seconds
         if self.state.heartbeat != self.heartbeat:
             self.heartbeat = self.state.heartbeat

@@ -104,8 +104,7 @@ class Rescue:
             self.leave(error)  # returns if the error is to be raised again
         else:
             self.ending.acquire()
-        self.watch.stop()
-        self.thread.join()  # a thread that wakes in a dying interpreter aborts it
+        self.watch.stop(self.thread)
         if error is None:
             if self.world.rank == 0:
                 self.ledger.event("done", step=self.state.progress.step)
@@ -128,8 +127,8 @@ class Rescue:
 
     def consult(self) -> None:
         """All ranks agree whether to save, and whether to stop; call it on every rank."""
-        save, stop = (self.world.rank == 0 and (self.control / name).exists() for name in ("save", "stop"))
-        wishes = torch.tensor([save or self.store.overdue, stop, bool(self.asked)]).int()
+        save = self._is_wished("save") or self.store.overdue
+        wishes = torch.tensor([save, self._is_wished("stop"), bool(self.asked)]).int()
         save, stop, signalled = self.world.all_sum(wishes).tolist()
         if save:
             self.save_asked = True
@@ -139,6 +138,10 @@ class Rescue:
             self._forget("stop")
         elif signalled and self.world.parts > 1:
             self.agreed = self.asked or "a signal to another rank"
+
+    def _is_wished(self, name):
+        """Whether a person has made this file; rank 0 alone looks."""
+        return self.world.rank == 0 and (self.control / name).exists()
 
     def _forget(self, name):
         """A person's wish is done: the file goes."""
@@ -194,7 +197,7 @@ class Rescue:
         lifelines = self.watch.lifelines
         if isinstance(error, RuntimeError) and self.world.size > 1:
             lifelines.lost.wait(PEER_SECONDS)  # a collective fails before the thread hears of the end
-        # an agent that asks may have killed no peer: peers that stop faster have ended too
+        # where all are asked to stop, peers that were faster have ended too: only a killed one has died
         died = lifelines.find_death().killed if self.asked else lifelines.lost.is_set()
         if died:
             return WayOut.PEER_DIED, ""

@@ -41,7 +41,7 @@ class Watch:
         self.parting = True
 
     def is_late(self, ending):
-        """Hears all until a deadline has passed and nobody holds `ending`: True; or until `stop`: False."""
+        """Hears all. True once a deadline has passed and nobody holds `ending`; False after `stop`."""
         while not self.stopped:
             # C code that holds Python's lock stops this thread, too, but not faulthandler's, whose clock runs
             # on while a process is stopped
@@ -57,16 +57,12 @@ class Watch:
             if now >= self.deadline:
                 return True
         faulthandler.cancel_dump_traceback_later()
-        self.selector.close()
-        for end in self.signals.pipe:
-            os.close(end)
         return False
 
     @property
     def deadline(self):
-        """Of the first alarm."""
-        alarms = (self.signals.heard, self.lifelines.lost, self.hang.found)
-        return min(alarm.deadline for alarm in alarms)
+        """The earliest one of the three alarms."""
+        return min(self.signals.heard.deadline, self.lifelines.lost.deadline, self.hang.found.deadline)
 
     def _hear_signal(self, pipe):
         self.signals.hear(0.0 if self.parting else STEP_SECONDS)
@@ -83,7 +79,11 @@ class Watch:
         elif not self.parting:
             self.lifelines.lose()
 
-    def stop(self):
-        """Nothing here ends this life any more; call it in the main thread."""
+    def stop(self, thread):
+        """Nothing here ends this life any more, once the thread has ended; call it in the main thread."""
         self.stopped = True
         self.signals.restore()
+        thread.join()  # one that wakes in a dying interpreter aborts it
+        self.selector.close()
+        for end in self.signals.pipe:
+            os.close(end)

@@ -5,20 +5,17 @@ differs.
 """
 
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from common.checkpoint import Damaged, Writer, checkpoints
+from common.checkpoint import Damaged, checkpoints
 from common.errors import UserError, say
-from common.options import Options
 from common.world import MAY_DIFFER, bit_facts
 
 
-def identify(opts: Options, data: str, device: torch.device, writer: Writer) -> dict[str, Any]:
-    """What this run is; UserError if RUN/options.json, or a checkpoint, has other values.
+def identify(opts, data, device, writer):
+    """What this run is, for JSON; UserError if RUN/options.json, or a checkpoint, has other values.
 
-    As long as nothing is saved, the options may change. The free ones may always.
+    `data` is the fingerprint of its data. The options may change as long as nothing is saved, the free ones
+    always.
     """
     pinned = bit_facts(opts, device)
     ours = {"options": opts.to_json(), "data": data, "pinned": pinned}

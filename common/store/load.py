@@ -10,14 +10,12 @@ cannot be read, though nothing shows that it is damaged, is not passed over: the
 tries again.
 """
 
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoint import Damaged, Layout, Reader, best_of, checkpoints, newest_first
+from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_first
 from common.errors import UserError, say
-from common.training import TrainState
-from common.world import World, gather
+from common.world import gather
 
 
 class Loaded(NamedTuple):
@@ -30,20 +28,25 @@ class Loaded(NamedTuple):
     steps: list[int] = []  # of all checkpoints that any rank has offered
 
 
-def lay_out(state: TrainState, world: World) -> tuple[Layout, bool]:
+def lay_out(state, world):
     """(this rank's layout, whether its tensors are those of the first replica); call on every rank."""
     tensors = state.tensors()
     rows = state.rows()
     specs = Layout.specs(tensors, rows)
     # the ranks of the first replica tell what they hold
     stages = gather(world, None if world.replica else specs)[: world.stages]
-    whole = {kind: dict(chain(*(stage[kind].items() for stage in stages))) for kind in specs}
+    whole = {kind: {} for kind in specs}
+    for stage in stages:
+        for kind, own in stage.items():
+            whole[kind] |= own
     layout = Layout(tensors, rows, whole, world.part, world.parts, writes_unsharded=world.shard == 0)
     return layout, specs == stages[world.stage]
 
 
-def load(state: TrainState, world: World, reader: Reader, owns: bool) -> Loaded:
-    """Loads what this start begins with; `owns`: this rank owns the folder that it sees. Call on every rank.
+def load(state, world, reader, owns):
+    """Loads what this start begins with, and tells what it was; call on every rank.
+
+    `owns`: this rank owns the folder that it sees.
 
     The first of these sources that there is counts, and those after it are ignored:
     1. the run's own folder: the same command starts a run and resumes it

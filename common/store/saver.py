@@ -12,11 +12,8 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from common.checkpoint import Image, Still, Writer
+from common.checkpoint import Image, Still
 from common.errors import UserError, say
-from common.ledger import Ledger
-from common.training import TrainState
-from common.world import World
 
 MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
 STEP_SECONDS = 10.0  # a rescue waits for a step of the main thread, unless it uses no CPU for so long
@@ -29,7 +26,7 @@ class Saver:
     A failed save is made good by the next one that is due; the third failure in a row ends the run.
     """
 
-    def __init__(self, state: TrainState, writer: Writer, ledger: Ledger, world: World):
+    def __init__(self, state, writer, ledger, world):
         self.state = state
         self.writer = writer
         self.ledger = ledger
@@ -40,11 +37,11 @@ class Saver:
         self.side = torch.cuda.Stream(state.gpu) if state.gpu else None
         # one thread for all saves: to start one makes training wait
         self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
-        self.job: futures.Future | None = None  # the last one of the thread
-        self.saved: dict | None = None  # the facts that were saved last, or are being saved
+        self.job = None  # the last one of the thread
+        self.saved = None  # the facts that were saved last, or are being saved
         self.saved_at = time.monotonic()
         self.agreed = -1  # the newest step on which all ranks agreed; a checkpoint of it is kept
-        self.error: Exception | None = None  # of the last save, until `report` has told it
+        self.error = None  # of the last save, until `report` has told it
         self.failures = 0  # in a row
 
     # ---- while training continues -----------------------------------------------------------------
@@ -65,7 +62,6 @@ class Saver:
             with state.lock:
                 for kind, tensors in self.writer.layout.written(state.tensors()).items():
                     self.images[kind].copy(tensors)
-                state.wait_for_gpu()
                 facts = state.facts()
         except (OSError, MemoryError) as error:  # there is no memory for the copy
             self._note_failure(error)
@@ -146,8 +142,9 @@ class Saver:
         state = self.state
         began = time.monotonic()
         self.writer.check_staging(state.progress.step)
+        aside = torch.cuda.stream(self.side) if self.side else nullcontext()
         alone = self.writer.alone(needless=lambda: not state.spoiled and self.writer.holds(state.facts()))
-        with torch.cuda.stream(self.side) if self.side else nullcontext(), alone, self._held_still(began):
+        with aside, alone, self._held_still(began):
             if state.spoiled:
                 raise state.spoiled
             self.wait(in_rescue=True)
@@ -183,9 +180,9 @@ class Saver:
 
     def _write_live(self, why, began):
         """What was saved, in words; "" if it was there."""
-        if self.writer.holds(self.state.facts()):
-            return ""
         facts = self.state.facts()
+        if self.writer.holds(facts):
+            return ""
         step = facts["step"]
         tensors = {}
         for kind, own in self.writer.layout.written(self.state.tensors()).items():

@@ -27,11 +27,6 @@ from common.world import World, bit_facts, fingerprint_of, gather, same_everywhe
 class CheckpointStore:
     """Of the processes that see one run folder, one owns it and saves; the others save only in a rescue."""
 
-    state: TrainState
-    writer: Writer
-    saver: Saver
-    writes = False  # whether this rank saves while all live
-
     def __init__(self, opts: Options, world: World, fingerprint: str = ""):
         self.opts = opts
         self.world = world
@@ -69,7 +64,7 @@ class CheckpointStore:
         with world.all_or_none():
             if world.local_rank == 0 and world.rank:  # the first ranks of other nodes
                 self._own()
-        self.writes = world.copy == 0 if world.parts > 1 else self.owns
+        self.writes = world.copy == 0 if world.parts > 1 else self.owns  # while all live
         self.saver = Saver(state, self.writer, self.ledger, world)
         loaded = load(state, world, Reader(layout, world.local_size), self.owns)
         for folder in loaded.skipped:
@@ -91,7 +86,7 @@ class CheckpointStore:
         try:
             if not self.fence.elect(rank):
                 return
-            if rank and self.writer.layout.parts > 1:
+            if rank and self.world.parts > 1:
                 raise UserError(
                     f"--run-dir {run_dir}: rank {rank} does not see the folder of rank 0\n"
                     "a net in stages over machines needs one run folder that all of them share"
@@ -118,26 +113,28 @@ class CheckpointStore:
         step = state.progress.step
         rows = gather(self.world, [fingerprint_of(state.tensors()["model"].values()), step])
         odd = [rank for rank, row in enumerate(rows) if row != rows[rank % self.world.parts]]
-        if odd and self.saver.agreed < 0 and not step:
+        life_begins = self.saver.agreed < 0
+        if not odd:
+            # A wrong gradient of one rank goes into the sum, so replicas that all have it are equal, too.
+            # Where --cross-check looks for it, only its votes count, and the start of a life.
+            if life_begins or not self.opts.cross_check:
+                self.saver.agreed = step
+            return
+        if life_begins and not step:
             self.roll_back(
                 UserError(
                     f"model {self.opts.model}: the ranks have made different weights\n"
                     "make them from --seed alone, not from the rank, the process or the time"
                 )
             )
-        if odd:
-            self.roll_back(
-                RuntimeError(
-                    f"step {step}: the weights of the replicas differ (ranks {odd} from the first); "
-                    f"going back to step {self.saver.agreed}, where all agreed. Something else than the "
-                    "optimizer's step on the summed gradient has changed them: a second optimizer, a line "
-                    "that writes to them, other versions of a library, or a device that computes wrongly"
-                )
+        self.roll_back(
+            RuntimeError(
+                f"step {step}: the weights of the replicas differ (ranks {odd} from the first); "
+                f"going back to step {self.saver.agreed}, where all agreed. Something else than the "
+                "optimizer's step on the summed gradient has changed them: a second optimizer, a line "
+                "that writes to them, other versions of a library, or a device that computes wrongly"
             )
-        # A wrong gradient of one rank goes into the sum, so replicas that all have it are equal, too. Where
-        # --cross-check looks for it, only its votes count, and the start of a life.
-        if self.saver.agreed < 0 or not self.opts.cross_check:
-            self.saver.agreed = step
+        )
 
     def count_votes(self, odd: str) -> None:
         """After a --cross-check: all ranks agree on this step, or the run ends if `odd` names one of them."""
@@ -156,7 +153,7 @@ class CheckpointStore:
         spoiled = error if isinstance(error, UserError) else UserError("the ranks' weights differ", code=1)
         self.state.spoil(spoiled)
         self.saver.wait()
-        if self.writer.layout.parts > 1:
+        if self.world.parts > 1:
             self.world.barrier()  # the last part of a checkpoint names it
         for step, folder in checkpoints(self.opts.run_dir):
             if self.owns and step > self.saver.agreed >= 0:
@@ -178,9 +175,9 @@ class CheckpointStore:
 
         Parts must be saved at the same step: `Rescue.consult` tells their ranks that a clock asks for it.
         """
+        clock_asks = self.world.parts == 1 and self.overdue
         intervals = (self.opts.save_every, self.opts.keep_every)
-        at = any(every and self.state.progress.step % every == 0 for every in intervals)
-        return at or self.writer.layout.parts == 1 and self.overdue
+        return clock_asks or any(every and self.state.progress.step % every == 0 for every in intervals)
 
     def save(self) -> None:
         """Copies the state, if this rank writes it; a thread does the rest."""

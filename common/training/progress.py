@@ -11,6 +11,7 @@ from typing import Any
 from common.options import Options
 
 Facts = dict[str, Any]  # ready for JSON
+SAVED = ("step", "epoch", "position", "best", "record", "evaluated")  # attributes of Progress
 
 
 class Progress:
@@ -29,27 +30,16 @@ class Progress:
 
     # ---- in a checkpoint ----
     def facts(self) -> Facts:
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "position": self.position,
-            "order": [self.samples, self.opts.seed],
-            "best": self.best,
-            "record": self.record,
-            "evaluated": self.evaluated,
-        }
+        return {name: getattr(self, name) for name in SAVED} | {"order": [self.samples, self.opts.seed]}
 
     def load(self, facts: Facts) -> None:
-        """If samples now come in another order, the epoch begins again, unless it was complete."""
-        self.step = facts["step"]
-        self.epoch = facts["epoch"]
-        self.position = facts["position"]
-        self.best = facts["best"]
-        self.record = facts["record"]
-        self.evaluated = facts["evaluated"]
+        """Goes on there; if samples now come in another order, an epoch that was begun begins again."""
+        for name in SAVED:
+            setattr(self, name, facts[name])
         samples, _ = facts["order"]
+        epoch_was_over = self.position >= samples
         if facts["order"] != [self.samples, self.opts.seed]:
-            self.position = self.samples if self.position >= samples else 0
+            self.position = self.samples if epoch_was_over else 0
 
     # ---- steps and epochs ----
     def count(self, size: int) -> None:
@@ -115,12 +105,17 @@ class Progress:
         return self.evaluated.get("step") == self.step
 
     @property
+    def best_now(self) -> bool:
+        """Whether the evaluation of this step is the best one."""
+        return self.evaluated_now and self.best["step"] == self.step
+
+    @property
     def evaluation_due(self) -> bool:
         """At the end of an epoch or of the run, or --eval-only."""
         every = self.opts.eval_every
         at_epoch = self.epoch_over and every and (self.epoch + 1) % every == 0
-        ended = bool(at_epoch or self.step >= self.total_steps)
-        return self.opts.eval_only or ended and not self.evaluated_now
+        at_end = self.step >= self.total_steps
+        return self.opts.eval_only or (bool(at_epoch or at_end) and not self.evaluated_now)
 
     @property
     def impatient(self) -> bool:

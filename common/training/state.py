@@ -139,7 +139,6 @@ class TrainState:
         rate = self.rate(self.progress.planned)
         for group in self.groups:
             group["lr"] = rate * group.get("scale", 1.0)
-        self.first_forward.end()
         with self.changing():
             if self.spoiled:
                 raise self.spoiled
@@ -152,6 +151,7 @@ class TrainState:
             p.grad = None
 
     def _update(self, size):
+        self.first_forward.end()
         seed(self.opts.seed, "update", self.progress.step)  # if the optimizer draws, all ranks draw alike
         with blamed(f"optimizer {self.opts.optimizer}"):
             self.scaler.step(self.optimizer)

@@ -31,7 +31,7 @@ class FirstForward:
             self.marks = self._marks()
 
     def end(self):
-        """UserError if a weight has changed: a rescue would save it, ranks may differ."""
+        """UserError if a weight has changed: no save may have that, and ranks may differ."""
         if not self.marks:
             return
         changed = sorted(self._marks().items() - self.marks.items())

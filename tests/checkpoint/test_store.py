@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from fakes import fake_streams
 from refusals import refusal
 from stores import (
     a_life,
@@ -202,6 +203,16 @@ def test_a_save_is_due_after_so_many_steps_or_seconds_whichever_comes_first(tmp_
         assert life.store.saver.job is job, "this very state is saved already"
     with a_life(options(tmp_path, save_every=0, save_seconds=0)) as life:
         assert not due(60, later=10**6)
+
+
+def test_a_copy_is_complete_whichever_gpu_has_the_tensors():
+    """A net over two GPUs, frozen on the first: its optimizer is on the second, training asks the first."""
+    with fake_streams():
+        weight = torch.ones(3)
+        image = tensors.Image({"weight": weight})
+        image.copy({"weight": weight})
+        weight.zero_()
+        assert image.views["weight"].tolist() == [1, 1, 1]
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):

@@ -32,7 +32,7 @@ from stores import (
     write,
 )
 
-from common.checkpoint import disk, fence
+from common.checkpoint import fence, writer
 from common.checkpoint.fence import Fenced
 from common.store import saver
 
@@ -77,7 +77,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
 
     def stop_in_mid_save(life):
         save(life, 1)
-        real = disk.sync_folder
+        real = writer.sync_folder
 
         def stop(path):
             real(path)
@@ -86,7 +86,7 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
                 os.kill(os.getpid(), signal.SIGSTOP)
                 until(go.exists, "the successor has taken over")  # the signal may stop this thread later
 
-        disk.sync_folder = stop
+        writer.sync_folder = stop
         write(life.store, 9)
         try:
             life.store.check()
@@ -304,7 +304,7 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
 
     def rescue_slowly(life):
         rank_0_dies(life)
-        real = disk.sync_folder
+        real = writer.sync_folder
         mine = os.stat(lock).st_ino
 
         def slow(path):
@@ -314,7 +314,7 @@ def test_a_rescue_under_way_is_waited_for_before_anything_is_swept(tmp_path):
                 time.sleep(0.5)
             real(path)
 
-        disk.sync_folder = slow
+        writer.sync_folder = slow
         announced_rescue(life.store, 5)
         os._exit(0)
 

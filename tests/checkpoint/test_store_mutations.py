@@ -43,7 +43,7 @@ MUTANTS = {
     "a file is not synced": ("checkpoint.disk:new_file", "os.fsync(fd)", "None", CRASH),
     "the rename is not synced": (
         "checkpoint.writer:Writer._name",
-        "disk.sync_folder(self.root)",
+        "sync_folder(self.root)",
         "None",
         CRASH,
     ),

@@ -161,6 +161,19 @@ def test_after_an_error_that_stays_on_the_gpu_a_life_ends_with_its_words_and_sav
     assert saved(run) == []
 
 
+def test_weights_that_a_forward_has_changed_are_not_saved(run):
+    def live(world):
+        state, store = a_run(world, run)
+        with pytest.raises(UserError, match="0.weight is changed by a forward"), Rescue(store):
+            state.first_forward.begin()
+            with torch.no_grad():
+                state.net[0].weight.add_(1)
+            step(state)
+
+    fork_ranks(1, live)
+    assert saved(run) == []
+
+
 def assert_same_as_undisturbed(run):
     def two_steps(world):
         state, _ = a_run(world, run.with_name("other"))

@@ -12,7 +12,7 @@ from jobs import until
 from ranks import fork_ranks
 
 from common.place import end_of
-from common.rescue import hang, watch
+from common.rescue import hang, signals, watch
 from common.rescue.watch import Watch
 
 
@@ -33,11 +33,7 @@ def watched(world, limit, step=3):
     thread = threading.Thread(target=stand_by, daemon=True)
     thread.start()
 
-    def stop():
-        ears.stop()
-        thread.join()
-
-    return state, stop, reports
+    return state, lambda: ears.stop(thread), reports
 
 
 def move_for(seconds, state):
@@ -96,6 +92,18 @@ def test_a_job_that_is_suspended_for_hours_is_not_ended_when_it_is_continued():
     """faulthandler's clock runs on, and its thread is the first to run: it would end each rank unsaved."""
     ((armed, *_),) = fork_ranks(1, arm)
     assert armed >= 24 * 3600
+
+
+def stop_while_the_thread_wakes(world):
+    watch.LOOK_SECONDS = 0.01
+    restore = signals.Signals.restore
+    signals.Signals.restore = lambda self: (time.sleep(0.3), restore(self))
+    _, stop, _ = watched(world, 600)
+    stop()
+
+
+def test_a_thread_that_wakes_at_the_clean_end_leaves_the_pipe_of_the_signals_open_until_all_is_over():
+    fork_ranks(1, stop_while_the_thread_wakes)
 
 
 def wait_for_rank_1(world):
