@@ -72,6 +72,7 @@ class Slices:
             bucket.waiting = set()
         self.checked = checked(state.opts, state.progress.step, self.world.size)
         self.next = self.own.start
+        state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
@@ -142,7 +143,8 @@ class Slices:
             bucket.wait()
             firsts = bucket.flat[0].view(-1)[bucket.starts].tolist()
             for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
-                tensor.grad = None if is_missing(total, first) else total
+                unused = tensor.requires_grad and is_missing(total, first)  # the tail is always there
+                tensor.grad = None if unused else total
         self.move_buffers()
         totals = self.tail.grad[self.statistics.numel :].double()
         end_mean(state, totals[1], batch.size, self.world.sum_over_stages)
