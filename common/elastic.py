@@ -79,6 +79,7 @@ class Elastic:
         self.sets = (dataset, dataset if test_set is None else test_set)
         self.schedule = schedule
         self.trained = False
+        self.last = True  # of the pieces of a batch
         self.kept = {}
         self.given = {
             "run_dir": run_dir,
@@ -342,6 +343,11 @@ class Elastic:
 
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.
         """
+        if not self.last:
+            raise UserError(
+                "run.evaluate between two pieces of a batch: another rank may have fewer\n"
+                "call it where run.epoch_ended, or once run.progress.step has grown"
+            )
         task = task_of(lambda net, part, state: judge(Batch([(1, part)], [], 0)), "judge")
         self._end_step()
         modes = self._modes()

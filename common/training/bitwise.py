@@ -171,7 +171,11 @@ class Bucket:
         part = -(-sum(sizes) // (align * world.replicas)) * align
         self.flat = first.new_zeros(self.rows_of[world.replica], world.replicas, part)  # the rows to send
         self.starts = [*itertools.accumulate(sizes[:-1], initial=0)]
-        self.views = [_views(row.view(-1), members, sizes) for row in self.flat]
+        self.views = []  # parts of each row, as the members lie in memory: fused optimizers need that
+        for row in self.flat:
+            places = [row.storage_offset() + start for start in self.starts]
+            parts = zip(members, places, strict=True)
+            self.views.append([row.as_strided(t.shape, t.stride(), place) for t, place in parts])
         self.received = list(first.new_empty(sum(self.rows_of), part).split(self.rows_of))
 
     def collect(self, carries):
@@ -233,16 +237,6 @@ def gradient_of(tensor):
     if tensor.grad is None:
         tensor.grad = torch.full_like(tensor, -0.0)
     return tensor.grad
-
-
-def _views(row, tensors, sizes):
-    """Parts of a row in the shapes of the tensors, and with their strides: fused optimizers need them."""
-    views = []
-    at = row.storage_offset()
-    for tensor, size in zip(tensors, sizes, strict=True):
-        views.append(row.as_strided(tensor.shape, tensor.stride(), at))
-        at += size
-    return views
 
 
 def carries(v, start):

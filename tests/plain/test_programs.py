@@ -988,6 +988,19 @@ class Collects(Program):
         return super().values(run, batch)
 
 
+class Peeks(Program):
+    """It evaluates after each piece of a batch, of which ranks have different numbers."""
+
+    doors = "loop"
+    flags = {"micro_batch_size": 3}
+    refused = "between two pieces"
+
+    def loop(self, run):
+        for batch in run:
+            run.step(*self.values(run, batch)["loss"])
+            run.evaluate(lambda batch: self.values(run, batch))
+
+
 class Ids(Program):
     """The loop looks up the samples of a batch, of which each piece has its own."""
 
@@ -1039,7 +1052,6 @@ def test_a_loop_that_is_left_between_two_pieces_has_saved_the_step_before(tmp_pa
                 run.step(*self.values(run, batch)["loss"])
                 self.pieces += 1
                 if self.leaves and self.pieces == 4 * 3 + 2:
-                    run.evaluate(lambda batch: self.values(run, batch))
                     break
 
     left = Left()
