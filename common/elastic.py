@@ -16,6 +16,7 @@ nothing, and so does a life that has only a report to make up for: a script need
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,7 @@ class Elastic:
         self.sets = (dataset, dataset if test_set is None else test_set)
         self.schedule = schedule
         self.trained = False
+        self.last = True  # of the pieces of a batch
         self.kept = {}
         self.given = {
             "run_dir": run_dir,
@@ -158,15 +160,18 @@ class Elastic:
 
     def __iter__(self) -> Iterator[Batch]:
         """The batches that are left of this run, epoch after epoch; each is in the model exactly once."""
+        self._end_step()  # of the batch at which a loop before was left
         while not self.progress.finished:
             self.run.order.set_epoch(self.progress.epoch, self.progress.position)
             self._set_modes(self.modes)
             if self.report_due:
                 self.report_due = False
                 self.kept = {t: t.detach().clone() for t in (*self.net.parameters(), *self.net.buffers())}
-                yield from self._pieces(Batch([], [], 0))
-                self._put_back()
-                self.kept = {}
+                try:
+                    yield from self._pieces(Batch([], [], 0))
+                finally:  # also where the loop is left
+                    self._put_back()
+                    self.kept = {}
             for batch in self.run.batches():
                 yield from self._pieces(batch)
                 self._end_step()
@@ -181,19 +186,24 @@ class Elastic:
         A rank without samples gets an example, which counts nothing.
         """
         opts = self.state.opts
+        device = self.world.device
         self.batch = batch
-        self.totals = torch.zeros(2, dtype=torch.float64, device=self.world.device)
-        parts = batch.parts
-        slices = [self.world.rank] * len(parts)
+        self.totals = torch.zeros(2, dtype=torch.float64, device=device)
+        slices = [self.world.rank] * len(batch.parts)
         if self.sliced and batch.size:
             self.wrapped.begin(self.state)
             slices = self.wrapped.own
-        pieces = [(v, part) for v, part in zip(slices, parts, strict=True) if part[1] is not None]
-        if not pieces:  # none, or all skipped (bad_samples)
+        pieces = []
+        ids = iter(batch.ids)
+        for v, (count, part) in zip(slices, batch.parts, strict=True):
+            own = [*islice(ids, count)]
+            if part is not None:  # else all are skipped (bad_samples)
+                pieces.append((v, own, part))
+        if not pieces:
             split = self.run.data.train
             two = split.fetch(2 * [split.first])  # BatchNorm cannot train on one
-            pieces = [(self.world.rank, (0, two))]
-        for i, (v, (n, part)) in enumerate(pieces):
+            pieces = [(self.world.rank, [], two)]
+        for i, (v, ids, part) in enumerate(pieces):
             self.first = i == 0
             self.last = i == len(pieces) - 1
             self.called = False  # run.model, with this piece
@@ -205,9 +215,8 @@ class Elastic:
                 self.state.statistics.reset()
             if self.sliced or self.first:
                 seed(opts.seed, "step", self.progress.step, v)  # dropout: never stored
-            piece = Batch(
-                [(n, placed(part, self.world.device, opts, own=self.sliced))], batch.ids, batch.size
-            )
+            part = placed(part, device, opts, own=self.sliced)
+            piece = Batch([(len(ids), part)], ids, batch.size)
             self.piece = piece
             yield piece
             if batch.size and not (self.trained and self.piece is piece):
@@ -232,7 +241,8 @@ class Elastic:
 
     def _end_step(self):
         """Once the loop has changed after the step what it wants to: ranks have the same buffers again."""
-        if self.trained:
+        is_whole = self.trained and self.last  # the script may leave its loop between two pieces
+        if is_whole:
             self.state.statistics.average(self.world, len(self.batch.ids) / self.batch.size)
             self.state.wait_for_gpu()
             with self.state.changing():
@@ -255,7 +265,7 @@ class Elastic:
             return state.statistics.reset()
         self._check_step()
         state.task.check_sum(loss)
-        samples, _ = self.piece.parts[0]
+        samples = len(self.piece.ids)
         counted = torch.as_tensor(count, dtype=torch.float64, device=self.world.device)
         totals = torch.stack([loss.detach().double(), counted]) * bool(samples)
         self.trained = True
@@ -267,6 +277,8 @@ class Elastic:
             self.totals += totals
             mean = loss * (self.world.size / size * bool(samples))
             state.scaler.scale(mean).backward()
+            if not samples:  # of an example nothing counts
+                state.statistics.reset()
         if self.last:
             self._update()
 
@@ -331,6 +343,11 @@ class Elastic:
 
         The ranks share the samples; each counts once, and no bit depends on the number of ranks.
         """
+        if not self.last:
+            raise UserError(
+                "run.evaluate between two pieces of a batch: another rank may have fewer\n"
+                "call it where run.epoch_ended, or once run.progress.step has grown"
+            )
         task = task_of(lambda net, part, state: judge(Batch([(1, part)], [], 0)), "judge")
         self._end_step()
         modes = self._modes()

@@ -210,4 +210,6 @@ def end_of(*numbers):
 
 def count_of(names):
     """How many names these are; a number counts itself."""
-    return len(names) if hasattr(names, "__len__") else names and operator.index(names)
+    if hasattr(names, "__len__"):
+        return len(names)
+    return None if names is None else operator.index(names)

@@ -121,7 +121,7 @@ class TensorSamples(Samples):
         return x, y
 
     def contents(self):
-        return [part.flatten().view(torch.uint8).numpy() for part in (self.x, self.y)]
+        return [bytes_of(part).numpy() for part in (self.x, self.y)]
 
 
 class DatasetSamples(Samples):
@@ -182,7 +182,8 @@ class DatasetSamples(Samples):
         for id in (0, len(self) // 2, len(self) - 1):
             first, again = (leaves(self.fetch([id])) for _ in range(2))
             if all(map(torch.equal, map(bytes_of, first), map(bytes_of, again))):
-                yield sizes_of(first)
+                sizes = [f"{tensor.double().abs().mean():.3e}" for tensor in first]
+                yield " ".join(sizes).encode()  # in few digits: the CPU may decide the last bits
             elif here().speaks:
                 say(
                     f"warning: {self.name}: sample {id} is another one each time it is read, so no restart "
@@ -268,7 +269,8 @@ def whole_targets(y, count, classes, which):
     """Checked targets of `classify`, as int64; with `count` 0 there may be any number of them."""
     whole = y.long()
     end = classes or math.inf
-    if count and len(y) != count or not torch.equal(whole, y) or y.min() < 0 or y.max() >= end:
+    one_each = count in (0, len(y))
+    if not one_each or not torch.equal(whole, y) or y.min() < 0 or y.max() >= end:
         raise UserError(
             f"{which}: {len(y)} targets for {count} samples, {y.dtype} from {y.min():g} to "
             f"{y.max():g}\nwanted: for each sample a whole number from 0 on, below {end}\n"
@@ -307,11 +309,6 @@ def refuse_unshifted(batch, name):
 
 def bytes_of(tensor):
     return tensor.flatten().view(torch.uint8)
-
-
-def sizes_of(tensors):
-    """In few digits: the CPU may decide the last bits."""
-    return " ".join(f"{tensor.double().abs().mean():.3e}" for tensor in tensors).encode()
 
 
 def inherited(dataset, name):

@@ -81,18 +81,15 @@ def rows(runs):
     options = {run: read_options(run) for run in runs}
     for run, facts in runs.items():
         state = facts["now"]
-        best = {name: value for name, value in state["best"].items() if name not in ("loss", "step")}
-        yield "  ".join(
-            [
-                f"{run}: {state['state']} at step {state['step']}",
-                *(f"best {name} {value:.4f} at step {state['best']['step']}" for name, value in best.items()),
-                *(
-                    f"{name} {value}"
-                    for name, value in options[run].items()
-                    if name != "run_dir" and any(other.get(name) != value for other in options.values())
-                ),
-            ]
-        )
+        best = state["best"]
+        words = [f"{run}: {state['state']} at step {state['step']}"]
+        for name in best.keys() - {"loss", "step"}:
+            words.append(f"best {name} {best[name]:.4f} at step {best['step']}")
+        for name, value in options[run].items():
+            differs = any(other.get(name) != value for other in options.values())
+            if differs and name != "run_dir":
+                words.append(f"{name} {value}")
+        yield "  ".join(words)
 
 
 def report(facts):

@@ -179,7 +179,7 @@ def now(lives):
         "world": life["world"],
         "hosts": sorted({*life["hosts"]}),
         "pids": pids,
-        "best": [{}, *named(chain(*lives), "best")][-1].get("best", {}),
+        "best": [{"best": {}}, *named(chain(*lives), "best")][-1]["best"],
     }
 
 

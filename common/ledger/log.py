@@ -121,8 +121,7 @@ class Metrics:
 
     def __init__(self, run_dir, step):
         self.lines = Lines(run_dir / "metrics.jsonl")
-        self.last_trained = -1  # the newest step that has a row
-        self.last_evaluated = -1
+        self.newest = {"step": -1, "evaluation": -1}  # that has a row
         self.on = True
         path = self.lines.path
         aside = path.with_suffix(".new")
@@ -144,13 +143,10 @@ class Metrics:
         return new
 
     def _is_new(self, row):
-        step = row["step"]
-        if "epoch" in row:
-            new = step > self.last_trained
-            self.last_trained = max(step, self.last_trained)
-        else:
-            new = step > self.last_evaluated
-            self.last_evaluated = max(step, self.last_evaluated)
+        kind = "step" if "epoch" in row else "evaluation"
+        new = row["step"] > self.newest[kind]
+        if new:
+            self.newest[kind] = row["step"]
         return new
 
 

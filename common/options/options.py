@@ -250,10 +250,11 @@ class Options:
 
     def compare(self, old: Values) -> list[str]:
         """Where these options contradict the `old` ones, those of an earlier start, in words."""
+        was = {name: without_folder(value) for name, value in old.items()}
         return [
-            f"{flag_of(name)} was {was!r}, now {now!r}"
+            f"{flag_of(name)} was {was.get(name)!r}, now {now!r}"
             for name, now in self.identity().items()
-            if (was := without_folder(old.get(name))) != now
+            if was.get(name) != now
         ]
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from common.errors import UserError, did_you_mean, end, ready_streams, say
 from common.options.options import FLAGS, Options, Values, read_options
-from common.options.rules import check_files, check_names, check_together, check_world, flag_of
+from common.options.rules import check_clashes, check_files, check_names, check_together, check_world, flag_of
 from common.options.user import refuse_foreign_code
 from common.place import die_with_the_parent, here, meeting_variables, note_that_it_waits
 
@@ -73,7 +73,7 @@ def as_argparse_reads(words):
         if flag.startswith("--"):
             same.append(flag.replace("_", "-") + equals + value)
         elif word.startswith("-") and word != "-h" and same and "=" not in same[-1]:
-            same[-1] += f"={word}"
+            same[-1] += f"={word}"  # a value
         else:
             same.append(word)
     return same
@@ -168,7 +168,9 @@ def read_arguments(given: Values, own: Values) -> Options:
         elif value is not None:
             words.append(f"{flag_of(name)}={value}")
     opts = Options(**read_flags(words, None, "ddp") | own)
+    check_clashes(opts)
     check_files(opts)
+    check_world(opts, here().size)
     return opts
 
 

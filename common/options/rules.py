@@ -62,10 +62,12 @@ def check_names(opts):
         elif known and kind_of(name) not in known:
             more = torchvision_models() if flag == "model" else []
             if name not in more:
-                others = ", those of torchvision where it is installed" * (flag == "model")
+                names = [*known]
+                if flag == "model":
+                    names.append("those of torchvision where it is installed")
                 raise UserError(
                     f"{flag_of(flag)}: {name!r} is unknown{did_you_mean(name, [*known, *more])}\n"
-                    f"there are {', '.join(known)}{others}, and path/to/file.py:function"
+                    f"there are {', '.join(names)}, and path/to/file.py:function"
                 )
 
 
@@ -79,22 +81,29 @@ def torchvision_models():
     return re.findall(r"^@register_model\(\)\n(?:@.*\n)*def (\w+)", "\n".join(texts), re.MULTILINE)
 
 
+def is_given(flag, opts):
+    """Whether a flag has another value than its default; or, as --flag=pattern, a value like this."""
+    name, has_value, pattern = flag[2:].replace("-", "_").partition("=")
+    value = getattr(opts, name)
+    if has_value:
+        return fnmatchcase(str(value), pattern)
+    return value != getattr(type(opts)(script=opts.script, dataset=opts.dataset, task=opts.task), name)
+
+
+def check_clashes(opts):
+    """UserError for two flags that contradict each other."""
+    for flag, other, why in CLASHES:
+        if is_given(flag, opts) and is_given(other, opts):
+            raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
+
+
 def check_together(opts):
     """UserError for flags that contradict each other or cannot take effect together."""
-    defaults = type(opts)(script=opts.script, dataset=opts.dataset, task=opts.task)
-
-    def given(flag):
-        name, has_value, pattern = flag[2:].replace("-", "_").partition("=")
-        value = getattr(opts, name)
-        return fnmatchcase(str(value), pattern) if has_value else value != getattr(defaults, name)
-
-    for flag, other, why in CLASHES:
-        if given(flag) and given(other):
-            raise UserError(f"{flag} cannot take effect with {other}: {why}\nleave out one of them")
+    check_clashes(opts)
     keywords(opts.optimizer_args)
     special = {flag for _, flags in DATASETS.values() for flag in flags}
     others = sorted(special.difference(flags_of_dataset(opts.dataset)))
-    idle = [flag for flag in map(flag_of, others) if given(flag)]
+    idle = [flag for flag in map(flag_of, others) if is_given(flag, opts)]
     if idle:
         raise UserError(f"{', '.join(idle)} cannot take effect with --dataset {opts.dataset}\nleave it out")
     if opts.min_lr >= opts.lr:

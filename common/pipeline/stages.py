@@ -154,16 +154,16 @@ class Pipeline(nn.Module):
             for stage, k, is_forward in tick:
                 to = stage + 1 if is_forward else stage - 1
                 if stage == self.world.stage:
-                    work = passage.forward if is_forward else passage.backward
-                    tensor = work(k, arriving.pop((k, is_forward), lambda: None))
+                    receive = arriving.pop((k, is_forward), lambda: None)
+                    tensor = passage.forward(k, receive) if is_forward else passage.backward(k, receive)
                     if 0 <= to < self.parts:
                         give = to, tensor
                 elif to == self.world.stage:
                     take = stage, sizes[k]
                     taken = k, is_forward
-            receive = self.transfer.move(give, take)
+            received = self.transfer.move(give, take)
             if take:
-                arriving[taken] = receive
+                arriving[taken] = received
         self.transfer.drain()
 
     def sum_gradients(self):
@@ -227,12 +227,13 @@ class Passage:
             state.statistics.renew()
         x = None
         y = None
-        if pipeline.parts > 1:  # otherwise the task calls the stage
-            x, y = self.through_the_stage(samples, receive)
         sums = state.task.zeros(device, tree.kind if tree else torch.float64)
-        if pipeline.is_last:
-            loss = self.loss(y, samples, sums)
-            y = state.scaler.scale(loss * bool(count) / self.size)
+        with nullcontext() if count else _unchanged(pipeline.net):
+            if pipeline.parts > 1:  # otherwise the task calls the stage
+                x, y = self.through_the_stage(samples, receive)
+            if pipeline.is_last:
+                loss = self.loss(y, samples, sums)
+                y = state.scaler.scale(loss * bool(count) / self.size)
         if count:
             self.totals.add_(sums)
         tail = tree.measured(v, count / self.size, sums) if tree else None
@@ -250,9 +251,8 @@ class Passage:
             x = receive().detach()  # and draws go on where the stage before ended
             x.requires_grad_(x.is_floating_point())
         with blamed(fact):
-            y = pipeline.stages[0](
-                x.clone()
-            )  # layers may work in place, and x is a leaf or a part of the batch
+            # layers may work in place, and x is a leaf or a part of the batch
+            y = pipeline.stages[0](x.clone())
         if pipeline.tree and places_of_draws() != places:
             raise UserError(
                 f"{fact} draws from random or numpy\n"
@@ -302,7 +302,7 @@ def _recomputed(part, forward, opts, *args, **kwargs):
 
 @contextmanager
 def _unchanged(call):
-    """For the repetition of a forward, which must not change running statistics again."""
+    """For the forward of an example, or its repetition: it must not change running statistics."""
     kept = [(buffer, buffer.clone()) for buffer in call.buffers()]
     try:
         yield

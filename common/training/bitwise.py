@@ -72,6 +72,7 @@ class Slices:
             bucket.waiting = set()
         self.checked = checked(state.opts, state.progress.step, self.world.size)
         self.next = self.own.start
+        state.scaler.scale(self.tail.new_zeros(()))  # initialises it on a rank without samples
 
     # ---- this rank's slices -----------------------------------------------------------------------
     def measured(self, v, weight, totals):
@@ -142,7 +143,8 @@ class Slices:
             bucket.wait()
             firsts = bucket.flat[0].view(-1)[bucket.starts].tolist()
             for tensor, total, first in zip(bucket.members, bucket.views[0], firsts, strict=True):
-                tensor.grad = None if is_missing(total, first) else total
+                unused = tensor.requires_grad and is_missing(total, first)  # the tail is always there
+                tensor.grad = None if unused else total
         self.move_buffers()
         totals = self.tail.grad[self.statistics.numel :].double()
         end_mean(state, totals[1], batch.size, self.world.sum_over_stages)
@@ -169,7 +171,11 @@ class Bucket:
         part = -(-sum(sizes) // (align * world.replicas)) * align
         self.flat = first.new_zeros(self.rows_of[world.replica], world.replicas, part)  # the rows to send
         self.starts = [*itertools.accumulate(sizes[:-1], initial=0)]
-        self.views = [_views(row.view(-1), members, sizes) for row in self.flat]
+        self.views = []  # parts of each row, as the members lie in memory: fused optimizers need that
+        for row in self.flat:
+            places = [row.storage_offset() + start for start in self.starts]
+            parts = zip(members, places, strict=True)
+            self.views.append([row.as_strided(t.shape, t.stride(), place) for t, place in parts])
         self.received = list(first.new_empty(sum(self.rows_of), part).split(self.rows_of))
 
     def collect(self, carries):
@@ -231,16 +237,6 @@ def gradient_of(tensor):
     if tensor.grad is None:
         tensor.grad = torch.full_like(tensor, -0.0)
     return tensor.grad
-
-
-def _views(row, tensors, sizes):
-    """Parts of a row in the shapes of the tensors, and with their strides: fused optimizers need them."""
-    views = []
-    at = row.storage_offset()
-    for tensor, size in zip(tensors, sizes, strict=True):
-        views.append(row.as_strided(tensor.shape, tensor.stride(), at))
-        at += size
-    return views
 
 
 def carries(v, start):

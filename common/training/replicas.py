@@ -92,7 +92,9 @@ class Replica(nn.Module):
 
     def forward(self, *args, **kwargs):
         with self.casting():
-            return args[0](self.net) if args and callable(args[0]) else self.net(*args, **kwargs)
+            if args and callable(args[0]):
+                return args[0](self.net)
+            return self.net(*args, **kwargs)
 
 
 class Replicas(DataParallel):

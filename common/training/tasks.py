@@ -209,25 +209,26 @@ class Task:
         """Learns the names that a user's function returns from one sample; a mistake in it is found here."""
         if not self.spec:
             return
-        batch = map_tensors(lambda x: x.to(device), data.train.fetch([data.train.first]))
+        first = data.train.first
+        other = (first + 1) % len(data.train)
+
+        def values_of(*ids):
+            batch = map_tensors(lambda x: x.to(device), data.train.fetch(ids))
+            return self(net, batch, SimpleNamespace(opts=opts))
+
         training = net.training
         net.eval()
         with torch.no_grad(), seeded(opts.seed, "task"):
-            self.learn(self(net, batch, SimpleNamespace(opts=opts)))
+            self.learn(values_of(first))
             with suppress(UserError):  # two samples may be no batch
-                self._warn_of_no_sum(net, data, opts, device)
+                alone = values_of(first), values_of(other)
+                together = [values_of(first, other) for _ in range(2)]
+                self._warn_of_no_sum(*alone, *together)
         net.train(training)
 
-    def _warn_of_no_sum(self, net, data, opts, device):
+    def _warn_of_no_sum(self, *values):
         """Loss and count of two samples are to be the sums of those of each, unless the task draws."""
-        first = data.train.first
-        other = (first + 1) % len(data.train)
-        found = []
-        for ids in ([first], [other], [first, other], [first, other]):
-            batch = map_tensors(lambda x: x.to(device), data.train.fetch(ids))
-            values = self(net, batch, SimpleNamespace(opts=opts))
-            found.append(torch.tensor([float(value) for value in values[self.names[0]]]))
-        one, two, both, again = found
+        one, two, both, again = [torch.tensor([*map(float, found[self.names[0]])]) for found in values]
         adds_up = torch.allclose(one + two, both, rtol=1e-2, atol=1e-3)
         if torch.equal(both, again) and not adds_up and here().speaks:
             say(

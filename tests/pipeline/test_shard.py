@@ -117,6 +117,39 @@ def test_a_sharded_net_gathers_a_block_at_a_time_and_exchanges_gradients_once_a_
                 assert (weight - alone.weights[key]).abs().max() < 1e-10, key
 
 
+class Mean(nn.Module):
+    """A running mean of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return x
+
+
+def running_mean(world, shards):
+    """After a batch of seven: one rank has a micro batch less than the other."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(WORDS, 16), Mean(), Last(), nn.Linear(16, WORDS))
+    opts = Options(script="mp", global_batch_size=7, micro_batch_size=3, shard=shards, stages=1)
+    world = world.in_stages(1, shards)
+    x = torch.randint(WORDS, (7, LENGTH), generator=torch.Generator().manual_seed(3))
+    data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
+    model = split(net, opts, world, data, find_task(opts))
+    state = TrainState(net, build_optimizer(net, opts), opts, 7)
+    backward(model, share_of(x, x[:, 0], opts, world.rank, world.size), state, world)
+    return net[1].mean.tolist()
+
+
+def test_an_example_in_place_of_a_micro_batch_moves_no_statistics():
+    spread, _ = fork_ranks(2, running_mean, 2)
+    whole, _ = fork_ranks(2, running_mean, 0)
+    assert spread == pytest.approx(whole, rel=1e-6)
+
+
 # ---- elastic --------------------------------------------------------------------------------------
 def test_shard_a_whole_copy_may_die_at_once_and_shards_copies_and_stages_may_change(jobs, tmp_path):
     run = tmp_path / "run"

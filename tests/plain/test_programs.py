@@ -22,7 +22,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jobs import weights
-from program import TESTED, Program, Samples, Wrong, check_numbers, check_refusal, lived, loop, script, stages
+from program import (
+    TESTED,
+    Program,
+    Samples,
+    Wrong,
+    check_numbers,
+    check_refusal,
+    lived,
+    loop,
+    order,
+    script,
+    stages,
+    trained,
+)
 from torch import nn
 from torch.utils.data import default_collate
 
@@ -599,6 +612,23 @@ class Annealed(Program):
         net.heat *= 0.9
 
 
+class AnnealedBreaks(Annealed):
+    """The loop over batches is left at the end of each epoch."""
+
+    flags = {"virtual_ranks": 4}
+
+    def loop(self, run):
+        for _ in range(3):
+            for batch in run:
+                run.step(*self.values(run, batch)["loss"])
+                self.after(run.net, run.optimizer, run.progress.step)
+                if run.epoch_ended:
+                    break
+
+    def evaluation(self, *_):
+        return []
+
+
 class AnnealedByHook(Annealed):
     doors = Program.doors
     after = Program.after
@@ -652,6 +682,19 @@ class Unreported(Teacher):
         if self.last_call and run.state.progress.step == 5 and not run.net.training:
             self.die()
         return super().values(run, batch)
+
+
+class UnreportedBreaks(Unreported):
+    """The report that was due is followed by a break, too."""
+
+    def loop(self, run):
+        for _ in range(3):
+            for batch in run:
+                run.step(*self.values(run, batch)["loss"])
+                self.after(run.net, run.optimizer, run.progress.step)
+                if run.epoch_ended:
+                    run.report(**run.evaluate(lambda batch: self.values(run, batch)))
+                    break
 
 
 class BufferTeacher(Teacher):
@@ -941,6 +984,33 @@ class Collects(Program):
         return super().values(run, batch)
 
 
+class Peeks(Program):
+    """It evaluates after each piece of a batch, of which ranks have different numbers."""
+
+    doors = "loop"
+    flags = {"micro_batch_size": 3}
+    refused = "between two pieces"
+
+    def loop(self, run):
+        for batch in run:
+            run.step(*self.values(run, batch)["loss"])
+            run.evaluate(lambda batch: self.values(run, batch))
+
+
+class Ids(Program):
+    """The loop looks up the samples of a batch, of which each piece has its own."""
+
+    doors = "loop"
+    flags = {"micro_batch_size": 3}
+
+    def values(self, run, batch):
+        if batch.ids:
+            train, _ = self.sets()
+            x, _ = self.collate([train[i] for i in batch.ids])
+            assert torch.equal(batch.x, x)
+        return super().values(run, batch)
+
+
 @pytest.mark.parametrize(
     ("program", "door"),
     [
@@ -965,6 +1035,48 @@ def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused(program, door, 
             check_numbers(program, door, tmp_path)
     except (Wrong, UserError) as wrong:
         raise pytest.fail.Exception(str(wrong), pytrace=False) from None
+
+
+def test_a_loop_that_is_left_between_two_pieces_has_saved_the_step_before(tmp_path):
+    class Left(Observed):
+        flags = Observed.flags | {"save_every": 500}
+        leaves = True
+        pieces = 0
+
+        def loop(self, run):
+            for batch in run:
+                run.step(*self.values(run, batch)["loss"])
+                self.pieces += 1
+                if self.leaves and self.pieces == 4 * 3 + 2:
+                    break
+
+    left = Left()
+    alone = ((1, 0),)
+    trained(left, loop, tmp_path / "left", alone)
+    left.leaves = False
+    found, _ = trained(left, loop, tmp_path / "left", alone)
+    wanted, _ = trained(left, loop, tmp_path / "whole", alone)
+    assert {name for name, value in wanted.items() if torch.as_tensor(found[name] != value).any()} == set()
+
+
+@pytest.mark.parametrize("flags", [{}, {"virtual_ranks": 4}], ids=["replica", "slices"])
+def test_a_batch_of_which_no_sample_can_be_read_moves_no_statistics(flags, tmp_path):
+    class Unreadable(Program):
+        class samples(Samples):
+            def __getitem__(self, i):
+                if len(self) > TESTED and i in order(0)[0]:
+                    raise ValueError("unreadable")
+                return super().__getitem__(i)
+
+        def net(self):
+            return nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 3))
+
+    program = Unreadable()
+    program.flags = flags | {"bad_samples": "skip", "keep": 9, "max_steps": 4}
+    codes, said, _ = lived(program, loop, tmp_path, 1)
+    assert codes == [0], said
+    saved, _ = weights_of(tmp_path / "run", 1)
+    assert not saved["0.running_mean"].any() and not saved["0.num_batches_tracked"], saved
 
 
 def test_epochs_that_are_raised_under_a_schedule_are_said(tmp_path):

@@ -262,6 +262,18 @@ def test_the_gradient_is_the_mean_over_the_samples_of_a_ragged_batch():
                 assert torch.allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
+def test_a_rank_without_a_slice_has_the_scale_of_fp16_too():
+    def scaled(world):
+        model, state = small(world, 3)
+        state.opts = replace(state.opts, clip_grad_norm=0.0)
+        state.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        backward(model, batch_at(world, 0, 3, size=1), state, world)
+        state.update(1)
+        return state.progress.step
+
+    assert fork_ranks(3, scaled) == [1, 1, 1]
+
+
 def test_buffers_that_are_not_finite_stay_as_they_are_in_both_modes():
     def infinite(world, virtual_ranks):
         model, state = small(world, virtual_ranks)

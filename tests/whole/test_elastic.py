@@ -99,6 +99,10 @@ def after(line, new, indent="            "):
             (AUDIT, "save_evry=1"),
         ),
         ("freeze cannot take effect", (AUDIT, "freeze=('0.',)")),
+        (
+            "micro_batch_size cannot take effect with virtual_ranks: a slice is one forward",
+            (AUDIT, "micro_batch_size=8, virtual_ranks=2"),
+        ),
         ("ValueError: could not convert", (REPORT, "run.report(val_acc='good')")),
         ("0.weight trains, but is in no group of the optimizer", ("NAdam(net.", "NAdam(net[2].")),
     ],
@@ -110,6 +114,12 @@ def test_a_mistake_in_the_script_is_told_in_three_lines(jobs, script, fact, edit
     assert "Traceback" not in said, said
     told = said[said.index("error: ") :].splitlines()
     assert fact in told[0] and len(told) <= 3, told
+
+
+def test_more_processes_than_virtual_ranks_are_refused(jobs, script):
+    change(script, (AUDIT, "virtual_ranks=1"))
+    job = jobs.torchrun(2, script)
+    assert job.wait() != 0 and "error: WORLD_SIZE=2 makes 2 replicas, more than virtual_ranks 1" in job.output
 
 
 def test_an_error_of_one_rank_is_told_once_and_ends_the_job(jobs, script, tmp_path):
