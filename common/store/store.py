@@ -8,6 +8,7 @@ What lies on the disk, and every point at which the power may fail: common/check
 """
 
 import time
+from contextlib import suppress
 from sysconfig import get_python_version
 from typing import NoReturn
 
@@ -154,7 +155,8 @@ class CheckpointStore:
         self.state.spoil(spoiled)
         self.saver.wait()
         if self.world.parts > 1:
-            self.world.barrier()  # the last part of a checkpoint names it
+            with suppress(RuntimeError):  # a peer has died meanwhile
+                self.world.barrier()  # the last part of a checkpoint names it
         for step, folder in checkpoints(self.opts.run_dir):
             if self.owns and step > self.saver.agreed >= 0:
                 say(
