@@ -139,7 +139,7 @@ def running_mean(world, shards):
     x = torch.randint(WORDS, (7, LENGTH), generator=torch.Generator().manual_seed(3))
     data = SimpleNamespace(train=Samples(x, x[:, 0]), classes=WORDS)
     model = split(net, opts, world, data, find_task(opts))
-    state = TrainState(net, build_optimizer(net, opts), opts, 7)
+    state = state_of(net, opts, 7)
     backward(model, share_of(x, x[:, 0], opts, world.rank, world.size), state, world)
     return net[1].mean.tolist()
 
