@@ -115,7 +115,8 @@ def test_who_does_not_end_is_killed_after_the_time_for_a_save_and_has_not_saved(
         tmp_path,
         "import pathlib, signal, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "pathlib.Path(sys.argv[1]).touch()\nwhile True: time.sleep(1)\n",
+        # its agent has to know of it first: a signal in the midst of a start may miss a deaf process
+        "time.sleep(1)\npathlib.Path(sys.argv[1]).touch()\nwhile True: time.sleep(1)\n",
     )
     job = jobs.start(TORCHRUN, deaf, tmp_path / "begun", TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
     until((tmp_path / "begun").exists, "the script")
