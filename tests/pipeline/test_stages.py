@@ -133,6 +133,23 @@ def test_stages_and_replicas_have_the_gradient_of_one_device_with_ragged_and_emp
     assert_same(ours, train(ALONE, model, **alone), 1e-10 if given["dtype"] == torch.float64 else 1e-5)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("size", "stages", "shards"),
+    [
+        (size, stages, shards)
+        for size in range(2, 9)
+        for stages in range(1, size + 1)
+        for shards in range(size // stages + 1)
+        if size % stages == 0
+    ],
+)
+def test_any_stages_shards_and_copies_have_the_gradient_of_one_device(size, stages, shards):
+    given = {"micro_batch_size": 2, "clip_grad_norm": 0.1, "momentum": 0.9, "dtype": torch.float64}
+    ours = fork_ranks(size, partial(train, model="gpt:6x2x8", stages=stages, shard=shards, **given))
+    assert_same(ours, train(ALONE, "gpt:6x2x8", **given), 1e-10)
+
+
 @pytest.mark.parametrize(("model", "devices"), [("mlp", 2), ("net", 4), ("gpt:6x2x8", 2)])
 def test_stages_over_the_devices_of_one_process_have_the_loss_of_one_device(model, devices):
     ours = train(ALONE, model, torch.float64, devices=devices, micro_batch_size=2)
