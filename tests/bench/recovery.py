@@ -1,7 +1,7 @@
 """From a start, and from SIGKILL of one of two workers, to the next step; by the size of the state.
 
     python tests/bench/recovery.py                       # a small net, against a bare DDP script
-    python tests/bench/recovery.py --mb 800 --rounds 5
+    python tests/bench/recovery.py --mb 800 --rounds 5   # and against saving and loading as many bytes
 
 In turn: a bare DDP script under torchrun (nothing is saved or restored: the floor of every cold restart),
 this project under plain torchrun and under launch/torchrun.py.
@@ -65,6 +65,7 @@ class Bench:
 
     def __init__(self, folder, mb):
         self.folder = folder
+        self.mb = mb
         self.number = 0
         self.draw = random.Random(0)
         self.others = {}
@@ -128,21 +129,38 @@ class Bench:
     def note(self, name, what, seconds):
         self.others.setdefault((name, what), []).append(seconds)
 
+    def save_and_load(self):
+        """Seconds of torch.save, fsync and torch.load of as many bytes."""
+        import torch
+
+        state = {str(i): torch.ones(1 << 20) for i in range(max(1, round(self.mb / 4.2)))}
+        began = time.perf_counter()
+        with open(self.folder / "whole.pt", "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        torch.load(self.folder / "whole.pt", weights_only=True)
+        return time.perf_counter() - began
+
 
 def main():
     args = arguments(__doc__, mb=1.0, rounds=4)
     with tempfile.TemporaryDirectory(prefix="recovery-bench-") as folder:
         bench = Bench(Path(folder), args.mb)
         ways = {name: lambda name=name: bench.turn(name) for name in LAUNCHERS}
-        costs = take_turns(ways, args.rounds)
+        costs = take_turns(ways | {"save+load": bench.save_and_load}, args.rounds)
     for name in LAUNCHERS:
         others = [
             f"{what} {statistics.median(values):.2f}"
             for (whose, what), values in bench.others.items()
             if whose == name
         ]
-        bare = ratio(costs[name], costs["bare"])
-        print(f"{name:9} kill to next step {statistics.median(costs[name]):.2f} s, {bare} bare; ", *others)
+        bare, saved = (ratio(costs[name], costs[other]) for other in ("bare", "save+load"))
+        print(
+            f"{name:9} kill to next step {statistics.median(costs[name]):.2f} s, {bare} bare, "
+            f"{saved} save+load; ",
+            *others,
+        )
     print(json.dumps(costs))
 
 
