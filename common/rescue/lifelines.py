@@ -35,6 +35,7 @@ class Lifelines:
         self.processes = processes
         self.lost = Alarm()
         self.death = Death()
+        self.begun = {}  # {line: the first part of its next message}
         self.lines = lifelines(world.store, world.rank, world.size) if world.store else []
         for line in self.lines:
             os.register_at_fork(after_in_child=line.close)  # a process for loading must not keep it open
@@ -46,10 +47,14 @@ class Lifelines:
                 line.send(f"{message}\n".encode(), socket.MSG_DONTWAIT)
 
     def hear(self, line):
-        """The messages that have come over a line; none if it has ended."""
+        """The messages that have come whole over a line; None if it has ended."""
+        data = b""
         with suppress(OSError):
-            return line.recv(1 << 16).decode().splitlines()
-        return []
+            data = line.recv(1 << 16)
+        if not data:
+            return None
+        *whole, self.begun[line] = (self.begun.get(line, b"") + data).split(b"\n")
+        return [message.decode() for message in whole]
 
     def lose(self):
         """Another rank has ended: all ranks shall know."""

@@ -69,9 +69,9 @@ class Watch:
 
     def _hear_rank(self, line):
         messages = self.lifelines.hear(line)
-        for message in messages:
-            self.hang.hear(message)
-        if messages:
+        if messages is not None:
+            for message in messages:
+                self.hang.hear(message)
             return
         self.selector.unregister(line)
         if self.hang.found.is_set():

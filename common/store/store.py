@@ -128,10 +128,11 @@ class CheckpointStore:
                     "make them from --seed alone, not from the rank, the process or the time"
                 )
             )
+        back_to = "the newest checkpoint" if life_begins else f"step {self.saver.agreed}, where all agreed"
         self.roll_back(
             RuntimeError(
                 f"step {step}: the weights of the replicas differ (ranks {odd} from the first); "
-                f"going back to step {self.saver.agreed}, where all agreed. Something else than the "
+                f"going back to {back_to}. Something else than the "
                 "optimizer's step on the summed gradient has changed them: a second optimizer, a line "
                 "that writes to them, other versions of a library, or a device that computes wrongly"
             )

@@ -11,7 +11,6 @@ from typing import Any
 from common.options import Options
 
 Facts = dict[str, Any]  # ready for JSON
-SAVED = ("step", "epoch", "position", "best", "record", "evaluated")  # attributes of Progress
 
 
 class Progress:
@@ -30,12 +29,24 @@ class Progress:
 
     # ---- in a checkpoint ----
     def facts(self) -> Facts:
-        return {name: getattr(self, name) for name in SAVED} | {"order": [self.samples, self.opts.seed]}
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "position": self.position,
+            "order": [self.samples, self.opts.seed],
+            "best": self.best,
+            "record": self.record,
+            "evaluated": self.evaluated,
+        }
 
     def load(self, facts: Facts) -> None:
         """Goes on there; if samples now come in another order, an epoch that was begun begins again."""
-        for name in SAVED:
-            setattr(self, name, facts[name])
+        self.step = facts["step"]
+        self.epoch = facts["epoch"]
+        self.position = facts["position"]
+        self.best = facts["best"]
+        self.record = facts["record"]
+        self.evaluated = facts["evaluated"]
         samples, _ = facts["order"]
         epoch_was_over = self.position >= samples
         if facts["order"] != [self.samples, self.opts.seed]:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -13,6 +14,7 @@ from ranks import fork_ranks
 
 from common.place import end_of
 from common.rescue import hang, signals, watch
+from common.rescue.lifelines import Lifelines
 from common.rescue.watch import Watch
 
 
@@ -160,3 +162,21 @@ def test_a_death_by_a_signal_that_has_no_name_is_told_like_any_other():
         until(lambda pid=process.pid: end_of(pid), "its end")
         assert end_of(process.pid) == (words, True)
         process.wait()
+
+
+def test_a_message_that_comes_in_two_pieces_is_heard_once_it_is_whole():
+    """Half of one would end the thread that listens, and nothing would end a hang."""
+    lines = Lifelines(SimpleNamespace(rank=0, store=None), [(1, "host", "machine")])
+    ours, theirs = socket.socketpair()
+    text = "moved\n3 step 7, na\u00efve.py:1\n".encode()
+    cut = text.index(b"\xc3") + 1  # in the middle of a letter
+    with ours:
+        for piece, messages in (
+            (text[:3], []),
+            (text[3:cut], ["moved"]),
+            (text[cut:], ["3 step 7, na\u00efve.py:1"]),
+        ):
+            theirs.send(piece)
+            assert lines.hear(ours) == messages
+        theirs.close()
+        assert lines.hear(ours) is None, "its end"
