@@ -1,4 +1,4 @@
-"""The map of common/: folders are rooms; sampler.py, errors.py and place.py carry them.
+"""The map of common/: folders are rooms; sampler, errors, place and device carry them.
 
 A room imports only from the floors below it and only through its door (`__init__.py`); rooms of one floor do
 not know each other (tests/whole/test_house.py checks this).
@@ -27,6 +27,7 @@ not know each other (tests/whole/test_house.py checks this).
     errors       how a mistake reaches a person: once per machine, in three lines, with its exit code
 
     place        which rank, under which agent, on which machine: the one reader of the launcher's environment
+    device       a GPU in one place, and how one waits for it
 """
 
 import pkgutil

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Sampler
 
+from common.device import seed_gpus
+
 MASK32 = 0xFFFFFFFF
 ROUNDS = 6  # fewer are visibly not random (a test shows it); 6 look like torch.randperm
 WINDOW_POSITIONS = 8192  # per call of permute: hides torch's cost per call, fits the L2 cache
@@ -188,8 +190,7 @@ def seed_cpu(*key: SupportsIndex | str) -> int:
 def seed(*key: SupportsIndex | str) -> None:
     """Seeds the generators in use from a key; torch.manual_seed would take 0.3 ms for absent devices."""
     number = seed_cpu(*key)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
+    seed_gpus(number)
 
 
 @contextmanager

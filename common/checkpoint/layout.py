@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from common.checkpoint.disk import Damaged
 from common.checkpoint.folder import kind_of
 from common.checkpoint.tensors import flat_bytes, size_of, specs_of
+from common.device import is_gpu
 from common.errors import UserError
 
 Named = dict[str, dict[str, Tensor]]  # {kind: {name: tensor}}
@@ -102,7 +103,7 @@ def _buffer(tensor, at, size):
     Of a tensor with holes, on a GPU, or of which only some rows are here, it is a copy of these rows.
     """
     flat = flat_bytes(tensor)  # of one with holes, a copy
-    direct = tensor.is_contiguous() and not tensor.is_cuda and (at, size) == (0, len(flat))
+    direct = tensor.is_contiguous() and not is_gpu(tensor.device) and (at, size) == (0, len(flat))
     buffer = flat if direct else torch.empty(size, dtype=torch.uint8)
     yield memoryview(buffer.numpy())
     if not direct:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint.disk import Damaged, new_file, opened, patient, write_at
+from common.device import mark, wait_by_asking
 from common.errors import UserError
 
 DTYPES = {
@@ -178,30 +179,23 @@ class Image:
 
     def __init__(self, tensors: dict[str, Tensor]):
         self.specs = specs_of(tensors)
-        self.gpus = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
+        self.devices = {tensor.device for tensor in tensors.values()}
         self.views = {}
-        self.pinned_for = None  # the GPU that copies into the buffer by itself
+        self.is_pinned = False  # a GPU copies into the buffer by itself
 
     def open(self) -> None:
         """Allocates the buffer, once; every page of it is written, so that no save waits for the kernel."""
         if self.views:
             return
         _, places, size = lay_out(self.specs)
-        buffer = self._pinned(size) if len(self.gpus) == 1 else None
-        if buffer is None:
-            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
-                memory.madvise(WIPE_ON_FORK)
-            buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # unknown to this kernel: then the save after a fork is slower
+            memory.madvise(WIPE_ON_FORK)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8).zero_()
+        self.is_pinned = pinned(buffer, self.devices)
         for name, (start, end) in places.items():
             dtype, shape = self.specs[name]
             self.views[name] = buffer[start:end].view(DTYPES[dtype]).view(shape)
-
-    def _pinned(self, size):
-        with suppress(RuntimeError):  # the driver may refuse to lock so much memory
-            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            (self.pinned_for,) = self.gpus
-            return buffer
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor]) -> None:
@@ -209,7 +203,21 @@ class Image:
         self.open()
         sources = [tensors[name].detach() for name in self.views]
         if sources:
-            pinned = self.pinned_for is not None
-            torch._foreach_copy_(list(self.views.values()), sources, non_blocking=pinned)
-            if pinned:
-                torch.cuda.current_stream(self.pinned_for).synchronize()
+            torch._foreach_copy_(list(self.views.values()), sources, non_blocking=self.is_pinned)
+            wait_by_asking(mark(sources[0].device))
+
+
+def pinned(buffer, devices):
+    """Locks the pages of a buffer, so that the one GPU that holds all copies into it; False if it cannot.
+
+    Memory that torch allocates for that is as large as the next power of two.
+    """
+    if {device.type for device in devices} != {"cuda"} or len(devices) > 1:
+        return False
+    (device,) = devices
+    with torch.cuda.device(device):
+        refused = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+    if refused:
+        with suppress(RuntimeError):  # CUDA keeps the error for the next call: let it be this one
+            torch.zeros(1, device=device)
+    return not refused

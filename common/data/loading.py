@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from common.data.datasets import user_dataset
 from common.data.samples import Data, DatasetSamples, Samples, data_of, map_tensors
+from common.device import gpus
 from common.errors import UserError, blamed, one_line
 from common.options import DATASETS, Options, find_function, kind_of
 from common.sampler import ElasticSampler, share
@@ -136,7 +137,7 @@ def loaded(
             parts.append((len(ids), batch))
         return parts, sum(cut, [])
 
-    pin = torch.cuda.is_available() and "cpu" not in (opts.device, *opts.devices)
+    pin = bool(gpus()) and "cpu" not in (opts.device, *opts.devices)
     if opts.workers and isinstance(samples, DatasetSamples):
         yield from from_workers(load, cuts, opts.workers, pin)
         return

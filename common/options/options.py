@@ -145,7 +145,7 @@ class Options:
     clip_grad_norm: float = fixed(0.0, "longest gradient; 0: off")
     ema_decay: float = fixed(0.0, "averaged weights, as 0.999; 0: off", below=1)
 
-    device: str = free("auto", "auto: a GPU, if any", "devices and speed", choices=("auto", "cpu", "cuda"))
+    device: str = free("auto", "auto: a GPU, if any; cpu, cuda, or another kind of GPU", "devices and speed")
     devices: tuple = free(
         (), "the devices this process drives (default: all GPUs), as cuda:0,cuda:1", scripts="dp mp"
     )
@@ -159,7 +159,9 @@ class Options:
     )
     amp: str = fixed("off", "mixed precision", choices=("off", "bf16", "fp16"))
     compile: bool = fixed(False, "torch.compile")
-    tf32: bool = fixed(False, "matrix products in TF32: faster, less exact (GPUs only)")
+    tf32: bool = fixed(
+        False, "matrix products in TF32: faster, less exact (CUDA only; convolutions have it anyway)"
+    )
     channels_last: bool = fixed(False, "memory layout for convolutions")
     sync_bn: bool = fixed(False, "batch norm statistics over all ranks (GPUs only)", scripts="ddp")
     threads: int = free(0, "CPU threads per process; 0: leave it to torch")

@@ -11,6 +11,7 @@ from torch import nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.utils.checkpoint import checkpoint
 
+from common.device import is_gpu, module_of
 from common.errors import UserError, blamed
 from common.pipeline.transfer import Ranks, timetable
 from common.sampler import seed
@@ -68,8 +69,8 @@ class Stage(nn.Module):
     @property
     def generator(self):
         """The random generator of this device."""
-        if self.device.type == "cuda":
-            return torch.cuda.default_generators[self.device.index or 0]
+        if is_gpu(self.device):
+            return module_of(self.device).default_generators[self.device.index or 0]
         return torch.default_generator
 
 

@@ -10,6 +10,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from common.device import mark, wait_by_asking
 from common.errors import UserError
 
 NOTE_TAG = 1
@@ -81,6 +82,7 @@ class Ranks:
     def _receive(self, tensor, note, *works):
         for work in works:
             work.wait()
+        wait_by_asking(mark(tensor.device))
         strides = note[: 8 * tensor.dim()].view(torch.int64).tolist()
         self.generator.set_state(note[8 * tensor.dim() :].clone())
         return tensor.as_strided(tensor.shape, strides)

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from common.checkpoint import Image, Still
+from common.device import is_gpu
 from common.errors import UserError, say
 
 MOST_FAILURES = 3  # saves that fail in a row: then the run stops with exit code 4
@@ -34,7 +35,7 @@ class Saver:
         written = writer.layout.written(state.tensors())
         self.images = {kind: Image(tensors) for kind, tensors in written.items()}
         # a rescue copies on a stream of its own: the usual one may stand behind a dead collective
-        self.side = torch.cuda.Stream(state.gpu) if state.gpu else None
+        self.side = torch.Stream(device=state.device) if is_gpu(state.device) else nullcontext()
         # one thread for all saves: to start one makes training wait
         self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
         self.job = None  # the last one of the thread
@@ -142,9 +143,8 @@ class Saver:
         state = self.state
         began = time.monotonic()
         self.writer.check_staging(state.progress.step)
-        aside = torch.cuda.stream(self.side) if self.side else nullcontext()
         alone = self.writer.alone(needless=lambda: not state.spoiled and self.writer.holds(state.facts()))
-        with aside, alone, self._held_still(began):
+        with self.side, alone, self._held_still(began):
             if state.spoiled:
                 raise state.spoiled
             self.wait(in_rescue=True)

@@ -32,6 +32,7 @@ from bisect import bisect
 import torch
 import torch.distributed as dist
 
+from common.device import is_gpu, mark, wait_by_asking
 from common.errors import UserError
 from common.sampler import hash_seed, share
 from common.training.optimizer import end_mean
@@ -207,7 +208,10 @@ class Bucket:
         if self.order:  # else one row is the sum
             i, j = self.order[-1]
             torch.add(rows[i], rows[j], out=part)
-        self._exchange([part] * self.world.replicas, result)
+        if is_gpu(part.device) and self.world.replicas > 1:  # NCCL's ring crosses a network once a machine
+            self.works = [dist.all_gather_into_tensor(result, part, self.world.peers, async_op=True)]
+        else:
+            self._exchange([part] * self.world.replicas, result)
 
     def _exchange(self, given, taken):
         """Begins to give each replica its part; as messages, for gloo's collectives copy all of it."""
@@ -223,6 +227,7 @@ class Bucket:
     def wait(self):
         while self.works:
             self.works.pop(0).wait()
+            wait_by_asking(mark(self.flat.device))
 
 
 def is_missing(total, first):

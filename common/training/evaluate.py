@@ -51,6 +51,7 @@ def evaluate(model: nn.Module, split: Any, state: TrainState, world: World, task
             counted = task.add(task.zeros(world.device), values)
             found[number] = counted[: 2 * len(task.names)].clone()
             totals = counted if totals is None else totals.add_(counted)
+    state.wait_for_gpu()  # shards and stages wait for each other in a forward
     task.agree(world)
     pairs = 2 * len(task.names)
     rows = torch.zeros(len(blocks), pairs, dtype=torch.float64)

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from common.data import Data, leaves, map_tensors
+from common.device import is_gpu
 from common.errors import UserError
 from common.options import Options
 from common.training.bitwise import Slices
@@ -21,7 +22,7 @@ def prepare(
 ) -> nn.Module:
     """The net with the layers and the memory layout of the options, on `device`; names do not change."""
     device = device or world.device
-    gpu = world.device.type == "cuda"
+    gpu = is_gpu(world.device)
     for flag, on in {"sync-bn": opts.sync_bn, "tf32": opts.tf32, "amp fp16": opts.amp == "fp16"}.items():
         if on and not gpu:
             raise UserError(
@@ -74,7 +75,7 @@ def replicate(net, opts, world):
             "compiled code\nleave it out, or use train_ddp.py, or one device"
         )
     replica = Replica(net, partial(autocast, opts, world.device))
-    if world.device.type == "cuda":
+    if is_gpu(world.device):
         return Replicas(replica, device_ids=[d.index for d in world.devices])
     return CpuReplicas(replica, len(world.devices))
 

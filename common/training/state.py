@@ -13,7 +13,6 @@ Not stored is what follows from (options, step): order, learning rate, draws of 
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from common.checkpoint import checkpoints, facts_of
+from common.device import mark, wait_by_asking
 from common.errors import UserError, blamed
 from common.options import Options
 from common.sampler import seed
@@ -38,9 +38,7 @@ from common.training.progress import Facts, Progress
 from common.training.statistics import Statistics
 from common.training.tasks import Task, best_of, find_task
 from common.training.unsaved import FirstForward, warn_of_unsaved
-from common.world import World
-
-ASK_SECONDS = 2e-5  # between two questions to a GPU
+from common.world import World, has_peers
 
 
 class Stages(Protocol):
@@ -83,8 +81,8 @@ class TrainState:
                 kind = torch.promote_types(p.dtype, torch.float32)  # in 16 bits they would stand still
                 self.ema[name] = p.detach().to(kind, copy=True)
         self.lock = threading.RLock()
-        self.gpu = next((p.device for p in self.names if p.is_cuda), None)
-        self.updated: torch.cuda.Event | None = None  # after all that has changed weights
+        self.device = next((p.device for p in self.names), torch.device("cpu"))
+        self.updated: torch.Event | None = None  # after all that has changed weights
         self.ready = 0  # size of the batch whose gradient is finished
         self.spoiled: UserError | None = None  # why this state may neither be saved nor updated
         self.heartbeat = 0  # moves with work of any kind: if that of no rank does, the run hangs
@@ -105,8 +103,9 @@ class TrainState:
         return [p.grad for p in self.names if p.grad is not None]
 
     def wait_for_gpu(self) -> None:
-        """Waits for all that the GPU was given; call it without the lock, as a collective may hang."""
-        wait_by_asking(mark(self.gpu))
+        """Waits for all that the GPU was given, where a peer may die; call it without the lock."""
+        if has_peers():
+            wait_by_asking(mark(self.device))
 
     def wait_for_update(self) -> None:
         """Waits for all that has changed weights: for a rescue, which holds the lock."""
@@ -117,7 +116,7 @@ class TrainState:
         """What a checkpoint holds changes only in this block; call `wait_for_gpu` before it."""
         with self.lock:
             yield
-            self.updated = mark(self.gpu)
+            self.updated = mark(self.device)
 
     def finish_gradient(self, size: int) -> None:
         """Overflow check and clipping: ranks that hold parts of a net need each other up to here."""
@@ -274,15 +273,3 @@ class TrainState:
         self.progress.load(facts)
         if facts["scaler"]:
             self.scaler.load_state_dict(facts["scaler"])
-
-
-# ---- waiting for a GPU ----------------------------------------------------------------------------------
-def mark(gpu: torch.device | None) -> torch.cuda.Event | None:
-    """An event behind all that the program has given a GPU up to here; None for a CPU, which has done it."""
-    return torch.cuda.current_stream(gpu).record_event() if gpu else None
-
-
-def wait_by_asking(event: torch.cuda.Event | None) -> None:
-    """Asks until the event has come: behind a call that blocks in the driver other threads' calls wait."""
-    while event and not event.query():
-        time.sleep(ASK_SECONDS)

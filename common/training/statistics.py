@@ -73,6 +73,7 @@ class Statistics:
     @torch.no_grad()
     def apply(self, moved):
         """Sets the live buffers to the committed ones plus their summed changes."""
+        moved = moved.to(self.flat)
         self.flat.copy_(moved)
         views = zip(self.committed, self.views, strict=True)
         changed = [path for path, view in views if path in self.sums and view.any()]
@@ -85,7 +86,7 @@ class Statistics:
                 sys.stderr,
             )
         base = self._flat(self.committed.values())
-        base.masked_fill_(base.isinf() & (moved != 0), 0.0).add_(moved.to(base))
+        base.masked_fill_(base.isinf() & (moved != 0), 0.0).add_(moved)
         self.flat.copy_(base)
         _copy(_numbers(self._live()), self.views)
 
@@ -107,8 +108,12 @@ class Statistics:
 
 
 def _copy(targets, sources):
-    if targets:
-        torch._foreach_copy_(list(targets), list(sources))
+    """Copies by type: a GPU has one call for many tensors only if they have one type."""
+    kinds = {}
+    for target, source in zip(targets, sources, strict=True):
+        kinds.setdefault((target.dtype, source.dtype), []).append((target, source))
+    for pairs in kinds.values():
+        torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
 
 
 def _numbers(buffers):

@@ -9,6 +9,7 @@ from common.world.world import (
     buckets_of,
     fingerprint_of,
     gather,
+    has_peers,
     join,
     leave,
     same_everywhere,

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from common.device import gpus, is_gpu, module_of
 from common.errors import UserError
 from common.options import Options
 from common.place import here
@@ -94,13 +95,13 @@ class World:
 
     def use_device(self) -> None:
         """Call it first in a new thread. It begins on GPU 0: a call there takes half a gigabyte, or fails."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if is_gpu(self.device):
+            module_of(self.device).set_device(self.device)
 
     def memory(self) -> dict[str, int]:
         """MiB in use on each GPU of this process, for the log: nn.DataParallel needs more on the first."""
-        gpus = [device for device in self.devices if device.type == "cuda"]
-        return {f"MiB_{gpu.index}": torch.cuda.memory_allocated(gpu) >> 20 for gpu in gpus}
+        own = filter(is_gpu, self.devices)
+        return {f"MiB_{gpu.index}": module_of(gpu).memory_allocated(gpu) >> 20 for gpu in own}
 
     # ---- collectives ------------------------------------------------------------------------------
     def all_sum(self, tensor: Tensor, group: dist.ProcessGroup | None = None, ranks: int = 0) -> Tensor:
@@ -250,6 +251,11 @@ def join(opts: Options) -> World:
     return world
 
 
+def has_peers() -> bool:
+    """Whether this process may wait for another one."""
+    return dist.is_initialized()
+
+
 def leave(world: World) -> None:
     """The clean end: all is saved, all ranks have met, and no error is a failure.
 
@@ -269,6 +275,8 @@ def prepare_process():
     atexit.register(gc.unfreeze)  # at the end triton counts what is left, and complains
     gc.enable()
     keep_memory()
+    # a GPU's driver then takes more launches behind a dead peer: --shard and --sync-bn wait within a forward
+    os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
     with suppress(ValueError, OSError):  # rank 0 holds connections to all
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -284,35 +292,37 @@ def keep_memory():
 
 def choose_devices(opts, place):
     """The devices of this process: one per rank, or the list of a script that drives many."""
-    count = torch.cuda.device_count() if opts.device != "cpu" else 0
-    if opts.device == "cuda" and not count:
+    seen = gpus() if opts.device != "cpu" else ()
+    kinds = {"auto", "cpu", *(gpu.type for gpu in seen)}
+    if opts.device not in kinds:
         raise UserError(
-            f"--device cuda: torch sees no GPU (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
-            "use --device cpu, or make a GPU visible"
+            f"--device {opts.device}: torch sees no GPU of this kind "
+            f"(CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})\n"
+            f"choose among {', '.join(sorted(kinds))}, or make one visible"
         )
     cpu = torch.device("cpu")
-    gpus = tuple(torch.device("cuda", i) for i in range(count))
     if opts.devices:
-        known = {str(device): device for device in (cpu, *gpus)}
-        names = ["cuda:0" if name == "cuda" else name for name in opts.devices]
+        known = {str(device): device for device in (cpu, *seen)}
+        names = [name if name in known else f"{name}:0" for name in opts.devices]
         if not known.keys() >= {*names}:
             raise UserError(
-                f"--devices {','.join(names)}: there are {', '.join(known)}\n"
+                f"--devices {','.join(opts.devices)}: there are {', '.join(known)}\n"
                 f"choose among them, or make more visible (CUDA_VISIBLE_DEVICES: {place.gpus or 'none'})"
             )
         return tuple(known[name] for name in names)
-    if not count:
+    if not seen:
         return (cpu,)
     if opts.script != "ddp" and place.size == 1:
-        return gpus
+        return seen
+    count = len(seen)
     if count == 1 and place.gpus:  # each process sees its own: --gpus-per-task
-        return gpus
+        return seen
     if place.local_size > count:
         raise UserError(
             f"{place.local_size} processes on this machine but {count} GPUs are visible\n"
             f"start at most {count} (--nproc_per_node={count}), or use --device cpu"
         )
-    return (gpus[place.local_rank],)
+    return (seen[place.local_rank],)
 
 
 def _init_process_group(store, place, device):
@@ -325,14 +335,15 @@ def _init_process_group(store, place, device):
         if interface:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "gloo"
-    if device.type == "cuda":
-        ranks = store.add(f"gpu/{torch.cuda.get_device_properties(device).uuid}", 1)
+    if is_gpu(device):
+        ranks = store.add(f"gpu/{module_of(device).get_device_properties(device).uuid}", 1)
         if ranks > 1 and "NCCL_MULTI_RANK_GPU_ENABLE" not in os.environ:
             raise UserError(
                 f"rank {place.rank}: another rank has this GPU (CUDA_VISIBLE_DEVICES: {place.gpus})\n"
                 "start as many processes as GPUs are visible, or use --device cpu"
             )
-        backend = "cpu:gloo,cuda:nccl"  # control traffic never touches the device stream
+        # control traffic never touches the device stream
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
         for name in (
             # torchrun exports 1: then a collective stuck on a dead peer "succeeds", and a queued optimizer
             # step uses garbage
@@ -352,7 +363,7 @@ def _init_process_group(store, place, device):
             rank=place.rank,
             world_size=place.size,
             timeout=MEETING,
-            device_id=device if device.type == "cuda" else None,
+            device_id=device if is_gpu(device) else None,
         )
     finally:
         faulthandler.cancel_dump_traceback_later()
@@ -378,8 +389,8 @@ def bit_facts(opts: Options, device: torch.device) -> dict[str, str | int]:
     if not opts.virtual_ranks:
         return {}
     processor = torch.backends.cpu.get_cpu_capability()
-    if device.type == "cuda":
-        processor = f"{torch.cuda.get_device_name(device)} cudnn {torch.backends.cudnn.version()}"
+    if is_gpu(device):
+        processor = f"{module_of(device).get_device_name(device)} cudnn {torch.backends.cudnn.version()}"
     return {
         "CPU threads per process": torch.get_num_threads(),
         "kind of device": device.type,

@@ -2,9 +2,11 @@
 checkpoints.
 """
 
+import contextlib
 import math
 import os
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,6 +215,15 @@ def test_a_copy_is_complete_whichever_gpu_has_the_tensors():
         image.copy({"weight": weight})
         weight.zero_()
         assert image.views["weight"].tolist() == [1, 1, 1]
+
+
+def test_memory_that_a_gpu_does_not_lock_serves_too_and_its_error_is_heard_by_no_other_call(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **where: asked.append(where["device"]))
+    gpu = torch.device("cuda", 1)
+    assert not tensors.pinned(torch.ones(3), {gpu}) and asked == [gpu]
 
 
 def test_a_state_that_is_not_finite_is_never_saved(tmp_path):

@@ -21,6 +21,7 @@ import torch
 
 from common.checkpoint import tensors
 from common.pipeline.stages import Stage
+from common.training import state as training_state
 
 backward = importlib.import_module("common.training.step")  # the door has a function of this name
 
@@ -66,6 +67,13 @@ class Stream:
     def record_event(self):
         return Event(self)
 
+    def __enter__(self):
+        self.before = torch.cuda.current_stream()
+        HERE.stream = self
+
+    def __exit__(self, *_):
+        HERE.stream = self.before
+
     def hang(self):
         """All later work waits until the event that is returned is set."""
         gate = threading.Event()
@@ -109,42 +117,26 @@ def fake_streams(gpu=0):
     def current(device=None):
         return getattr(HERE, "stream", default)
 
-    @contextlib.contextmanager
-    def stream(chosen):
-        before = current()
-        HERE.stream = chosen
-        try:
-            yield
-        finally:
-            HERE.stream = before
-
     def foreach_copy(targets, sources, non_blocking=False):
         current().submit(lambda: copy(targets, sources), late=non_blocking)
-
-    def pinned(self, size):
-        self.pinned_for = "fake"
-        return torch.zeros(size, dtype=torch.uint8)
 
     with pytest.MonkeyPatch.context() as patch:
         for name, fake in (
             ("current_stream", current),
-            ("stream", stream),
             ("set_device", set_device),
-            ("synchronize", default.synchronize),
         ):
             patch.setattr(torch.cuda, name, fake)
         patch.setattr(torch, "_foreach_copy_", foreach_copy)
-        patch.setattr(
-            tensors.Image, "gpus", property(lambda self: {"fake"}, lambda self, devices: None), raising=False
-        )
-        patch.setattr(tensors.Image, "_pinned", pinned)
+        patch.setattr(training_state, "has_peers", lambda: True)
+        patch.setattr(tensors, "pinned", lambda buffer, devices: True)
+        patch.setattr(tensors, "mark", lambda device: current().record_event())
         yield default
 
 
 def on_a_gpu(store, default):
     """The state of this store lies on a GPU, which makes each update late, with the gradient of its step."""
     state = store.state
-    state.gpu = "fake"
+    state.device = torch.device("cuda")
     store.saver.side = Stream()
     step = state.optimizer.step
     state.net.register_forward_pre_hook(lambda *_: default.go_on())

@@ -65,7 +65,7 @@ def test_a_save_that_is_still_being_copied_holds_the_weights_and_not_what_they_b
     def live(world):
         with fake_streams():
             state, store = a_run(world, tmp_path / "run", "--ema-decay=0.5")
-            state.gpu = "fake"
+            state.device = torch.device("cuda")
             step(state)
             step(state)
             wanted = {n: t.clone() for n, t in state.net.state_dict().items()}

@@ -1,5 +1,6 @@
 import threading
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,10 @@ from torch import nn
 
 from common.errors import UserError
 from common.options import Options
+from common.pipeline.transfer import Ranks
+from common.training.bitwise import Bucket
 from common.training.optimizer import learning_rate
+from common.training.statistics import Statistics
 
 
 def make(samples=100, **flags):
@@ -127,6 +131,46 @@ def test_an_update_waits_for_its_gradient_without_the_lock_and_is_not_begun_behi
         gate.set()
         late.join(20)
         assert state.progress.step == 2
+
+
+def test_a_process_that_is_alone_waits_for_no_gpu(monkeypatch):
+    with fake_streams() as default:
+        state = make()
+        on_a_gpu(SimpleNamespace(state=state, saver=SimpleNamespace()), default)
+        monkeypatch.setattr("common.training.state.has_peers", lambda: False)
+        state.finish_gradient(1)
+        default.submit(lambda: None, late=True)
+        state.wait_for_gpu()
+        assert default.done < len(default.work)
+
+
+@pytest.mark.parametrize(
+    "module, wait",
+    [
+        (
+            "pipeline.transfer",
+            lambda work: Ranks._receive(Mock(), torch.ones(1), torch.zeros(8, dtype=torch.uint8), work),
+        ),
+        ("training.bitwise", lambda work: Bucket.wait(Mock(works=[work]))),
+    ],
+)
+def test_what_comes_from_a_peer_is_asked_for_before_anything_is_launched_behind_it(module, wait, monkeypatch):
+    said = []
+    monkeypatch.setattr(f"common.{module}.mark", lambda device: "the event")
+    monkeypatch.setattr(f"common.{module}.wait_by_asking", said.append)
+    wait(Mock(wait=lambda: said.append("NCCL")))
+    assert said == ["NCCL", "the event"]
+
+
+def test_statistics_are_copied_by_type_and_a_net_without_any_is_on_no_device(monkeypatch):
+    """A GPU has one call for many tensors of one type, and torch before 2.11 wrote wrong bits into others."""
+    statistics = Statistics(torch.nn.BatchNorm1d(2))
+    types = []
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *given: types.append({t.dtype for t in given[0]}))
+    statistics.commit()
+    assert types == [{torch.float32}, {torch.int64}]
+    of_a_gpu = Mock(["to"], to=lambda here: here.clone())  # it is of no use beside a CPU's tensors
+    Statistics(torch.nn.Linear(1, 1)).apply(of_a_gpu)
 
 
 def test_the_learning_rate_is_a_function_of_the_step():

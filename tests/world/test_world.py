@@ -83,7 +83,7 @@ def devices_of(opts, local_rank, local_size):
 
 
 def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
-    with refusal("--device cuda"):
+    with refusal("--device cuda: torch sees no GPU of this kind.*\nchoose among auto, cpu"):
         devices_of(Options(device="cuda"), 0, 1)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert devices_of(Options(), 1, 2) == (torch.device("cuda", 1),)
@@ -101,6 +101,9 @@ def test_the_devices_of_a_process_and_those_that_do_not_exist(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # each process sees a GPU of its own
     assert devices_of(Options(), 1, 2) == (torch.device("cuda", 0),)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    assert devices_of(Options(device="xpu"), 1, 2) == (torch.device("xpu", 1),)
 
 
 def join_on_gpus(world, uuids):
