@@ -134,6 +134,8 @@ def loaded(
             batch = samples.fetch(ids, epoch, augment) if ids else None
             if opts.sync_bn and not ids:  # ranks wait for each other in a forward, so it has an input
                 batch = map_tensors(lambda x: x[:0], samples.fetch([0]))
+            if pin:  # torch pins no expanded tensor
+                batch = map_tensors(lambda x: x.contiguous() if 0 in x.stride() else x, batch)
             parts.append((len(ids), batch))
         return parts, sum(cut, [])
 

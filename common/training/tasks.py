@@ -247,7 +247,9 @@ class Task:
                 raise TypeError(f"{', '.join(self.shapes)}: numbers without a count")
             if not self.names:
                 raise TypeError("no value is a (sum, count)")
-            metrics = self.metrics(self.add(self.zeros("cpu"), values))
+            loss, _ = values[self.names[0]]
+            device = torch.as_tensor(loss).device
+            metrics = self.metrics(self.add(self.zeros(device), values))
         self.shown = [*dict.fromkeys([*self.names, *metrics])]
 
     def agree(self, world):

@@ -1,6 +1,7 @@
 """A batch is a function of (seed, epoch, ids), in any process and at any world size."""
 
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -8,7 +9,7 @@ import torch
 from test_datasets import options
 from torch.utils.data import Dataset
 
-from common.data import batches, loaded
+from common.data import batches, loaded, loading
 from common.data.datasets import crop_flip
 from common.data.samples import DatasetSamples, TensorSamples
 from common.sampler import ElasticSampler
@@ -121,3 +122,12 @@ def test_crops_move_by_up_to_four_pixels_each_way_and_half_are_mirrored():
         found.add((row, column, mirrored))
     assert {place[:2] for place in found} == {(r, c) for r in range(2, 11) for c in range(2, 11)}
     assert len(found) == 162
+
+
+def test_a_tensor_that_is_expanded_is_pinned_like_others(monkeypatch):
+    """A dataset of boxes may give one; torch would raise."""
+    monkeypatch.setattr(loading, "gpus", lambda: ("a GPU",))
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: torch.tensor(x.stride()))
+    samples = SimpleNamespace(fetch=lambda ids, *_: torch.ones(2).expand(3, 2))
+    ((parts, _),) = loaded(samples, [[[0]]], options("x"))
+    assert parts[0][1].tolist() == [2, 1]

@@ -8,6 +8,7 @@ import runpy
 import signal
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,7 +28,6 @@ FLAGS = Path(__file__).with_name("flags.py")
 SAMPLES = 46
 BATCH = 11  # the last batch has 2 samples: one of three ranks has none
 TESTED = 23
-LIVES = (1, 4), (3, 5), (2, 0)  # (processes, the call of the net in which the last of them is killed)
 now = None  # the program that this process runs
 
 
@@ -53,6 +53,8 @@ class Program:
     refused = ""  # what the refusal says: a regular expression
     refused_at = (1, 2)  # processes
     right = 0  # steps that may come before the refusal
+    lives = (1, 4), (3, 5), (2, 0)  # (processes, the call of the net in which the last of them is killed)
+    device = "cpu"
     told = ""  # what a warning says: then the numbers may be others
     red = ""  # the finding that it waits for
 
@@ -199,6 +201,8 @@ def live(world, program, door, folder, last_call):
     now = program
     sys.stdout = sys.stderr = open(folder / f"rank {world.rank}", "w")
 
+    world = replace(world, devices=(torch.device(program.device),))
+
     def join(opts):
         pinned.pin(opts)
         return world.in_stages(world.size if opts.script == "mp" else 1)
@@ -206,7 +210,8 @@ def live(world, program, door, folder, last_call):
     common.run.join = join
     common.run.leave = lambda world: None  # fork_ranks ends them together
     program.last_call = last_call * (world.rank == world.size - 1)
-    given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1, "save_every": 1, "device": "cpu"}
+    given = {"run_dir": folder / "run", "epochs": 2, "log_every": 1, "save_every": 1}
+    given["device"] = world.device.type
     code = 0
     try:
         door(program, given | program.flags)
@@ -262,7 +267,7 @@ def check_refusal(program, door, folder, size):
 
 def check_numbers(program, door, folder):
     alone = ((1, 0),)
-    plan = alone if program.refused else LIVES[-1:] if door is stages else LIVES
+    plan = alone if program.refused else program.lives[-1:] if door is stages else program.lives
     found, said = trained(program, door, folder / "killed", plan)
     if not re.search(program.told, said):
         raise Wrong(f"wanted is a line: {program.told}\n{said}")

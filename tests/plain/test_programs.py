@@ -1011,9 +1011,9 @@ class Ids(Program):
         return super().values(run, batch)
 
 
-@pytest.mark.parametrize(
-    ("program", "door"),
-    [
+def rows_by(*doors):
+    """A test's parameters: each program by each of these doors that it may take."""
+    return [
         pytest.param(
             row(),
             door,
@@ -1021,11 +1021,17 @@ class Ids(Program):
             marks=[RED(reason=row.red)] * bool(row.red),
         )
         for row in Program.rows
-        for door in (script, stages, loop)
+        for door in doors
         if door.__name__ in row.doors
-    ],
-)
+    ]
+
+
+@pytest.mark.parametrize(("program", "door"), rows_by(script, stages, loop))
 def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused(program, door, tmp_path):
+    check(program, door, tmp_path)
+
+
+def check(program, door, tmp_path):
     program.net()  # imports what it needs: here once, not in each rank
     sizes = program.refused_at if program.refused else ()
     try:

@@ -5,6 +5,8 @@
         default.hang()                   it comes to nothing more until `.set()` of what this returns
         default.broken = error           each event on it raises, as after a device-side assert
     with fake_streams(gpu=1):            a thread that has not chosen GPU 1 cannot ask: GPU 0 is full
+    with fake_gpu() as made:             tensors on "cuda:0" have a device and no numbers: with a CPU's in
+        net = made(nn.Linear, 6, 3)      one operation they are an error; a backward leaves gradients of ones
     with fake_generators(a, b):          each of these devices of a pipeline draws from a generator of its own
     OverDevices("cpu", parts=[[p], [q]]) a GradScaler to which each list lies on a device of its own
 
@@ -18,6 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.checkpoint import tensors
 from common.pipeline.stages import Stage
@@ -154,6 +157,31 @@ def on_a_gpu(store, default):
         default.submit(update, late=True)
 
     state.optimizer.step = launch
+
+
+@contextlib.contextmanager
+def fake_gpu():
+    """Yields `made(module, ...)`, the module on that GPU."""
+    nets = []
+
+    def made(module, *arguments):
+        with torch.device("cuda:0"):
+            nets.append(module(*arguments))
+        return nets[-1]
+
+    def backward(loss, gradient=None):
+        for p in nets[-1].parameters():
+            p.grad = torch.ones_like(p) if p.grad is None else p.grad
+            for hook in (p._post_accumulate_grad_hooks or {}).values():
+                hook(p)
+
+    with fake_streams(), FakeTensorMode(allow_non_fake_inputs=True), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "backward", backward)
+        patch.setattr(torch.Tensor, "tolist", lambda t: [1.0] * t.numel())
+        patch.setattr(torch.Tensor, "item", lambda t: 1.0)
+        for kind in (int, float, bool):
+            patch.setattr(torch.Tensor, f"__{kind.__name__}__", lambda t, kind=kind: kind(1))
+        yield made
 
 
 # ---- generators -----------------------------------------------------------------------------------

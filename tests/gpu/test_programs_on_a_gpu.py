@@ -1,0 +1,24 @@
+"""The programs of plain/ on one GPU, killed once, beside their plain loops on a CPU."""
+
+import pytest
+import torch
+from gpus import fake, needs, visible
+from program import loop, script
+from test_programs import check, rows_by
+
+pytestmark = needs(1)
+
+
+@pytest.mark.parametrize(("program", "door"), rows_by(script, loop))
+def test_a_program_has_the_numbers_of_a_plain_loop_or_is_refused_on_a_gpu(
+    program, door, tmp_path, monkeypatch
+):
+    if program.told and not program.refused:
+        pytest.skip("it is told of several processes")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible(1))  # of its forks, which begin to use it
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    program.device = "cpu" if fake() else "cuda:0"
+    program.lives = (1, 4), (1, 0)
+    program.refused_at = {1} & {*program.refused_at}
+    program.tolerance *= 10
+    check(program, door, tmp_path)
