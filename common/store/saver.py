@@ -47,7 +47,7 @@ class Saver:
 
     # ---- while training continues -----------------------------------------------------------------
     def allocate(self):
-        """Makes room on the disk, and memory for the copy; after the first step, which both would slow down."""
+        """Makes room on the disk, and memory for the copy; after the first step, which it would slow down."""
         if self.job is None:
             self.job = self.pool.submit(self._allocate)
 
