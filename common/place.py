@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MEETING = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SURVIVORS = "survivors"  # a note: those of the life before may still save
 NO_NUMBER = -1  # stands for a variable that is no whole number
 DEAD = b"ZX"  # states in /proc/PID/stat: zombie or dead
 
@@ -96,6 +97,13 @@ def note_that_it_waits(yes: bool) -> None:
         note = place.notes / f"start-{place.rank}"
         with suppress(OSError):
             note.touch() if yes else note.unlink()
+
+
+def wait_for_survivors() -> None:
+    """Waits until those of the life before have ended: launch/agent.py starts processes beside them."""
+    notes = here().notes
+    while notes and (notes / SURVIVORS).exists():
+        time.sleep(0.005)
 
 
 def die_with_the_parent() -> None:

@@ -30,7 +30,7 @@ from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
 from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
 from common.options import Options, read_options
-from common.place import here, this_process
+from common.place import here, this_process, wait_for_survivors
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
 from common.sampler import ElasticSampler
 from common.store import CheckpointStore
@@ -46,6 +46,8 @@ class Run:
         self.own_data = own_data
         self.clock = Clock()
         refuse_a_crash_loop()
+        if opts.device != "cpu" and torch.cuda.device_count():
+            wait_for_survivors()  # they have the memory
         self.world = join(opts)  # without RANK and WORLD_SIZE a world of one
 
     def was_complete(self) -> bool:
@@ -80,6 +82,7 @@ class Run:
         self, net: nn.Module, optimizer: optim.Optimizer, parameters: int = 0, **more: Any
     ) -> TrainState:
         """The state to train on, of the newest checkpoint that verifies; `parameters` of all stages."""
+        wait_for_survivors()  # not later: their state and ours might be too much
         opts = self.opts
         world = self.world
         self.parameters = parameters

@@ -30,6 +30,7 @@ import threading
 import time
 import uuid
 from datetime import timedelta
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 
@@ -51,13 +52,14 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
     dynamic_rendezvous,
 )
+from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import config_from_args, get_args_parser
 
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger
 from common.options import Options
-from common.place import in_words
+from common.place import SURVIVORS, in_words
 from launch.worker import work
 
 FINAL = {2, 3, 4, 5, 6, 7}  # bad input, no whole checkpoint, ...: another try cannot mend it
@@ -80,18 +82,47 @@ class Forks(PContext):
     """The processes of one life on this machine: forks of multiprocessing's fork server."""
 
     run_dir: Path | None = None
+    alone = False  # a training of ours on one machine, which prints here: each life is as the one before
     processes = ()
+    successors = list[ForkServerProcess]()  # of the next life, until it begins
     closing = threading.Lock()
 
     def _start(self) -> None:
+        self.processes = Forks.successors or self.fork(self.envs)
+        Forks.successors = []
+        (self.folder / SURVIVORS).unlink(missing_ok=True)
+
+    def fork(self, envs: dict[int, dict[str, str]]) -> list[ForkServerProcess]:
         server = multiprocessing.get_context("forkserver")
-        self.processes = []
+        processes = []
         for rank in range(self.nprocs):
             script, *words = self.args[rank]
             outputs = [self.stdouts[rank], self.stderrs[rank]]
-            process = server.Process(target=work, args=(script, words, self.envs[rank], outputs))
+            process = server.Process(target=work, args=(script, words, envs[rank], outputs))
             process.start()
-            self.processes.append(process)
+            processes.append(process)
+        return processes
+
+    def fork_successors(self) -> None:
+        """Starts the next life's processes while the survivors save: see `wait_for_survivors` in place.py.
+
+        A life that could not train has none: the next one may not train either.
+        """
+        restart = int(self.envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        if not self.alone or not (self.folder / f"opened.{restart}").exists():
+            return
+        (self.folder / SURVIVORS).touch()
+        changed = {"TORCHELASTIC_RESTART_COUNT": str(restart + 1), "MASTER_PORT": str(get_free_port())}
+        envs = {}
+        for rank, path in self.error_files.items():
+            path = path.replace(f"attempt_{restart}", f"attempt_{restart + 1}")
+            envs[rank] = self.envs[rank] | changed | {"TORCHELASTIC_ERROR_FILE": path}
+        Forks.successors = self.fork(envs)
+
+    @property
+    def folder(self) -> Path:
+        """Notes of the agent and the processes: `notes` in common/place.py."""
+        return Path(self.error_files[0]).parents[2]
 
     def pids(self) -> dict[int, int]:
         return {rank: process.pid for rank, process in enumerate(self.processes)}
@@ -109,6 +140,9 @@ class Forks(PContext):
         first = [rank for rank, code in enumerate(codes) if code]
         for rank in first:
             self.note_death(rank)  # before the survivors are asked to end: one of them prints it
+        if any(codes[rank] < 0 for rank in first):
+            with contextlib.suppress(OSError, EOFError):  # no room, or no fork server: then they begin later
+                self.fork_successors()
         self.close()
         later = [rank for rank, code in enumerate(self.codes) if code and rank not in first]
         failures = {
@@ -125,9 +159,8 @@ class Forks(PContext):
         code = self.codes[local_rank]
         if code >= 0:
             return
-        folder = Path(self.error_files[local_rank]).parents[2]
         with contextlib.suppress(OSError):  # the disk is full
-            (folder / f"death-{self.processes[local_rank].pid}").write_text(in_words(code))
+            (self.folder / f"death-{self.processes[local_rank].pid}").write_text(in_words(code))
         if self.run_dir and self.run_dir.exists():
             ledger = Ledger(self.run_dir, rank=int(self.envs[local_rank]["RANK"]))
             ledger.event("death", why=in_words(code))
@@ -321,6 +354,9 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 self._shutdown(cause.sigval)
             self.leave()
             raise cause from None
+        finally:
+            for process in Forks.successors:
+                process.kill()
         if not result:
             say("torchrun: the job is over, it has not needed this machine", sys.stderr)
             return RunResult(WorkerState.SUCCEEDED)
@@ -498,6 +534,7 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
         Agent.facts = facts_of(options)
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
+            Forks.alone = bool(options) and config.max_nodes == 1 and {args.redirects, args.tee} == {"0"}
             Forks.run_dir = options.run_dir if options else None
             words = words[words.index(args.training_script) :]
         return serve_config(config, command, words, agents)

@@ -6,7 +6,7 @@ From a folder to its facts, its tables, and this rank's tensors. A checkpoint is
     3  state.json has the hash in the manifest, the folder's step, and each fact     `read_facts`
     4  the tables make up the tensors of this run, and their rows follow each other  `Layout.check`
     5  each file has the size and the header that follow from its table              `read_file`, tensors.py
-    6  each tensor has the hash in its table                                         `read_file`
+    6  each tensor has the hash in its table; ranks may share that (store/load.py)   `read_file`
 So nothing but JSON of a bounded size is parsed before its hash is compared, and no file decides how much
 memory is allocated. What fails a check is Damaged. An OSError that stays proves nothing: it may be whole.
 """
@@ -93,16 +93,18 @@ class Reader:
         self.layout = layout
         self.threads = tensors.threads(processes)
 
-    def read(self, step: int, folder: Path) -> tuple[dict, dict, str]:
+    def read(self, step: int, folder: Path, share: tuple[int, int] = (0, 1)) -> tuple[dict, dict, str]:
         """(tables, facts, mark) of a checkpoint that has passed all checks; the tensors are its own then.
 
-        Ranks with the same mark have read the same.
+        Ranks with the same mark have read the same. Of the `share` (i, n) of n processes only the i-th part
+        of each file has passed the sixth check: they must compare what they have.
         """
         manifest, facts = read_facts(step, folder)
         files = manifest["files"]
         self.layout.check(files)
         for path, table in files.items():
-            tensors.read_file(folder / path, table, self.layout.buffers(path, table), self.threads)
+            buffers = self.layout.buffers(path, table)
+            tensors.read_file(folder / path, table, buffers, self.threads, share)
         return files, facts, sha(to_json([files, facts]))
 
     def relay(self, files: dict, folder: Path | None, all_sum: Callable[[Tensor], Tensor]) -> bool:

@@ -3,7 +3,9 @@
 From the checkpoints that each owner of a folder offers to the tensors and counters of every rank.
 
 All ranks try the offered names together, the newest first. Each rank reads what it needs out of the folder
-it sees, straight into its tensors, with all checks of checkpoint/reader.py. The first rank that could read it
+it sees, straight into its tensors, with all checks of checkpoint/reader.py. Ranks of one machine that need
+the same hash a share of it each: what one of them finds wrong, none of them has read, and fingerprints of all
+that they have read are compared. The first rank that could read it
 sends facts and tables to all. A rank that could not, or that has other bytes under this name, gets each
 tensor from that one. If no rank has all bytes, all try the next name, which overwrites the tensors. What
 cannot be read, though nothing shows that it is damaged, is not passed over: the life ends, and the next one
@@ -15,7 +17,8 @@ from typing import Any, NamedTuple
 
 from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_first
 from common.errors import UserError, say
-from common.world import gather
+from common.place import this_process
+from common.world import fingerprint_of, gather
 
 
 class Loaded(NamedTuple):
@@ -117,9 +120,17 @@ def load_newest(world, reader, choices, owns):
     offered = [[step, name] for name, (step, _) in own.items() if owns]
     steps = {name: step for rows in gather(world, offered) for step, name in rows}
     skipped = []
+    machines = gather(world, [this_process()["machine"], world.rank - world.local_rank])
+    # of each rank the first one of those that share the hashing, as they read the same
+    first = [machines.index(machine) if world.parts == 1 else rank for rank, machine in enumerate(machines)]
+    share = first[: world.rank].count(first[world.rank]), first.count(first[world.rank])
     for name in newest_first(steps):
-        files, facts, mark, damage = _read(world, reader, own.get(name))
-        marks, damages = zip(*gather(world, [mark, damage]), strict=True)
+        files, facts, *own_row = _read(world, reader, own.get(name), share)
+        rows = gather(world, own_row)
+        unread = {first[rank]: row for rank, row in enumerate(rows) if not row[0]}
+        rows = [unread.get(first[rank], row) for rank, row in enumerate(rows)]
+        marks, damages = zip(*rows, strict=True)
+        mark, damage = rows[world.rank]
         source = _first(marks)
         loaded = False
         if source >= 0:
@@ -141,16 +152,20 @@ def _first(texts):
     return next((rank for rank, text in enumerate(texts) if text), -1)
 
 
-def _read(world, reader, choice):
+def _read(world, reader, choice, share):
     """(tables, facts, mark, damage) of what this rank has read; waits for all ranks.
 
-    An OSError of one rank ends this life on all.
+    It has hashed its `share`; of all that it has read there is a fingerprint in the mark, which the ranks
+    compare. An OSError of one rank ends this life on all.
     """
     damage = ""
     with world.all_or_none():
         try:
             if choice:
-                return *reader.read(*choice), ""
+                files, facts, mark = reader.read(*choice, share)
+                if world.copies > 1 and world.parts == 1:
+                    mark += str([fingerprint_of(own.values()) for own in reader.layout.tensors.values()])
+                return files, facts, mark, ""
         except Damaged as error:
             damage = str(error)
         except OSError as error:

@@ -40,6 +40,7 @@ class Saver:
         self.pool = futures.ThreadPoolExecutor(1, "writer", world.use_device)
         self.job = None  # the last one of the thread
         self.saved = None  # the facts that were saved last, or are being saved
+        self.prunes = False  # with the first step, which it must not delay
         self.saved_at = time.monotonic()
         self.agreed = -1  # the newest step on which all ranks agreed; a checkpoint of it is kept
         self.error = None  # of the last save, until `report` has told it
@@ -47,9 +48,15 @@ class Saver:
 
     # ---- while training continues -----------------------------------------------------------------
     def allocate(self):
-        """Makes the memory for the copy; after the first step, which it would slow down."""
+        """Makes room on the disk, and memory for the copy; after the first step, which it would slow down."""
         if self.job is None:
-            self.job = self.pool.submit(lambda: [image.open() for image in self.images.values()])
+            self.job = self.pool.submit(self._allocate)
+
+    def _allocate(self):
+        if self.prunes:
+            self.prune(self.saved["step"])
+        for image in self.images.values():
+            image.open()
 
     def save(self):
         """Copies the state, unless it is saved already; waits for the save before. No collective."""

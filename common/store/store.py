@@ -73,8 +73,7 @@ class CheckpointStore:
             self.writer.put_aside(folder)
         if loaded.here:
             self.saver.saved = state.facts()
-            if self.owns and not loaded.skipped:  # they are kept until a newer one is saved
-                self.saver.prune(state.progress.step)
+            self.saver.prunes = self.owns and not loaded.skipped  # they are kept until a newer one is saved
         self.compare_replicas()
         if loaded.facts and self.owns:  # so that each folder has it
             self.save()

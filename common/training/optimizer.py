@@ -172,10 +172,19 @@ def _make_state(optimizer):
     groups = optimizer.param_groups
     states = optimizer.state
     weights = [(group, weight) for group in groups for weight in group["params"]]
+    is_torchs = type(optimizer).__module__.startswith("torch.")
+    zeros = {}  # by kinds of weights: a state that begins with nothing else
     for group, weight in weights:
+        kind = (id(group), weight.dtype, weight.device, weight.shape, local(weight).stride())
+        if kind in zeros:
+            states[weight] = {name: torch.zeros_like(value) for name, value in zeros[kind].items()}
+            continue
         _, state = _step_of_twin(optimizer, group, weight, states.get(weight, {}), 0.0)
         states[weight] = state.first
-    if weights and not type(optimizer).__module__.startswith("torch."):
+        # what a user's optimizer makes may be zeros for this weight alone
+        if is_torchs and not any(value is None or value.any() for value in state.first.values()):
+            zeros[kind] = state.first
+    if weights and not is_torchs:
         group, weight = weights[-1]
         _, state = _step_of_twin(optimizer, group, weight, {}, 0.0)
         afresh, _ = _step_of_twin(optimizer, group, weight, {}, 1.0)

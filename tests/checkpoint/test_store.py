@@ -154,9 +154,21 @@ def test_what_is_put_aside_stays_until_a_newer_one_is_saved(tmp_path):
     _, root = two_checkpoints(tmp_path, steps=(1, 2, 3, 4), keep=4)
     os.truncate(root / "step-00000004/model.safetensors", 9)
     with a_life(options(tmp_path, keep=2)) as life:  # step 1 is superfluous from now on
+        life.store.check()
+        life.store.saver.wait()
         assert life.state.progress.step == 3 and (root / "damaged-step-00000004").is_dir()
         save(life, 5)
     assert sorted(os.listdir(root)) == ["step-00000003", "step-00000005"]
+
+
+def test_a_start_deletes_what_is_superfluous_once_its_first_step_is_made(tmp_path):
+    two_checkpoints(tmp_path, steps=(1, 2, 3), keep=3)
+    opts = options(tmp_path, keep=2)
+    with a_life(opts) as life:
+        assert steps_of(opts) == [3, 2, 1]
+        life.store.check()
+        life.store.saver.wait()
+        assert steps_of(opts) == [3, 2]
 
 
 def test_a_damaged_newest_is_put_aside_and_its_step_can_be_saved_again(tmp_path):

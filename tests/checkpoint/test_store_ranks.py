@@ -6,6 +6,8 @@ import os
 import re
 import time
 from dataclasses import replace
+from hashlib import sha256
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,10 +30,12 @@ from stores import (
     two_checkpoints,
     write,
 )
+from torch import nn
 
 import common.run
 import train_ddp
 import train_mp
+from common.checkpoint import read_facts, tensors
 from common.errors import UserError
 from common.options import Options
 from common.training import local
@@ -97,6 +101,76 @@ def test_of_two_checkpoints_with_one_name_and_other_content_the_second_is_tried_
     assert fork_ranks(3, begin, node_size=1) == [(True, {"step": 1}, told) for told in (1, 0, 0)]
     assert [steps_of(options(tmp_path / f"node{node}")) for node in range(3)] == [[9, 3], [9, 3], [9]]
     assert list((tmp_path / "node0/run/checkpoints").glob("damaged-*"))
+
+
+def wide_net():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)])
+
+
+def wide_checkpoints(folder):
+    """(opts, the newest file of weights, its size) of a run whose tensors outweigh the headers."""
+    opts = options(folder)
+    with a_life(opts, wide_net()) as life:
+        save(life, 1)
+        save(life, 2)
+    file = opts.run_dir / "checkpoints/step-00000002/model.safetensors"
+    return opts, file, file.stat().st_size
+
+
+def test_the_ranks_of_a_machine_share_the_hashing_and_damage_that_one_finds_is_found_by_all(tmp_path):
+    opts, file, size = wide_checkpoints(tmp_path)
+
+    def begin(world):
+        hashed = []
+
+        class Counted:
+            def __init__(self):
+                self.real = sha256()
+                self.hexdigest = self.real.hexdigest
+
+            def update(self, chunk):
+                hashed.append(len(chunk))
+                self.real.update(chunk)
+
+        tensors.hashlib = SimpleNamespace(sha256=Counted)
+        with a_life(opts, wide_net(), world=world) as life:
+            step = life.state.progress.step
+            return step, is_at(life.state, step), sum(hashed)
+
+    rows = fork_ranks(3, begin)
+    tables = read_facts(2, file.parent)[0]["files"].values()
+    once = sum(tensors.size_of(*row[:2]) for table in tables for row in table.values())
+    assert [row[:2] for row in rows] == [(2, True)] * 3
+    assert sum(row[2] for row in rows) == once and min(row[2] for row in rows) > once / 5
+    whole = file.read_bytes()
+    for at in (size // 4, size // 2, size - 1):  # in the share of each
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        assert [row[:2] for row in fork_ranks(3, begin)] == [(1, True)] * 3
+        os.rename(file.parents[1] / "damaged-step-00000002", file.parent)
+
+
+@pytest.mark.parametrize("share", ["its own", "another's"])
+def test_what_a_rank_takes_unhashed_is_compared_with_what_others_hashed(tmp_path, share):
+    """One of two ranks reads other bytes than the file has."""
+    opts, _, size = wide_checkpoints(tmp_path)
+
+    def begin(world):
+        fill = tensors._fill
+        misreads = [True] * world.rank
+
+        def misread(fd, chunk, at, name):
+            fill(fd, chunk, at, name)
+            if at and (at > size / 2) == (share == "its own") and misreads:
+                misreads.pop()
+                chunk[0] ^= 1
+
+        tensors._fill = misread
+        with a_life(opts, wide_net(), world=world) as life:
+            step = life.state.progress.step
+            return misreads, step, is_at(life.state, step)
+
+    assert fork_ranks(2, begin) == [([], 1 if share == "its own" else 2, True)] * 2
 
 
 def test_a_shared_folder_has_one_owner_and_of_many_rescuers_one_writes(tmp_path):

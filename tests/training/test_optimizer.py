@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from common.errors import UserError
 from common.options import parse_options
 from common.options.registry import RATE, RATES
+from common.training import optimizer
 from common.training.optimizer import parts_of
 
 CANNOT = {  # what torch lists and we refuse, and why
@@ -75,7 +76,8 @@ def able(optimizers):
 def net_for(name):
     torch.manual_seed(0)
     bias = name != "Muon"  # which takes matrices alone
-    return nn.Sequential(nn.Flatten(), nn.Linear(144, 6, bias), nn.Tanh(), nn.Linear(6, 4, bias))
+    two_of_a_kind = nn.Sequential(nn.Linear(6, 6, bias), nn.Linear(6, 6, bias), nn.Linear(6, 4, bias))
+    return nn.Sequential(nn.Flatten(), nn.Linear(144, 6, bias), nn.Tanh(), two_of_a_kind)
 
 
 def train(step, net):
@@ -132,6 +134,15 @@ def test_every_optimizer_of_torch_takes_the_steps_of_torchs_own_loop_from_any_ch
     assert not wrong
 
 
+def test_weights_of_one_kind_need_one_trial_step(monkeypatch):
+    tried = []
+    step = optimizer._step_of_twin
+    monkeypatch.setattr(optimizer, "_step_of_twin", lambda *args: tried.append(args) or step(*args))
+    net = nn.Sequential(*[nn.Linear(6, 6) for _ in range(5)])
+    optimizer.make_state(torch.optim.Adam(net.parameters()))
+    assert len(tried) == 2  # a weight and a bias
+
+
 def test_what_torch_lists_and_we_refuse_is_listed_with_its_reason(listed):
     refused = set()
     for name, settings in listed:
@@ -165,6 +176,13 @@ class Smooth(torch.optim.SGD):
             self.state[weight]["ema"] = torch.zeros_like(weight)
         return super().step(closure)
 
+class Anchored(torch.optim.SGD):
+    def step(self, closure=None):
+        for weight in self.param_groups[0]["params"]:
+            if "anchor" not in self.state[weight]:
+                self.state[weight]["anchor"] = weight.clone()
+        return super().step(closure)
+
 class Counting(torch.optim.SGD):
     def step(self, closure=None):
         self.param_groups[0]["k"] = self.param_groups[0].get("k", 0) + 1
@@ -193,6 +211,10 @@ def plain(net, opts):
 def smooth(net, opts):
     return Smooth(net.parameters(), lr=opts.lr)
 
+def anchored(net, opts):
+    torch.nn.init.zeros_(net[3][0].weight)  # the others of its kind do not begin with zeros
+    return Anchored(net.parameters(), lr=opts.lr)
+
 def lbfgs(net, opts):
     return torch.optim.LBFGS(net.parameters(), lr=opts.lr)
 
@@ -215,6 +237,11 @@ def own(tmp_path, monkeypatch):
         return state_of(net, opts, 640)
 
     return build
+
+
+def test_each_weight_has_first_values_of_its_own_in_an_optimizer_of_ones_own(own):
+    state = own("--optimizer=own.py:anchored", "--lr=0.1")
+    assert all(torch.equal(state.optimizer.state[p]["anchor"], p) for p in state.names)
 
 
 def test_an_iterator_that_an_optimizer_keeps_is_left_alone():
@@ -240,7 +267,7 @@ def test_a_users_groups_learn_at_the_scheduled_rate_times_their_scale(own):
 @pytest.mark.parametrize(
     "flag, words",
     [
-        ("--optimizer=own.py:half", "3.weight trains, but is in no group"),
+        ("--optimizer=own.py:half", "3.0.weight trains, but is in no group"),
         ("--optimizer=own.py:faster", "its lr=0.5 cannot take effect, --lr is 0.001"),
         ("--optimizer=own.py:nothing", "return a torch.optim.Optimizer"),
         ("--optimizer=own.py:plain", "its state has turn, which no checkpoint would hold"),
@@ -270,6 +297,6 @@ def test_flags_of_the_update_rule_reach_it(own):
         assert own(*flags).optimizer.defaults[name] == wanted
     groups = own("--weight-decay=0.1", "--no-decay-1d").optimizer.param_groups
     assert [(group["weight_decay"], [p.dim() for p in group["params"]]) for group in groups] == [
-        (0.1, [2, 2]),
-        (0.0, [1, 1]),
+        (0.1, [2] * 4),
+        (0.0, [1] * 4),
     ]
