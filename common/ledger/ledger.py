@@ -15,6 +15,7 @@ from common.place import began
 
 ENTRY_SECONDS = 10.0  # at most between two entries of a clock, or
 ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
+BLOCK_BYTES = 1 << 16  # read at once
 
 
 Record = dict[str, Any]  # a line of JSON
@@ -76,12 +77,34 @@ class Lines:
 def read(path, name="event"):
     """Yield the objects of a file of JSON lines, if it is there, that have this name; no torn lines."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
-        for line in file:
-            record = None
-            with suppress(ValueError):
-                record = json.loads(line)
-            if isinstance(record, dict) and name in record:
-                yield record
+        yield from filter(None, (parse(line, name) for line in file))
+
+
+def parse(line, name="event"):
+    """The object in a line; None if the line is torn, or the object lacks this name."""
+    record = None
+    with suppress(ValueError):
+        record = json.loads(line)
+    return record if isinstance(record, dict) and name in record else None
+
+
+def lines_back(path):
+    """Yield (its first byte, line) of a file, if it is there, the last line first; reads what is asked for."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        data = b""
+        while start:
+            before = max(0, start - BLOCK_BYTES)
+            file.seek(before)
+            data = file.read(start - before) + data
+            start = before
+            at = start + len(data)
+            data, *lines = data.split(b"\n")
+            for line in reversed(lines):
+                at -= len(line)
+                yield at, line
+                at -= 1
+        yield 0, data
 
 
 class Ledger:
