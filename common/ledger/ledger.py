@@ -40,7 +40,7 @@ class Lines:
         line = f"{json.dumps(record, default=str)}\n"
         try:
             if self.fd is None:
-                self.fd = self.open()
+                self.open()
             # One write with O_APPEND: the lines of this machine's processes stay whole, also of a killed one.
             # Two NFS clients may overwrite each other.
             if os.write(self.fd, line.encode()) < len(line):
@@ -52,11 +52,10 @@ class Lines:
         """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self.path, flags, 0o600)
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            os.write(fd, b"\n")
-        return fd
+        self.fd = os.open(self.path, flags, 0o600)
+        size = os.fstat(self.fd).st_size
+        if size and os.pread(self.fd, 1, size - 1) != b"\n":
+            os.write(self.fd, b"\n")
 
     def give_up(self, error):
         self.close()
