@@ -31,7 +31,7 @@ FIELDS = {  # without which an event is damaged, and left out like a torn line: 
 }
 CLOCK = b'"event": "steps"'  # in the line of an entry of the clock, and in no other
 RECENT = 10  # entries of the clock that the rate is taken from
-QUIET_SECONDS = 60.0  # of a run on other machines: then nobody here knows whether it trains
+QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 WALL_CLOCK_SECONDS = 60.0  # it may be set back so far while a run trains
 
 Life = list[Record]  # its events in order; the first is named "life"
@@ -189,7 +189,7 @@ def now(lives, events, told):
 
     `events` are those of the newest life, `told` the saves and best evaluations of all.
 
-    The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen: what
+    The ledger hears of a step at most a minute late. Processes of another machine cannot be seen: what
     they have written last is then all that is known.
     """
     life = events[0]

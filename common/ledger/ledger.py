@@ -13,7 +13,7 @@ from typing import Any
 from common.errors import say
 from common.place import began
 
-ENTRY_SECONDS = 10.0  # at most between two entries of a clock, or
+ENTRY_SECONDS = 60.0  # at most between two entries of a clock, or
 ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
 BLOCK_BYTES = 1 << 16  # read at once
 
@@ -88,7 +88,7 @@ def parse(line, name="event"):
 
 
 def lines_back(path):
-    """Yield (its first byte, line) of a file, if it is there, the last line first; reads what is asked for."""
+    """Yield (its first byte, line) of a file, if it is there, the last one first; reads what is asked for."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
         start = file.seek(0, os.SEEK_END)
         data = b""

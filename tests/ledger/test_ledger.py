@@ -298,6 +298,20 @@ def test_a_wall_clock_that_jumps_makes_no_line_a_step(tmp_path, monkeypatch, now
     assert 50 < len(lines) < 300, len(lines)
 
 
+def test_an_old_life_has_an_entry_of_its_clock_a_minute_and_loses_no_second(tmp_path, now):
+    clock = Clock()
+    clock.ledger = Ledger(tmp_path)
+    for step in range(7200):
+        now[0] += 1
+        clock.stepped(step)
+    clock.write_down()
+    first, *entries = read(tmp_path / "ledger.jsonl")
+    assert sum(entry["steps_s"] for entry in entries) == 7199
+    ends = [entry["t"] - first["t"] for entry in entries]
+    assert max(b - a for a, b in zip(ends, ends[1:], strict=False)) <= 61
+    assert sum(end > 3600 for end in ends) < 75 and sum(end < 3600 for end in ends) > 250
+
+
 def test_a_clock_needs_no_proc(monkeypatch):
     monkeypatch.setattr("common.place._state", lambda pid: (None, None))
     assert abs(Clock().began - time.time()) < 60
