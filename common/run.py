@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import cached_property
-from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from torch import Tensor, nn, optim
 from common.checkpoint import Damaged, checkpoints, describe, read_facts
 from common.data import Batch, Data, batches, load_data
 from common.errors import UserError, blamed, say
-from common.ledger import Audit, Clock, Log, deaths_of, lives_of, named
+from common.ledger import Audit, Clock, Log, deaths_of, named, newest_lives
 from common.options import Options, read_options
 from common.place import here, this_process, wait_for_survivors
 from common.rescue import Rescue, note_that_it_trains, refuse_a_crash_loop, refuse_without_progress
@@ -201,19 +200,18 @@ class Run:
         """Prints what this life is, and enters it in the ledger."""
         self.data.train.note = self.ledger.event
         self.data.test.note = self.ledger.event
-        lives = []
+        last = []
         with self.world.all_or_none():
             if self.world.rank == 0:
-                with suppress(UserError):  # this life is the first
-                    lives = lives_of(self.opts.run_dir)
-                refuse_without_progress(lives, self.state)
+                refuse_without_progress(newest_lives(self.opts.run_dir), self.state)
+                last = next(newest_lives(self.opts.run_dir), [])
         if self.world.rank == 0:
-            self._introduce(lives)
+            self._introduce(last)
             self._note_life()
         note_that_it_trains()
 
-    def _introduce(self, lives):
-        """Prints how this life begins; one line if nothing has changed since the life before."""
+    def _introduce(self, last):
+        """Prints how this life begins; one line if nothing has changed since `last`, the life before."""
         opts = self.opts
         lines = self._header()
         if self.scheduled and self.progress.total_steps < opts.epochs * self.progress.steps_per_epoch:
@@ -222,8 +220,7 @@ class Run:
             )
         line = self._resumption()
         deaths = []
-        if lives:
-            last = lives[-1]
+        if last:
             before = last[0]  # how it began
             died = deaths_of(last, over=True)
             deaths = [f"rank {death['rank']} {death['cause']}" for death in died]
@@ -248,12 +245,14 @@ class Run:
             if self.scheduled and before["epochs"] != opts.epochs:
                 line += f"; --epochs was {before['epochs']}, now the rate's schedule is that of {opts.epochs}"
         self.log.start([*lines, line], deaths)
-        saved = named(chain(*lives), "save", "rescue")
-        if saved and not (self.source or "").startswith("checkpoints/"):  # a disk is not mounted, say
-            step = saved[-1]["step"]
-            self.log.note(
-                f"{opts.run_dir}: step {step} was saved, but no checkpoint is left; training begins again"
-            )
+        if not (self.source or "").startswith("checkpoints/"):
+            saves = (named(life, "save", "rescue") for life in newest_lives(opts.run_dir))
+            saved = next(filter(None, saves), None)
+            if saved:  # a disk is not mounted, say
+                step = saved[-1]["step"]
+                self.log.note(
+                    f"{opts.run_dir}: step {step} was saved, but no checkpoint is left; training begins again"
+                )
 
     def _header(self):
         """What is trained, by whom, on what, in which batches."""
@@ -312,13 +311,16 @@ def complete(opts: Options) -> str:
     """One line, if the last life of this run ended well with a whole checkpoint of its last step; else ""."""
     if opts.eval_only or opts.resume != "auto":
         return ""
-    with suppress(OSError, LookupError, Damaged, UserError):  # the store says what is wrong
+    with suppress(OSError, LookupError, StopIteration, Damaged, UserError):  # the store says what is wrong
         step, folder = checkpoints(opts.run_dir)[0]
         _, facts = read_facts(step, folder)
         ended = facts["epoch"] >= opts.epochs or 0 < opts.max_steps <= step
-        last = lives_of(opts.run_dir)[-1]  # without "done" an evaluation may be saved, and not written down
+        if not ended:
+            return ""
+        last = next(newest_lives(opts.run_dir))
+        # without "done" an evaluation may be saved, and not written down
         ended_well = any(event["event"] == "done" and event["step"] == step for event in last)
         same = not opts.compare(read_options(opts.run_dir))
-        if ended and ended_well and same and describe(step, folder)[0]:
+        if ended_well and same and describe(step, folder)[0]:
             return f"{opts.run_dir} is complete at step {step}: nothing left to train, {folder.name} is whole"
     return ""

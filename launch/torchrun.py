@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
 from common.errors import UserError, ready_streams, say  # noqa: E402
-from common.ledger import lives_of, named  # noqa: E402
+from common.ledger import named, newest_lives  # noqa: E402
 from common.options import Options, parse_options  # noqa: E402
 
 SETTINGS = {
@@ -136,7 +136,7 @@ def check_options(script: list[str], processes: int) -> Options | None:
 def line_if_complete(options: Options) -> str:
     """What each process would say of a complete run; empty if there is something to train."""
     with suppress(UserError, OSError):
-        if named(lives_of(options.run_dir)[-1], "done"):
+        if named(next(newest_lives(options.run_dir), ()), "done"):
             from common.run import complete  # imports torch
 
             return complete(options)

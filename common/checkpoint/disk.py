@@ -59,11 +59,16 @@ def read_small(path):
     data = b""
     with opened(path) as fd:
         size = os.fstat(fd).st_size
-        if size > MOST_BYTES:
-            raise Damaged(f"{Path(path).name} is {size:,} bytes, more than {MOST_BYTES:,}")
+        refuse_long(path, size)
         while chunk := os.read(fd, size + 1 - len(data)):
             data += chunk
     return data
+
+
+def refuse_long(path, size):
+    """Damaged if a file is too long to be read at once; a writer asks, too."""
+    if size > MOST_BYTES:
+        raise Damaged(f"{Path(path).name} is {size:,} bytes, more than {MOST_BYTES:,}")
 
 
 @contextmanager

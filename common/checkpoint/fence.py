@@ -17,6 +17,7 @@ import atexit
 import json
 import math
 import os
+import shutil
 import threading
 import time
 import uuid
@@ -168,7 +169,7 @@ class Fence:
 
     def claim(self) -> None:
         """Takes the run, or raises UserError with the owner's name."""
-        self._wait()
+        may_wake_up = self._wait()
         self.held = Held(self.path, self.path.with_name(f".lock-{uuid.uuid4().hex[:12]}"))
         with suppress(FileExistsError):
             os.mkdir(self.staging, 0o700)
@@ -179,6 +180,8 @@ class Fence:
                 "this one has stopped; it had saved nothing yet"
             )
         self._sweep([name for name in names if name.startswith(".life-") and name != self.staging.name])
+        if may_wake_up:
+            make_anew(self.path.with_name("metrics.jsonl"), self.staging / "metrics")
 
     def release(self) -> None:
         with suppress(OSError):  # or the next life does it
@@ -193,7 +196,8 @@ class Fence:
     def _wait(self):
         """Waits until the owner has left, has ended or stands still. UserError if a job that lives has it.
 
-        An earlier life of our own job is waited for, or one whose agent has died: it may save.
+        Returns whether the owner may wake up. An earlier life of our own job is waited for, or one whose
+        agent has died: it may save.
         """
         us = this_process()
         reported = False
@@ -202,9 +206,9 @@ class Fence:
             near = earlier or owner.get("machine") in (us["machine"], None)
             name = f"host {owner.get('host')}, pid {owner.get('pid')}"
             if counter.seconds >= (STALE_SECONDS if near else LEASE_SECONDS):
-                return
+                return True
             if earlier and waited > SAME_JOB_SECONDS:
-                return
+                return True
             if not earlier and counter.moves and waited > MOVING_SECONDS:
                 raise UserError(
                     f"{self.path.parent} is in use by another job: {name}\n"
@@ -214,6 +218,7 @@ class Fence:
             if not reported and waited > MOVING_SECONDS / 2:
                 say(f"{self.path.parent}: waiting for {name}, which has the folder")
                 reported = True
+        return False
 
     def _sweep(self, names):
         """Deletes what earlier lives left half done; first waits for survivors: they save the last steps."""
@@ -278,6 +283,16 @@ def read_record(path):
         return None
     except Damaged:
         return {}
+
+
+def make_anew(path, aside):
+    """The same bytes in another file: what an earlier life may still append goes to the old one."""
+    with suppress(OSError):  # there is none
+        shutil.copyfile(path, aside, follow_symlinks=False)
+        with opened(aside) as fd:
+            os.fsync(fd)
+        os.chmod(aside, 0o600)
+        os.rename(aside, path)
 
 
 def move_away(path):

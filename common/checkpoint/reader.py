@@ -87,10 +87,14 @@ def read_facts(step: int, folder: Path) -> tuple[dict, dict]:
 
 
 class Reader:
-    """Reads checkpoints into this rank's tensors; so many processes of this machine do so at once."""
+    """Reads checkpoints into this rank's tensors; so many processes of this machine do so at once.
 
-    def __init__(self, layout: Layout, processes: int):
+    With `run`, as a manifest has it, those of another run are refused.
+    """
+
+    def __init__(self, layout: Layout, processes: int, run: str = ""):
         self.layout = layout
+        self.run = run
         self.threads = tensors.threads(processes)
 
     def read(self, step: int, folder: Path, share: tuple[int, int] = (0, 1)) -> tuple[dict, dict, str]:
@@ -100,6 +104,8 @@ class Reader:
         of each file has passed the sixth check: they must compare what they have.
         """
         manifest, facts = read_facts(step, folder)
+        if self.run not in ("", manifest["run"]):
+            raise UserError(f"{folder} is of another run\nmove it away, or use another --run-dir")
         files = manifest["files"]
         self.layout.check(files)
         for path, table in files.items():

@@ -34,6 +34,7 @@ DTYPES = {
     "C64": torch.complex64,
 }
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NO_NAME = "__metadata__"  # of a tensor, in this format
 CHUNK_BYTES = 1 << 22  # read or written at once
 SYNC_BYTES = 1 << 26  # between two syncs of a long file: no stall of minutes at its end
 MOST_THREADS = 8
@@ -48,7 +49,7 @@ def specs_of(tensors, rows=()):
     """
     specs = {}
     for name, tensor in tensors.items():
-        if tensor.dtype not in NAMES or tensor.layout != torch.strided:
+        if tensor.dtype not in NAMES or tensor.layout != torch.strided or name == NO_NAME:
             raise UserError(
                 f"{name} is {tensor.dtype}, {tensor.layout} on {tensor.device}: cannot be saved\n"
                 "keep such tensors out of the net's parameters and buffers (persistent=False)"

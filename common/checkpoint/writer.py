@@ -38,6 +38,7 @@ from common.checkpoint.disk import (
     parse_json,
     read_sealed,
     read_small,
+    refuse_long,
     sealed,
     sha,
     sync_folder,
@@ -59,6 +60,7 @@ from common.checkpoint.folder import (
 from common.checkpoint.layout import Layout, Named
 from common.checkpoint.reader import FORMAT, best_of, digest_of, read_facts, read_manifest
 
+LOOKED_AT = 3  # checkpoints before a start; one that is loaded is compared too
 THERE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR)
 
 
@@ -99,8 +101,8 @@ class Writer:
 
     # ---- what is there ---------------------------------------------------------------------------------
     def foreign(self) -> Path | None:
-        """A checkpoint of another run in this folder; UserError for one of another format."""
-        for _, folder in committed(self.root):
+        """One of the newest checkpoints, if it is of another run; UserError if it is of another format."""
+        for _, folder in committed(self.root)[:LOOKED_AT]:
             with suppress(Damaged, OSError):
                 if read_manifest(folder)["run"] != self.run:
                     return folder
@@ -109,6 +111,8 @@ class Writer:
     def holds(self, facts: dict) -> bool:
         """Whether the newest checkpoint that can be read has this state or a later one."""
         for step, folder in committed(self.root):
+            if step < facts["step"]:
+                break
             with suppress(Damaged, OSError):
                 return _how_far(read_facts(step, folder)[1]) >= _how_far(facts)
         return False
@@ -243,7 +247,8 @@ class Writer:
         return read_sealed(path)
 
     def _put(self, path, data):
-        """Two ranks may do it at once."""
+        """Damaged if no start would read it. Two ranks may do it at once."""
+        refuse_long(path, len(data))
         aside = self.staging / uuid.uuid4().hex
         with new_file(aside) as fd:
             write_at(fd, data, 0)

@@ -11,6 +11,7 @@ python -m common.ledger RUN RUN2 ...     of several runs a row each: how it is, 
 import argparse
 import json
 import sys
+from collections import defaultdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -108,14 +109,15 @@ def report(facts):
         f"lives {len(facts['lives'])}, deaths {len(facts['deaths'])}, saves {len(facts['saves'])}, "
         f"rescues {len(facts['rescues'])}"
     )
+    deaths = defaultdict(list)
+    for death in facts["deaths"]:
+        deaths[death["life"]].append("    rank {rank} (pid {pid} on {host}) {cause}".format(**death))
     for life in facts["lives"]:
         yield (
             f"  life {life['life']}  world {life['world']}  steps {life['step']} to {life['reached']}  "
             f"{spans(life['buckets'])}"
         )
-        for death in facts["deaths"]:
-            if death["life"] == life["life"]:
-                yield "    rank {rank} (pid {pid} on {host}) {cause}".format(**death)
+        yield from deaths[life["life"]]
     yield f"wall {span(facts['wall_s'])}: {spans(facts['buckets'])}"
     yield f"goodput {facts['goodput']:.1%} (time in steps that are in the final model / wall)"
 

@@ -7,13 +7,14 @@ import socket
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 
 from common.errors import UserError
-from common.ledger.ledger import Record, read
+from common.ledger.ledger import Record, lines_back, parse, read
 from common.place import began
 
 STEPPING = ("data_wait", "steps", "evaluation", "save_stall")  # as Clock names them
@@ -28,39 +29,67 @@ FIELDS = {  # without which an event is damaged, and left out like a torn line: 
     "error": ("rank", "why"),
     "death": ("rank", "why"),
 }
+CLOCK = b'"event": "steps"'  # in the line of an entry of the clock, and in no other
 RECENT = 10  # entries of the clock that the rate is taken from
-QUIET_SECONDS = 60.0  # of a run on other machines: then nobody here knows whether it trains
+QUIET_SECONDS = 120.0  # of a run on other machines: then nobody here knows whether it trains
 WALL_CLOCK_SECONDS = 60.0  # it may be set back so far while a run trains
 
 Life = list[Record]  # its events in order; the first is named "life"
 
 
 def lives_of(*run_dirs: Path) -> list[Life]:
-    """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time.
+    """Return the lives in order. Nodes with a run folder of their own each hold a part: merged by time."""
+    return [*each_life(*run_dirs)]
+
+
+def each_life(*run_dirs: Path) -> Iterator[Life]:
+    """Yield what `lives_of` returns, one life at a time."""
+    paths = [run_dir / "ledger.jsonl" for run_dir in run_dirs]
+    events = filter(_is_whole, chain.from_iterable(map(read, paths)))
+    if len(paths) > 1:
+        events = sorted(events, key=itemgetter("t"))
+    life = None
+    for life in _cut(events):
+        yield life
+    if not life:
+        raise UserError(f"{paths[0]} holds no life\nname the folder of a run that has begun training")
+
+
+def newest_lives(run_dir: Path) -> Iterator[Life]:
+    """Yield the lives, the newest one first; reads the ledger from its end, as far as lives are asked for.
+
+    Of the entries of its clock a life has the last one alone, if that is its last event.
+    """
+    events = []
+    for _, line in lines_back(run_dir / "ledger.jsonl"):
+        event = parse(line) if not events or CLOCK not in line else None
+        if event and _is_whole(event):
+            events.append(event)
+            if event["event"] == "life":
+                yield from _cut(reversed(events))
+                events = []
+
+
+def _is_whole(event):
+    return {"t", *FIELDS.get(event["event"], ())} <= event.keys()
+
+
+def _cut(events):
+    """Yield the lives of events.
 
     What a process writes after the next life has begun is left out, but for the refusal of a start: that is
     no life of its own, and ends the row of lives before it.
     """
-    paths = [run_dir / "ledger.jsonl" for run_dir in run_dirs]
-    events = [
-        event
-        for path in paths
-        for event in read(path)
-        if {"t", *FIELDS.get(event["event"], ())} <= event.keys()
-    ]
-    if len(paths) > 1:
-        events.sort(key=itemgetter("t"))
-    lives = []
-    newest = None
+    life = []
     for event in events:
         if event["event"] == "life":
-            newest = event["life"]
-            lives.append([event])
-        elif lives and (event.get("life", newest) == newest or event["event"] == "refused"):
-            lives[-1].append(event)
-    if not lives:
-        raise UserError(f"{paths[0]} holds no life\nname the folder of a run that has begun training")
-    return lives
+            if life:
+                yield life
+            life = [event]
+        elif life and (event.get("life", life[0]["life"]) == life[0]["life"] or event["event"] == "refused"):
+            life.append(event)
+    if life:
+        yield life
 
 
 def named(events: Iterable[Record], *names: str) -> list[Record]:
@@ -97,35 +126,47 @@ def summarize(run_dir: Path) -> Record:
 
     The buckets add up to `wall_s`. Goodput is the share of the time in steps that the newest life builds on.
     """
-    lives = lives_of(run_dir)
-    summaries = []
-    accounted = lives[0][0]["began"]
-    for number, events in enumerate(lives):
-        kept = min((later[0]["step"] for later in lives[number + 1 :]), default=math.inf)
-        seconds = account(events, accounted, kept)
+    lives = []
+    deaths = []
+    told = []
+    accounted = None
+    for events in each_life(run_dir):
+        if accounted is None:
+            accounted = events[0]["began"]
+        seconds = account(events, accounted)
         accounted += sum(seconds.values())
         reached = max(event["step"] for event in named(events, "life", "save", "rescue", "steps"))
-        summaries.append(events[0] | {"reached": reached, "buckets": seconds})
-    buckets = {name: sum(life["buckets"][name] for life in summaries) for name in BUCKETS}
+        entries = [(entry["step"], entry.get("steps_s", 0.0)) for entry in named(events, "steps")]
+        lives.append(events[0] | {"reached": reached, "buckets": seconds, "entries": entries})
+        deaths.append(deaths_of(events, over=True))
+        told += named(events, "save", "rescue", "best")
+    deaths[-1] = deaths_of(events, over=False)
+    kept = math.inf  # later lives make the steps after this one again
+    for life in reversed(lives):
+        seconds = life["buckets"]
+        entries = life.pop("entries")
+        seconds["steps"] = sum((s for step, s in entries if step <= kept), 0.0)
+        seconds["redone"] = sum((s for step, s in entries if step > kept), 0.0)
+        kept = min(kept, life["step"])
+    buckets = {name: sum(life["buckets"][name] for life in lives) for name in BUCKETS}
     wall = sum(buckets.values())
     return {
         "version": 1,
-        "now": now(lives),
-        "lives": summaries,
-        "deaths": [death for events in lives for death in deaths_of(events, over=events is not lives[-1])],
-        "saves": named(chain(*lives), "save"),
-        "rescues": named(chain(*lives), "rescue"),
+        "now": now(lives, events, told),
+        "lives": lives,
+        "deaths": [*chain(*deaths)],
+        "saves": named(told, "save"),
+        "rescues": named(told, "rescue"),
         "buckets": buckets,
         "wall_s": wall,
         "goodput": buckets["steps"] / max(wall, 1e-9),
     }
 
 
-def account(events, accounted, kept):
+def account(events, accounted):
     """Return {bucket: seconds} of a life from `accounted`, the end of the life before.
 
-    Rank 0 has measured what lies between its first step and its last entry. The rest is "other". Later lives
-    make the steps after `kept` again.
+    Rank 0 has measured what lies between its first step and its last entry. The rest is "other".
     """
     began = max(accounted, events[0]["began"])
     opened = max(began, named(events, "life", "first_step")[-1]["t"])
@@ -133,8 +174,7 @@ def account(events, accounted, kept):
     seconds = dict.fromkeys(BUCKETS, 0.0) | {"down": began - accounted, "start": opened - began}
     for entry in named(events, "steps"):
         for bucket in STEPPING:
-            redone = bucket == "steps" and entry["step"] > kept
-            seconds["redone" if redone else bucket] += entry.get(f"{bucket}_s", 0.0)
+            seconds[bucket] += entry.get(f"{bucket}_s", 0.0)
     left = max(0.0, end - accounted - sum(seconds.values()))
     leaving = named(events, "left")
     if leaving:
@@ -144,20 +184,22 @@ def account(events, accounted, kept):
     return seconds
 
 
-def now(lives):
+def now(lives, events, told):
     """How the run is: state, step, best, rate, ages of its last step and save, {rank: pid} if they live.
 
-    The ledger hears of a step at most ten seconds late. Processes of another machine cannot be seen: what
+    `events` are those of the newest life, `told` the saves and best evaluations of all.
+
+    The ledger hears of a step at most a minute late. Processes of another machine cannot be seen: what
     they have written last is then all that is known.
     """
-    life = lives[-1][0]
-    entries = named(lives[-1], "life", "steps")[-RECENT:]
+    life = events[0]
+    entries = named(events, "life", "steps")[-RECENT:]
     first = entries[0]
     last = entries[-1]
     # what a run begins with is as good as saved
-    save = [lives[0][0], *named(chain(*lives), "save", "rescue")][-1]
-    heard_s = time.time() - max(event["t"] for event in lives[-1])
-    ends = named(lives[-1], "stop", "done")
+    save = [lives[0], *named(told, "save", "rescue")][-1]
+    heard_s = time.time() - max(event["t"] for event in events)
+    ends = named(events, "stop", "done")
     pids = {} if ends else _running(life)
     if ends:
         state = ends[-1]["event"]
@@ -179,7 +221,7 @@ def now(lives):
         "world": life["world"],
         "hosts": sorted({*life["hosts"]}),
         "pids": pids,
-        "best": [{"best": {}}, *named(chain(*lives), "best")][-1]["best"],
+        "best": [{"best": {}}, *named(told, "best")][-1]["best"],
     }
 
 
@@ -228,6 +270,7 @@ def _follow(lives, folders):
     A step that a later life has made again counts as that life made it.
     """
     ids = {}
+    newest = []  # a heap of those steps, each as -step
     whole = set()
     made = Counter()  # how often each step was made
     reached = 0
@@ -236,8 +279,10 @@ def _follow(lives, folders):
         life = events[0]
         resumed = life["step"]
         lost += max(0, reached - resumed)
-        ids = {step: samples for step, samples in ids.items() if step <= resumed}
-        whole = {step for step in whole if step <= resumed}
+        while newest and -newest[0] > resumed:
+            step = -heappop(newest)
+            del ids[step]
+            whole.discard(step)
         ranks = Counter()  # that noted each step
         ends = [event["step"] for event in named(events, "life", "save", "rescue")]
         for note in _notes_of(life, folders):
@@ -246,7 +291,10 @@ def _follow(lives, folders):
                 ends.append(step)
             else:
                 ranks[step] += 1
-                ids.setdefault(step, array("q")).extend(note["ids"])  # 8 bytes a sample
+                if step not in ids:
+                    ids[step] = array("q")  # 8 bytes a sample
+                    heappush(newest, -step)
+                ids[step].extend(note["ids"])
         whole.update(step for step in ranks if ranks[step] >= life["world"] // life["stages"])
         if events is not lives[-1]:
             # A process can die after its update and before its done-line, and a survivor can save that
@@ -275,7 +323,8 @@ def planned(lives, last):
     position = first["position"]
     sizes = {}  # {step: the number of samples after it}
     for life in lives:
-        sizes = {step: size for step, size in sizes.items() if step < life["step"]}  # others were undone
+        while sizes and next(reversed(sizes)) >= life["step"]:  # it was undone
+            sizes.popitem()
         sizes[life["step"]] = life["n"]
     for step in range(first["step"], last):
         if position >= samples:

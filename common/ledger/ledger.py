@@ -13,8 +13,9 @@ from typing import Any
 from common.errors import say
 from common.place import began
 
-ENTRY_SECONDS = 10.0  # at most between two entries of a clock, or
+ENTRY_SECONDS = 60.0  # at most between two entries of a clock, or
 ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
+BLOCK_BYTES = 1 << 16  # read at once
 
 
 Record = dict[str, Any]  # a line of JSON
@@ -39,7 +40,7 @@ class Lines:
         line = f"{json.dumps(record, default=str)}\n"
         try:
             if self.fd is None:
-                self.fd = self.open()
+                self.open()
             # One write with O_APPEND: the lines of this machine's processes stay whole, also of a killed one.
             # Two NFS clients may overwrite each other.
             if os.write(self.fd, line.encode()) < len(line):
@@ -51,11 +52,10 @@ class Lines:
         """Follows no planted link; ends a last line that a full disk or a power cut has torn."""
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(self.path, flags, 0o600)
-        size = os.fstat(fd).st_size
-        if size and os.pread(fd, 1, size - 1) != b"\n":
-            os.write(fd, b"\n")
-        return fd
+        self.fd = os.open(self.path, flags, 0o600)
+        size = os.fstat(self.fd).st_size
+        if size and os.pread(self.fd, 1, size - 1) != b"\n":
+            os.write(self.fd, b"\n")
 
     def give_up(self, error):
         self.close()
@@ -76,12 +76,34 @@ class Lines:
 def read(path, name="event"):
     """Yield the objects of a file of JSON lines, if it is there, that have this name; no torn lines."""
     with suppress(FileNotFoundError), open(path, "rb") as file:
-        for line in file:
-            record = None
-            with suppress(ValueError):
-                record = json.loads(line)
-            if isinstance(record, dict) and name in record:
-                yield record
+        yield from filter(None, (parse(line, name) for line in file))
+
+
+def parse(line, name="event"):
+    """The object in a line; None if the line is torn, or the object lacks this name."""
+    record = None
+    with suppress(ValueError):
+        record = json.loads(line)
+    return record if isinstance(record, dict) and name in record else None
+
+
+def lines_back(path):
+    """Yield (its first byte, line) of a file, if it is there, the last one first; reads what is asked for."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        start = file.seek(0, os.SEEK_END)
+        data = b""
+        while start:
+            before = max(0, start - BLOCK_BYTES)
+            file.seek(before)
+            data = file.read(start - before) + data
+            start = before
+            at = start + len(data)
+            data, *lines = data.split(b"\n")
+            for line in reversed(lines):
+                at -= len(line)
+                yield at, line
+                at -= 1
+        yield 0, data
 
 
 class Ledger:

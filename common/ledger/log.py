@@ -4,6 +4,8 @@ A closed pipe or a full disk costs lines, never a step.
 """
 
 import json
+import math
+import os
 import shutil
 import sys
 import time
@@ -12,11 +14,12 @@ from contextlib import suppress
 from datetime import timedelta
 
 from common.errors import Outlet
-from common.ledger.ledger import Lines, Record, read, warn
+from common.ledger.ledger import Lines, Record, lines_back, parse, warn
 from common.options import Options
 
 FORMATS = {"lr": ".2e", "loss": ".4f", "acc": ".3f"}
 BAR_CHARACTERS = 10
+CLEAN_BYTES = 1 << 16  # at the end of metrics.jsonl, that are looked through
 CURVES_SECONDS = 5  # of points that a kill may cost TensorBoard; metrics.jsonl has all
 
 
@@ -104,7 +107,7 @@ class Log:
         """Write what is left; may be called twice."""
         if self.speaks:
             self.curves.close()
-            self.metrics.lines.close()
+            self.metrics.close()
             self.console.close()
 
     def _keep(self, record, **more):
@@ -116,30 +119,52 @@ class Log:
             self.curves.put(record | more)
 
 
-class Metrics:
-    """RUN/metrics.jsonl, cleaned for a life that resumed at `step`: no later, no torn line, no step twice."""
+class Metrics(Lines):
+    """RUN/metrics.jsonl in a life that resumed at `step`: no later row, no torn line, no step twice.
+
+    Its end alone is read, and it is cut in place. A life that may still append to it has another file by then
+    (`Fence` in checkpoint/fence.py).
+    """
 
     def __init__(self, run_dir, step):
-        self.lines = Lines(run_dir / "metrics.jsonl")
+        super().__init__(run_dir / "metrics.jsonl")
+        self.last = step  # of which the file may have a row when it is opened
         self.newest = {"step": -1, "evaluation": -1}  # that has a row
-        self.on = True
-        path = self.lines.path
-        aside = path.with_suffix(".new")
         try:
-            rows = [row for row in read(path, "step") if row["step"] <= step and self._is_new(row)]
-            aside.touch(mode=0o600)
-            aside.write_text("".join(f"{json.dumps(row)}\n" for row in rows))  # a log needs no fsync
-            aside.rename(path)
+            self.open()
         except OSError as error:
-            self.lines.give_up(error)
-            self.on = False  # a file that was not cleaned would hold steps twice
+            self.give_up(error)
+
+    def open(self):
+        """Opens the file and cleans its end; so what is written to is clean."""
+        super().open()
+        known = self.newest
+        self.newest = dict.fromkeys(known, -1)
+        size = os.fstat(self.fd).st_size
+        lines = []
+        for start, line in lines_back(self.path):
+            lines.append(line + b"\n")
+            row = parse(line, "step") or {}
+            if size - start > CLEAN_BYTES and "epoch" in row and row["step"] < self.last:
+                self.newest = dict.fromkeys(known, row["step"] - 1)
+                break
+        lines.reverse()
+        rows = [line for line in lines if self._belongs(parse(line, "step"))]
+        right = len(os.path.commonprefix([b"".join(lines), b"".join(rows)]))
+        os.ftruncate(self.fd, start + right)
+        os.write(self.fd, b"".join(rows)[right:])
+        self.last = math.inf
+        self.newest = {kind: max(step, known[kind]) for kind, step in self.newest.items()}
+
+    def _belongs(self, row):
+        return row is not None and row["step"] <= self.last and self._is_new(row)
 
     def write(self, row):
         """Append a row with its "step"; False if the file has that step already."""
         new = self._is_new(row)
-        if new and self.on:
+        if new:
             # JSON has no nan and no infinity: null stands for both.
-            self.lines.append(json.loads(json.dumps(row), parse_constant=lambda name: None))
+            self.append(json.loads(json.dumps(row), parse_constant=lambda name: None))
         return new
 
     def _is_new(self, row):

@@ -1,5 +1,6 @@
 """The end of a job that makes no progress: its agent would restart it for ever."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import chain
 
@@ -43,8 +44,8 @@ def note_that_it_trains() -> None:
     note_that_it_waits(False)
 
 
-def refuse_without_progress(lives: list[Life], state: TrainState) -> None:
-    """Exit code 5 if too many lives in a row have begun on this step and ended.
+def refuse_without_progress(lives: Iterable[Life], state: TrainState) -> None:
+    """Exit code 5 if too many lives in a row have begun on this step and ended; the newest one comes first.
 
     The refusal ends the row: the next start may try as often again. A step that was saved and then withdrawn
     is no progress: the next life began on the same step.
@@ -52,7 +53,7 @@ def refuse_without_progress(lives: list[Life], state: TrainState) -> None:
     progress = state.progress
     in_vain = 0
     row = []
-    for life in reversed(lives):
+    for life in lives:
         names = {event["event"] for event in life}
         ended = names & ENDS_A_ROW and not names & FAILED  # the error of one rank stops the others
         if ended or life[0]["step"] != progress.step:

@@ -56,7 +56,8 @@ def identify(opts, data, device, writer):
 def refuse_an_older_one(opts):
     """UserError if --resume names a checkpoint of this very run, unless it is the newest."""
     choices = checkpoints(opts.run_dir)
-    if Path(opts.resume).resolve() in [folder.resolve() for _, folder in choices[1:]]:
+    root = (opts.run_dir / "checkpoints").resolve()
+    if Path(opts.resume).resolve() in [root / folder.name for _, folder in choices[1:]]:
         raise UserError(
             f"--resume {opts.resume}: this run resumes from its newest checkpoint, step {choices[0][0]}\n"
             "leave it out to resume there; to go back to that step, give a --run-dir of its own too"

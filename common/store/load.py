@@ -15,7 +15,7 @@ tries again.
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from common.checkpoint import Damaged, Layout, best_of, checkpoints, newest_first
+from common.checkpoint import Damaged, Layout, Reader, best_of, checkpoints, newest_first
 from common.errors import UserError, say
 from common.place import this_process
 from common.world import fingerprint_of, gather
@@ -72,7 +72,7 @@ def load(state, world, reader, owns):
     if opts.at or opts.resume != "auto":
         source = opts.fork or opts.resume
         choices = [choice for choice in checkpoints(Path(source)) if opts.at in (0, choice[0])]
-        other = load_newest(world, reader, choices, owns)
+        other = load_newest(world, Reader(reader.layout, world.local_size), choices, owns)
         if not other.facts:
             raise UserError(
                 f"{source}: no whole checkpoint of {f'step {opts.at}' if opts.at else 'any step'}\n"

@@ -14,7 +14,7 @@ from typing import NoReturn
 
 import torch
 
-from common.checkpoint import Fence, Reader, Writer, checkpoints
+from common.checkpoint import Damaged, Fence, Reader, Writer, checkpoints
 from common.errors import UserError, may_pass, say
 from common.ledger import Ledger
 from common.options import Options
@@ -67,7 +67,7 @@ class CheckpointStore:
                 self._own()
         self.writes = world.copy == 0 if world.parts > 1 else self.owns  # while all live
         self.saver = Saver(state, self.writer, self.ledger, world)
-        loaded = load(state, world, Reader(layout, world.local_size), self.owns)
+        loaded = load(state, world, Reader(layout, world.local_size, self.writer.run), self.owns)
         for folder in loaded.skipped:
             say(f"checkpoints/{folder.name}: put aside, the run goes on after step {state.progress.step}")
             self.writer.put_aside(folder)
@@ -94,7 +94,7 @@ class CheckpointStore:
             identity = identify(self.opts, self.fingerprint, self.world.device, self.writer)
             self.fence.claim()
             self.writer.put_sealed(run_dir / "options.json", identity)
-        except (OSError, UserError) as error:
+        except (OSError, Damaged, UserError) as error:
             self.fence.release()
             if isinstance(error, UserError):
                 raise

@@ -274,5 +274,5 @@ def test_what_a_checkpoint_tells_is_on_the_disk_before_its_name_is(tmp_path, mon
             save(life, step)
         assert announced_rescue(life.store, 3)
         monkeypatch.undo()
-        metrics.lines.close()
+        metrics.close()
     assert named == [[True] * 4] * 3

@@ -212,6 +212,23 @@ def test_what_no_start_would_read_is_a_failed_save(tmp_path, monkeypatch, what):
     assert resumes_at(opts, 4)
 
 
+def test_options_that_no_start_would_read_are_refused_before_anything_is_saved(tmp_path, monkeypatch):
+    opts = options(tmp_path)
+    monkeypatch.setattr(disk, "MOST_BYTES", 1 << 10)
+    refused(opts, r"[0-9,]+ bytes, more than 1,024\nchoose a folder")
+    assert not (opts.run_dir / "options.json").exists()
+    monkeypatch.undo()
+    with a_life(opts):
+        assert (opts.run_dir / "options.json").exists()
+
+
+def test_a_name_that_readers_of_the_format_do_not_take_is_refused_at_the_start(tmp_path):
+    net = torch.nn.Module()
+    net.register_parameter("__metadata__", torch.nn.Parameter(torch.zeros(2)))
+    with refusal("__metadata__ .* cannot be saved"), a_life(options(tmp_path), net):
+        pass
+
+
 @pytest.mark.parametrize("where", ["copy", "write"])
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")], ids=repr)
 def test_a_save_without_memory_is_a_failed_save_that_leaves_no_file(tmp_path, monkeypatch, where, error):

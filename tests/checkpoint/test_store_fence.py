@@ -14,7 +14,7 @@ import uuid
 from types import SimpleNamespace
 
 import pytest
-from jobs import state, until
+from jobs import rows, state, until
 from ranks import fork_ranks
 from stores import (
     a_life,
@@ -34,6 +34,7 @@ from stores import (
 
 from common.checkpoint import fence, writer
 from common.checkpoint.fence import Fenced
+from common.ledger.log import Metrics
 from common.store import saver
 
 
@@ -108,6 +109,34 @@ def test_a_stopped_owner_is_taken_over_and_its_late_commit_is_refused(tmp_path, 
             assert end.read_text().startswith(f"fenced: {opts.run_dir} was taken over by another life")
             save(life, 3)
         assert steps_of(opts) == [3, 2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_what_a_stopped_owner_logs_when_it_wakes_up_is_in_no_file_of_the_next_life(
+    tmp_path, monkeypatch, number
+):
+    """After an owner that has ended, the file stays: nothing is copied."""
+    opts = options(tmp_path)
+    monkeypatch.setattr(fence, "STALE_SECONDS", 1.0)
+
+    def log(life):
+        metrics = Metrics(opts.run_dir, 0)
+        metrics.write({"step": 1, "epoch": 1})
+        os.kill(os.getpid(), number)
+        metrics.write({"step": 2, "epoch": 1, "late": True})
+
+    with lives(opts, log) as pid:
+        until(lambda: state(pid) in "TZ", "the first job stands still")
+        before = (opts.run_dir / "metrics.jsonl").stat().st_ino
+        with a_life(opts):
+            metrics = Metrics(opts.run_dir, 1)
+            assert (os.fstat(metrics.fd).st_ino == before) == (number == signal.SIGKILL)
+            os.kill(pid, signal.SIGCONT)
+            until(lambda: state(pid) == "Z", "the first job has ended")
+            metrics.write({"step": 2, "epoch": 1})
+            metrics.close()
+    assert rows(opts.run_dir) == [{"step": 1, "epoch": 1}, {"step": 2, "epoch": 1}]
+    assert (opts.run_dir / "metrics.jsonl").stat().st_mode & 0o777 == 0o600
 
 
 def test_an_owner_whose_moves_show_late_is_not_robbed(tmp_path, monkeypatch):

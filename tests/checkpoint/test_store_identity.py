@@ -9,6 +9,7 @@ import pytest
 import torch
 from stores import a_life, is_at, options, refused, resumes_at, save, two_checkpoints
 
+from common.checkpoint import reader, writer
 from common.checkpoint.__main__ import main
 from common.checkpoint.disk import sealed
 from common.world import fingerprint_of
@@ -39,6 +40,24 @@ def test_a_checkpoint_of_another_run_is_no_damage_and_is_refused(tmp_path):
     assert "move it away" in text and sorted(os.listdir(root)) == ["step-00000001", "step-00000009"]
     shutil.rmtree(root / "step-00000009")
     assert resumes_at(opts, 1)
+
+
+def test_a_start_reads_few_checkpoints_and_an_old_one_of_another_run_is_refused_when_it_is_its_turn(
+    tmp_path, monkeypatch
+):
+    opts, root = two_checkpoints(tmp_path, steps=(4, 5, 6, 7), keep=9)
+    _, others = two_checkpoints(tmp_path / "other", steps=(3,), seed=3, lr=0.5)
+    shutil.copytree(others / "step-00000003", root / "step-00000003")
+    read = []
+    real = reader.read_manifest
+    for module in (reader, writer):
+        monkeypatch.setattr(module, "read_manifest", lambda folder: read.append(folder.name) or real(folder))
+    assert resumes_at(opts, 7)
+    assert {*read} == {"step-00000007", "step-00000006", "step-00000005"}
+    for step in (4, 5, 6, 7):
+        (root / f"step-0000000{step}/model.safetensors").write_bytes(b"")
+    refused(opts, "step-00000003 is of another run\nmove it away")
+    assert len([*root.glob("step-*")]) == 5
 
 
 def test_a_checkpoint_of_this_run_that_is_not_its_newest_cannot_be_resumed_from(tmp_path):

@@ -15,9 +15,9 @@ import pytest
 from jobs import PACED
 
 from common.checkpoint.disk import sealed
-from common.ledger import Clock, Ledger, deaths_of, lives_of, summarize
+from common.ledger import Clock, Ledger, deaths_of, lives_of, newest_lives, summarize
 from common.ledger.__main__ import main
-from common.ledger.ledger import read
+from common.ledger.ledger import lines_back, read
 from common.options import Options
 
 HOUSE = Path(__file__).parents[2]
@@ -231,6 +231,33 @@ def test_a_torn_line_costs_what_it_held_and_a_damaged_event_ends_no_report_and_n
             lives_of(tmp_path, tmp_path / "another node's")
 
 
+@pytest.mark.parametrize("block", [1, 7, 100, 1 << 16])
+def test_a_file_is_read_from_its_end_line_by_line_wherever_a_block_ends(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("common.ledger.ledger.BLOCK_BYTES", block)
+    path = tmp_path / "lines"
+    assert [*lines_back(path)] == []
+    for data in (b"", b"\n", b"a", b"ab\ncde\n\nf" * 30, b"x" * 300 + b"\n"):
+        path.write_bytes(data)
+        lines = data.split(b"\n")
+        assert [line for _, line in lines_back(path)] == lines[::-1]
+        assert all(data[at : at + len(line)] == line for at, line in lines_back(path))
+
+
+def test_a_start_reads_the_last_lives_of_a_ledger_and_not_the_clock_of_months(tmp_path, monkeypatch):
+    entries = [{"t": t, "event": "steps", "life": "bb", "step": 50} for t in range(1069, 4000)]
+    write(tmp_path, *KILLED[:8] * 300, *KILLED[8:-1], *entries, KILLED[-1])
+    old, new = lives_of(tmp_path)[-2:]
+    parsed = []
+    monkeypatch.setattr("json.loads", lambda text, loads=json.loads: parsed.append(1) or loads(text))
+    lives = newest_lives(tmp_path)
+    assert [event for event in new if event["event"] != "steps"] == next(lives)
+    assert [event for event in old if event["event"] != "steps"] == next(lives)
+    assert len(parsed) < 20
+    assert len([*lives]) == 299
+    write(tmp_path, *KILLED[:8], *KILLED[8:-1], *entries)
+    assert next(newest_lives(tmp_path))[-1] == entries[-1], "it tells when a life was heard of last"
+
+
 @pytest.fixture
 def now(monkeypatch):
     """[what time.monotonic says]."""
@@ -269,6 +296,20 @@ def test_a_wall_clock_that_jumps_makes_no_line_a_step(tmp_path, monkeypatch, now
         clock.stepped(step)
     lines = [*read(tmp_path / "ledger.jsonl")]
     assert 50 < len(lines) < 300, len(lines)
+
+
+def test_an_old_life_has_an_entry_of_its_clock_a_minute_and_loses_no_second(tmp_path, now):
+    clock = Clock()
+    clock.ledger = Ledger(tmp_path)
+    for step in range(7200):
+        now[0] += 1
+        clock.stepped(step)
+    clock.write_down()
+    first, *entries = read(tmp_path / "ledger.jsonl")
+    assert sum(entry["steps_s"] for entry in entries) == 7199
+    ends = [entry["t"] - first["t"] for entry in entries]
+    assert max(b - a for a, b in zip(ends, ends[1:], strict=False)) <= 61
+    assert sum(end > 3600 for end in ends) < 75 and sum(end < 3600 for end in ends) > 250
 
 
 def test_a_clock_needs_no_proc(monkeypatch):

@@ -1,6 +1,7 @@
 """The log: each step once after any crashes, and no stream and no disk that stops a training."""
 
 import errno
+import json
 import os
 import stat
 import subprocess
@@ -53,6 +54,38 @@ def test_each_step_is_there_once_after_crashes_that_tear_lines_and_resume_earlie
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     life(opts, 0, 2)  # a fresh start keeps no line
     assert steps(tmp_path) == [1, 2]
+
+
+def test_a_start_reads_and_changes_the_end_of_a_long_file_alone(tmp_path, monkeypatch):
+    opts = options(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    head = b'not JSON, and nobody looks here\n{"step": 1, "val_acc": 0.5}\n'
+    body = b"".join(b'{"step": %d, "epoch": 1, "loss": %d.0}\n' % (step, step) for step in range(2, 9000))
+    path.write_bytes(head + body)
+    inode = path.stat().st_ino
+    parsed = []
+    loads = json.loads
+    monkeypatch.setattr("json.loads", lambda *args, **given: parsed.append(1) or loads(*args, **given))
+    life(opts, 8990, 8990, records=[{"step": 8990, "epoch": 0, "loss": 8990.0}, {"step": 1, "val_acc": 0.5}])
+    expected = body[: body.index(b'{"step": 8991')]
+    assert path.read_bytes() == head + expected and path.stat().st_ino == inode
+    assert len(parsed) < 4000
+    life(opts, 500, 501)  # it was another disk's checkpoint
+    assert path.read_bytes().startswith(head + body[: body.index(b'{"step": 501')])
+    monkeypatch.undo()
+    path.write_bytes(path.read_bytes()[len(head) :])
+    assert steps(tmp_path) == [*range(2, 502)]
+
+
+def test_a_line_that_is_torn_in_mid_run_is_gone_when_the_next_one_is_written(tmp_path, monkeypatch):
+    write = os.write
+    with closing(Log(options(tmp_path), 0, 0, 100)) as log:
+        for step in (1, 2, 3):
+            if step == 2:
+                monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[:9]))
+            log.step({"step": step, "epoch": 0})
+            monkeypatch.undo()
+        assert steps(tmp_path) == [1, 3]
 
 
 def test_a_step_has_one_training_row_and_one_evaluation_row_with_time_and_epochs_from_1(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from refusals import refusal
 
 from common.errors import UserError
-from common.ledger import Ledger, lives_of
+from common.ledger import Ledger, newest_lives
 from common.options import Options
 from common.rescue import refuse_a_crash_loop
 from common.rescue.life import LIVES_KILLED, refuse_without_progress
@@ -26,7 +26,7 @@ def refused(run, *lives, step=7, **of_the_state):
         plain = {"position": 0, "finished": False, "evaluation_due": False}
         progress = SimpleNamespace(samples=9, step=step, epoch=0, **plain | of_the_state)
         state = SimpleNamespace(opts=Options(run_dir=run), progress=progress)
-        refuse_without_progress(lives_of(run), state)
+        refuse_without_progress(newest_lives(run), state)
     except UserError as error:
         ledger.lines.close()
         return error.code, str(error)
