@@ -43,7 +43,7 @@ def _make_again(run, begin, end, folder, nproc, flags):
     life = [life for life in lives if life["step"] <= max(begin, lives[0]["step"])][-1]
     command = [sys.executable]
     if nproc > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={nproc}"]
+        command += [str(HOUSE / "launch/torchrun.py"), "--max_restarts=0", f"--nproc_per_node={nproc}"]
     command += [
         str(HOUSE / script),
         *flags,

@@ -9,8 +9,6 @@ _BackendRendezvousStateHolder, _RendezvousState, _NodeDesc, _RendezvousExitOp, _
 FLAGS_caffe2_log_level.
 """
 
-import argparse
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -28,22 +26,15 @@ import socket
 import sys
 import threading
 import time
-import uuid
+from contextlib import suppress
 from datetime import timedelta
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 
 import torch
-from torch.distributed import DistNetworkError, Store
-from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerState, local_elastic_agent
+from torch.distributed import DistNetworkError
+from torch.distributed.elastic.agent.server import RunResult, WorkerState, local_elastic_agent
 from torch.distributed.elastic.multiprocessing import api as processes_api
-from torch.distributed.elastic.multiprocessing.api import (
-    PContext,
-    RunProcsResult,
-    SignalException,
-    SubprocessContext,
-)
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -56,7 +47,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 from torch.distributed.launcher import api as launcher_api
 from torch.distributed.run import config_from_args, get_args_parser
 
-from common.errors import UserError, may_pass, say
+from common.errors import UserError, may_pass, one_line, say
 from common.ledger import Ledger
 from common.options import Options
 from common.place import SURVIVORS, in_words
@@ -78,21 +69,25 @@ SOON_SECONDS = 10
 NO_STORE = (RendezvousConnectionError, DistNetworkError)
 
 
-class Forks(PContext):
+def tell(text):
+    """Prints a line of the launcher's own."""
+    say(text, sys.stderr)
+
+
+class Forks(processes_api.PContext):
     """The processes of one life on this machine: forks of multiprocessing's fork server."""
 
-    run_dir: Path | None = None
+    run_dir = None  # of the training, if it has one
     alone = False  # a training of ours on one machine, which prints here: each life is as the one before
-    processes = ()
-    successors = list[ForkServerProcess]()  # of the next life, until it begins
+    successors = ()  # the processes of the next life, until it begins
     closing = threading.Lock()
 
-    def _start(self) -> None:
+    def _start(self):
         self.processes = Forks.successors or self.fork(self.envs)
-        Forks.successors = []
+        Forks.successors = ()
         (self.folder / SURVIVORS).unlink(missing_ok=True)
 
-    def fork(self, envs: dict[int, dict[str, str]]) -> list[ForkServerProcess]:
+    def fork(self, envs):
         server = multiprocessing.get_context("forkserver")
         processes = []
         for rank in range(self.nprocs):
@@ -103,7 +98,7 @@ class Forks(PContext):
             processes.append(process)
         return processes
 
-    def fork_successors(self) -> None:
+    def fork_successors(self):
         """Starts the next life's processes while the survivors save: see `wait_for_survivors` in place.py.
 
         A life that could not train has none: the next one may not train either.
@@ -120,53 +115,50 @@ class Forks(PContext):
         Forks.successors = self.fork(envs)
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         """Notes of the agent and the processes: `notes` in common/place.py."""
         return Path(self.error_files[0]).parents[2]
 
-    def pids(self) -> dict[int, int]:
+    def pids(self):
         return {rank: process.pid for rank, process in enumerate(self.processes)}
 
     @property
-    def codes(self) -> list[int | None]:
+    def codes(self):
         """Exit codes; None of a process that runs."""
         return [process.exitcode for process in self.processes]
 
-    def _poll(self) -> RunProcsResult | None:
-        """None while all run well; the first of the failures is the one that came first."""
+    def _poll(self):
+        """None while all run well; then those that have failed before the others were asked to end."""
         codes = self.codes
         if None in codes and not any(codes):
             return None
-        first = [rank for rank, code in enumerate(codes) if code]
-        for rank in first:
-            self.note_death(rank)  # before the survivors are asked to end: one of them prints it
-        if any(codes[rank] < 0 for rank in first):
-            with contextlib.suppress(OSError, EOFError):  # no room, or no fork server: then they begin later
+        failures = {}
+        for rank, code in enumerate(codes):
+            if code:
+                self.note_death(rank, code)  # before the survivors are asked to end: one of them prints it
+                failures[rank] = ProcessFailure(rank, self.processes[rank].pid, code, error_file="")
+        if any(code and code < 0 for code in codes):
+            with suppress(OSError, EOFError):  # no room, or no fork server: then they begin later
                 self.fork_successors()
         self.close()
-        later = [rank for rank, code in enumerate(self.codes) if code and rank not in first]
-        failures = {
-            rank: ProcessFailure(rank, self.processes[rank].pid, self.codes[rank], error_file="")
-            for rank in first + later
-        }
-        return RunProcsResult(dict.fromkeys(range(self.nprocs)), failures, self.stdouts, self.stderrs)
+        return processes_api.RunProcsResult(dict.fromkeys(self.pids()), failures, self.stdouts, self.stderrs)
 
-    def note_death(self, local_rank: int) -> None:
+    def note_death(self, local_rank, code):
         """Tells the ledger, and the survivors on this machine, of a process that was killed.
 
         One that fails has told them by itself. `end_of` in common/place.py reads the file.
         """
-        code = self.codes[local_rank]
-        if code >= 0:
+        if code > 0:
             return
-        with contextlib.suppress(OSError):  # the disk is full
-            (self.folder / f"death-{self.processes[local_rank].pid}").write_text(in_words(code))
+        how = in_words(code)
+        with suppress(OSError):  # the disk is full
+            (self.folder / f"death-{self.processes[local_rank].pid}").write_text(how)
         if self.run_dir and self.run_dir.exists():
             ledger = Ledger(self.run_dir, rank=int(self.envs[local_rank]["RANK"]))
-            ledger.event("death", why=in_words(code))
+            ledger.event("death", why=how)
             ledger.lines.close()
 
-    def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+    def _close(self, death_sig, timeout):
         """Asks all to end, and waits as long as a save may take."""
         self.signal(death_sig)
         self.signal(signal.SIGCONT)  # nothing else would resume a process that is stopped
@@ -178,10 +170,10 @@ class Forks(PContext):
             for process in self.processes:
                 process.join(timeout)
 
-    def signal(self, number: signal.Signals) -> None:
+    def signal(self, number):
         for process in self.processes:
             if process.is_alive():
-                with contextlib.suppress(ProcessLookupError):
+                with suppress(ProcessLookupError):
                     os.kill(process.pid, number)
 
 
@@ -190,20 +182,18 @@ class Agent(local_elastic_agent.LocalElasticAgent):
 
     ended = False  # the workers of this machine have ended well
     in_vain = 0  # lives in a row
-    came = set[str]()  # addresses of the machines of this life
-    facts = dict[str, str]()  # {name: value} that all machines must have in common
+    came = frozenset()  # addresses of the machines of this life
+    facts = {}  # {name: value} that all machines must have in common
 
     @property
-    def codes(self) -> set[int]:
+    def codes(self):
         """Exit codes of the newest life; its processes are forks, or torch's own."""
-        codes = set()
-        if isinstance(self._pcontext, Forks):
-            codes = {*self._pcontext.codes}
-        elif isinstance(self._pcontext, SubprocessContext):
-            codes = {handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()}
-        return codes - {None}
+        codes = getattr(self._pcontext, "codes", [])
+        if isinstance(self._pcontext, processes_api.SubprocessContext):
+            codes = [handler.proc.poll() for handler in self._pcontext.subprocess_handlers.values()]
+        return {*codes} - {None}
 
-    def _rendezvous(self, group: WorkerGroup) -> None:
+    def _rendezvous(self, group):
         """Meets again if a machine came and died; torch's own agents would all give up."""
         self.ended = False
         if not self.meets_others:
@@ -225,44 +215,42 @@ class Agent(local_elastic_agent.LocalElasticAgent):
                 if not self.state.complete:  # else others train, and there was no room for this machine
                     raise
             except RuntimeError:  # a time-out
-                say("torchrun: a machine came and does not answer, meeting again", sys.stderr)
+                tell("torchrun: a machine came and does not answer, meeting again")
             finally:
                 store.set_timeout(patience)
 
-    def tell_who_is_gone(self) -> None:
+    def tell_who_is_gone(self):
         """Ranks know only that one of another machine has ended."""
         came = {node.addr for node in self.state.participants}
-        if self.came - came and self._rdzv_handler._get_world()[0] == 0:
-            say(f"torchrun: without {', '.join(sorted(self.came - came))}", sys.stderr)
+        gone = sorted(self.came - came)
+        if gone and self._rdzv_handler._get_world()[0] == 0:
+            tell(f"torchrun: without {', '.join(gone)}")
         self.came = came
 
-    @property
-    def key_of_facts(self) -> str:
-        return f"launch/facts/{self._rdzv_handler.get_run_id()}"
-
-    def refuse_to_spoil(self, store: Store) -> None:
+    def refuse_to_spoil(self, store):
         """Compares a machine that comes with those that are there: its ranks would end them all."""
         self._rdzv_handler.num_nodes_waiting()  # reads the state
         if self.came:
             return
+        key = f"launch/facts/{self._rdzv_handler.get_run_id()}"
         if not self.state.participants:
-            store.set(self.key_of_facts, json.dumps(self.facts))
-        if not store.check([self.key_of_facts]):  # those of plain torchrun are there
+            store.set(key, json.dumps(self.facts))
+        if not store.check([key]):  # those of plain torchrun are there
             return
-        for name, value in json.loads(store.get(self.key_of_facts)).items():
+        for name, value in json.loads(store.get(key)).items():
             if self.facts.get(name) != value:
                 raise UserError(
                     f"this machine has {name} {self.facts.get(name)}, the others train with {value}\n"
                     "give every machine the same code, environment, data and options"
                 )
 
-    def _start_workers(self, group: WorkerGroup) -> dict[int, int]:
+    def _start_workers(self, group):
         for path in self.notes("start-*"):
             path.unlink()  # left by ranks that were killed
         self.started = time.monotonic()
         return super()._start_workers(group)
 
-    def _monitor_workers(self, group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, group):
         """Restarts ranks that wait at their start for a dead machine; later they notice by themselves."""
         result = super()._monitor_workers(group)
         if result.state == WorkerState.FAILED:
@@ -280,13 +268,12 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         others_meet = apart and not state.closed
         gone_at_the_start = fewer and self.notes("start-*")
         if others_meet or gone_at_the_start:
-            why = "a machine was cut off" if apart else "a machine has gone before all could train"
-            say(f"torchrun: {why}, meeting again", sys.stderr)
+            tell("torchrun: a machine is cut off, or gone before all could train; meeting again")
             self._restart_workers(group)
             return RunResult(WorkerState.HEALTHY)
         return result
 
-    def tell_of_the_death(self, result: RunResult) -> None:
+    def tell_of_the_death(self, result):
         """Prints which process has ended first; ends the job if another life cannot mend it.
 
         A survivor saves, and prints the death with what it saved; without one it is printed here.
@@ -301,17 +288,17 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             self._remaining_restarts = 0
         elif self.in_vain == LIVES_IN_VAIN:
             self._remaining_restarts = 0
-            say(f"{death}: {LIVES_IN_VAIN} lives in a row ended at once; their errors are above", sys.stderr)
+            tell(f"{death}: {LIVES_IN_VAIN} lives in a row ended at once; their errors are above")
         elif not self._remaining_restarts:
-            say(f"{death}, and no restart is left", sys.stderr)
+            tell(f"{death}, and no restart is left")
         elif max(self.codes) < 0:
-            say(f"{death}, starting again", sys.stderr)
+            tell(f"{death}, starting again")
 
-    def notes(self, pattern: str) -> list[Path]:
+    def notes(self, pattern):
         """Files of this machine's ranks; one with a start-RANK may still wait for others (`begin_life`)."""
         return [*Path(self._logs_specs._run_log_dir or "/nowhere").glob(pattern)]
 
-    def all_ended(self, group: WorkerGroup) -> bool:
+    def all_ended(self, group):
         """Whether the workers of all machines have ended well."""
         try:
             if not self.ended:
@@ -322,35 +309,35 @@ class Agent(local_elastic_agent.LocalElasticAgent):
         except RuntimeError:  # the machine with the store has left
             return True
 
-    def _restart_workers(self, group: WorkerGroup) -> None:
+    def _restart_workers(self, group):
         """Restarts the workers, unless all machines have just ended well: another one then comes too late."""
         if self.ended and group.store.add("ended", -1) == group.group_world_size - 1:
             group.store.set("all ended", "1")
         else:
             super()._restart_workers(group)
 
-    def _exit_barrier(self) -> None:
+    def _exit_barrier(self):
         """Left out: torch waits five minutes for a dead machine, and misses one that must train again."""
         if not self.meets_others:
             super()._exit_barrier()
 
     @property
-    def meets_others(self) -> bool:
+    def meets_others(self):
         dynamic = isinstance(self._rdzv_handler, dynamic_rendezvous.DynamicRendezvousHandler)
         return dynamic and self._rdzv_handler.settings.max_nodes > 1
 
     @property
-    def state(self) -> dynamic_rendezvous._RendezvousState:
+    def state(self):
         return self._rdzv_handler._state_holder.state
 
-    def run(self, role: str = "default") -> RunResult:
+    def run(self, role="default"):
         try:
             result = super().run(role)
         except Exception as error:
             cause = error
             if isinstance(error, UnboundLocalError):  # a signal has come just as torch's clock began
                 cause = error.__context__ or error
-            if isinstance(cause, SignalException):  # it may have ended torch's wait for a save
+            if isinstance(cause, processes_api.SignalException):  # it may have ended torch's wait for a save
                 self._shutdown(cause.sigval)
             self.leave()
             raise cause from None
@@ -358,21 +345,22 @@ class Agent(local_elastic_agent.LocalElasticAgent):
             for process in Forks.successors:
                 process.kill()
         if not result:
-            say("torchrun: the job is over, it has not needed this machine", sys.stderr)
+            tell("torchrun: the job is over, it has not needed this machine")
             return RunResult(WorkerState.SUCCEEDED)
-        if result.is_failed() and len(self.state.participants) > self._rdzv_handler.settings.min_nodes:
+        failed = self.meets_others and result.is_failed()
+        if failed and len(self.state.participants) > self._rdzv_handler.settings.min_nodes:
             self.leave()
         return result
 
-    def leave(self) -> None:
+    def leave(self):
         """The others train on: by itself torch would end the job for all machines."""
         self._rdzv_handler._close = lambda: None
         farewell = threading.Thread(target=self.say_farewell, daemon=True)  # a silent store does not answer
         farewell.start()
         farewell.join(AWAY_SECONDS)
 
-    def say_farewell(self) -> None:
-        with contextlib.suppress(Exception):  # another kind of rendezvous, or no store any more
+    def say_farewell(self):
+        with suppress(Exception):  # another kind of rendezvous, or no store any more
             self._rdzv_handler._stop_heartbeats()
             leave = dynamic_rendezvous._RendezvousExitOp()
             self._rdzv_handler._op_executor.run(leave, time.monotonic() + AWAY_SECONDS)
@@ -390,13 +378,13 @@ class Known(pickle.Unpickler):
         "builtins.set",
     }
 
-    def find_class(self, module: str, name: str) -> object:
+    def find_class(self, module, name):
         if f"{module}.{name}" in self.known:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} is no part of a rendezvous")
 
 
-def look_often() -> None:
+def look_often():
     """torch's agents look at the rendezvous once a second, and so form a world a second or two late.
 
     A thousand of them would flood its store, three would not.
@@ -410,7 +398,7 @@ def look_often() -> None:
     dynamic_rendezvous.get_method_name = lambda: "look"
 
 
-def trust_little() -> None:
+def trust_little():
     """What else of torch's is replaced: its pickles, and names that need not be one machine's."""
     dynamic_rendezvous.pickle = SimpleNamespace(
         dumps=pickle.dumps, loads=lambda data: Known(io.BytesIO(data)).load(), PickleError=pickle.PickleError
@@ -422,23 +410,23 @@ def trust_little() -> None:
     socket.getfqdn = functools.cache(socket.getfqdn)
 
 
-def listen(agents: list[Agent], folder: str) -> None:
+def listen(agents, folder):
     """Obeys a signal in place of the main thread as long as a silent store keeps that in C."""
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
-    signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
+    signal.set_wakeup_fd(mouth)
     heard = threading.Event()
     handler = processes_api._terminate_process_handler
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(*arguments):
         heard.set()
-        handler(number, frame)
+        handler(*arguments)
 
-    def hear() -> None:
+    def hear():
         number = os.read(ear, 1)[0]
         if heard.wait(DEAF_SECONDS):
             return
-        say("torchrun: the rendezvous does not answer; asked to stop, this machine leaves", sys.stderr)
+        tell("torchrun: the rendezvous does not answer; asked to stop, this machine leaves")
         if agents and agents[-1]._pcontext:
             agents[-1]._pcontext.close(signal.Signals(number))
         shutil.rmtree(folder, ignore_errors=True)
@@ -448,7 +436,7 @@ def listen(agents: list[Agent], folder: str) -> None:
     threading.Thread(target=hear, daemon=True).start()
 
 
-def code_of_a_stop(agents: list[Agent]) -> int:
+def code_of_a_stop(agents):
     codes = agents[-1].codes if agents else set()
     if codes & FINAL:
         return min(codes & FINAL)
@@ -456,51 +444,50 @@ def code_of_a_stop(agents: list[Agent]) -> int:
     return 1 if unsaved else STOPPED
 
 
-def facts_of(options: Options | None) -> dict[str, str]:
-    """What the machines of a job must have in common, as far as it is known without the training."""
+def facts_of(options):
+    """{name: value} that all machines of a job must have, as far as it is known without the training."""
     code = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].glob("common/**/*.py")):
         code.update(path.read_bytes())
     facts = {"python": platform.python_version(), "torch": torch.__version__, "code": code.hexdigest()[:12]}
-    return facts | {name: str(value) for name, value in options.of_all_ranks().items()} if options else facts
+    return facts | options.of_all_ranks() if options else facts
 
 
-def hush() -> None:
+def hush():
     """The agent's own logs say in pages what is said here in a line."""
     for name in ("agent.server.api", "multiprocessing.api", "rendezvous.dynamic_rendezvous"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
-    with contextlib.suppress(OSError, ValueError):  # no stacks for a store that is slow
+    with suppress(OSError, ValueError):  # no stacks for a store that is slow
         c10 = ctypes.CDLL(f"{torch.__path__[0]}/lib/libc10.so")
         ctypes.c_int.in_dll(c10, "FLAGS_caffe2_log_level").value = 3
 
 
-def refuse(message: str) -> None:
+def refuse(message):
     """In place of a page of usage."""
     raise ValueError(message)
 
 
-def settle(args: argparse.Namespace, folder: str) -> None:
+def settle(args, folder):
     """Fills in what a person has left open; `folder` is temporary."""
     args.log_dir = args.log_dir or folder  # else torchrun leaves a folder behind at every start
-    args.rdzv_conf = ",".join(filter(None, [MEETING, args.rdzv_conf]))  # the last one of a name counts
+    args.rdzv_conf = f"{MEETING},{args.rdzv_conf}".strip(",")  # the last one of a name counts
     if args.standalone or args.nnodes in ("1", "1:1") and not args.rdzv_endpoint:
         # On one machine the agent meets only itself: a file is enough, and no port is open to the network.
         args.rdzv_backend = "c10d"
         args.rdzv_endpoint = f"{folder}/rendezvous"
-        args.rdzv_id = str(uuid.uuid4())
+        args.rdzv_id = Path(folder).name
         args.rdzv_conf += ",store_type=file,keep_alive_interval=3600"  # each heartbeat makes the file longer
         args.local_addr = "127.0.0.1"
     args.local_addr = args.local_addr or address_towards(args.rdzv_endpoint)
-    args.master_port = args.master_port or 29500
 
 
-def address_towards(endpoint: str) -> str | None:
+def address_towards(endpoint):
     """This machine's address towards HOST:PORT if its own name is a loopback, as on Debian; else None."""
     host, _, port = endpoint.rpartition(":")
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if not socket.gethostbyname(socket.getfqdn()).startswith("127."):
             return None
-    with contextlib.suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    with suppress(OSError, ValueError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, int(port) % 65536))  # sends nothing
         address = probe.getsockname()[0]
         return None if address.startswith("127.") else address
@@ -508,13 +495,13 @@ def address_towards(endpoint: str) -> str | None:
 
 def serve(arguments: list[str], folder: str, options: Options | None) -> int:
     """torchrun with these arguments; returns the exit code."""
-    agents = list[Agent]()
+    agents = []
 
-    def make_agent(**settings) -> Agent:
+    def make_agent(**settings):
         agents.append(Agent(**settings))
         return agents[-1]
 
-    def start_forks(start_method: str, numa_options: None, **settings) -> Forks:
+    def start_forks(start_method, numa_options, **settings):
         forks = Forks(**settings)
         forks.start()
         return forks
@@ -535,47 +522,44 @@ def serve(arguments: list[str], folder: str, options: Options | None) -> int:
         if not (args.module or args.no_python or args.numa_binding or args.start_method != "forkserver"):
             local_elastic_agent.start_processes = start_forks
             Forks.alone = bool(options) and config.max_nodes == 1 and {args.redirects, args.tee} == {"0"}
-            Forks.run_dir = options.run_dir if options else None
+            Forks.run_dir = options and options.run_dir
             words = words[words.index(args.training_script) :]
         return serve_config(config, command, words, agents)
     except (ValueError, AssertionError, RuntimeError, OSError) as error:
         if agents and agents[-1].codes:
             raise
-        reason = " ".join(str(error).split())[:200] or "a number is out of range"
-        say(
+        reason = one_line(error) if str(error) else "a number is out of range"
+        tell(
             f"error: torchrun cannot start so: {reason}\n"
-            f"       its flags were {' '.join(arguments)}; see torchrun --help",
-            sys.stderr,
+            f"       its flags were {' '.join(arguments)}; see torchrun --help"
         )
         return 1 if may_pass(error) else 2
 
 
-def serve_config(
-    config: launcher_api.LaunchConfig, command: str, words: list[str], agents: list[Agent]
-) -> int:
+def serve_config(config, command, words, agents):
     """Runs the agent, again if the store ends; returns the exit code."""
     while True:
         began = time.monotonic()
         agents.clear()
         try:
-            launcher_api.elastic_launch(config, command)(*words)
+            launcher_api.launch_agent(config, command, words)
             return 0
-        except SignalException:
+        except processes_api.SignalException:
             return code_of_a_stop(agents)
         except UserError as error:
-            say(f"error: {error}", sys.stderr)
+            tell(f"error: {error}")
             return error.code
         except ChildFailedError:
             return min(agents[-1].codes & FINAL or {1})
         except (RendezvousError, *NO_STORE) as error:
             had_met = agents and (agents[-1].meets_others or agents[-1]._pcontext)
             if not had_met or not isinstance(error, NO_STORE):
-                say(f"error: {not_met(error, config, time.monotonic() - began)}", sys.stderr)
+                tell(f"error: {not_met(error, config, time.monotonic() - began)}")
                 return 1
-            say("torchrun: the rendezvous does not answer, looking for it again", sys.stderr)
+            tell("torchrun: the rendezvous does not answer, looking for it again")
 
 
-def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float) -> str:
+def not_met(error, config, seconds):
     """Why the machines did not find each other, in three lines."""
     job = f"job {config.run_id} at {config.rdzv_endpoint}"
     if isinstance(error, RendezvousClosedError):
@@ -588,14 +572,13 @@ def not_met(error: Exception, config: launcher_api.LaunchConfig, seconds: float)
             f"{job}: too few machines came in {seconds:.0f} s\n"
             "       are all started, with the same --rdzv_id, --rdzv_endpoint and --nnodes?"
         )
-    words = " ".join(str(error).split())[:100]
     if config.rdzv_backend == "static":
         return (
-            f"machine 0 at {config.rdzv_endpoint}: no rendezvous in {seconds:.0f} s ({words})\n"
+            f"machine 0 at {config.rdzv_endpoint}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
             "       does it run, and is that port free there? else give all another --master_port"
         )
     return (
-        f"{job}: no rendezvous in {seconds:.0f} s ({words})\n"
+        f"{job}: no rendezvous in {seconds:.0f} s ({one_line(error)})\n"
         "       does `python launch/store.py` run there? "
         "is the address one of that machine, not 127.0.1.1?\n"
         "       does a firewall stand between? then start it again"

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 sys.path[:1] = [str(Path(__file__).resolve().parents[1])]
@@ -30,7 +29,7 @@ from common.options import read_options  # noqa: E402
 NPROC = "(--nproc(?:[-_]per[-_]node)?[=\0])[0-9]+"  # as flags name it, whose words are joined by \\0
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -43,7 +42,7 @@ def main(arguments: list[str]) -> int:
     return run_command(lambda: drill(args))
 
 
-def drill(args: argparse.Namespace) -> int:
+def drill(args):
     """Both runs and the table; returns the exit code."""
     run = complete(args.command)
     calm = run.with_name(f"{run.name}-undisturbed")
@@ -58,11 +57,11 @@ def drill(args: argparse.Namespace) -> int:
     return report(calm, run, kills, moments)
 
 
-def complete(command: list[str]) -> Path:
+def complete(command):
     """Runs a command to its end; the folder of its run, as its last line names it."""
     found = None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as job:
-        for line in job.stdout or ():
+        for line in job.stdout:
             print(line, end="", flush=True)
             found = re.fullmatch(r"done at step \d+: (?:.*, )?(.+)\n", line) or found
     if job.returncode or not found:
@@ -70,7 +69,7 @@ def complete(command: list[str]) -> Path:
     return Path(found[1])
 
 
-def disturb(command: list[str], run: Path, moments: list[float], then: int | None) -> list[float]:
+def disturb(command, run, moments, then):
     """Runs the command with a fault at each of these steps; returns when processes were killed.
 
     A life has one fault at most, after its first step. `moments` keeps those that did not strike.
@@ -107,13 +106,13 @@ def disturb(command: list[str], run: Path, moments: list[float], then: int | Non
     return kills
 
 
-def report(calm: Path, run: Path, kills: list[float], missing: list[float]) -> int:
+def report(calm, run, kills, missing):
     """Prints the table; returns the exit code."""
     from common.checkpoint import weights_of  # imports torch
 
     lives = lives_of(run)
     worlds = [life[0]["world"] for life in lives]
-    first_steps = [event["t"] for event in named(chain(*lives), "first_step")]
+    first_steps = [event["t"] for life in lives for event in named(life, "first_step")]
     # none follows a kill after the last step
     seconds = [min((t - kill for t in first_steps if t > kill), default=math.nan) for kill in kills]
     counts = audit(run)

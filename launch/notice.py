@@ -10,7 +10,6 @@ already. In Kubernetes and Slurm nothing is needed: they send the signal themsel
 """
 
 import argparse
-import http.client
 import json
 import os
 import select
@@ -18,8 +17,9 @@ import shutil
 import signal
 import sys
 import urllib.request
+from contextlib import suppress
+from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError
 
 ADDRESS = os.environ.get("NOTICE_ADDRESS", "http://169.254.169.254")  # the same in all three clouds
 EVERY_SECONDS = float(os.environ.get("NOTICE_SECONDS", 2))
@@ -36,18 +36,14 @@ def ask(path, headers, method="GET"):
 
 def aws():
     token = ask("latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60"}, "PUT")
-    try:
-        notice = ask("latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
-    except HTTPError as error:
-        if error.code == 404:  # no notice
-            return ""
-        raise
-    return f"will {json.loads(notice)['action']} this machine"
+    # without a notice the answer is 404, an OSError
+    notice = ask("latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+    return f"AWS will {json.loads(notice)['action']} this machine"
 
 
 def gcp():
     preempted = ask("computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-    return "takes this machine away" if preempted.strip() == "TRUE" else ""
+    return "GCP takes this machine away" if preempted.strip() == "TRUE" else ""
 
 
 def azure():
@@ -58,11 +54,8 @@ def azure():
     name = ask("metadata/instance/compute/name?api-version=2021-02-01&format=text", metadata).strip()
     for event in events:
         if event["EventType"] in ends and name in event["Resources"]:
-            return f"announces a {event['EventType']} of this machine"
+            return f"Azure announces a {event['EventType']} of this machine"
     return ""
-
-
-CLOUDS = {"AWS": aws, "GCP": gcp, "Azure": azure}  # what each announces, or "": nothing
 
 
 def main():
@@ -80,11 +73,11 @@ def main():
         parser.error(f"no program {command[0]}")
     try:
         process = os.pidfd_open(words.pid or os.getpid())
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         parser.error(f"--pid {words.pid}: {error}")
-    if command and os.fork():
-        os.execvp(command[0], command)  # closes its own `process`
     if command:
+        if os.fork():
+            os.execvp(command[0], command)  # closes its own `process`
         os.setsid()  # Ctrl-C is for the command
     watch(process, words.file)
 
@@ -92,24 +85,21 @@ def main():
 def watch(process, file):
     """Until the process has ended, or is asked to."""
     while not select.select([process], [], [], EVERY_SECONDS)[0]:
-        notice = look()
-        if file and file.exists():
-            notice = f"{file} is there"
+        notice = f"{file} is there" if file and file.exists() else look()
         if notice:
-            print(f"notice: {notice}: SIGTERM to the training", file=sys.stderr, flush=True)
+            print(f"notice: {notice}: SIGTERM to the training", file=sys.stderr)
             signal.pidfd_send_signal(process, signal.SIGTERM)
             return
 
 
 def look():
-    """What the first cloud that has something to say announces."""
-    for name, cloud in CLOUDS.items():
-        try:
+    """What the first cloud that has something to say announces, or ""."""
+    for cloud in (aws, gcp, azure):
+        # another cloud's words, or none at all
+        with suppress(OSError, HTTPException, ValueError, KeyError, TypeError):
             notice = cloud()
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError):
-            continue  # another cloud's words, or none at all
-        if notice:
-            return f"{name} {notice}"
+            if notice:
+                return notice
     return ""
 
 

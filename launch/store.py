@@ -10,31 +10,27 @@ Port 0 takes a free port, which the printed line names.
 """
 
 import os
+import re
 import signal
 import socket
 import sys
 
 
 def main(arguments):
-    host, _, port = arguments[0].rpartition(":") if len(arguments) == 1 else ("", "", "")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    place = re.fullmatch(r"\[?(.+?)\]?:(\d+)", " ".join(arguments))
+    if not place:
         print("usage: python launch/store.py HOST:PORT", file=sys.stderr)
         return 2
-    host = host.strip("[]")
+    host, port = place.groups()
     try:
         family, _, _, _, address = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
         if address[0].startswith("127.") and host not in (address[0], "localhost"):
-            print(
-                f"error: {host} is {address[0]} on this machine, where no other one reaches it\n"
-                "name the machine's address in the network (ip -brief address)",
-                file=sys.stderr,
-            )
-            return 2
+            raise OSError(f"{host} is {address[0]} on this machine, where no other one reaches it")
         listener = socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         print(
-            f"error: {host}:{port}: {error.strerror or error}\n"
-            "name an address of this machine, and a free port",
+            f"error: {host}:{port}: {error}\n"
+            "name this machine's address in the network (ip -brief address), and a free port",
             file=sys.stderr,
         )
         return 2

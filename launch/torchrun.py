@@ -26,8 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:1] = [str(ROOT)]
 
 from common.errors import UserError, ready_streams, say  # noqa: E402
-from common.ledger import named, newest_lives  # noqa: E402
-from common.options import Options, parse_options  # noqa: E402
+from common.ledger import lives_of, named  # noqa: E402
+from common.options import parse_options  # noqa: E402
+from common.place import MEETING  # noqa: E402
 
 SETTINGS = {
     # Each node counts its own and other nodes' failures, and the first node to run out ends the job for all.
@@ -38,6 +39,7 @@ SETTINGS = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     # A process that is told to end has so long to save; torch's own 30 seconds kill large saves.
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600",
+    "PET_MASTER_PORT": "29500",
     "PET_SIGNALS_TO_HANDLE": "SIGTERM,SIGINT,SIGHUP,SIGUSR1",
     "PET_MONITOR_INTERVAL": "0.02",
     "PYTHONUNBUFFERED": "1",
@@ -50,10 +52,9 @@ SETTINGS = {
 }
 STOPPED = 143
 LONGEST_PLACE = 40  # characters; the fork server's socket lies below, and the kernel takes 107
-PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments):
     """Returns the exit code."""
     ready_streams()
     place = tempfile.gettempdir()
@@ -73,10 +74,12 @@ def main(arguments: list[str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def launch(arguments: list[str], folder: str) -> int:
+def launch(arguments, folder):
     """Checks the training's options and starts its imports; then torchrun's agent takes over."""
-    for name in PLACES:
+    for name in MEETING:
         os.environ.pop(name, None)  # of an outer job: each worker gets its own
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
     position = find_script(arguments)
     script = arguments[position:]
     asked = glance(arguments[:position])
@@ -87,8 +90,6 @@ def launch(arguments: list[str], folder: str) -> int:
         if line:
             say(line)
             return 0
-    for name, value in SETTINGS.items():
-        os.environ.setdefault(name, value)
     if processes != 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's own default, without its warning
     if script:
@@ -100,7 +101,7 @@ def launch(arguments: list[str], folder: str) -> int:
     return serve(arguments, folder, options)
 
 
-def find_script(arguments: list[str]) -> int:
+def find_script(arguments):
     """Where the script stands among torchrun's words; their number if there is none."""
     for position, word in enumerate(arguments):
         if word.endswith(".py") and Path(word).is_file():
@@ -108,7 +109,7 @@ def find_script(arguments: list[str]) -> int:
     return len(arguments)
 
 
-def glance(words: list[str]) -> argparse.Namespace:
+def glance(words):
     """Three of torchrun's options, before torch is imported. Its own parser reads all of them later."""
     parser = argparse.ArgumentParser(add_help=False)
     for name in ("nproc_per_node", "nnodes", "start_method"):
@@ -117,14 +118,14 @@ def glance(words: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(words)[0]
 
 
-def count(asked: argparse.Namespace) -> int:
+def count(asked):
     """How many processes torchrun will start; 0 if only torchrun knows (several machines, one per GPU)."""
     processes = asked.nproc_per_node or "1"
     one_machine = asked.nnodes in (None, "1", "1:1")
     return int(processes) if one_machine and processes.isdecimal() else 0
 
 
-def check_options(script: list[str], processes: int) -> Options | None:
+def check_options(script, processes):
     """Refuses a wrong flag of the training; None for a script that has flags of its own, or none."""
     sys.argv = script
     text = Path(script[0]).read_bytes()
@@ -133,17 +134,17 @@ def check_options(script: list[str], processes: int) -> Options | None:
     return parse_options(ast.get_docstring(ast.parse(text)) or "", processes=processes)
 
 
-def line_if_complete(options: Options) -> str:
+def line_if_complete(options):
     """What each process would say of a complete run; empty if there is something to train."""
     with suppress(UserError, OSError):
-        if named(next(newest_lives(options.run_dir), ()), "done"):
+        if named(lives_of(options.run_dir)[-1], "done"):
             from common.run import complete  # imports torch
 
             return complete(options)
     return ""
 
 
-def start_importing(script: Path, options: Options | None, folder: str) -> None:
+def start_importing(script, options, folder):
     """Starts the fork server, which imports beside us; a script of one's own may lack the guard of `main`."""
     tempfile.tempdir = folder  # of multiprocessing, which would leave its own behind
     places = [str(script.resolve().parent), str(ROOT), os.environ.get("PYTHONPATH", "")]

@@ -8,19 +8,20 @@ import re
 import runpy
 import signal
 import sys
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:1] = [str(ROOT)]  # not the folder where it was started: that may have a `common` of its own
+ROOT = str(Path(__file__).resolve().parents[1])
+# not the folder where it was started (""): that may have a `common` of its own
+sys.path = [ROOT, *filter(None, sys.path)]
 
 from common import place  # noqa: E402
 from common.errors import guarded, one_line, say  # noqa: E402
 
 A_PEER = re.compile("Connection (closed|reset)|Dist(Network|Store)Error")  # has ended while the ranks met
-PRELOAD = "LAUNCH_PRELOAD"  # only in the environment of a fork server: [module, its options]
 
 
 def preload(module: str, options: dict) -> None:
@@ -44,14 +45,20 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
     """Does what `python -u SCRIPT WORDS` does, with files in place of stdout and stderr if any are named."""
     os.setsid()  # Ctrl-C reaches the agent, and through it the processes
     os.environ.update(environment)
-    close_the_fork_servers_lifeline()
+    # else the fork server, whose death ends this process, would outlive a killed agent
+    lifeline = forkserver._forkserver._forkserver_alive_fd
+    if lifeline is not None:
+        os.close(lifeline)
     place.die_with_the_parent()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the fork server ignores it
     for number, path in enumerate(outputs, 1):
         if path:
-            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666), number)
-    draw_other_numbers()
-    sys.path[:1] = [str(Path(script).resolve().parent), str(ROOT)]
+            os.dup2(open(path, "wb").fileno(), number)
+    # Forks have the same generators; data drawn without a seed must differ, or no rank sees the mistake.
+    torch.default_generator.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    sys.path[:1] = [str(Path(script).resolve().parent), ROOT]
     sys.argv = [script, *words]
     sys.stdout.reconfigure(write_through=True)
     try:
@@ -65,25 +72,9 @@ def work(script: str, words: list[str], environment: dict[str, str], outputs: li
         sys.exit(1)
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
-        sys.stdout.flush()
 
 
-def close_the_fork_servers_lifeline() -> None:
-    """Else the fork server, whose death ends this process, would outlive a killed agent."""
-    lifeline = forkserver._forkserver._forkserver_alive_fd
-    if lifeline is not None:
-        os.close(lifeline)
-
-
-def draw_other_numbers() -> None:
-    """Forks have the same generators; data drawn without a seed must differ, or no rank sees the mistake."""
-    torch.default_generator.seed()
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
-
-
-if PRELOAD in os.environ:
-    try:
-        preload(*json.loads(os.environ.pop(PRELOAD)))
-    except Exception:  # each process meets the same error and prints it
-        pass
+with suppress(
+    Exception
+):  # each process meets the same error and prints it; other programs have no such variable
+    preload(*json.loads(os.environ.pop("LAUNCH_PRELOAD")))

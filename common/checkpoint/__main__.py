@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from common.checkpoint.folder import checkpoints
 from common.checkpoint.reader import choose, describe, weights_of
-from common.errors import UserError, run_command
+from common.errors import UserError, run_command, say
 from common.options import as_imagefolder, read_options
 
 
@@ -61,8 +61,11 @@ def show(asked):
         found = [describe(*choice) for choice in checkpoints(asked.run)]
         for _, line in found:
             print(line)
-        if not any(whole for whole, _ in found):
+        damaged = sum(not whole for whole, _ in found)
+        if damaged == len(found):
             choose(asked.run, which)  # says what is missing
+        elif damaged:
+            say(f"{damaged} of {len(found)} damaged: a start takes the newest whole one", sys.stderr)
     return 0
 
 

@@ -248,7 +248,9 @@ def audit(*run_dirs: Path) -> Record:
     lives = lives_of(*run_dirs)
     ids, whole, reached, counts = _follow(lives, [run_dir / "audit" for run_dir in run_dirs])
     if not reached or not ids:
-        raise UserError(f"{run_dirs[0]} holds no audit of a finished step\ntrain with --audit")
+        raise UserError(
+            f"{run_dirs[0]} holds no audit of a finished step\ntrain with --audit, or Elastic(audit=True)"
+        )
     for step, epoch, positions, samples in planned([life for life, *_ in lives], reached):
         trained = Counter(ids.get(step, ()))
         expected = Counter(permute(positions, samples, lives[0][0]["seed"], epoch).tolist())

@@ -64,7 +64,7 @@ class Saved(NamedTuple):
     """What became of the newest whole step."""
 
     words: str = ""
-    here: bool = False  # this rank has saved it
+    whole: bool = False  # this rank has saved it, or its last part
     failure: int = 0  # exit code
 
 
@@ -210,13 +210,13 @@ class Rescue:
         step = self.state.progress.step
         already = Saved(f"step {step} was saved already")
         try:
-            words = self.store.rescue(way.name.lower())
+            words, whole = self.store.rescue(way.name.lower())
         except Exception as failure:
             code = failure.code if isinstance(failure, UserError) else 4
             if code == FENCED and self.watch.parting:  # all ranks have met: rank 0 has let go of the run
                 return already
             return Saved(f"step {step} is not saved: {in_words(failure)}", failure=code)
-        return Saved(words, here=True) if words else already
+        return Saved(words, whole) if words else already
 
     def _end_of_the_peer(self):
         """(way, cause), after the save: by now a launcher knows how the peer has ended, and what follows."""
@@ -226,14 +226,17 @@ class Rescue:
         return WayOut.PEER_DIED_ALL_STOP if self.asked else WayOut.PEER_DIED, death.words
 
     def _is_first(self, saved):
-        """Whether this rank is the first that tells of this end, of those that see one run folder."""
-        if not saved.here:
+        """Whether this rank is the first that tells of this end, of those that see one run folder.
+
+        A rank that saves the last part tells it even after one that has waited for it in vain.
+        """
+        if not saved.whole:
             time.sleep(SAVER_SECONDS)
         note = self.store.fence.staging / "told"
         try:
             note.touch(exist_ok=False)
         except FileExistsError:
-            return False
+            return saved.whole and self.world.parts > 1
         except OSError:  # rank 0 has let go of the run
             return self.world.rank == 0
         return True

@@ -33,10 +33,11 @@ def identify(opts, data, device, writer):
         ) from reason
     wrong = opts.compare(first["options"])
     changed = []
-    for name, was in first["pinned"].items():
-        if was != pinned.get(name):
+    for name, now in pinned.items():
+        was = first["pinned"].get(name, now)  # a run without --virtual-ranks has none, and is refused above
+        if was != now:
             differences = changed if name in MAY_DIFFER else wrong
-            differences.append(f"{name} was {was}, now {pinned.get(name)}")
+            differences.append(f"{name} was {was}, now {now}")
     if first["data"] != data:
         difference = f"data's fingerprint was {first['data'][:12]}, now {data[:12]}"
         if opts.accept_data_change:

@@ -143,9 +143,10 @@ class Saver:
 
     # ---- in a rescue ------------------------------------------------------------------------------
     def rescue(self, why):
-        """Saves the newest whole step; what this rank has saved, in words, "" if it was saved already.
+        """Saves the newest whole step; (what this rank has saved, in words, whether the checkpoint is whole).
 
-        It is announced before anything that waits: from there on a new life waits for this one.
+        Without words it was saved already. The rescue is announced before anything that waits: from there on
+        a new life waits for this one.
         """
         state = self.state
         began = time.monotonic()
@@ -156,17 +157,17 @@ class Saver:
                 raise state.spoiled
             self.wait(in_rescue=True)
             state.wait_for_update()
-            words = self._write_live(why, began)
+            saved = self._write_live(why, began)
             if self.writer.layout.parts > 1 and state.ready:
                 # Ranks wait for each other before the update of step N + 1. One that leaves in this wait
                 # saves its parts of step N and of step N + 1, of which it has the gradient: a rank that is
                 # through has only step N + 1 left, and one that has not come has only step N. So one of the
                 # two steps gets all its parts.
                 state.update(state.ready)
-                words = self._write_live(why, began)
+                saved = self._write_live(why, began)
                 # the main thread must not make this step once more
                 state.spoil(UserError(f"step {state.progress.step} is made by the rescue", code=1))
-        return words
+        return saved
 
     @contextmanager
     def _held_still(self, began):
@@ -186,22 +187,19 @@ class Saver:
             self.state.lock.release()
 
     def _write_live(self, why, began):
-        """What was saved, in words; "" if it was there."""
+        """(what was saved, in words, whether the checkpoint is whole); no words if it was there."""
         facts = self.state.facts()
         if self.writer.holds(facts):
-            return ""
+            return "", False
         step = facts["step"]
         tensors = {}
         for kind, own in self.writer.layout.written(self.state.tensors()).items():
             # with their strides: for other ones the GPU would have to load a kernel
             tensors[kind] = {name: tensor.cpu() for name, tensor in own.items()}
         if self.write(tensors, facts) is None:
-            return (
-                f"step {step}: rank {self.rank} has saved its stage; "
-                "the step counts once all stages are saved"
-            )
+            return f"step {step} counts if all its parts are saved, rank {self.rank} has saved one", False
         self.ledger.event("rescue", step=step, why=why, rescue_s=round(time.monotonic() - began, 3))
-        return f"step {step} saved by rank {self.rank}"
+        return f"step {step} saved by rank {self.rank}", True
 
 
 def not_finite(tensor):

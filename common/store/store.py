@@ -202,10 +202,10 @@ class CheckpointStore:
             self.ledger.event("digest", step=state.progress.step, **sums)
 
     # ---- the end of a life ------------------------------------------------------------------------
-    def rescue(self, why: str = "") -> str:
-        """Saves the newest whole step; what this rank has saved, in words, "" if it was saved already.
+    def rescue(self, why: str = "") -> tuple[str, bool]:
+        """Saves the newest whole step; (what this rank has saved, in words, whether the checkpoint is whole).
 
-        No collective.
+        Without words it was saved already. No collective.
         """
         try:
             return self.saver.rescue(why)

@@ -73,6 +73,7 @@ def test_a_damaged_checkpoint_is_neither_the_best_nor_exported(tmp_path, capsys)
     assert main([str(run), "--best", "--export", str(file)]) == 3 and not file.exists()
     assert main([f"{run}/checkpoints/step-00000001", "--export", str(file)]) == 3 and not file.exists()
     assert main([str(run), "--export", str(file)]) == 0 and "of step 2" in capsys.readouterr().out
+    assert main([str(run)]) == 0 and "1 of 2 damaged: " in capsys.readouterr().err
 
 
 def test_an_export_is_in_the_format_that_its_suffix_says(tmp_path, capsys):

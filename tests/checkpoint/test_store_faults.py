@@ -325,7 +325,7 @@ def test_a_process_that_can_start_no_thread_any_more_still_saves(tmp_path, monke
             patch.setattr(threading.Thread, "start", none_left)
             save(life, 2)
             at_step(life.state, 3)
-            assert life.store.rescue()
+            assert life.store.rescue()[0]
             assert all(describe(step, folder)[0] for step, folder in committed(life.store.fence.root))
     assert steps_of(opts) == [3, 2, 1]
 

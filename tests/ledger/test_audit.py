@@ -140,9 +140,10 @@ def test_what_cannot_be_audited_is_refused_in_words(tmp_path, capsys):
         assert main([str(tmp_path), "--audit"]) == 2
         out, error = capsys.readouterr()
         assert out == "" and error.startswith("error: ") and error.count("\n") <= 3
+        return error
 
     is_refused()
     Ledger(tmp_path).event("life", life="aa", world=1, step=0, stages=1)
     is_refused()
     Audit(tmp_path, "aa", 0).begin(1, [1])  # no step was finished
-    is_refused()
+    assert "train with --audit, or Elastic(audit=True)" in is_refused()

@@ -163,6 +163,7 @@ def test_shard_a_whole_copy_may_die_at_once_and_shards_copies_and_stages_may_cha
         wait_for(run, step, life, job)
         job.kill(signal.SIGTERM)
         job.wait()
+        assert " saved by rank " in job.output.rpartition("stopped on SIGTERM")[2], job.output
 
     jobs.python("train_ddp.py", *PACED, f"--run-dir={alone}", PACE="0").ends_with(0)
     job = start(4, "--stages=1")

@@ -175,7 +175,7 @@ def announced_rescue(store, step=None):
     if step is not None:
         at_step(store.state, step)
     try:
-        return store.rescue()
+        return store.rescue()[0]
     except UserError as error:
         if isinstance(error, Fenced):
             raise

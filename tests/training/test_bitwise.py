@@ -218,6 +218,9 @@ def test_another_thread_count_is_refused_and_another_build_is_said(tmp_path, cap
     threads = options(tmp_path / "run", more | {"threads": 2})
     assert fork_ranks(1, life, train_ddp, threads, may_die=[0]) == [2]
     assert "CPU threads per process was 1, now 2" in capfd.readouterr().err
+    without = options(tmp_path / "run", more | {"virtual_ranks": 0})
+    assert fork_ranks(1, life, train_ddp, without, may_die=[0]) == [2]
+    assert "is another run: --virtual-ranks was 8, now 0\n" in capfd.readouterr().err
     run(tmp_path / "run", 1, more)
     assert "build of torch was 2.0.1" in "".join(capfd.readouterr())
 

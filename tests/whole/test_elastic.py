@@ -241,7 +241,7 @@ def test_pytorchs_multigpu_example_elsewhere_killed_and_resized_has_the_loss_of_
     assert "done at step 64: val_mse" in jobs.start(script, "whole", "0", cold=True, **where).ends_with(0)
     run = tmp_path / "broken"
     killed_and_stopped(jobs.torchrun(3, script, "broken", "0.02", **where), run, 40)
-    jobs.start(script, "broken", "0", **where).ends_with(0)
+    jobs.start(ROOT / "launch/torchrun.py", script, "broken", "0", cold=True, **where).ends_with(0)
     assert audit(run) == CLEAN
     for ours, theirs in zip(rows(run), rows(tmp_path / "whole"), strict=True):
         for name in {"loss", "val_mse"} & theirs.keys():

@@ -294,26 +294,25 @@ def test_nohup_outlives_sighup_and_after_sigkill_and_ctrl_c_the_same_command_goe
     assert jobs.start(*warm, "--seed", 7).ends_with(2).count("error: ") == 1
 
 
-def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, tmp_path):
-    """`--node_rank --master_addr --master_port`: what most people type."""
+def with_fixed_numbers(jobs, *words):
+    """Two machines under `--node_rank --master_addr --master_port`: what most people type."""
     env = {
         "PET_NNODES": "2",
         "PET_MASTER_ADDR": "127.0.0.1",
         "PET_MASTER_PORT": str(free_port()),
         "PACE": "0.02",
     }
-    nodes = [
-        jobs.start(
-            TORCHRUN,
-            ROOT / "train_ddp.py",
-            *PACED,
-            "--run-dir",
-            tmp_path / "run",
-            PET_NODE_RANK=str(rank),
-            **env,
-        )
-        for rank in (0, 1)
-    ]
+    return [jobs.start(TORCHRUN, *words, PET_NODE_RANK=str(rank), **env) for rank in (0, 1)]
+
+
+def test_machines_with_fixed_numbers_pass_on_an_exit_code(jobs, tmp_path):
+    (tmp_path / "ends.py").write_text("import sys\nsys.exit(2)\n")
+    for node in with_fixed_numbers(jobs, tmp_path / "ends.py"):
+        assert "Traceback" not in node.ends_with(2)
+
+
+def test_machines_with_fixed_numbers_need_no_name_for_the_job_and_survive_a_kill(jobs, tmp_path):
+    nodes = with_fixed_numbers(jobs, ROOT / "train_ddp.py", *PACED, "--run-dir", tmp_path / "run")
     assert kill_at(nodes[0], tmp_path / "run", 3)["world"] == 2
     assert [node.wait() for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
     assert audit(tmp_path / "run") == CLEAN
