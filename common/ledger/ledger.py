@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -10,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from common.errors import say
+from common.errors import warn
 from common.place import began
 
 ENTRY_SECONDS = 10.0  # at most between two entries of a clock, or
@@ -18,10 +17,6 @@ ENTRY_SHARE = 0.01  # of the age of the life: a kill loses no more
 
 
 Record = dict[str, Any]  # a line of JSON
-
-
-def warn(text):
-    say(f"warning: {text}", sys.stderr)
 
 
 class Lines:
@@ -62,7 +57,8 @@ class Lines:
         if not self.warned:
             warn(
                 f"{self.path} cannot be written ({error.strerror or error}); "
-                "training continues without these lines"
+                "training continues without these lines",
+                of_this_rank=True,
             )
         self.warned = True
 

@@ -9,7 +9,6 @@ the size of the global batch before the backward; `end_mean` corrects for what e
 """
 
 import socket
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.data import Batch, batches, map_tensors
-from common.errors import blamed, say
+from common.errors import blamed, warn
 from common.options import Options
 from common.sampler import ElasticSampler, seed
 from common.training.bitwise import Slices
@@ -70,7 +69,7 @@ def check_used(model: nn.Module, state: TrainState) -> None:
         with blamed(fact, way_out):
             model._check_reducer_finalized()
     elif names and not state.progress.step:
-        say(f"warning: {fact}: more processes would refuse that\n         {way_out}", sys.stderr)
+        warn(f"{fact}: more processes would refuse that\n{way_out}")
 
 
 def backward_slices(slices, batch, state):

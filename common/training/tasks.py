@@ -8,7 +8,6 @@ function of {name: number or tensor}, makes numbers of them.
 """
 
 import math
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import SimpleNamespace
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from common.data import leaves, map_tensors
-from common.errors import UserError, blamed, did_you_mean, say
+from common.errors import UserError, blamed, did_you_mean, warn
 from common.options import Options, find_function
-from common.place import here
 from common.sampler import seeded
 from common.world import gather
 
@@ -230,12 +228,11 @@ class Task:
         """Loss and count of two samples are to be the sums of those of each, unless the task draws."""
         one, two, both, again = [torch.tensor([*map(float, found[self.names[0]])]) for found in values]
         adds_up = torch.allclose(one + two, both, rtol=1e-2, atol=1e-3)
-        if torch.equal(both, again) and not adds_up and here().speaks:
-            say(
-                f"warning: --task {self.spec}: (sum, count) of two samples is {tuple(both.tolist())}, "
+        if torch.equal(both, again) and not adds_up:
+            warn(
+                f"--task {self.spec}: (sum, count) of two samples is {tuple(both.tolist())}, "
                 f"of each alone they add up to {tuple((one + two).tolist())}\n"
-                "         a mean, or a loss that compares samples, depends on the number of processes",
-                sys.stderr,
+                "a mean, or a loss that compares samples, depends on the number of processes"
             )
 
     def learn(self, values):
