@@ -206,9 +206,9 @@ class Passage:
         self.in_flight = {}  # {micro batch: what its backward needs}
         slices = pipeline.tree.own if pipeline.tree else range(len(batch.parts))
         self.micro_batches = []  # (its number, samples that count, samples)
-        for v, (count, samples) in zip(slices, batch.parts, strict=True):
-            if count:
-                self.micro_batches.append((v, count, samples))
+        for v, (ids, samples) in zip(slices, batch.parts, strict=True):
+            if ids:
+                self.micro_batches.append((v, len(ids), samples))
             elif pipeline.opts.shard:  # the other shards cannot gather their weights without this rank
                 self.micro_batches.append((v, 0, pipeline.example))
 
@@ -227,7 +227,7 @@ class Passage:
             state.statistics.renew()
         x = None
         y = None
-        sums = state.task.zeros(device, tree.kind if tree else torch.float64)
+        sums = state.task.zeros(device)
         with nullcontext() if count else _unchanged(pipeline.net):
             if pipeline.parts > 1:  # otherwise the task calls the stage
                 x, y = self.through_the_stage(samples, receive)

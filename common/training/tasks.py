@@ -154,8 +154,8 @@ class Task:
             )
 
     # ---- totals: a vector of all sums and counts, then of all whole numbers ----
-    def zeros(self, device, kind=torch.float64):
-        return torch.zeros(sum(self._sizes()), dtype=kind, device=device)
+    def zeros(self, device):
+        return torch.zeros(sum(self._sizes()), dtype=torch.float64, device=device)
 
     def _sizes(self):
         return [2] * len(self.names) + [shape.numel() for shape in self.shapes.values()]
