@@ -158,7 +158,7 @@ class Task:
         return torch.zeros(sum(self._sizes()), dtype=torch.float64, device=device)
 
     def _sizes(self):
-        return [2] * len(self.names) + [shape.numel() for shape in self.shapes.values()]
+        return [2] * len(self.names) + [*map(math.prod, self.shapes.values())]
 
     def _named(self, totals):
         """{name: its part of the totals}"""
@@ -239,7 +239,7 @@ class Task:
         """Takes names and shapes from what the function returned of one sample."""
         with blamed(f"what --task {self.spec} returned", WANTED):
             self.names = [name for name, value in values.items() if not isinstance(value, Tensor)]
-            self.shapes = {name: values[name].shape for name in values if name not in self.names}
+            self.shapes = {name: [*values[name].shape] for name in values if name not in self.names}
             if any(values[name].is_floating_point() for name in self.shapes):
                 raise TypeError(f"{', '.join(self.shapes)}: numbers without a count")
             if not self.names:
@@ -249,10 +249,8 @@ class Task:
 
     def agree(self, world):
         """A rank that had nothing to evaluate takes the names from one that had; call it on every rank."""
-        shapes = {name: [*shape] for name, shape in self.shapes.items()}
-        names, shapes = next(told for told in gather(world, [self.names, shapes]) if told[0])
-        self.names = names
-        self.shapes = {name: torch.Size(shape) for name, shape in shapes.items()}
+        told = gather(world, [self.names, self.shapes])
+        self.names, self.shapes = next(of_a_rank for of_a_rank in told if of_a_rank[0])
 
 
 def terms_of(made_by):
