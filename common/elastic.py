@@ -176,9 +176,7 @@ class Elastic:
         # others are skipped (bad_samples)
         gradient.parts = [part for part in gradient.parts if part[2] is not None]
         if not gradient.parts:
-            split = self.run.data.train
-            two = split.fetch(2 * [split.first])  # BatchNorm cannot train on one
-            gradient.parts = [(self.world.rank, [], two)]
+            gradient.parts = [(self.world.rank, [], self.run.data.train.example())]
         for samples in gradient.pieces():
             self.called = False  # run.model, with this piece
             self.trained = False  # run.step

@@ -69,6 +69,10 @@ class Samples:
     def __len__(self) -> int:
         return self.count
 
+    def example(self) -> Nested:
+        """Two samples for a forward that counts nothing: BatchNorm cannot train on one."""
+        return self.fetch(2 * [self.first])
+
     def look(self):
         """Takes the shape of samples from the first one that can be read; returns the batch of that one."""
         for id in range(len(self)):

@@ -95,7 +95,7 @@ class Rescue:
     def __exit__(self, kind, error, trace):
         stops = self.asked
         if error is None and not stops:
-            self.watch.part()
+            self.watch.parting = True
             try:
                 self.world.barrier()  # the last save may take long; the thread ends a hang
             except RuntimeError as broken:  # a peer has died

@@ -33,7 +33,7 @@ class Watch:
     def __init__(self, state, world):
         process = this_process()
         self.processes = gather(world, [process["pid"], process["host"], process["machine"]])
-        self.parting = False
+        self.parting = False  # no step is left: the end of a rank is no death, a signal is obeyed at once
         self.stopped = False
         self.lifelines = Lifelines(world, self.processes)
         self.hang = Hang(state, world, self.lifelines.tell)
@@ -56,10 +56,6 @@ class Watch:
         self.wakeup = signal.set_wakeup_fd(self.pipe[1], warn_on_full_buffer=False)
         # A forked process (for loading, say) inherits the pipe; a signal to it alone must not stop this rank.
         os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
-
-    def part(self):
-        """No step is left: from now on the end of a rank is no death, and a signal is obeyed at once."""
-        self.parting = True
 
     def is_late(self, ending):
         """Hears all. True once a deadline has passed and nobody holds `ending`; False after `stop`."""
