@@ -174,9 +174,8 @@ class Elastic:
         """
         gradient = self.gradient = Gradient(self.wrapped, batch, self.state, self.world)
         # others are skipped (bad_samples)
-        gradient.parts = [part for part in gradient.parts if part[2] is not None]
-        if not gradient.parts:
-            gradient.parts = [(self.world.rank, [], self.run.data.train.example())]
+        readable = [(number, ids, samples) for number, ids, samples in gradient.parts if samples is not None]
+        gradient.parts = readable or [(self.world.rank, [], self.run.data.train.example())]
         for samples in gradient.pieces():
             self.called = False  # run.model, with this piece
             self.trained = False  # run.step
